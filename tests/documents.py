@@ -114,6 +114,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.bench import space as bench_space
     from penstock.bench import tune as bench_tune
     from penstock.cli import lab as lab_command
+    from penstock.cli import play as play_command
     from penstock.train.compare import run as comparing
     from penstock.tune import session
 
@@ -177,6 +178,8 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab.lab, "make", NoLab)
     monkeypatch.setattr(lab.lab, "end", lambda name: None)
     monkeypatch.setattr(lab_command, "_run", lambda *args: 0)
+    monkeypatch.setattr(play_command.webbrowser, "open", lambda address: True)
+    monkeypatch.setattr(play_command.ThreadingHTTPServer, "serve_forever", lambda self: None)
     monkeypatch.setattr(session, "tune", estimate_instead)
     monkeypatch.setattr(session, "measure", measure_nothing)
     for measured in ("speeds", "free", "tight", "families"):

@@ -19,6 +19,7 @@ from penstock.cli import (  # noqa: F401  (each registers its verb)
     data,
     lab,
     plan,
+    play,
     profile,
     report,
     search,

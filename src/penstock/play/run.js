@@ -1,0 +1,167 @@
+// Runs a schedule through time: lowers it to the arrays of the engine, and lets the engine's own event loop decide.
+//
+// costs: { f, i, w, b: ms of a rank's whole share of the model, slow: [factor of each rank] }
+// links: Map of "a>b" to ms that messages of that link are late
+const runs = (() => {
+  const { again, key, needs, numStages, ScheduleError } = schedules;
+  const PRIORITY = { B: 0, I: 0, F: 1, W: 2, R: 2 };
+  const CODES = { frozen: decider.FROZEN, hinted: decider.HINTED, dynamic: decider.CLASS_FIRST };
+  const FREED_BY_INPUT = 0.5;
+  const POLICIES = ["hinted", "hinted:0.5", "hinted:1", "dynamic", "frozen"];
+
+  function starts(groups, count) {
+    const first = new Int32Array(count + 1);
+    for (const group of groups) first[group + 1] += 1;
+    for (let at = 0; at < count; at++) first[at + 1] += first[at];
+    return first;
+  }
+
+  // The schedule as arrays: ops numbered row by row, edges from what makes to what needs, queues to choose from.
+  function lower(s) {
+    const ops = s.order.flat(), num = ops.length, number = new Map(ops.map((op, at) => [key(op), at]));
+    const rank = new Int32Array(num), first = new Int32Array(s.numRanks + 1);
+    s.order.forEach((row, r) => {
+      first[r + 1] = first[r] + row.length;
+      rank.fill(r, first[r], first[r + 1]);
+    });
+    const successors = ops.map(() => []), missing = new Int32Array(num), has = (k) => number.has(k);
+    const edge = (before, after) => { successors[before].push(after); missing[after] += 1; };
+    ops.forEach((op, at) => {
+      for (const needed of needs(s, op, has)) {
+        if (!has(key(needed)))
+          throw new ScheduleError(`${schedules.opText(needed)} is missing, and ${schedules.opText(op)} needs it`, { rule: "coverage" });
+        edge(number.get(key(needed)), at);
+      }
+    });
+    // B and W add to the same gradients from different queues: they keep the order of the row.
+    for (const row of s.order) {
+      const adding = new Map();
+      row.forEach((op) => {
+        if (op.kind !== "B" && op.kind !== "W") return;
+        const before = adding.get(op.stage);
+        if (before && before.kind !== op.kind) edge(number.get(key(before)), number.get(key(op)));
+        adding.set(op.stage, op);
+      });
+    }
+    const priority = Int32Array.from(ops, (op) => PRIORITY[op.kind]);
+    const stages = numStages(s), place = ops.map((op, at) => ((rank[at] * 3 + priority[at]) * stages + op.stage) * 2 + (op.kind === "R" ? 1 : 0));
+    const queueOps = Int32Array.from(range(num).sort((a, b) => place[a] - place[b] || a - b));
+    const queueOf = new Int32Array(num), begins = [];
+    queueOps.forEach((op, at) => {
+      if (at === 0 || place[op] !== place[queueOps[at - 1]]) begins.push(at);
+      queueOf[op] = begins.length - 1;
+    });
+    return {
+      ops, number, rank, first, missing, priority, successors,
+      edge_first: Int32Array.from([0, ...successors.map(((total) => (each) => (total += each.length))(0))]),
+      edge_to: Int32Array.from(successors.flat()),
+      queue_ops: queueOps, queue_of: queueOf, queue_first: Int32Array.from([...begins, num]),
+      queue_rank_first: starts(begins.map((at) => rank[queueOps[at]]), s.numRanks),
+    };
+  }
+
+  function durationsOf(s, graph, costs) {
+    const per = perStage(s), of = { F: costs.f, R: costs.f, I: costs.i, W: costs.w, B: costs.b };
+    return Float64Array.from(graph.ops, (op, at) => (of[op.kind] / per) * (costs.slow ? costs.slow[graph.rank[at]] || 1 : 1));
+  }
+
+  // How many stages a rank's share of the model is cut into: costs are said per share, so that schedules compare.
+  const perStage = (s) => numStages(s) / s.numRanks;
+
+  function memoryChanges(s, graph) {
+    const forwards = s.order.map(again);
+    return Float64Array.from(graph.ops, (op, at) => {
+      if (op.kind === "F") return forwards[graph.rank[at]].has(key(op)) ? 0 : 1;
+      if (op.kind === "R") return 1;
+      if (op.kind === "I") return -FREED_BY_INPUT;
+      return op.kind === "W" ? FREED_BY_INPUT - 1 : -1;
+    });
+  }
+
+  function peaksOf(graph, change, numRanks) {
+    return range(numRanks).map((r) => {
+      let held = 0, most = 0;
+      for (let op = graph.first[r]; op < graph.first[r + 1]; op++) most = Math.max(most, (held += change[op]));
+      return most;
+    });
+  }
+
+  // The arrays of one run, by the names that the event loop gives them.
+  function arraysOf(s, graph, options) {
+    const num = graph.ops.length, rows = s.numRanks, delay = new Float64Array(rows * rows);
+    for (const [link, ms] of options.links || []) {
+      const [a, b] = link.split(">").map(Number);
+      if (a < rows && b < rows) delay[a * rows + b] = ms;
+    }
+    const ints = (size) => new Int32Array(size), floats = (size) => new Float64Array(size);
+    return {
+      ...graph, delay, wait: 0, due: floats(1), wake: floats(rows), bounded: false, depth: ints(rows * rows),
+      warmup_left: Int32Array.from(options.warmup || new Array(rows).fill(0)), rank_of: graph.rank,
+      missing: graph.missing.slice(), head: graph.queue_first.slice(0, -1), next_frozen: graph.first.slice(0, -1),
+      done: ints(num), held: floats(rows), state: ints(rows), in_transit: ints(rows * rows), unsent: ints(rows),
+      start_time: floats(num), end_time: floats(num), arrival_time: floats(graph.edge_to.length), free_time: floats(num),
+      peak: floats(rows), turn: ints(num), gang: ints(num).fill(-1), gang_first: ints(1), gang_ops: ints(0), gathered: ints(1),
+      lines: false, base: 0, busy: floats(1), late_first: ints(1), late_from: floats(1), late_ms: floats(1),
+      line_free: floats(1), line_last: floats(1), beside: null, arrival: null,
+    };
+  }
+
+  function drive(arrays) {
+    return event_loop.run(...event_loop.parameters.run.map((name) => {
+      if (arrays[name] === undefined) throw new Error(`the event loop asks for ${name}`);
+      return arrays[name];
+    }));
+  }
+
+  // Runs a schedule. options: { costs, links, dispatch: "frozen" | "hinted" | "hinted:SHARE" | "dynamic" | "auto",
+  // caps, warmup, change, duration }.
+  function simulate(s, options) {
+    const graph = options.graph || lower(s);
+    const duration = options.duration || durationsOf(s, graph, options.costs);
+    const change = options.change || memoryChanges(s, graph);
+    const given = { ...options, graph, duration, change };
+    if (options.dispatch === "auto") {
+      const tried = POLICIES.map((dispatch) => simulate(s, { ...given, dispatch }));
+      const frozen = tried[POLICIES.length - 1].makespan;
+      const sure = tried.filter((each) => each.makespan <= frozen * (1 + tolerance.EPSILON));
+      const least = Math.min(...sure.map((each) => each.makespan)) * (1 + tolerance.EPSILON);
+      return sure.find((each) => each.makespan <= least);
+    }
+    const [name, share] = options.dispatch.split(":"), wait = share ? Number(share) : 0;
+    const arrays = arraysOf(s, graph, options);
+    if (wait) Object.assign(arrays, { wait, due: simulate(s, { ...given, dispatch: "frozen" }).arrays.start_time });
+    const frozenPeaks = peaksOf(graph, change, s.numRanks);
+    const cap = Float64Array.from(options.caps || (name === "frozen" ? frozenPeaks.map(() => Infinity) : frozenPeaks));
+    Object.assign(arrays, { policy: CODES[name], duration, memory_change: change, cap });
+    const ended = drive(arrays);
+    if (ended < graph.ops.length) {
+      const stuck = arrays.done.indexOf(0);
+      throw new ScheduleError(
+        `the run stops after ${ended} of ${graph.ops.length} ops: rank ${graph.rank[stuck]} never runs ` +
+        `${schedules.opText(graph.ops[stuck])} (rule: deadlock); the proof shows why`, { rule: "deadlock" });
+    }
+    const busy = new Array(s.numRanks).fill(0);
+    duration.forEach((ms, op) => (busy[graph.rank[op]] += ms));
+    const makespan = graph.ops.length ? maxOf(arrays.end_time) - minOf(arrays.start_time) : 0;
+    return {
+      schedule: s, graph, arrays, dispatch: options.dispatch, makespan, busy,
+      bubble: makespan ? 1 - sum(busy) / (s.numRanks * makespan) : 0,
+      start: arrays.start_time, end: arrays.end_time, peaks: [...arrays.peak],
+    };
+  }
+
+  const maxOf = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
+  const minOf = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
+
+  // The schedule with each rank's ops in the order in which they ran.
+  function executed(run) {
+    const { graph, arrays, schedule } = run;
+    const order = schedule.order.map((row, r) => {
+      const places = range(row.length).sort((a, b) => arrays.turn[graph.first[r] + a] - arrays.turn[graph.first[r] + b]);
+      return places.map((place) => row[place]);
+    });
+    return { ...schedule, order };
+  }
+
+  return { executed, lower, perStage, simulate };
+})();

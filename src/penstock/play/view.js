@@ -1,0 +1,176 @@
+// Draws timelines on a canvas, and as an SVG file.
+const view = (() => {
+  const { KINDS: ORDER, stagesOf, shortName } = schedules;
+  const LABEL = 62, RIGHT = 14, AXIS = 22, HEAD = 22, FONT = '-apple-system, "Segoe UI", Roboto, Arial, sans-serif';
+  const channels = (color) => [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16));
+
+  // The colour of an op of the rank's `chunk`-th of so many stages: later ones are lighter.
+  function shade(kind, chunk, num) {
+    const share = (palette.lightest * chunk) / Math.max(num - 1, 1);
+    return channels(palette.kinds[kind][1]).map((c) => Math.round(c + (255 - c) * share));
+  }
+  const hex = (rgb) => "#" + rgb.map((c) => c.toString(16).padStart(2, "0")).join("");
+  function ink(rgb) {
+    const [r, g, b] = rgb.map((c) => (c / 255 <= 10 / 255 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));
+    return 1.05 / (0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05) >= 4 ? palette.light : palette.dark;
+  }
+
+  function chunks(s) {
+    const own = range(s.numRanks).map((rank) => stagesOf(s, rank));
+    return { of: (rank, stage) => own[rank].indexOf(stage), num: Math.max(...own.map((each) => each.length)) };
+  }
+
+  // Round numbers for about so many ticks.
+  function ticks(length, count) {
+    const rough = length / Math.max(count, 1), size = 10 ** Math.floor(Math.log10(rough || 1));
+    const step = [1, 2, 5, 10].map((k) => k * size).find((each) => each >= rough) || 1;
+    return range(Math.floor(length / step + 1e-9) + 1).map((k) => Number((k * step).toPrecision(10)));
+  }
+  const short = (ms) => String(Number(ms.toPrecision(4)));
+
+  // Where everything stands for a canvas of this width.
+  function layOut(runs, width) {
+    const length = Math.max(...runs.map((run) => run.makespan)) || 1, ranks = runs[0].schedule.numRanks;
+    const pitch = Math.max(9, Math.min(26, Math.floor(460 / (ranks * runs.length)))), room = Math.max(40, width - LABEL - RIGHT);
+    const tops = runs.map((_, at) => AXIS + HEAD + at * (HEAD + ranks * pitch + 6));
+    return { length, ranks, pitch, tops, width, bar: pitch - (pitch > 11 ? 3 : 2), height: tops[tops.length - 1] + ranks * pitch + 8,
+      x: (time) => LABEL + (time / length) * room, timeAt: (px) => ((px - LABEL) / room) * length };
+  }
+
+  // One row of pixels by how much of each an op covers: no seams and no moire, however thin ops are.
+  function rowPixels(run, rank, place, ratio, lane, colorOf) {
+    const count = Math.ceil(place.width * ratio), sums = new Float32Array(4 * count), { graph, start, end } = run;
+    for (let op = graph.first[rank]; op < graph.first[rank + 1]; op++) {
+      const rgb = colorOf(rank, graph.ops[op]);
+      const wide = (place.x(end[op]) - place.x(start[op])) * ratio;
+      let left = place.x(start[op]) * ratio;
+      const right = place.x(end[op]) * ratio - (wide > 5 * ratio ? 1 : wide > 3 * ratio ? 0.5 : 0);
+      for (let at = Math.floor(left); at < right && at < count; at++) {
+        const covered = Math.min(right, at + 1) - Math.max(left, at);
+        sums[4 * at] += rgb[0] * covered;
+        sums[4 * at + 1] += rgb[1] * covered;
+        sums[4 * at + 2] += rgb[2] * covered;
+        sums[4 * at + 3] += covered;
+      }
+    }
+    const pixels = new ImageData(count, 1);
+    for (let at = 0; at < count; at++) {
+      const covered = Math.min(1, sums[4 * at + 3]);
+      for (let c = 0; c < 3; c++) pixels.data[4 * at + c] = sums[4 * at + c] + lane[c] * (1 - covered);
+      pixels.data[4 * at + 3] = at / ratio < LABEL - 2 ? 0 : 255;
+    }
+    return pixels;
+  }
+
+  const strip = typeof document === "undefined" ? null : document.createElement("canvas");
+
+  // Draws the runs one below the other on one time axis; returns where they are, for the pointer.
+  function draw(canvas, runs, chosen) {
+    const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, place = layOut(runs, width);
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(place.height * ratio);
+    canvas.style.height = `${place.height}px`;
+    const g = canvas.getContext("2d"), style = getComputedStyle(document.documentElement);
+    const color = (name) => style.getPropertyValue(`--${name}`).trim(), lane = channels(long(color("lane")));
+    g.setTransform(ratio, 0, 0, ratio, 0, 0);
+    g.fillStyle = color("page");
+    g.fillRect(0, 0, width, place.height);
+    g.textBaseline = "middle";
+    g.font = `11px ${FONT}`;
+    for (const time of ticks(place.length, width / 90)) {
+      g.fillStyle = color("line");
+      g.fillRect(place.x(time), AXIS - 4, 1, place.height);
+      g.fillStyle = color("soft");
+      g.textAlign = place.x(time) > width - 24 ? "right" : "center";
+      g.fillText(short(time), place.x(time), 9);
+    }
+    g.textAlign = "left";
+    g.fillText("ms", 6, 9);
+    runs.forEach((run, at) => {
+      const { of, num } = chunks(run.schedule), table = new Map();
+      const colorOf = (rank, op) => {
+        const name = op.kind + of(rank, op.stage);
+        if (!table.has(name)) table.set(name, shade(op.kind, of(rank, op.stage), num));
+        return table.get(name);
+      };
+      const top = place.tops[at];
+      g.fillStyle = color("text");
+      g.font = `600 12.5px ${FONT}`;
+      g.fillText(`${run.dispatch}: ${short(run.makespan)} ms`, LABEL, top - HEAD / 2);
+      for (let rank = 0; rank < place.ranks; rank++) {
+        const y = top + rank * place.pitch;
+        g.font = `11px ${FONT}`;
+        g.fillStyle = color("soft");
+        if (place.pitch >= 12 || rank % 2 === 0) g.fillText(`rank ${rank}`, 6, y + place.bar / 2);
+        const pixels = rowPixels(run, rank, place, ratio, lane, colorOf);
+        strip.width = pixels.width;
+        strip.height = 1;
+        strip.getContext("2d").putImageData(pixels, 0, 0);
+        g.imageSmoothingEnabled = false;
+        g.drawImage(strip, 0, 0, pixels.width, 1, 0, y, pixels.width / ratio, place.bar);
+        if (place.bar < 9) continue;
+        g.textAlign = "center";
+        for (let op = run.graph.first[rank]; op < run.graph.first[rank + 1]; op++) {
+          const left = place.x(run.start[op]), wide = place.x(run.end[op]) - left, text = String(run.graph.ops[op].m);
+          if (wide < 7 * text.length + 2) continue;
+          g.fillStyle = ink(colorOf(rank, run.graph.ops[op]));
+          g.fillText(text, left + wide / 2 - 0.5, y + place.bar / 2 + 0.5);
+        }
+        g.textAlign = "left";
+      }
+      const op = chosen && run.graph.number.get(chosen);
+      if (op !== undefined && op !== null && op !== false) {
+        g.strokeStyle = color("mark");
+        g.lineWidth = 2;
+        const left = place.x(run.start[op]);
+        g.strokeRect(left, top + run.graph.rank[op] * place.pitch - 1, Math.max(2, place.x(run.end[op]) - left), place.bar + 2);
+      }
+    });
+    return place;
+  }
+  const long = (color) => (color.length === 4 ? "#" + [...color.slice(1)].map((c) => c + c).join("") : color);
+
+  // The op under a point of the canvas: [run, op number], or null.
+  function at(place, runs, px, py) {
+    const which = place.tops.findIndex((top) => py >= top && py < top + place.ranks * place.pitch);
+    if (which < 0) return null;
+    const rank = Math.floor((py - place.tops[which]) / place.pitch), time = place.timeAt(px), run = runs[which];
+    for (let op = run.graph.first[rank]; op < run.graph.first[rank + 1]; op++)
+      if (run.start[op] <= time && time < run.end[op]) return [run, op];
+    return null;
+  }
+
+  function svg(runs) {
+    const width = 1100, place = layOut(runs, width), parts = [];
+    const text = (x, y, words, more = "") => parts.push(`<text x="${x}" y="${y}" ${more}>${words}</text>`);
+    for (const time of ticks(place.length, 12)) {
+      parts.push(`<rect x="${place.x(time).toFixed(2)}" y="${AXIS - 4}" width="1" height="${place.height - AXIS}" fill="#d5dce4"/>`);
+      text(place.x(time).toFixed(2), 14, short(time), 'text-anchor="middle" fill="#5d6875"');
+    }
+    runs.forEach((run, which) => {
+      const { of, num } = chunks(run.schedule), top = place.tops[which];
+      text(LABEL, top - 7, `${run.schedule.name}, ${run.dispatch}: ${short(run.makespan)} ms`, 'font-weight="600" font-size="12.5"');
+      for (let rank = 0; rank < place.ranks; rank++) {
+        const y = top + rank * place.pitch;
+        text(6, y + place.bar / 2 + 4, `rank ${rank}`, 'fill="#5d6875"');
+        parts.push(`<rect x="${LABEL}" y="${y}" width="${width - LABEL - RIGHT}" height="${place.bar}" fill="#eef1f5"/>`);
+        for (let op = run.graph.first[rank]; op < run.graph.first[rank + 1]; op++) {
+          const each = run.graph.ops[op], rgb = shade(each.kind, of(rank, each.stage), num), left = place.x(run.start[op]);
+          const wide = place.x(run.end[op]) - left, gap = wide > 5 ? 1 : 0;
+          parts.push(`<rect x="${left.toFixed(2)}" y="${y}" width="${(wide - gap).toFixed(2)}" height="${place.bar}" fill="${hex(rgb)}">` +
+            `<title>${schedules.opText(each)}: ${short(run.start[op])} to ${short(run.end[op])} ms</title></rect>`);
+          if (wide >= 7 * String(each.m).length + 2 && place.bar >= 9)
+            text((left + wide / 2).toFixed(2), y + place.bar / 2 + 4, each.m, `text-anchor="middle" fill="${ink(rgb)}"`);
+        }
+      }
+    });
+    return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${width} ${place.height}" width="${width}" height="${place.height}" ` +
+      `font-family='${FONT.replace(/"/g, "&quot;")}' font-size="11"><rect width="100%" height="100%" fill="#fff"/>${parts.join("\n")}</svg>\n`;
+  }
+
+  function legend(kinds) {
+    return ORDER.filter((kind) => kinds.has(kind)).map((kind) => [hex(shade(kind, 0, 1)), `${kind} ${palette.kinds[kind][0]}`]);
+  }
+
+  return { at, draw, legend, short, shortName, svg };
+})();

@@ -1,0 +1,221 @@
+"""The playground in a browser: what a person does there, at both widths, light and dark, without an error."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from penstock.play import save
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HAS_PLAYWRIGHT = importlib.util.find_spec("playwright") is not None
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("browser"),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium to open the page"),
+    pytest.mark.skipif(not HAS_PLAYWRIGHT, reason="needs playwright to act in the page"),
+]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("play") / "play.html"
+    save(path)
+    return path.as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as started:
+        running = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield running
+        running.close()
+
+
+class Playground:
+    """The page as a person sees it."""
+
+    def __init__(self, browser: Any, url: str, width: int = 1400, scheme: str = "light") -> None:
+        self.context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, accept_downloads=True
+        )
+        self.page = self.context.new_page()
+        self.errors: list[str] = []
+        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.goto(url)
+        self.wait("document.body.dataset.updates > 0")
+
+    def __enter__(self) -> Playground:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.context.close()
+
+    def wait(self, expression: str) -> None:
+        """Waits until it is true. (The page's policy forbids what playwright's own waiting does there.)"""
+        end = time.monotonic() + 30
+        while not self.page.evaluate(expression):
+            assert time.monotonic() < end, f"{expression} stays false"
+            self.page.wait_for_timeout(10)
+
+    def updates(self) -> int:
+        return int(self.page.evaluate("document.body.dataset.updates"))
+
+    def after(self, act: Any) -> None:
+        """Acts, and waits until the page has answered."""
+        before = self.updates()
+        act()
+        self.wait(f"document.body.dataset.updates > {before}")
+
+    def drag(self, slider: str, value: float) -> None:
+        self.after(
+            lambda: self.page.locator(slider).evaluate(
+                "(input, to) => { input.value = to; input.dispatchEvent(new Event('input', { bubbles: true })); }",
+                value,
+            )
+        )
+
+    def type(self, grid: str) -> None:
+        self.after(lambda: self.page.fill("#grid", grid))
+
+    @property
+    def grid(self) -> str:
+        return str(self.page.input_value("#grid"))
+
+    @property
+    def proof(self) -> str:
+        return str(self.page.inner_text("#proof"))
+
+    def makespans(self) -> dict[str, float]:
+        rows = self.page.locator("#numbers tr").all()
+        return {
+            row.locator("th").inner_text(): float(row.locator("td").first.inner_text().split()[0]) for row in rows
+        }
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_person_edits_drags_plans_and_comes_back(
+    browser: Any, file: str, width: int, scheme: str, tmp_path: Path
+) -> None:
+    with Playground(browser, file, width, scheme) as play:
+        page = play.page
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert play.proof.startswith("Proved: 96 ops")
+        built = ps.build("zb-h1", 4, 8)
+        assert play.grid == str(built)
+
+        # A cell that is wrong is shown under an arrow, and the timelines stay.
+        play.type(play.grid.replace("F0 I0", "I0 F0", 1))
+        with pytest.raises(ps.ScheduleError) as refused:
+            ps.check(ps.schedule.parse(play.grid))
+        assert play.proof.startswith(str(refused.value))
+        assert "^^" in play.proof
+        assert "last grid that was right" in play.proof
+        play.type(str(built).replace("F3 I3", "Fx I3", 1))
+        line, arrow = play.proof.splitlines()[1:3]
+        assert line[arrow.index("^") :].startswith("Fx")
+        play.after(lambda: page.click("#reset"))
+        assert play.grid == str(built)
+        assert play.proof.startswith("Proved")
+
+        # A late link: hinted beside frozen.
+        play.drag("#links .slider:nth-child(3) input", 30)
+        late = ps.Links({(2, 3): 30, (3, 2): 30})
+        costs = ps.Costs.uniform(4, 10, 10, 10)
+        expected = {
+            each: ps.simulate(built, costs, links=late, dispatch=each).makespan for each in ("frozen", "hinted")
+        }
+        assert play.makespans() == pytest.approx(expected)
+        assert expected["hinted"] < expected["frozen"]
+        play.after(lambda: page.select_option("#dispatch", "auto"))
+        assert play.makespans().popitem()[1] == ps.simulate(built, costs, links=late, dispatch="auto").makespan
+
+        # A plan for it, which a link to the page brings back.
+        page.click("#plan")
+        play.wait("!document.getElementById('plan').disabled")
+        play.wait("document.querySelector('#grid').value.startsWith('schedule planned')")
+        play.wait("document.querySelector('#numbers td').textContent.startsWith('300')")
+        assert "proved the shortest" in page.inner_text("#planned")
+        planned = ps.schedule.parse(play.grid)
+        ps.check(planned)
+        assert ps.simulate(planned, costs, links=late).makespan == play.makespans()["frozen"] == 300
+        play.wait("location.hash.includes('g=schedule')")
+        grid, shown = play.grid, play.makespans()
+        page.reload()
+        play.wait("document.body.dataset.updates > 0")
+        assert play.grid == grid
+        assert play.makespans() == shown
+
+        for kind in ("txt", "json", "csv", "svg"):
+            with page.expect_download() as coming:
+                page.click(f"[data-save={kind}]")
+            coming.value.save_as(tmp_path / f"planned.{kind}")
+        for kind in ("txt", "json", "csv"):
+            assert ps.load(tmp_path / f"planned.{kind}").order == planned.order
+        assert (tmp_path / "planned.svg").read_text().count("<title>") == 2 * planned.num_ops
+        assert play.errors == []
+
+
+def test_an_op_and_its_cell_lead_to_each_other(browser: Any, file: str) -> None:
+    with Playground(browser, f"{file}#s=1f1b&p=2&n=4") as play:
+        page = play.page
+        box = page.locator("#chart").bounding_box()
+        play.after(lambda: page.mouse.click(box["x"] + 80, box["y"] + 52))
+        selected = page.evaluate("grid.value.slice(grid.selectionStart, grid.selectionEnd)")
+        assert selected == "F0"
+        assert page.inner_text("#asked").startswith("forward of microbatch 0 in stage 0, rank 0")
+        play.after(lambda: page.click("#later"))
+        assert "comes before it" in play.proof
+        assert "^^" in play.proof
+        play.after(lambda: page.click("#earlier"))
+        assert play.proof.startswith("Proved")
+        assert play.errors == []
+
+
+def test_warm_ups_are_dragged_and_never_rise(browser: Any, file: str) -> None:
+    with Playground(browser, f"{file}#s=zb&p=4&n=8") as play:
+        play.drag("#warmup .slider:nth-child(2) input", 9)
+        assert play.page.locator("#warmup output").all_inner_texts() == ["7", "7", "3", "1"]
+        assert play.grid == str(ps.build("zb", 4, 8, warmup=[7, 7, 3, 1]))
+        assert play.errors == []
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "#p=zz&n=-3&s=nothing&t=1,2&l=9>9:x&d=odd",
+        "#g=%E0%A4%A",
+        "#g=rank%200%20%7C%20F0",
+        "#p=1&n=1",
+        "#s=chimera&p=3",
+        "#s=zb&p=4&o.warmup=1,2,3,4",
+    ],
+)
+def test_odd_addresses_open_a_page_that_says_what_is_wrong(browser: Any, file: str, address: str) -> None:
+    with Playground(browser, file + address) as play:
+        assert play.proof
+        assert play.errors == []
+        play.after(lambda: play.page.select_option("#name", "gpipe"))
+        assert play.proof.startswith("Proved")
+
+
+def test_large_schedules_are_followed(browser: Any, file: str) -> None:
+    with Playground(browser, f"{file}#s=zb-h1&p=32&n=128") as play:
+        play.drag("#links .slider:nth-child(3) input", 20)
+        built = ps.build("zb-h1", 32, 128)
+        late = ps.Links({(2, 3): 20, (3, 2): 20})
+        costs = ps.Costs.uniform(32, 10, 10, 10)
+        assert play.makespans()["frozen"] == ps.simulate(built, costs, links=late).makespan
+        assert play.errors == []
