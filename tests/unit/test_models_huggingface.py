@@ -303,15 +303,66 @@ def test_a_forward_that_does_more_than_call_its_layers_is_refused() -> None:
         Decoder(model, compare=True)
 
 
-def test_kinds_that_no_test_knows_are_compared_first() -> None:
-    config = transformers.StableLmConfig(**USUAL)
-    with pytest.raises(DecoderError, match=r"'stablelm' have not been compared .* Decoder\(model\)"):
+def test_a_side_path_between_layers_is_found_on_a_small_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one block leaves in a list for the next one arrives in one process, and not in two."""
+    kind = transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    plain, left = kind.forward, []
+
+    def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        out: Tensor = plain(self, hidden_states, **kwargs)
+        if self.self_attn.layer_idx == 2:
+            out = out + left[-1]
+        left.append(out.detach() * 0.5)
+        return out
+
+    monkeypatch.setattr(kind, "forward", forward)
+    with pytest.raises(
+        DecoderError, match=r"LlamaForCausalLM \(llama\): cut into stages, a small copy has a loss of"
+    ):
+        Decoder(config_of("llama"))
+    assert Decoder(config_of("llama"), compare=False).num_layers == 5
+
+
+def test_a_gradient_that_does_not_pass_is_found_on_a_small_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = transformers.models.llama.modeling_llama.LlamaRMSNorm
+    plain = kind.forward
+    first: dict[int, Tensor] = {}
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        """Each weight of a norm gets the gradient that the norm called before has too, and no number changes."""
+        out = plain(self, hidden_states)
+        borrowed = first.get(id(torch.is_grad_enabled()))
+        first[id(torch.is_grad_enabled())] = self.weight
+        return out if borrowed is None else out + (borrowed - borrowed.detach())
+
+    monkeypatch.setattr(kind, "forward", forward)
+    with pytest.raises(DecoderError, match="the loss of the whole, but the gradient of"):
+        Decoder(config_of("llama"))
+
+
+def test_a_loss_with_more_in_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = transformers.loss.loss_utils.ForCausalLMLoss
+
+    def smoothed(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        loss: Tensor = plain(logits, labels, **kwargs)
+        return loss + 1e-3 * logits.logsumexp(-1).square().mean()
+
+    monkeypatch.setitem(transformers.loss.loss_utils.LOSS_MAPPING, "ForCausalLM", smoothed)
+    with pytest.raises(DecoderError, match=r"its own loss is [\d.]+, and the cross-entropy of its logits"):
+        Decoder(config_of("llama"))
+
+
+def test_a_config_is_left_as_it_is() -> None:
+    config = transformers.Qwen2Config(**USUAL, dtype="bfloat16", attention_dropout=0.3)
+    before = config.to_dict()
+    Decoder(config)
+    assert config.to_dict() == before
+
+
+def test_quantized_weights_are_refused() -> None:
+    config = transformers.LlamaConfig(**USUAL, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(DecoderError, match=r"its weights are quantized .* dequantize"):
         Decoder(config)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    modes = [module.training for module in model.modules()]
-    Decoder(model)
-    assert [module.training for module in model.modules()] == modes
-    assert Decoder(config, compare=False).num_layers == 5
 
 
 def test_wrong_sources_and_inputs_are_refused_by_name(tmp_path: Path) -> None:

@@ -61,6 +61,11 @@ class FileTokenizer:
         self.vocab_size = max(numbers.values(), default=-1) + 1
         self.end_of_document: int | None = next((numbers[word] for word in END_OF_DOCUMENT if word in numbers), None)
 
+    def number_of(self, word: str) -> int | None:
+        """The number of a token; None where it has no such token."""
+        number: int | None = self._inner.token_to_id(word)
+        return number
+
     def encode(self, text: bytes | str) -> Tokens:
         """Tokens[T] of `text`, without the special tokens a tokenizer may add around it."""
         if isinstance(text, bytes):

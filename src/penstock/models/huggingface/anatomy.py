@@ -68,8 +68,10 @@ def examine(model: Any, blocks: str | None = None) -> Anatomy:
         except Exception as error:  # whatever the model's code raises over stand-ins, it does not fit
             reasons.append(f"{type(error).__name__}: {error}")
             continue
-        if unused := [part for part in parts if part not in before and part not in after]:
+        unused = [part for part in parts if part not in before and part not in after]
+        if unused and not _sees(model):
             raise DecoderError(f"{name} has {unused[0]}, which its forward on tokens does not call. {BY_HAND}")
+        before = [*before, *unused]  # a tower for images, whose features take the place of some embeddings
         count = len(blocks_of(model, path))
         return Anatomy(path, count, tuple(before), tuple(after), tuple(loose), returns_tuple)
     raise DecoderError(
@@ -83,6 +85,11 @@ def blocks_of(model: nn.Module, path: str) -> nn.ModuleList:
     return cast(nn.ModuleList, model.get_submodule(path))
 
 
+def has_routers(config: Any) -> bool:
+    """Whether a config asks for the loss of a mixture's routers."""
+    return bool(getattr(config.get_text_config(decoder=True), "output_router_logits", False))
+
+
 def _block_list(model: Any, name: str) -> str:
     config = model.config.get_text_config(decoder=True)
     count = getattr(config, "num_hidden_layers", None)
@@ -92,6 +99,8 @@ def _block_list(model: Any, name: str) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == count and any(True for _ in module.parameters())
     ]
     outer = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+    if len(outer) > 1:  # a tower for images may be as deep
+        outer = [path for path in outer if _config_around(model, path) is config] or outer
     if len(outer) == 1:
         return outer[0]
     lists = {path: len(m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)}
@@ -100,6 +109,20 @@ def _block_list(model: Any, name: str) -> str:
         f"{name}: looked for one list of {count} blocks (config.num_hidden_layers) and found {len(outer)}; its "
         f"lists are {there}. {BY_HAND}"
     )
+
+
+def _sees(model: Any) -> bool:
+    """Whether a model takes images, sound or the like besides tokens."""
+    return model.config.get_text_config(decoder=True) is not model.config
+
+
+def _config_around(model: nn.Module, path: str) -> Any:
+    """That of the nearest module above `path` which has one."""
+    while path:
+        path = path.rpartition(".")[0]
+        if (config := getattr(model.get_submodule(path), "config", None)) is not None:
+            return config
+    return None
 
 
 def _named_list(model: Any, name: str, path: str) -> str:
@@ -148,6 +171,8 @@ def _trace(model: nn.Module, blocks: str, parts: list[str], returns_tuple: bool)
     frame = hollow(model, {**fill, blocks: nn.ModuleList(catchers)})
     tokens = torch.zeros(2, 3, dtype=torch.long)
     given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
+    if has_routers(model.config):
+        given["output_router_logits"] = False  # there are no routers among stand-ins
     with torch.no_grad():
         marked = torch.zeros_like(_embedded(frame, catchers[0], given))
         for path, module in [*fill.items(), *((str(index), catcher) for index, catcher in enumerate(catchers))]:

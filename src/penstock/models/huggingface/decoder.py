@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.models.huggingface.anatomy import DecoderError, examine
+from penstock.models.huggingface.anatomy import DecoderError, examine, has_routers
+from penstock.models.huggingface.compare import require_equal, sample_batch, small_model
+from penstock.models.huggingface.loss import NextTokenLoss, WithRouterLoss
 from penstock.models.huggingface.pieces import Piece, build_pieces
+from penstock.models.huggingface.routers import Routers, routers_of
 from penstock.models.huggingface.shards import Shards, shards_of
 from penstock.models.huggingface.weights import Drawn, Given, Source, Stored, shapes_of, tied_groups
+from penstock.models.loss import CrossEntropy
 from penstock.runtime import PartitionError, Stage, partition
 from penstock.runtime.tensor_parallel import Sharding
 
 __all__ = ["Decoder"]
-
-COMPARED = frozenset(
-    {"gpt2", "llama", "qwen2", "qwen3", "mistral", "gpt_neox", "opt", "phi", "bloom", "gemma", "gemma2"}
-)
-"""Kinds of model whose layers our tests compare with the whole model."""
 
 
 class Decoder:
@@ -43,8 +42,12 @@ class Decoder:
         blocks: path of the list of blocks in the model, where it can't be found.
         seed: for the weights of a config: each module's follow from it and the module's name alone.
         dtype: of the weights of a config or a folder.
-        compare: run a few tokens through the layers and through the whole model, and refuse where they differ; by
-            default where our tests do not know the kind of model. Needs a model as source.
+        compare: train a small copy of the config for a step, as a whole and cut into stages, and refuse an
+            architecture whose loss or gradients differ in a bit. Of a model, its own logits are compared too.
+
+    Attributes:
+        loss: the model's own, for `ps.Pipeline(loss_fn=)`: of its output and `labels`; that of a mixture's routers is
+            in it where the config has `output_router_logits`.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
@@ -59,7 +62,7 @@ class Decoder:
         blocks: str | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
-        compare: bool | None = None,
+        compare: bool = True,
     ) -> None:
         _require_transformers()
         from transformers import PreTrainedConfig, PreTrainedModel
@@ -81,16 +84,30 @@ class Decoder:
             )
         self.config = self._model.config
         self.anatomy = examine(self._model, blocks)
-        known = self.config.model_type in COMPARED
-        if compare is None:
-            compare = not known
-        if compare and not isinstance(self._source, Given):
-            raise DecoderError(
-                f"layers of a {self.config.model_type!r} have not been compared with the whole model yet; give the "
-                "model itself once, Decoder(model), which compares, and then compare=False"
-            )
-        if compare:
+        self._routers: Routers | None = None
+        if compare or has_routers(self.config):
+            small = small_model(self._model, self.anatomy)
+            anatomy = examine(small, blocks)
+            self._routers = routers_of(small, anatomy, sample_batch(small, 0))
+            if compare:
+                require_equal(small, anatomy, self._routers, self.loss)
+        if compare and isinstance(self._source, Given):
             self._compare()
+
+    @property
+    def loss(self) -> CrossEntropy | NextTokenLoss | WithRouterLoss:
+        loss = CrossEntropy() if self.is_masked else NextTokenLoss()
+        return WithRouterLoss(loss) if self.has_router_loss else loss
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether labels are the tokens at their places, and not the ones that follow."""
+        return type(self._model).__name__.endswith("ForMaskedLM")
+
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether its output is a dict of logits and the loss of a mixture's routers."""
+        return self._routers is not None
 
     @cached_property
     def shards(self) -> Shards:
@@ -117,7 +134,7 @@ class Decoder:
         if out := [index for index in wanted if not 0 <= index < self.num_layers]:
             raise DecoderError(f"layer {out[0]} asked of a decoder of {self.num_layers} layers, counted from 0")
         modules: dict[str, nn.Module] = {path: self._source.module(path) for i in wanted for path in self._paths(i)}
-        pieces = build_pieces(self._model, self.anatomy, wanted, modules)
+        pieces = build_pieces(self._model, self.anatomy, wanted, modules, self._routers)
         for piece in pieces:
             piece.shards = self.shards
         for names in self.tied:
@@ -192,6 +209,8 @@ class Decoder:
                 value: Any = batch
                 for piece in pieces:
                     value = piece(value)
+            if isinstance(value, dict):
+                value = value["logits"]
         finally:
             for module, training in modes.items():
                 module.training = training

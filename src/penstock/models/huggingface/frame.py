@@ -43,7 +43,7 @@ class Elsewhere:
 
 
 class FrameStandIn(nn.Module):
-    """Has a module's plain attributes, which the code around it may ask for, and none of its weights."""
+    """Has a module's plain attributes, which the code around it may ask for; of its weights only shapes and types."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -55,9 +55,9 @@ class FrameStandIn(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             value = getattr(self.__dict__["_elsewhere"].module, name)
-            if isinstance(value, Tensor | nn.Module):
+            if isinstance(value, nn.Module):
                 raise
-            return value
+            return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
 
 
 class Zeros(FrameStandIn):
@@ -70,6 +70,18 @@ class Zeros(FrameStandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         ids = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         return torch.zeros(*ids.shape, self.embedding_dim, dtype=self._dtype, device=ids.device)
+
+
+class ZeroEmbeddings(Zeros):
+    """In place of a module that embeds tokens, positions and more: embeddings that it is given, else zeros."""
+
+    def __init__(self, original: nn.Module, width: int, dtype: torch.dtype) -> None:
+        super().__init__(original, dtype)
+        self.embedding_dim = width
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = kwargs.pop("inputs_embeds", None)
+        return given if isinstance(given, Tensor) else super().forward(*args, **kwargs)
 
 
 class Same(FrameStandIn):
@@ -106,7 +118,10 @@ class Catcher(FrameStandIn):
 
 def stand_in(original: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     """What a module with weights is replaced by; embeddings give numbers of `dtype`."""
-    return Zeros(original, dtype) if isinstance(original, nn.Embedding) else Same(original)
+    if isinstance(original, nn.Embedding):
+        return Zeros(original, dtype)
+    inside = next((each for each in original.modules() if isinstance(each, nn.Embedding)), None)
+    return Same(original) if inside is None else ZeroEmbeddings(original, inside.embedding_dim, dtype)
 
 
 def hollow(model: nn.Module, fill: Mapping[str, nn.Module], path: str = "") -> nn.Module:

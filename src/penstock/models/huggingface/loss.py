@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.models.huggingface.anatomy import DecoderError
 from penstock.models.loss import CrossEntropy
 
-__all__ = ["NextTokenLoss", "inputs_and_targets"]
+__all__ = ["NextTokenLoss", "WithRouterLoss", "inputs_and_targets"]
 
 
 class NextTokenLoss:
@@ -34,6 +34,27 @@ class NextTokenLoss:
 
     def __repr__(self) -> str:
         return "NextTokenLoss()"
+
+
+class WithRouterLoss:
+    """A loss over tokens, and besides it what a mixture of experts adds so that its routers use them all alike.
+
+    The output is a dict then: `logits`, and `router_loss`, times its coefficient.
+    """
+
+    def __init__(self, loss: NextTokenLoss | CrossEntropy) -> None:
+        self._loss = loss
+
+    def __call__(self, output: Mapping[str, Tensor], labels: Tensor) -> Tensor:
+        """The output of the last stage and labels[B, T] to a scalar."""
+        return self._loss(output["logits"], labels) + output["router_loss"]
+
+    def weight(self, labels: Tensor) -> int:
+        """How many tokens of labels[B, T] are guessed."""
+        return self._loss.weight(labels)
+
+    def __repr__(self) -> str:
+        return f"WithRouterLoss({self._loss!r})"
 
 
 def inputs_and_targets(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:

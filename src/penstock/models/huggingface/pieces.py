@@ -1,7 +1,8 @@
 """The layers of a decoder: embedding, blocks, head. Each holds its modules and calls them by the model's own code.
 
 What goes from layer to layer is a dict: `hidden_states` [B, T, D], and what came with the tokens (`attention_mask`,
-`position_ids`) for the blocks to come.
+`position_ids`) for the blocks to come. In a mixture of experts that learns with a loss of its routers, what these
+said goes along too, for the head to work the loss out.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, blocks_of
 from penstock.models.huggingface.frame import Arguments, Catcher, Stopped, hollow, stand_in
+from penstock.models.huggingface.routers import ROUTED, Routers
 from penstock.models.huggingface.shards import Shards
 from penstock.runtime.tensor_parallel import Sharding
 
 Value = dict[str, Any]
 HIDDEN = "hidden_states"
+IMAGES = "pixel_values"
+"""What inputs for a tower for images begin with."""
 
 
 class Piece(nn.Module):
@@ -72,44 +76,61 @@ class EmbeddingPiece(Piece):
         try:
             self._frame(input_ids=tokens, use_cache=False, **value)
         except Stopped as stopped:
-            return {HIDDEN: stopped.hidden, **value}
+            return {HIDDEN: stopped.hidden, **{name: v for name, v in value.items() if not name.startswith(IMAGES)}}
         raise DecoderError("the model ran without calling its blocks")
 
 
 class BlockPiece(Piece):
     """One block. `around` says what it is given besides the hidden states."""
 
-    def __init__(self, path: str, block: nn.Module, index: int, around: Around) -> None:
+    def __init__(
+        self, path: str, block: nn.Module, index: int, around: Around, routers: Routers | None = None
+    ) -> None:
         super().__init__({path: block})
         self._index = index
         self._around = around
+        self._heard = None if routers is None else routers.listen(block)
 
     def forward(self, value: Value) -> Value:
-        rest = {name: each for name, each in value.items() if name != HIDDEN}
-        args, kwargs = self._around.arguments(self._index, value[HIDDEN], rest)
+        args, kwargs = self._around.arguments(self._index, value[HIDDEN], _beside(value))
+        if self._heard is not None:
+            self._heard.taken()  # by a block that is run again in a backward
         out = self.first(value[HIDDEN], *args, **kwargs)
-        return {**value, HIDDEN: out[0] if isinstance(out, tuple) else out}
+        new = {**value, HIDDEN: out[0] if isinstance(out, tuple) else out}
+        if self._heard is not None:
+            new[ROUTED] = (*value.get(ROUTED, ()), *self._heard.taken())
+        return new
 
 
 class HeadPiece(Piece):
-    """The final norm, the head and whatever the model does to logits: to logits[B, T, V]."""
+    """The final norm, the head and whatever the model does to logits: to logits[B, T, V], with a loss of routers to a
+    dict of both.
+    """
 
     _frame: nn.Module
     _entrance: Catcher
 
-    def __init__(self, modules: Mapping[str, nn.Module], frame: nn.Module, entrance: Catcher) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], frame: nn.Module, entrance: Catcher, routers: Routers | None = None
+    ) -> None:
         super().__init__(modules)
         self.__dict__["_frame"] = frame
         self.__dict__["_entrance"] = entrance
+        self._routers = routers
+        self._said = None if routers is None else routers.say_in(frame)
 
-    def forward(self, value: Value) -> Tensor:
-        rest = {name: each for name, each in value.items() if name != HIDDEN}
+    def forward(self, value: Value) -> Tensor | dict[str, Tensor]:
         self._entrance.instead = value[HIDDEN]
+        if self._said is not None:
+            self._said.logits = value.get(ROUTED, ())
         try:
-            logits: Tensor = self._frame(inputs_embeds=_blank(value[HIDDEN]), use_cache=False, **rest).logits
+            out = self._frame(inputs_embeds=_blank(value[HIDDEN]), use_cache=False, **_beside(value))
         finally:
             self._entrance.instead = None
-        return logits
+            if self._said is not None:
+                self._said.logits = ()
+        logits: Tensor = out.logits
+        return logits if self._routers is None else {"logits": logits, "router_loss": self._routers.loss(out)}
 
 
 class Around:
@@ -144,7 +165,11 @@ class Around:
 
 
 def build_pieces(
-    model: nn.Module, anatomy: Anatomy, indices: Sequence[int], weights: Mapping[str, nn.Module]
+    model: nn.Module,
+    anatomy: Anatomy,
+    indices: Sequence[int],
+    weights: Mapping[str, nn.Module],
+    routers: Routers | None = None,
 ) -> list[Piece]:
     """The layers at `indices`; `weights` has the modules with weights that they need, by path."""
     loose = {path: copy.deepcopy(model.get_submodule(path)) for path in anatomy.loose}
@@ -154,7 +179,7 @@ def build_pieces(
     for index in indices:
         if 0 < index <= anatomy.num_blocks:
             path = f"{anatomy.blocks}.{index - 1}"
-            pieces.append(BlockPiece(path, weights[path], index - 1, around))
+            pieces.append(BlockPiece(path, weights[path], index - 1, around, routers))
             continue
         own = {path: weights[path] for path in (anatomy.before if index == 0 else anatomy.after)}
         catchers = _catchers(model, anatomy)
@@ -163,8 +188,13 @@ def build_pieces(
             catchers[0].stops = True
             pieces.append(EmbeddingPiece({**own, **loose}, frame))
         else:
-            pieces.append(HeadPiece({**own, **loose}, frame, catchers[0]))
+            pieces.append(HeadPiece({**own, **loose}, frame, catchers[0], routers))
     return pieces
+
+
+def _beside(value: Value) -> Value:
+    """What goes along beside what layers make."""
+    return {name: each for name, each in value.items() if name not in (HIDDEN, ROUTED)}
 
 
 def _stand_ins(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:

@@ -99,9 +99,12 @@ def shards_of(model: Any) -> Shards:
 
 def require_parallel_decoder(config: Any, num_ranks: int) -> None:
     """Raises ParallelError where a config's heads or vocabulary do not divide into tensor-parallel ranks."""
+    if num_ranks == 1:
+        return
     config = config.get_text_config(decoder=True)
     what = f"a {config.model_type}"
-    require_heads(what, config.num_attention_heads, num_ranks)
+    if (heads := getattr(config, "num_attention_heads", None)) is not None:  # Mamba's blocks stay whole
+        require_heads(what, heads, num_ranks)
     keys = getattr(config, "num_key_value_heads", None)
     if keys is not None:
         require_heads(what, keys, num_ranks, "key and value heads")

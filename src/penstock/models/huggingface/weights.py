@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from penstock.models.huggingface.anatomy import DecoderError
 from penstock.models.seeded import generator_of
+
+OVER_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+"""Ends of the names of classes whose loss is over tokens."""
+
+
+LARGEST_BUFFER = 1 << 25
+"""Numbers."""
 
 
 class Source(Protocol):
@@ -56,52 +67,148 @@ class Drawn:
 
 
 class Stored:
-    """Modules with the weights of a folder, of which only those asked for are read."""
+    """Modules with the weights of a folder, of which only those asked for are read.
+
+    A file may name weights otherwise than the model does, and have each expert of a mixture by itself, where the
+    model has one weight of all: transformers says how the one becomes the other.
+    """
 
     def __init__(self, shapes: Any, folder: Path, dtype: torch.dtype) -> None:
         self._shapes = shapes
         self._folder = folder
         self._dtype = dtype
         self._files = _files(folder)
+        self._kept: dict[str, Tensor] = {}
 
     def module(self, path: str) -> nn.Module:
         module = _with_storage(self._shapes.get_submodule(path), self._dtype)
+        stored = module.state_dict(keep_vars=True)  # which has no buffer that is worked out anew
         with torch.no_grad():
-            for name, parameter in module.named_parameters():
-                parameter.copy_(self._read(f"{path}.{name}", parameter))
+            for name, tensor in stored.items():
+                tensor.copy_(self._read(f"{path}.{name}", tensor))
         return module
 
-    def _read(self, name: str, parameter: Tensor) -> Tensor:
-        # A base model saved by itself has its names without the prefix; a tied weight is kept under one of its names.
-        prefix = f"{self._shapes.base_model_prefix}."
-        names = [name, *_tied_names(self._shapes, name)]
-        names += [each.removeprefix(prefix) for each in names]
-        found = next((each for each in names if each in self._files), None)
+    def _read(self, name: str, wanted: Tensor) -> Tensor:
+        names = [name, *_tied_names(self._shapes, name)]  # a tied weight is kept under one of its names
+        found = next((each for each in names if each in self._origins), None)
         if found is None:
             raise DecoderError(
                 f"{self._folder} holds no weight {name!r} (its names are like {next(iter(self._files), 'none')!r}); "
                 "save the model with save_pretrained of the transformers installed here"
             )
-        with safe_open(self._files[found], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(found)
-        if tensor.shape != parameter.shape:
+        tensor = self._made(found)
+        if tensor.shape != wanted.shape:
             raise DecoderError(
                 f"weight {name!r} has shape {list(tensor.shape)} in {self._folder} and "
-                f"{list(parameter.shape)} by its config"
+                f"{list(wanted.shape)} by its config"
             )
         return tensor
+
+    @cached_property
+    def _origins(self) -> dict[str, _Origin]:
+        """By the model's name of a weight, what it is made of."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        entries = get_model_conversion_mapping(self._shapes)
+        renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
+        known, prefix = self._shapes.state_dict(), self._shapes.base_model_prefix
+        origins: dict[str, _Origin] = {}
+        for source in sorted(self._files, key=_by_number):
+            name, pattern = rename_source_key(source, renamings, converters, prefix, known)
+            if name not in known and source in known:
+                name, pattern = rename_source_key(source, [], [], prefix, known)
+            converter = next((each for each in converters if pattern in each.source_patterns), None)
+            origin = origins.setdefault(name, _Origin(name, converter, []))
+            origin.sources.append((source, pattern or source))
+            targets = [] if converter is None else converter.target_patterns
+            for other in targets[1:]:  # made of the same sources
+                origins[name.replace(targets[0], other)] = origin
+        return origins
+
+    def _made(self, name: str) -> Tensor:
+        if name in self._kept:
+            return self._kept.pop(name)
+        origin = self._origins[name]
+        tensors = [(pattern, source, self._tensor(source)) for source, pattern in origin.sources]
+        if origin.converter is None:
+            return tensors[-1][2]
+        converter = copy.deepcopy(origin.converter)
+        for pattern, source, tensor in tensors:
+            converter.add_tensor(origin.first, source, pattern, tensor)
+        tensors.clear()
+        try:
+            made = converter.convert(origin.first, model=self._shapes, config=self._shapes.config)
+        except (RuntimeError, ValueError) as error:
+            parts = ", ".join(f"{count} like {pattern}" for pattern, count in origin.counts.items())
+            raise DecoderError(
+                f"{name} cannot be made of what {self._folder} holds, {parts}: {error}; save the model with "
+                "save_pretrained of the transformers installed here"
+            ) from None
+        self._kept |= {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+        if name not in self._kept:
+            raise DecoderError(f"{self._folder}: {name} could not be made of {origin.sources[0][0]} and its like")
+        return self._kept.pop(name)
+
+    def _tensor(self, source: str) -> Tensor:
+        with safe_open(self._files[source], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(source)
+        return tensor
+
+
+class _Origin(NamedTuple):
+    """What of a file a weight is made of.
+
+    Attributes:
+        first: the first weight that is made of it.
+        converter: of transformers; None where nothing but the name differs.
+        sources: names in the file, each with the pattern of the converter that it fits.
+    """
+
+    first: str
+    converter: Any
+    sources: list[tuple[str, str]]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How many sources fit each pattern."""
+        return Counter(pattern for _, pattern in self.sources)
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Sorts "experts.10" behind "experts.9"."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def shapes_of(config: Any) -> Any:
     """The model of a config with weights on the meta device, and buffers, which are small, filled."""
-    from transformers import AutoModelForCausalLM
-
     with _weights_without_storage():
-        try:
-            return AutoModelForCausalLM.from_config(config)
-        except ValueError as error:
-            kind = type(config).__name__
-            raise DecoderError(f"transformers makes no causal language model of a {kind}: {error}") from None
+        return model_of(config)
+
+
+def model_of(config: Any) -> Any:
+    """The model of a config with fresh weights in float32: of the class that the config names, if that has a loss
+    over tokens, else a causal language model.
+
+    Raises DecoderError where transformers has none.
+    """
+    import transformers
+
+    if getattr(config, "quantization_config", None) is not None:
+        raise DecoderError(
+            "its weights are quantized (quantization_config), and training needs them as they were; load the model "
+            "with from_pretrained, dequantize it and save it"
+        )
+    config = copy.deepcopy(config)  # which a model changes
+    named = next(iter(getattr(config, "architectures", None) or ()), "")
+    try:
+        if named.endswith(OVER_TOKENS) and hasattr(transformers, named):
+            return getattr(transformers, named)(config)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        kind = type(config).__name__
+        raise DecoderError(f"transformers makes no causal language model of a {kind}: {error}") from None
 
 
 def tied_groups(model: nn.Module) -> list[list[str]]:
@@ -152,6 +259,18 @@ def _deepest_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """What is too large for a buffer is made on the meta device; memory may not suffice for it for a moment even."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in (torch.empty, torch.zeros, torch.ones, torch.randn, torch.rand) and not kwargs.get("device"):
+            sizes = args[0] if args and not isinstance(args[0], int) else args
+            if math.prod(sizes or kwargs.get("size", ())) > LARGEST_BUFFER:
+                kwargs = {**kwargs, "device": "meta"}
+        return function(*args, **kwargs)
+
+
 @contextmanager
 def _weights_without_storage() -> Iterator[None]:
     """Parameters made inside go to the meta device, buffers not."""
@@ -165,6 +284,7 @@ def _weights_without_storage() -> Iterator[None]:
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A decoder of Hugging Face's on text: from a folder with its weights, or from a config with fresh ones."""
+"""A model of Hugging Face's on text: from a folder with its weights, or from a config with fresh ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import nn
 
 from penstock.data import Corpus
 from penstock.models import CrossEntropy
-from penstock.models.huggingface import Decoder, DecoderError
-from penstock.models.huggingface.decoder import COMPARED
+from penstock.models.huggingface import Decoder, DecoderError, WithRouterLoss
 from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
@@ -22,6 +21,7 @@ from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.chain import chain_bytes
 from penstock.train.tasks.layers import recomputed, stage_layers
+from penstock.train.tasks.masked import judge_masked, mask_token, masked
 from penstock.train.tasks.sizes import refuse, require_shards
 from penstock.train.tasks.task import Data
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
@@ -51,7 +51,7 @@ class DecoderTask:
         )
         self._settings, self._tokenizer = settings, tokenizer_of(settings)
         folder, has_weights = find(settings.model)
-        self._decoder = decoder = decoder_of(folder, has_weights, settings)
+        self.decoder = decoder = decoder_of(folder, has_weights, settings)
         self.config = config = decoder.config.get_text_config(decoder=True)
         self.sizes = sizes_in(folder)
         most = int(getattr(config, "max_position_embeddings", None) or USUAL_CONTEXT)
@@ -66,7 +66,10 @@ class DecoderTask:
                 f"a vocabulary of {config.vocab_size}; give the --tokenizer the model was made for"
             )
         self.sizes["context"] = self.num_tokens
-        self.loss = CrossEntropy()
+        self.loss = WithRouterLoss(CrossEntropy()) if decoder.has_router_loss else CrossEntropy()
+        self._mask = None
+        if decoder.is_masked:
+            self._mask = mask_token(self._tokenizer, config.vocab_size, settings.model)
         self.tied = decoder.tied
         self._parts = stage_layers(decoder.costs(), schedule, settings.cut)
         require_shards(settings, schedule, config, config.vocab_size)
@@ -75,9 +78,9 @@ class DecoderTask:
         return [lambda part=part: self._built(part) for part in self._parts]  # type: ignore[misc]
 
     def _built(self, part: range) -> nn.Module:
-        stage = self._decoder.stage(part)
+        stage = self.decoder.stage(part)
         if self._settings.recompute:
-            block = re.compile(rf"{re.escape(self._decoder.anatomy.blocks)}\.\d+")
+            block = re.compile(rf"{re.escape(self.decoder.anatomy.blocks)}\.\d+")
             for name, module in list(stage.named_modules()):
                 if block.fullmatch(name):
                     recomputed(module)
@@ -87,9 +90,14 @@ class DecoderTask:
         return chain_bytes(self._settings, schedule.num_stages, self.num_tokens * self.config.hidden_size)
 
     def read(self, corpus: Corpus | None) -> Data:
-        return next_tokens(self._settings, self._tokenizer, self.num_tokens, corpus)
+        data = next_tokens(self._settings, self._tokenizer, self.num_tokens, corpus)
+        return (
+            data if self._mask is None else masked(data, self._mask, self._tokenizer.vocab_size, self._settings.seed)
+        )
 
     def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
+        if self._mask is not None:
+            return judge_masked(pipe, data, loss)
         return judge_decoder(self._settings, self._tokenizer, self.num_tokens, pipe, data, loss)
 
 
@@ -145,8 +153,6 @@ def decoder_of(folder: Path, has_weights: bool, settings: Settings) -> Decoder:
 def _refused(settings: Settings, error: DecoderError) -> SettingsError:
     """In a line or two, where transformers names all that it knows."""
     reason = " ".join(str(error).split())
-    if "not been compared" in reason:
-        reason = f"{reason.split(';')[0]}; compared are {', '.join(sorted(COMPARED))}"
     if len(reason) > MOST:
         reason = reason[:MOST].rsplit(" ", 1)[0] + " ..."
     by_hand = "" if "ps.Pipeline" in reason else "\n" + BY_HAND

@@ -89,7 +89,8 @@ def write(settings: Settings, tokenizer: Tokenizer, context: int, pipe: Pipeline
     replicas = settings.dp // settings.replicas_here  # each needs a part of a batch, if only the same
 
     def logits(tokens: Tensor) -> Tensor:
-        said = torch.cat(pipe.predict(tokens.repeat(replicas, 1)))
+        parts = pipe.predict(tokens.repeat(replicas, 1))
+        said = torch.cat([part["logits"] if isinstance(part, dict) else part for part in parts])
         return said[: len(tokens), :, : tokenizer.vocab_size]  # a model may know more words than its tokenizer
 
     drawn = sample(

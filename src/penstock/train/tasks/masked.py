@@ -1,0 +1,98 @@
+"""Text for a model that sees all tokens at once: some are masked, and it says which they were."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from penstock.data import ByteTokenizer, Tokenizer
+from penstock.data.tokenizer import FileTokenizer
+from penstock.runtime import Pipeline
+from penstock.train.checks import SettingsError
+from penstock.train.quality import Quality
+from penstock.train.tasks.task import Data, Example, TaskBatches
+
+SHARE = 0.15
+"""Of the tokens that are to be guessed: of ten, eight are masked, one becomes another, one stays."""
+MASKS = ("[MASK]", "<mask>")
+IGNORED = -100
+COUNTED = 1 << 26
+"""Tokens of the text whose frequencies are counted."""
+
+
+def mask_token(tokenizer: Tokenizer, vocab_size: int, model: str) -> int:
+    """The number of the token that stands for a masked one: the tokenizer's, for bytes the one behind them.
+
+    Raises SettingsError where there is none.
+    """
+    if isinstance(tokenizer, FileTokenizer):
+        found = next((number for word in MASKS if (number := tokenizer.number_of(word)) is not None), None)
+        if found is None:
+            raise SettingsError(
+                f"{model} guesses masked tokens, and the tokenizer {tokenizer.name} has no {' or '.join(MASKS)}; "
+                "give the --tokenizer that the model was made for"
+            )
+        return found
+    if vocab_size <= ByteTokenizer.vocab_size:
+        raise SettingsError(
+            f"{model} guesses masked tokens, and its vocabulary of {vocab_size} has no number behind those of the "
+            "256 bytes; give the --tokenizer that it was made for"
+        )
+    return ByteTokenizer.vocab_size
+
+
+def masked(data: Data, mask: int, vocab_size: int, seed: int) -> Data:
+    """Text with some tokens masked, which are the targets."""
+    validation = [_masked(each, mask, vocab_size, (seed, 1, number)) for number, each in enumerate(data.validation)]
+    return replace(data, batches=MaskedWindows(data.batches, mask, vocab_size, seed), validation=validation)
+
+
+class MaskedWindows:
+    """Batches of a text in which each step masks tokens that follow from the seed and its number."""
+
+    def __init__(self, batches: TaskBatches, mask: int, vocab_size: int, seed: int) -> None:
+        self._batches, self._mask, self._vocab_size, self._seed = batches, mask, vocab_size, seed
+
+    def __getitem__(self, step: int) -> Example:
+        return _masked(self._batches[step], self._mask, self._vocab_size, (self._seed, 0, step))
+
+
+def _masked(example: Example, mask: int, vocab_size: int, seed: tuple[int, ...]) -> Example:
+    draw = np.random.default_rng(seed)
+    plain = example.inputs
+    shape = tuple(plain.shape)
+    guessed = torch.from_numpy(draw.random(shape) < SHARE)
+    guessed[:, 0] |= ~guessed.any(1)  # at least one in each sample
+    kind = torch.from_numpy(draw.random(shape))
+    tokens = torch.where(guessed & (kind < 0.8), mask, plain)
+    others = torch.from_numpy(draw.integers(0, vocab_size, shape)).to(plain.dtype)
+    tokens = torch.where(guessed & (kind >= 0.9), others, tokens)
+    return Example(tokens, plain.long().masked_fill(~guessed, IGNORED))
+
+
+def judge_masked(pipe: Pipeline, data: Data, loss: float) -> Quality:
+    """Beside a guess of each masked token by its frequency in the text. Every rank must call it."""
+    assert data.corpus is not None
+    counts = np.bincount(data.corpus.train[:COUNTED], minlength=data.corpus.vocab_size) + 1.0
+    shares = counts / counts.sum()
+    wanted = torch.cat([example.targets.flatten() for example in data.validation])
+    labels = wanted[wanted != IGNORED].numpy()
+    unigram, chance = float(-np.log(shares[labels]).mean()), float((labels == shares.argmax()).mean())
+    first = data.validation[0]
+    said = torch.cat([part.argmax(-1) for part in pipe.predict(first.inputs)])  # B, T
+    asked = first.targets != IGNORED
+    accuracy = float((said[asked] == first.targets[asked]).float().mean())
+    bar = "below" if math.isfinite(loss) and loss < unigram else "not below"
+    return Quality(
+        unit="nats a masked token of the validation text",
+        beside=(
+            f"{bar} {unigram:.3f}, what frequencies of tokens give",
+            f"{accuracy:.1%} of the masked tokens guessed; {chance:.1%} by always saying the commonest",
+        ),
+        unigram=unigram,
+        accuracy=accuracy,
+        chance=chance,
+    )

@@ -1,0 +1,157 @@
+"""Hugging Face families: cut into stages from a folder, each learns to the bit what the whole model does."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock as ps
+from hf_families import FAMILIES, REFUSED, TRAINED, batch_of, config_of, model_of, plain_step, table
+from penstock.cli import main
+from penstock.models import CrossEntropy
+from penstock.models.huggingface import Decoder, DecoderError, inputs_and_targets
+from penstock.models.huggingface.compare import small_model
+from penstock.train.settings import Settings
+from penstock.train.tasks.huggingface import DecoderTask
+from train_runs import losses
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[hf]'")
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_table_in_the_docs_is_what_is_tested_here() -> None:
+    assert len(FAMILIES) >= 25
+    assert len(TRAINED) >= 20
+    docs = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
+    listed = docs.partition("<!-- families -->\n")[2].partition("\n<!-- end of families -->")[0]
+    assert listed == table()
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_folder_trains_as_the_whole_model_does(name: str, tmp_path: Path) -> None:
+    model, batch = model_of(name), batch_of(name)
+    model.save_pretrained(tmp_path)
+    decoder = Decoder(tmp_path)
+    schedule = ps.build("zb-h1", 4, 3)
+    pipe = ps.Pipeline(
+        decoder.stages(4), schedule, loss_fn=decoder.loss, parallel=ps.ParallelOptions(tied=decoder.tied)
+    )
+    result = pipe.step(*inputs_and_targets(batch), update=False)
+    loss, gradients = plain_step(model, batch, 3, decoder.loss)
+    assert torch.equal(torch.as_tensor(result.loss), loss)
+    found = {key: parameter.grad for key, parameter in pipe.named_parameters()}
+    assert set(found) >= set(gradients)
+    differing = [key for key, gradient in gradients.items() if not _equal(found[key], gradient)]
+    assert differing == []
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return not any(each.any() for each in (one, other) if each is not None)
+    return torch.equal(one, other)
+
+
+LARGE = {
+    "llama": {"num_hidden_layers": 32},
+    "jamba": {"num_hidden_layers": 32, "output_router_logits": True},
+    "mixtral": {"output_router_logits": True},
+    "deepseek_v3": {},
+    "gemma3_text": {"num_hidden_layers": 34},
+    "mamba": {"num_hidden_layers": 48},
+    "llava": {},
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_model_of_its_real_size_is_compared_on_a_small_copy(name: str) -> None:
+    """With the sizes that transformers has for it, up to 671 billion weights, of which none is ever made."""
+    named = {"architectures": FAMILIES[name]["architectures"], "model_type": name}
+    decoder = Decoder(transformers.AutoConfig.for_model(**named, **LARGE[name]))
+    assert decoder.num_layers == decoder.config.get_text_config().num_hidden_layers + 2
+    assert all(parameter.device.type == "meta" for parameter in decoder._model.parameters())
+
+
+def test_a_small_copy_has_every_kind_of_block() -> None:
+    config = transformers.AutoConfig.for_model("jamba", num_hidden_layers=16)
+    small = small_model(Decoder(config, compare=False)._model, Decoder(config, compare=False).anatomy)
+    kinds = {type(block.feed_forward).__name__ + type(block).__name__ for block in small.model.layers}
+    assert len(kinds) == 4 - 1, "attention never comes with experts in it"
+    late = transformers.Qwen2Config(use_sliding_window=True, max_window_layers=5, num_hidden_layers=12)
+    decoder = Decoder(late)
+    assert small_model(decoder._model, decoder.anatomy).config.layer_types[-1] == "sliding_attention"
+
+
+def test_a_part_of_the_experts_in_a_file_is_named(tmp_path: Path) -> None:
+    model = model_of("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    decoder = Decoder(tmp_path)
+    from safetensors.torch import load_file, save_file
+
+    kept = load_file(tmp_path / "model.safetensors")
+    lost = "model.layers.2.mlp.experts.1.up_proj.weight"
+    save_file({key: value for key, value in kept.items() if key != lost}, tmp_path / "model.safetensors")
+    Decoder(tmp_path, compare=False).layers([1])
+    with pytest.raises(
+        DecoderError, match=r"model\.layers\.2\.mlp\.experts\.gate_up_proj cannot .* 4 like .* 3 like"
+    ):
+        Decoder(tmp_path, compare=False).layers([3])
+    assert decoder.has_router_loss
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    draw = random.Random(1)
+    file.write_text(" ".join(draw.choice(["rank", "stage", "op", "plan"]) for _ in range(2000)))
+    return file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_at_the_prompt(name: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """From a folder with weights: the first loss is the whole model's own, and the last one lower."""
+    model_of(name).save_pretrained(tmp_path / "model")
+    options = "--context 16 --batch 16 --sample 4 --steps 6 --lr 0.01 --evaluate-every 0 --threads 1 --in-process"
+    line = f"train --model {tmp_path / 'model'} --data {text} --out {tmp_path / 'run'} {options} --json"
+    code = main(line.split())
+    said = capfd.readouterr()
+    if name in REFUSED:
+        assert code == 2
+        assert REFUSED[name] in said.out
+        return
+    assert code == 0, said.out
+    assert json.loads(said.out)["num_ranks"] == 4
+    first, *_, last = losses(tmp_path / "run")
+    settings = Settings.from_mapping(json.loads((tmp_path / "run/settings.json").read_text()))
+    task = DecoderTask(settings, settings.build_schedule())
+    batch = task.read(None).batches[0]
+    model = model_of(name)
+    parts = list(zip(batch.inputs.chunk(8), batch.targets.chunk(8), strict=True))
+    out = [(model(tokens, use_cache=False), targets) for tokens, targets in parts]
+    added = [model.router_aux_loss_coef * each.aux_loss if task.decoder.has_router_loss else 0.0 for each, _ in out]
+    plain = CrossEntropy()
+    wanted = sum((plain(each.logits, t) + more).item() for (each, t), more in zip(out, added, strict=True)) / 8
+    if name != "bert":  # of which each microbatch has another number of masked tokens
+        assert first == pytest.approx(wanted, rel=1e-6)
+    assert last < first
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_why(name: str) -> None:
+    with pytest.raises(DecoderError, match=REFUSED[name]):
+        Decoder(config_of(name))
