@@ -3,6 +3,7 @@
     python benchmarks/compatibility/run.py --draw                            cells.json, from its seed alone
     python benchmarks/compatibility/run.py --out benchmarks/compatibility/results.json
     python benchmarks/compatibility/run.py --cell 17                         one cell, in words
+    python benchmarks/compatibility/run.py --so-far ended.json --minutes 3 --out ...   in pieces
 
 Exits with 1 where a cell is neither what the plain loop gives nor refused, where it is made, by the table.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import subprocess
 import sys
@@ -41,7 +43,7 @@ IN_TRIPLES = ("sharding", "adapt", "asynchronous")
 """Of every triple with one of these all values are covered; of the others every pair."""
 TRIES = 8
 """Rows made for each that is kept."""
-BATCH = 40
+BATCH = 20
 """Cells in one start of the processes."""
 
 Tuple = tuple[tuple[int, int], ...]
@@ -145,13 +147,22 @@ def missing(cells: Sequence[Cell]) -> list[Tuple]:
 # Running.
 
 
-def run_all(cells: Sequence[Cell]) -> list[Outcome]:
-    """What became of each, those of one size in few starts of the processes."""
+def run_all(cells: Sequence[Cell], so_far: Path | None = None, until: float = math.inf) -> dict[int, Outcome]:
+    """What became of each, by its number, those of one size in few starts of the processes.
+
+    Args:
+        so_far: a file with the outcomes of batches that ended in earlier pieces; those of this one are added.
+        until: when no further batch is begun, by the monotonic clock.
+    """
     found: dict[int, Outcome] = {}
+    if so_far is not None and so_far.exists():
+        found = {int(number): Outcome(*each) for number, each in json.loads(so_far.read_text()).items()}
     for num in sorted({cell.num_processes for cell in cells}):
-        mine = [number for number, cell in enumerate(cells) if cell.num_processes == num]
+        mine = [number for number, cell in enumerate(cells) if cell.num_processes == num and number not in found]
         begin = time.monotonic()
         for first in range(0, len(mine), BATCH):
+            if time.monotonic() > until:
+                return found
             part = mine[first : first + BATCH]
             if num == 1:
                 ended = [run_cell(cells[number]) for number in part]
@@ -161,8 +172,10 @@ def run_all(cells: Sequence[Cell]) -> list[Outcome]:
                 found[number] = outcome
                 if outcome.kind not in ("same", "refused"):
                     print(f"cell {number}, {cells[number]}\n    {outcome.kind}: {outcome.detail[:600]}", flush=True)
+            if so_far is not None:
+                so_far.write_text(json.dumps({number: (o.kind, o.detail) for number, o in found.items()}))
         print(f"{num} processes: {len(mine)} cells in {time.monotonic() - begin:.0f} s", flush=True)
-    return [found[number] for number in range(len(cells))]
+    return found
 
 
 def report(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -197,6 +210,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--cell", type=int, nargs="+", help="these alone")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
+    parser.add_argument("--so-far", type=Path, help="a file of outcomes: cells that ended before are not run again")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no more cells after that")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -210,12 +225,17 @@ def main() -> None:
     cells = read_cells()
     if given.cell is not None:
         chosen = [cells[number] for number in given.cell]
-        for cell, outcome in zip(chosen, run_all(chosen), strict=True):
-            print(f"{cell}\n    {outcome.kind}: {outcome.detail}")
+        for place, outcome in sorted(run_all(chosen).items()):
+            print(f"{chosen[place]}\n    {outcome.kind}: {outcome.detail}")
         return
     begin = time.monotonic()
-    outcomes = run_all(cells)
-    result = report(cells, outcomes) | {"seconds": round(time.monotonic() - begin)}
+    found = run_all(cells, given.so_far, begin + 60 * given.minutes)
+    if len(found) < len(cells):
+        print(f"{len(found)} of {len(cells)} cells have ended; give the same command again")
+        sys.exit(2)
+    result = report(cells, [found[number] for number in range(len(cells))])
+    if given.so_far is None:
+        result |= {"seconds": round(time.monotonic() - begin)}
     print(
         ", ".join(f"{result[k]} {k}" for k in ("cells", "trained", "bitwise", "refused")),
         len(result["wrong"]),
