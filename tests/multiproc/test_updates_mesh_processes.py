@@ -169,7 +169,6 @@ def where_stages_are_shared_or_branch(rank: int, folder: str) -> dict[str, list[
     return found
 
 
-@pytest.mark.xfail(strict=True, reason="tied weights of stages that branch or are shared are refused")
 def test_updates_where_stages_are_shared_or_branch(tmp_path: Path) -> None:
     outcomes = run_ranks(4, where_stages_are_shared_or_branch, str(tmp_path), deadline=120)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)

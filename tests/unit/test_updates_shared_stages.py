@@ -12,7 +12,6 @@ from penstock.runtime import RuntimeFailure
 TIED = {"mllm": [(), (0, 5), (0, 2, 5), (1, 3)], "fork": [(), (0, 3), (0, 1, 2, 3)]}
 
 
-@pytest.mark.xfail(strict=True, reason="the ranks that share a stage in one process do not find its weights")
 @pytest.mark.parametrize("name", TIED)
 def test_windows_are_steps_of_the_plain_loop(name: str, tmp_path: Path) -> None:
     found = {tied: runs.unlike_steps(name, 4, tied) for tied in TIED[name]}
@@ -21,7 +20,6 @@ def test_windows_are_steps_of_the_plain_loop(name: str, tmp_path: Path) -> None:
     assert not any(found.values()), found
 
 
-@pytest.mark.xfail(strict=True, reason="all ties of stages that branch are refused")
 def test_a_tied_stage_that_its_lowest_does_not_feed_is_refused() -> None:
     with pytest.raises(RuntimeFailure, match="inputs do not come from the lowest one") as error:
         runs.pipeline("fork", 4, (1, 2))

@@ -66,6 +66,15 @@ class Combination:
         return any(self.most_predicted(stage) for stage in range(self.schedule.num_stages))
 
 
+def _carries(schedule: Schedule, stages: Sequence[int]) -> bool:
+    """Whether each microbatch comes to all of these stages by way of the lowest."""
+    graph, reached, new = schedule.graph, {stages[0]}, [stages[0]]
+    while new:
+        new = [target for target in graph.targets[new.pop()] if target not in reached] + new
+        reached.update(new)
+    return reached >= set(stages) and not set(graph.num_microbatches) - {schedule.num_microbatches}
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Two features that exclude one another.
@@ -94,10 +103,12 @@ REFUSALS = (
     ),
     Refusal(
         UPDATES,
-        "tied parameters on stages that branch, or that ranks share",
-        "new values of a tied parameter travel with the forwards of a chain of stages, each on one rank",
+        "a tied parameter of a stage whose inputs do not come from the lowest one that has it, or come in other "
+        "numbers of microbatches",
+        "new values of a tied parameter travel from its lowest stage with the forwards, and without one to wait for, "
+        "that stage's updates and the other's forwards could wait for each other",
         "untie them, or use a schedule without updates as ops",
-        lambda c: c.has_updates and bool(c.tied) and (bool(c.schedule.placement.shared) or not is_plain(c.schedule)),
+        lambda c: c.has_updates and not all(_carries(c.schedule, stages) for stages in c.tied.values()),
     ),
     Refusal(
         PREDICTIONS,

@@ -166,7 +166,7 @@ class StepExecutor:
         tied = model.tied if model.ties else None
         handlers = TorchOps(runners, tied, schedule, model.device, meeting, inside).handlers
         if self._updating is not None and training:
-            handlers = UpdatingOps(handlers, self._updating, rank, plan.wiring.tied_values).handlers
+            handlers = UpdatingOps(handlers, self._updating, rank, plan.wiring.tied_values, meeting).handlers
         if not schedule.graph.registered:
             return OpTable(handlers)
         select = model.copies.select if training else None

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import Handler
 from penstock.runtime.parameters.updating import Updating
 from penstock.runtime.parameters.versions import CopyWeights
@@ -38,6 +39,7 @@ class UpdatingOps:
         updating: the updates of this process.
         rank: whose handlers they are.
         tied: the edges along which values of tied parameters come, by the forward that takes them.
+        meeting: where ranks of this process meet for stages that they share, of which the first has the weights.
     """
 
     def __init__(
@@ -46,13 +48,16 @@ class UpdatingOps:
         updating: Updating,
         rank: int,
         tied: Mapping[Op, Sequence[Edge]] | None = None,
+        meeting: Gang | None = None,
     ) -> None:
         schedule = updating.schedule
         if schedule.windows is None:
             raise RuntimeFailure(f"{schedule.name} has no updates")
         weights = {key: updating.weights[key] for key in updating.copies.of_rank(rank)}
-        self._weights, self._schedule = weights, schedule
+        self._weights, self._here, self._schedule = weights, updating.weights, schedule
         self._tied, self._tied_name = tied or {}, updating.tied_name
+        self._meeting = meeting
+        self._shared = {} if meeting is None else {stage for stage, _ in schedule.placement.shared}
         self._replicas = updating.replicas
         self._select = updating.copies.select
         self._windows, self._zero = schedule.windows, updating.zero
@@ -77,11 +82,16 @@ class UpdatingOps:
 
         def handle(station: Station, inputs: Sequence[Payload]) -> Sequence[Payload]:
             op = station.op
-            weights = self._of(self._schedule.pipeline_of(op), op.stage)
+            pipeline = self._schedule.pipeline_of(op)
+            came: Sequence[Payload] = ()
+            if op.kind == FORWARD and (edges := self._tied.get(op)):
+                came, inputs = inputs[-len(edges) :], inputs[: -len(edges)]
+            if self._shared and (pipeline, op.stage) not in self._weights:
+                return handler(station, inputs)  # it finds what came of the op on the first of the ranks
+            weights = self._of(pipeline, op.stage)
             if op.kind == FORWARD:
-                if edges := self._tied.get(op):
-                    self._take_tied(weights, edges, inputs[-len(edges) :])
-                    inputs = inputs[: -len(edges)]
+                if came:
+                    self._take_tied(weights, self._tied[op], came)
                 weights.before_forward(op.microbatch)
             elif op.kind == WEIGHT:
                 weights.before_weight(op.microbatch)
@@ -99,7 +109,14 @@ class UpdatingOps:
 
     def _run_update(self, station: Station, inputs: Sequence[Payload]) -> list[Payload]:
         op = station.op
-        self._update(self._of(self._schedule.pipeline_of(op), op.stage), op, inputs)
+        key = self._schedule.pipeline_of(op), op.stage
+        if self._meeting is None or op.stage not in self._shared:
+            self._update(self._of(*key), op, inputs)
+        elif key in self._weights:
+            self._update(self._of(*key), op, inputs)
+            self._meeting.leave(op, None)
+        else:
+            self._meeting.find(op)  # the first of the ranks has made it
         return [
             Payload.gradients(self._tied_value(edge)) if edge.is_tied_value else self._update_payload(edge)
             for edge in station.given
@@ -123,7 +140,9 @@ class UpdatingOps:
         update, pipeline = self._windows.update_of(edge.producer.microbatch)
         if update == self._open:
             return []
-        value = self._of(pipeline, edge.producer.stage).value(self._tied_name(edge))
+        stage = edge.producer.stage
+        self._select(pipeline, stage)
+        value = self._here[pipeline, stage].value(self._tied_name(edge))
         return [] if value is None else [value]
 
     def _take_tied(self, weights: CopyWeights, edges: Sequence[Edge], came: Sequence[Payload]) -> None:
