@@ -27,9 +27,7 @@ from penstock.library.amdp_order import OrderWay, Times, ran_with
 from penstock.passes import add_communication
 from penstock.planning.family import Forms
 from penstock.planning.graph.problem import pose_graph
-from penstock.planning.joint import moves
 from penstock.planning.joint.problem import pose_joint
-from penstock.planning.joint.search import timed as timed_orders
 from penstock.planning.limits import limits_of
 from penstock.planning.periodic.ends import heads_of, tails_of
 from penstock.planning.periodic.model import Block, Flow, Instance, Need, retimed
@@ -108,8 +106,8 @@ def test_orders_of_the_joint_search(seed: int) -> None:
     forms = Forms(again=True, split=True, whole=True)
     problem = pose_joint(costs, schedule.placement, ranks, [schedule.num_microbatches], links, limits, forms)
     orders, start = problem.read(schedule), np.empty(len(problem.ops.chain))
-    moves.set_forms(problem.ops, orders)
-    makespan = timed_orders(problem, orders, start)
+    assert problem.fits(orders)
+    makespan = problem.timed(orders, start)
     expected = starts_of(schedule, costs, links)
     assert makespan == ps.simulate(schedule, costs, links=links).makespan
     found = [start[op] for r in range(ranks) for op in orders.row[r, : orders.length[r]]]

@@ -108,7 +108,7 @@ def test_a_forward_that_runs_again_comes_before_those_of_later_microbatches() ->
     problem = pose_joint(costs, ps.placements.one_to_one(1), 1, [2], ps.Links(), limits, forms)
     ops = tuple(Op(kind[0], 0, int(kind[1])) for kind in ["F0", "F1", "R1", "I0", "W0", "I1", "W1"])
     orders = problem.read(ps.Schedule("by-hand", ps.placements.one_to_one(1), (ops,), (0, 0)))
-    moves.set_forms(problem.ops, orders)
+    assert problem.fits(orders)
     moves.run_again(problem.ops, orders, 0, 0)
     again = problem.schedule(orders, "again")
     ps.check(again)

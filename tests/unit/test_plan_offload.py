@@ -6,18 +6,15 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import penstock as ps
 from penstock.draw import to_svg
 from penstock.planning import strategy
 from penstock.planning.family import Forms, in_turn
-from penstock.planning.joint import moves
 from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.bounds import lower_bound
 from penstock.planning.joint.problem import JointProblem, Orders, pose_joint
-from penstock.planning.joint.search import timed
 from penstock.planning.limits import limits_of
 from penstock.planning.problem import pose
 from penstock.schedule import Op, one_to_one
@@ -228,9 +225,8 @@ def test_an_order_that_fills_both_memories_is_made_to_fit() -> None:
 
 def _timed(problem: JointProblem, orders: Orders) -> float:
     """The makespan of orders, which must keep to the caps."""
-    moves.set_forms(problem.ops, orders)
-    assert all(moves.fits(problem.ops, orders, r) for r in range(problem.num_ranks))
-    return timed(problem, orders, np.empty(problem.num_ops))
+    assert problem.fits(orders)
+    return problem.timed(orders)
 
 
 @pytest.mark.parametrize("family", OFFLOADED)

@@ -40,7 +40,7 @@ from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.graph.search import SequenceWalk
 from penstock.planning.graph.search import begin as begin_graph
-from penstock.planning.joint import moves
+from penstock.planning.joint import listing, moves, rows
 from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.library_starts import named
@@ -237,6 +237,8 @@ STEPS: dict[ModuleType, Callable[[Problem], object]] = {
     forward_backward: _justify,
     anneal: _walk,
     repeat: _repeat,
+    rows: _decide_forms,
+    listing: _decide_forms,
     moves: _decide_forms,
     sequences: _walk_sequence,
 }

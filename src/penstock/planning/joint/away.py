@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from itertools import product
 
 from penstock.engine.tolerance import EPSILON
-from penstock.planning.joint.moves import WHOLE, F, I, L, O, R, W
 from penstock.planning.joint.problem import JointProblem, Orders
+from penstock.planning.joint.rows import WHOLE, F, I, L, O, R, W
 
 _LEADS = (1.0, 2.0, 0.0)
 """How many times its own length a way begins before it has to end."""

@@ -28,8 +28,8 @@ from penstock.engine.network import NONE
 from penstock.engine.tolerance import EPSILON
 from penstock.planning import longest_paths
 from penstock.planning.bounds import Waits, heads_and_tails, waits, ways, work_seconds
-from penstock.planning.joint.moves import F
 from penstock.planning.joint.problem import JointProblem
+from penstock.planning.joint.rows import F
 from penstock.planning.problem import Problem, pose
 
 _WORK_SECONDS = 0.5

@@ -14,15 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine.compiled import ready
 from penstock.engine.network import NONE
 from penstock.engine.tolerance import EPSILON
 from penstock.planning.bounds import ways
 from penstock.planning.exact import answered
-from penstock.planning.joint import moves
 from penstock.planning.joint.bounds import relaxed
-from penstock.planning.joint.moves import WHOLE, F, I, L, O, R, W
 from penstock.planning.joint.problem import JointProblem, Orders
+from penstock.planning.joint.rows import WHOLE, F, I, L, O, R, W
 from penstock.planning.periodic.modulo import common_unit
 
 MOST_OPS = 500
@@ -211,10 +209,7 @@ def solve(problem: JointProblem, best: Orders, value: float, bound: float, secon
         present.sort(key=lambda op: (solver.value(start[op]), ops.kind[op] < O, ops.number[op], ops.kind[op]))
         orders.row[r, : len(present)] = present
         orders.length[r] = len(present)
-    module: Any = ready(moves)
-    module.set_forms(ops, orders)
-    kept = all(module.fits(ops, orders, r) for r in range(problem.num_ranks))
-    return Answer(orders if kept else None, max(bound, solver.best_objective_bound * unit))
+    return Answer(orders if problem.fits(orders) else None, max(bound, solver.best_objective_bound * unit))
 
 
 def _messages(model: Any, problem: JointProblem, start: dict[int, Any], whole: dict[int, Any], length: Any) -> None:
@@ -294,9 +289,7 @@ def _hint(
 ) -> None:
     """Args: forms: the literals of again, whole and away."""
     times = np.empty(problem.num_ops)
-    module: Any = ready(moves)
-    ints, free = np.empty((3, problem.num_ranks), np.int64), np.empty(2 * problem.num_ranks)
-    module.timed(problem.ops, best, times, ints, free)
+    problem.timed(best, times)
     for op, variable in start.items():
         if best.place[op] >= 0:
             model.add_hint(variable, math.floor(times[op] / unit + _NEAR_WHOLE))

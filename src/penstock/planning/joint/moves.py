@@ -1,4 +1,4 @@
-"""Moves on orders and forms: list scheduling that decides forms on the way, timing, and simulated annealing.
+"""Moves on orders and forms, and simulated annealing with them.
 
     shift     an op on the critical path goes before those it waited behind
     again     a forward runs again, its R right before its backward, or no longer does
@@ -6,11 +6,8 @@
     away      a microbatch goes to host memory between its F and its I, by an O and an L (reload), or stays
 
 Where a shift of a forward leaves too much held, a microbatch that is in flight there runs again or goes away. A move
-changes one rank's row; what it makes of the makespan is found by timing all ops once more. Written to be compiled.
-
-`timed` is the engine's sweep (`engine.sweep`) over other arrays: rows grow and shrink with every move, and an
-op of a stream stands in the row of its rank, for which a `Network` has no place. `listed` decides forms while
-it lists, so what an op takes and holds is not known before its turn.
+changes one rank's row; what it makes of the makespan is found by timing all ops once more (`rows`). Written to be
+compiled.
 """
 
 from __future__ import annotations
@@ -19,188 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine.tolerance import EPSILON
 from penstock.planning import metropolis
+from penstock.planning.joint import rows
+from penstock.planning.joint.rows import I, L, O, R, W, copy, fits, put_in, set_form, take_out, timed
 from penstock.planning.metropolis import is_kept
 from penstock.planning.metropolis import seed as seed
 
-COMPILED_WITH = (metropolis,)
+COMPILED_WITH = (rows, metropolis)
 OPTIONS = {"nogil": True}
 """For numba: walks on several threads do not wait for one another."""
 
 Array = Any
-F, R, I, W, O, L = 0, 1, 2, 3, 4, 5
-"""Kinds of ops. O, an offload, and L, its reload, run beside the others on the stream of their rank."""
-WHOLE = 6
-"""The column of `Ops.times` with the length of a B."""
 CLOSE = 1e-7
 """Milliseconds within which a path counts as longest."""
-INFINITE = 1e300
-
-
-def set_form(p: Any, o: Any, c: int, j: int) -> None:
-    """Writes the durations and memory of a cell's ops from its form."""
-    cell, first, size = p.cell_first[c] + j, p.first[c] + j, p.size[c]
-    held, kept = p.held[c], p.kept[c]
-    again, whole = o.again[cell], o.whole[cell]
-    for kind in range(p.num_kinds):
-        o.duration[first + kind * size] = p.times[c, kind]
-    if p.num_kinds > O:
-        o.change[first + O * size] = -held
-        o.change[first + L * size] = held
-    if whole:
-        o.duration[first + I * size] = p.times[c, WHOLE]
-    o.change[first] = kept if again else held
-    o.change[first + R * size] = held - kept
-    o.change[first + I * size] = -held if whole else -p.freed[c] * held
-    o.change[first + W * size] = (p.freed[c] - 1.0) * held
-
-
-def set_forms(p: Any, o: Any) -> None:
-    """The same for all cells, and every op's place."""
-    for c in range(len(p.size)):
-        for j in range(p.size[c]):
-            set_form(p, o, c, j)
-    o.place[:] = -1
-    for r in range(len(o.length)):
-        for at in range(o.length[r]):
-            o.place[o.row[r, at]] = at
-
-
-def copy(source: Any, target: Any) -> None:
-    """Writes orders and forms over others."""
-    target.row[:] = source.row
-    target.length[:] = source.length
-    target.again[:] = source.again
-    target.whole[:] = source.whole
-    target.away[:] = source.away
-    target.wait[:] = source.wait
-    target.duration[:] = source.duration
-    target.change[:] = source.change
-    target.place[:] = source.place
-
-
-def fits(p: Any, o: Any, r: int) -> bool:
-    """Whether rank r keeps to its caps; then it is also noted what waits for its stream."""
-    level, limit = 0.0, p.cap[r] * (1 + EPSILON)
-    host, host_limit = 0.0, p.host[r] * (1 + EPSILON)
-    for at in range(o.length[r]):
-        op = o.row[r, at]
-        level += o.change[op]
-        if level > limit and o.change[op] > 0:
-            return False
-        if p.kind[op] >= O:
-            # The stream runs one after the other, so what lies in host memory follows from its order alone.
-            host -= o.change[op]
-            if host > host_limit and p.kind[op] == O:
-                return False
-    if p.num_kinds > O:
-        set_waits(p, o, r)
-    return True
-
-
-def set_waits(p: Any, o: Any, r: int) -> None:
-    """Of each op of rank r, that of its stream whose end it waits for: its reload, or an offload whose room it needs,
-    as `engine.memory.levels_at_most` has it. -1 for none but those that ops before it wait for."""
-    stream = np.empty(o.length[r], np.int64)
-    come_to, ended = 0, 0
-    held, limit = 0.0, p.cap[r] * (1 + EPSILON)
-    for at in range(o.length[r]):
-        op = o.row[r, at]
-        o.wait[op] = -1
-        if p.kind[op] >= O:
-            stream[come_to] = op
-            come_to += 1
-            continue
-        before = ended
-        if p.kind[op] == I and o.away[p.cell[op]]:
-            size = p.size[p.chain[op]]
-            for k in range(ended, come_to):
-                if stream[k] == op + (L - I) * size:
-                    while ended <= k:
-                        held += o.change[stream[ended]]
-                        ended += 1
-                    break
-        if o.change[op] > 0:
-            there, more = held, ended
-            while more <= come_to:
-                if there + o.change[op] + _most(o, stream, more, come_to) <= limit:
-                    ended, held = more, there
-                    break
-                if more < come_to:
-                    there += o.change[stream[more]]
-                more += 1
-        held += o.change[op]
-        if ended > before:
-            o.wait[op] = stream[ended - 1]
-
-
-def _most(o: Any, stream: Array, first: int, last: int) -> float:
-    """Most that ops of a stream hold, from before the first to after the last."""
-    held, most = 0.0, 0.0
-    for k in range(first, last):
-        held += o.change[stream[k]]
-        most = max(most, held)
-    return most
-
-
-def timed(p: Any, o: Any, start: Array, ints: Array, free: Array) -> float:
-    """Starts every op of orders as soon as possible; returns the makespan, or -1 where ranks wait for one another.
-
-    Working space: `ints` 3 rows of K, `free` 2 K floats. Ops that have no start are left at -1.
-    """
-    num_ranks = len(o.length)
-    place, stack, stacked = ints[0], ints[1], ints[2]
-    row, duration, message_from, message_to = o.row, o.duration, p.message_from, p.message_to
-    start[:] = -1.0
-    missing = 0
-    for r in range(num_ranks):
-        place[r] = 0
-        free[r] = 0.0
-        free[num_ranks + r] = 0.0
-        stack[r] = num_ranks - 1 - r
-        stacked[r] = 1
-        missing += o.length[r]
-    depth, makespan = num_ranks, 0.0
-    while depth > 0:
-        depth -= 1
-        r = stack[depth]
-        stacked[r] = 0
-        while place[r] < o.length[r]:
-            op = row[r, place[r]]
-            time = free[r]
-            if p.kind[op] >= O:
-                start[op] = max(time, free[num_ranks + r])
-                free[num_ranks + r] = start[op] + duration[op]
-                place[r] += 1
-                missing -= 1
-                continue
-            before = o.wait[op]
-            if before >= 0:
-                time = max(time, start[before] + duration[before])
-            before = message_from[op]
-            if before >= 0:
-                if start[before] < 0:
-                    break
-                time = max(time, start[before] + duration[before] + p.delay[op])
-            start[op] = time
-            free[r] = time + duration[op]
-            place[r] += 1
-            missing -= 1
-            after = message_to[op]
-            if after >= 0:
-                other = p.rank[after]
-                if (
-                    other != r
-                    and stacked[other] == 0
-                    and place[other] < o.length[other]
-                    and row[other, place[other]] == after
-                ):
-                    stack[depth] = other
-                    stacked[other] = 1
-                    depth += 1
-        makespan = max(makespan, free[r])
-    return makespan if missing == 0 else -1.0
 
 
 def may_pass(p: Any, o: Any, lead: int, trail: int) -> bool:
@@ -214,26 +42,6 @@ def may_pass(p: Any, o: Any, lead: int, trail: int) -> bool:
     whole_lead = p.kind[lead] == I and o.whole[p.cell[lead]]
     whole_trail = p.kind[trail] == I and o.whole[p.cell[trail]]
     return not ((whole_lead and p.kind[trail] == W) or (whole_trail and p.kind[lead] == W))
-
-
-def take_out(o: Any, r: int, op: int) -> None:
-    """Removes an op from its row."""
-    at = o.place[op]
-    for k in range(at, o.length[r] - 1):
-        o.row[r, k] = o.row[r, k + 1]
-        o.place[o.row[r, k]] = k
-    o.length[r] -= 1
-    o.place[op] = -1
-
-
-def put_in(o: Any, r: int, op: int, at: int) -> None:
-    """Inserts an op into a row, at place `at`."""
-    for k in range(o.length[r], at, -1):
-        o.row[r, k] = o.row[r, k - 1]
-        o.place[o.row[r, k]] = k
-    o.row[r, at] = op
-    o.place[op] = at
-    o.length[r] += 1
 
 
 def run_again(p: Any, o: Any, c: int, j: int) -> None:
@@ -496,160 +304,3 @@ def settle(p: Any, source: Any, target: Any, r: int) -> None:
             target.duration[op] = source.duration[op]
             target.change[op] = source.change[op]
             target.place[op] = source.place[op]
-
-
-def listed(p: Any, o: Any, depth: Array, keep: Array, whole: Array, wait: Array, early: bool, start: Array) -> float:
-    """List scheduling that decides forms as it comes to them; returns the makespan, or -1 where the ranks are stuck.
-
-    Backward before forward before weight gradients; R when its gradient is about to arrive.
-
-    Args:
-        o: out, all but the durations and places.
-        depth: of each rank, most forwards ahead of their backwards.
-        keep: of each chain, the chance that a forward which could be kept is.
-        whole: of each chain, the chance that a backward is whole.
-        wait: of each rank, ms that it waits for a better op.
-        early: whether R may run before its gradient is known to come.
-        start: out, of each op.
-    """
-    num_ranks, num_chains = len(p.cap), len(p.size)
-    forward, back, weight = (
-        np.zeros(num_chains, np.int64),
-        np.zeros(num_chains, np.int64),
-        np.zeros(num_chains, np.int64),
-    )
-    ran = np.zeros(num_chains, np.bool_)
-    """Of each chain, whether the R of its next backward has run."""
-    free, held = np.zeros(num_ranks), np.zeros(num_ranks)
-    ahead = np.zeros(num_ranks, np.int64)
-    o.again[:] = False
-    o.whole[:] = False
-    o.away[:] = False
-    o.wait[:] = -1
-    o.length[:] = 0
-    start[:] = -1.0
-    drawn_keep, drawn_whole = np.zeros(len(o.again), np.bool_), np.zeros(len(o.again), np.bool_)
-    left = 0
-    for c in range(num_chains):
-        for j in range(p.size[c]):
-            cell = p.cell_first[c] + j
-            drawn_keep[cell] = not p.may_again[c] or np.random.random() < keep[c]
-            drawn_whole[cell] = p.may_whole[c] and (not p.may_split[c] or np.random.random() < whole[c])
-            set_form(p, o, c, j)
-            left += 3
-    makespan = 0.0
-    classes = np.array([2, 1, 0, 3])
-    while left > 0:
-        best_rank, best_time = -1, INFINITE
-        best_op, best_again = -1, False
-        for r in range(num_ranks):
-            limit = p.cap[r] * (1 + EPSILON)
-            reserve = 0.0
-            for c in range(p.chain_first[r], p.chain_first[r + 1]):
-                for j in range(back[c], forward[c]):
-                    if o.again[p.cell_first[c] + j] and not (j == back[c] and ran[c]):
-                        reserve = max(reserve, p.held[c] - p.kept[c])
-            # Twice: when the rank can start something, then what is best among all it could start soon after.
-            soonest = INFINITE
-            for turn in range(2):
-                chosen, chosen_class, chosen_time, chosen_again = -1, 99, INFINITE, False
-                for c in range(p.chain_first[r], p.chain_first[r + 1]):
-                    size, first = p.size[c], p.first[c]
-                    for kind in range(4):
-                        if kind == F:
-                            j = forward[c]
-                        elif kind == W:
-                            j = weight[c]
-                        else:
-                            j = back[c]
-                        if j >= size:
-                            continue
-                        cell, op = p.cell_first[c] + j, first + kind * size + j
-                        ready, rank_class, again = free[r], classes[kind], False
-                        if kind == F:
-                            if ahead[r] >= depth[r]:
-                                continue
-                            again = not drawn_keep[cell]
-                            others = 0.0
-                            for k in range(p.chain_first[r], p.chain_first[r + 1]):
-                                if k != c and forward[k] <= j and j < p.size[k]:
-                                    others += min(p.kept[k], p.held[k])
-                            if not again and held[r] + p.held[c] + max(reserve, others) > limit:
-                                if not p.may_again[c]:
-                                    continue
-                                again = True
-                            if again and held[r] + p.kept[c] + max(reserve, p.held[c] - p.kept[c]) > limit:
-                                continue
-                        elif kind == W:
-                            if weight[c] >= back[c]:
-                                continue
-                        else:
-                            if j >= forward[c]:
-                                continue
-                            needs_again = o.again[cell] and not ran[c]
-                            if (kind == R) != needs_again:
-                                continue
-                            # B adds to the weights' gradients too, after all W before it.
-                            if kind == I and drawn_whole[cell] and weight[c] < j:
-                                if p.may_split[c]:
-                                    drawn_whole[cell] = False
-                                else:
-                                    continue
-                        before = p.message_from[op] if kind != R else p.message_from[first + I * size + j]
-                        if before >= 0:
-                            late = p.delay[op] if kind != R else p.delay[first + I * size + j]
-                            if start[before] < 0:
-                                if kind != R or not early:
-                                    continue
-                                rank_class = 4
-                            elif kind == R:
-                                ready = max(ready, start[before] + o.duration[before] + late - p.times[c, R])
-                            else:
-                                ready = max(ready, start[before] + o.duration[before] + late)
-                        if kind == R and held[r] + p.held[c] - p.kept[c] > limit:
-                            continue
-                        if turn == 0:
-                            soonest = min(soonest, ready)
-                        elif ready <= soonest + wait[r] and (
-                            rank_class < chosen_class or (rank_class == chosen_class and ready < chosen_time)
-                        ):
-                            chosen, chosen_class, chosen_time, chosen_again = op, rank_class, ready, again
-                if soonest >= INFINITE:
-                    break
-            if chosen >= 0 and soonest < best_time:
-                best_rank, best_time = r, soonest
-                best_op, best_again = chosen, chosen_again
-                best_start = chosen_time
-        if best_rank < 0:
-            return -1.0
-        r, op = best_rank, best_op
-        c, j, kind = p.chain[op], p.number[op], p.kind[op]
-        cell = p.cell_first[c] + j
-        if kind == F:
-            o.again[cell] = best_again
-            forward[c] += 1
-            ahead[r] += 1
-            if best_again:
-                left += 1
-            set_form(p, o, c, j)
-        elif kind == R:
-            ran[c] = True
-        elif kind == I:
-            back[c] += 1
-            ran[c] = False
-            ahead[r] -= 1
-            o.whole[cell] = drawn_whole[cell]
-            set_form(p, o, c, j)
-            if o.whole[cell]:
-                weight[c] += 1
-                left -= 1
-        else:
-            weight[c] += 1
-        held[r] += o.change[op]
-        start[op] = best_start
-        free[r] = best_start + o.duration[op]
-        makespan = max(makespan, free[r])
-        o.row[r, o.length[r]] = op
-        o.length[r] += 1
-        left -= 1
-    return makespan

@@ -18,20 +18,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.cost import Costs, Links
+from penstock.engine.compiled import ready
 from penstock.engine.network import NONE, Array
 from penstock.planning.family import Forms, dealt
-from penstock.planning.joint.moves import F, I, W
+from penstock.planning.joint import rows
+from penstock.planning.joint.rows import F, I, W
 from penstock.planning.limits import Limits
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.offload import OFFLOAD, RELOAD, with_offload
 
 _KINDS = ("F", "R", "I", "W", OFFLOAD, RELOAD)
-"""By number, as `moves` has them."""
+"""By number, as `rows` has them."""
 
 
 class Ops(NamedTuple):
@@ -135,6 +137,23 @@ class JointProblem:
             f"caps {self.limits.cap}, host memory {self.limits.host}"
         )
 
+    def fits(self, orders: Orders) -> bool:
+        """Whether orders keep to the caps; what follows from their rows and forms is filled in."""
+        module: Any = ready(rows)
+        module.set_forms(self.ops, orders)
+        return all(module.fits(self.ops, orders, r) for r in range(self.num_ranks))
+
+    def timed(self, orders: Orders, start: Array | None = None) -> float:
+        """The makespan of orders whose forms are filled in, started as soon as possible; -1 where they deadlock.
+
+        Args:
+            start: room for when each op starts.
+        """
+        module: Any = ready(rows)
+        start = np.empty(self.num_ops) if start is None else start
+        ints, free = np.empty((3, self.num_ranks), np.int64), np.empty(2 * self.num_ranks)
+        return float(module.timed(self.ops, orders, start, ints, free))
+
     def orders(self) -> Orders:
         """Room for orders, with nothing in it."""
         ops, n = self.ops, self.num_ops
@@ -156,16 +175,16 @@ class JointProblem:
         """The schedule of orders."""
         ops = self.ops
         microbatches = [[m for m, k in enumerate(self.microbatch_pipeline) if k == p] for p, _ in self.chains]
-        rows = []
+        made_rows = []
         for r in range(self.num_ranks):
             found = []
             for op in orders.row[r, : orders.length[r]].tolist():
                 c = int(ops.chain[op])
                 kind = "B" if ops.kind[op] == I and orders.whole[ops.cell[op]] else _KINDS[ops.kind[op]]
                 found.append(Op(kind, self.chains[c][1], microbatches[c][int(ops.number[op])]))
-            rows.append(tuple(found))
+            made_rows.append(tuple(found))
         limit = self.limits.in_flight
-        made = Schedule(name, self.placement, tuple(rows), self.microbatch_pipeline, limit)
+        made = Schedule(name, self.placement, tuple(made_rows), self.microbatch_pipeline, limit)
         if not orders.away.any():
             return made
         row_of = [
@@ -176,7 +195,7 @@ class JointProblem:
         for op in np.flatnonzero(orders.wait >= 0).tolist() if limit is None else ():
             r, before = int(ops.rank[op]), int(orders.wait[op])
             if orders.place[op] >= 0:
-                waits.append((rows[r][row_of[r][before]], rows[r][row_of[r][op]]))
+                waits.append((made_rows[r][row_of[r][before]], made_rows[r][row_of[r][op]]))
         return with_offload(made, waits)
 
     def read(self, schedule: Schedule) -> Orders:

@@ -2,8 +2,9 @@
 
 bound     `bounds.lower_bound`: true for every form
 starts    plans in which all ops have one form (`planning.search`); library schedules, with forwards run again
-          where they hold too much (`passes.recompute`); list scheduling under random depths; where activations may
-          go to host memory, plans for that memory too, of which those that are needed last go there (`away`)
+          where they hold too much (`passes.recompute`); list scheduling under random depths (`listing`); where
+          activations may go to host memory, plans for that memory too, of which those that are needed last go
+          there (`away`)
 anneal    moves of order and form (`moves`), from the best so far
 exact     CP-SAT with optional intervals, where the problem is small
 """
@@ -14,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,11 @@ from penstock.planning import exact as plain_exact
 from penstock.planning import strategy
 from penstock.planning.annealing_threads import Annealer, annealed_again
 from penstock.planning.family import Forms
-from penstock.planning.joint import exact, moves
+from penstock.planning.joint import exact, listing, moves
 from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.bounds import lower_bound, relaxed
-from penstock.planning.joint.moves import WHOLE, F, I, L, O, R, W
 from penstock.planning.joint.problem import JointProblem, Orders
+from penstock.planning.joint.rows import WHOLE, F, I, L, O, R, W
 from penstock.planning.library_starts import MOST_OPS, built
 from penstock.planning.problem import Problem, pose
 from penstock.planning.progress import Incumbent, Progress, certain
@@ -47,15 +48,12 @@ class JointSearch(Incumbent[JointProblem]):
     """The state of a search: the best so far, and what is proved."""
 
     orders: Orders | None = None
-    _module: Any = field(default_factory=lambda: ready(moves))
 
     def take(self, orders: Orders, how: str) -> None:
         """Keeps a copy of orders if they run, keep to the caps and are the best so far."""
-        ops = self.problem.ops
-        self._module.set_forms(ops, orders)
-        if not all(self._module.fits(ops, orders, r) for r in range(self.problem.num_ranks)):
+        if not self.problem.fits(orders):
             return
-        value = timed(self.problem, orders, np.empty(self.problem.num_ops))
+        value = self.problem.timed(orders)
         if 0 <= value < self.value * (1 - 1e-12):
             self.lower_bound = certain(self.lower_bound, value, self.problem.described)
             self.orders = Orders(*(array.copy() for array in orders))
@@ -81,13 +79,6 @@ def allows(forms: Forms, schedule: Schedule) -> bool:
         and (forms.whole or "B" not in kinds)
         and (forms.split or not kinds & {"I", "W"})
     )
-
-
-def timed(problem: JointProblem, orders: Orders, start: Array) -> float:
-    """The makespan of orders, started as soon as possible; -1 where they deadlock."""
-    module: Any = ready(moves)
-    ints, free = np.empty((3, problem.num_ranks), np.int64), np.empty(2 * problem.num_ranks)
-    return float(module.timed(problem.ops, orders, start, ints, free))
 
 
 def begin(
@@ -282,7 +273,8 @@ def _take_library(search: JointSearch, name: str, made: Schedule, timed: bool) -
 
 def listed(search: JointSearch, until: float, num_trials: int = 2000) -> None:
     """List scheduling under random depths, chances to be kept and whole, and waits."""
-    problem, module = search.problem, search._module
+    problem = search.problem
+    module: Any = ready(listing)
     ops, orders, start = problem.ops, problem.orders(), np.empty(problem.num_ops)
     random = np.random.default_rng(search.seed)
     module.seed(search.seed)
@@ -335,9 +327,7 @@ class JointWalk(Annealer[JointSearch]):
     def begin(self, search: JointSearch, until: float) -> None:
         for mine in (self._orders, self._undo, self.best_orders):
             self._module.copy(search.orders, mine)
-        self.now = self.best = float(
-            self._module.timed(self.problem.ops, self._orders, self._start, self._ints, self._free)
-        )
+        self.now = self.best = self.problem.timed(self._orders, self._start)
 
     def move(self, num_moves: int, done: float, hot: float, cold: float, target: float, stop: Array) -> int:
         self.now, self.best, moved = self._module.anneal(

@@ -1,0 +1,206 @@
+"""Rows of ops whose forms vary: what they take and hold, whether they keep to the caps, and when they start.
+
+`timed` is the engine's sweep (`engine.sweep`) over other arrays: rows grow and shrink with every move, and an
+op of a stream stands in the row of its rank, for which a `Network` has no place. Written to be compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.tolerance import EPSILON
+
+OPTIONS = {"nogil": True}
+
+Array = Any
+F, R, I, W, O, L = 0, 1, 2, 3, 4, 5
+"""Kinds of ops. O, an offload, and L, its reload, run beside the others on the stream of their rank."""
+WHOLE = 6
+"""The column of `Ops.times` with the length of a B."""
+
+
+def set_form(p: Any, o: Any, c: int, j: int) -> None:
+    """Writes the durations and memory of a cell's ops from its form."""
+    cell, first, size = p.cell_first[c] + j, p.first[c] + j, p.size[c]
+    held, kept = p.held[c], p.kept[c]
+    again, whole = o.again[cell], o.whole[cell]
+    for kind in range(p.num_kinds):
+        o.duration[first + kind * size] = p.times[c, kind]
+    if p.num_kinds > O:
+        o.change[first + O * size] = -held
+        o.change[first + L * size] = held
+    if whole:
+        o.duration[first + I * size] = p.times[c, WHOLE]
+    o.change[first] = kept if again else held
+    o.change[first + R * size] = held - kept
+    o.change[first + I * size] = -held if whole else -p.freed[c] * held
+    o.change[first + W * size] = (p.freed[c] - 1.0) * held
+
+
+def set_forms(p: Any, o: Any) -> None:
+    """The same for all cells, and every op's place."""
+    for c in range(len(p.size)):
+        for j in range(p.size[c]):
+            set_form(p, o, c, j)
+    o.place[:] = -1
+    for r in range(len(o.length)):
+        for at in range(o.length[r]):
+            o.place[o.row[r, at]] = at
+
+
+def copy(source: Any, target: Any) -> None:
+    """Writes orders and forms over others."""
+    target.row[:] = source.row
+    target.length[:] = source.length
+    target.again[:] = source.again
+    target.whole[:] = source.whole
+    target.away[:] = source.away
+    target.wait[:] = source.wait
+    target.duration[:] = source.duration
+    target.change[:] = source.change
+    target.place[:] = source.place
+
+
+def fits(p: Any, o: Any, r: int) -> bool:
+    """Whether rank r keeps to its caps; then it is also noted what waits for its stream."""
+    level, limit = 0.0, p.cap[r] * (1 + EPSILON)
+    host, host_limit = 0.0, p.host[r] * (1 + EPSILON)
+    for at in range(o.length[r]):
+        op = o.row[r, at]
+        level += o.change[op]
+        if level > limit and o.change[op] > 0:
+            return False
+        if p.kind[op] >= O:
+            # The stream runs one after the other, so what lies in host memory follows from its order alone.
+            host -= o.change[op]
+            if host > host_limit and p.kind[op] == O:
+                return False
+    if p.num_kinds > O:
+        set_waits(p, o, r)
+    return True
+
+
+def set_waits(p: Any, o: Any, r: int) -> None:
+    """Of each op of rank r, that of its stream whose end it waits for: its reload, or an offload whose room it needs,
+    as `engine.memory.levels_at_most` has it. -1 for none but those that ops before it wait for."""
+    stream = np.empty(o.length[r], np.int64)
+    come_to, ended = 0, 0
+    held, limit = 0.0, p.cap[r] * (1 + EPSILON)
+    for at in range(o.length[r]):
+        op = o.row[r, at]
+        o.wait[op] = -1
+        if p.kind[op] >= O:
+            stream[come_to] = op
+            come_to += 1
+            continue
+        before = ended
+        if p.kind[op] == I and o.away[p.cell[op]]:
+            size = p.size[p.chain[op]]
+            for k in range(ended, come_to):
+                if stream[k] == op + (L - I) * size:
+                    while ended <= k:
+                        held += o.change[stream[ended]]
+                        ended += 1
+                    break
+        if o.change[op] > 0:
+            there, more = held, ended
+            while more <= come_to:
+                if there + o.change[op] + _most(o, stream, more, come_to) <= limit:
+                    ended, held = more, there
+                    break
+                if more < come_to:
+                    there += o.change[stream[more]]
+                more += 1
+        held += o.change[op]
+        if ended > before:
+            o.wait[op] = stream[ended - 1]
+
+
+def _most(o: Any, stream: Array, first: int, last: int) -> float:
+    """Most that ops of a stream hold, from before the first to after the last."""
+    held, most = 0.0, 0.0
+    for k in range(first, last):
+        held += o.change[stream[k]]
+        most = max(most, held)
+    return most
+
+
+def timed(p: Any, o: Any, start: Array, ints: Array, free: Array) -> float:
+    """Starts every op of orders as soon as possible; returns the makespan, or -1 where ranks wait for one another.
+
+    Working space: `ints` 3 rows of K, `free` 2 K floats. Ops that have no start are left at -1.
+    """
+    num_ranks = len(o.length)
+    place, stack, stacked = ints[0], ints[1], ints[2]
+    row, duration, message_from, message_to = o.row, o.duration, p.message_from, p.message_to
+    start[:] = -1.0
+    missing = 0
+    for r in range(num_ranks):
+        place[r] = 0
+        free[r] = 0.0
+        free[num_ranks + r] = 0.0
+        stack[r] = num_ranks - 1 - r
+        stacked[r] = 1
+        missing += o.length[r]
+    depth, makespan = num_ranks, 0.0
+    while depth > 0:
+        depth -= 1
+        r = stack[depth]
+        stacked[r] = 0
+        while place[r] < o.length[r]:
+            op = row[r, place[r]]
+            time = free[r]
+            if p.kind[op] >= O:
+                start[op] = max(time, free[num_ranks + r])
+                free[num_ranks + r] = start[op] + duration[op]
+                place[r] += 1
+                missing -= 1
+                continue
+            before = o.wait[op]
+            if before >= 0:
+                time = max(time, start[before] + duration[before])
+            before = message_from[op]
+            if before >= 0:
+                if start[before] < 0:
+                    break
+                time = max(time, start[before] + duration[before] + p.delay[op])
+            start[op] = time
+            free[r] = time + duration[op]
+            place[r] += 1
+            missing -= 1
+            after = message_to[op]
+            if after >= 0:
+                other = p.rank[after]
+                if (
+                    other != r
+                    and stacked[other] == 0
+                    and place[other] < o.length[other]
+                    and row[other, place[other]] == after
+                ):
+                    stack[depth] = other
+                    stacked[other] = 1
+                    depth += 1
+        makespan = max(makespan, free[r])
+    return makespan if missing == 0 else -1.0
+
+
+def take_out(o: Any, r: int, op: int) -> None:
+    """Removes an op from its row."""
+    at = o.place[op]
+    for k in range(at, o.length[r] - 1):
+        o.row[r, k] = o.row[r, k + 1]
+        o.place[o.row[r, k]] = k
+    o.length[r] -= 1
+    o.place[op] = -1
+
+
+def put_in(o: Any, r: int, op: int, at: int) -> None:
+    """Inserts an op into a row, at place `at`."""
+    for k in range(o.length[r], at, -1):
+        o.row[r, k] = o.row[r, k - 1]
+        o.place[o.row[r, k]] = k
+    o.row[r, at] = op
+    o.place[op] = at
+    o.length[r] += 1
