@@ -91,7 +91,7 @@ def run(search: Search, goal: str | Expected = "makespan") -> None:
             search.improve_bound(known)
             if not search.closed:
                 search.improve_bound(ramp_bound(search.bounded, known))
-        if not search.closed:
+        if not search.closed and search.left > 0:
             named(search)
         _refute(search, _REFUTED_SHARE * search.left)
         if not search.closed and hosts_several(search.problem):
