@@ -1,7 +1,7 @@
 """The event loop: drives the decision core through time. Plain arrays, so that it also runs compiled.
 
 All that happens at one moment is taken in before any rank decides, so ties never depend on event order.
-Ranks then decide in rank order.
+Ranks then decide in rank order: those that may decide otherwise than the last time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from penstock.engine.decider import Array, decide, finish, note_under_way, start
 
 COMPILED_WITH = (decider,)
 
-IDLE, BUSY, BLOCKED, GATHERING = 0, 1, 2, 3
+IDLE, BUSY, BLOCKED, GATHERING, ASLEEP = 0, 1, 2, 3, 4
+"""Asleep is a rank that could start nothing: it is idle again when something reaches it."""
 
 
 def run(
@@ -99,6 +100,8 @@ def run(
                 next_frozen, memory_change, held, cap, warmup_left, gang, beside,
             )  # fmt: skip
             if op == decider.NOTHING:
+                if beside is None:  # what a stream does changes what its rank may hold
+                    state[rank] = ASLEEP
                 continue
             if wait > 0:
                 until = wait_until(rank, op, time, wait, due, duration, done, next_frozen)
@@ -150,6 +153,8 @@ def run(
                 edge = code - num_ops
                 target = edge_to[edge]
                 missing[target] -= 1
+                if state[rank_of[target]] == ASLEEP:
+                    state[rank_of[target]] = IDLE
                 arrival_time[edge] = time
                 if bounded:
                     in_transit[edge_link(edge, num_rows, rank_of, edge_first, edge_to)] -= 1
@@ -180,6 +185,8 @@ def run(
                     arrives = time + delay[link]
                 if arrives == time:
                     missing[target] -= 1
+                    if state[rank_of[target]] == ASLEEP:
+                        state[rank_of[target]] = IDLE
                     arrival_time[edge] = time
                     in_transit[link] -= 1
                 else:

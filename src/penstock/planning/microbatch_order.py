@@ -34,7 +34,7 @@ from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation.lowered import Order
 from penstock.simulation.memory import given_caps, memory_changes
-from penstock.simulation.runner import Ran, Runner, durations, frozen_timer
+from penstock.simulation.runner import Prepared, Ran, Runner, durations, frozen_timer
 from penstock.simulation.transport import Decoupled, Transport, as_transport
 
 SHARES = {
@@ -206,10 +206,15 @@ class OrderSearch:
             duration=durations(plain.schedule, graph, self._even),
             change=np.array(memory_changes(graph, self._even), np.float64),
         )
-        self._known = {"sources": plain.sources, "crossing": plain.crossing}
+        self._known: dict[str, object] = {"sources": plain.sources, "crossing": plain.crossing}
+        self._prepared: dict[Dispatch, Prepared] = {}
+        self._counts_sizes = bool(costs.factors.activation)
+        if not self._counts_sizes:  # then every order holds what every other does
+            self._known["peaks"] = self._lowered.peaks
         self._timer = self._frozen_timer(plain)
         num, stages = schedule.num_microbatches, costs.num_stages
-        self._row, self._microbatch = _rows_of(plain, stages)
+        row, self._microbatch = _rows_of(plain, stages)
+        self._row = row * num
         self._times = np.concatenate([costs.time_factors(kind, num) for kind in KINDS])
         self._sizes = np.concatenate([costs.activation_factors(kind, num) for kind in KINDS])
         self._pipelines = np.array(schedule.microbatch_pipeline)
@@ -256,7 +261,7 @@ class OrderSearch:
         order, makespan = best.order, best.makespan
         for tried in self._moves(order, until, seed):
             lowered = self._over(moved := tried(order))
-            if np.array_equal(moved, order) or not self.fits(lowered):
+            if (moved == order).all() or not self.fits(lowered):
                 continue
             found = self._run(moved, rule, lowered, best.dispatch)
             if found.makespan <= makespan:
@@ -292,12 +297,15 @@ class OrderSearch:
         return self._by_pipeline(moved)
 
     def _inserted(self, a: int, b: int, order: Array) -> Array:
-        return self._by_pipeline(np.insert(np.delete(order, a), b, order[a]))
+        moved = order.tolist()
+        moved.insert(b, moved.pop(a))
+        return self._by_pipeline(np.array(moved))
 
     def _price(self, candidate: OrderCandidate) -> float:
         """The makespan, longer by the share by which the caps are exceeded."""
-        peaks, caps = np.array(candidate.lowered.peaks), np.array(self.caps)
-        over = np.max(peaks / np.maximum(caps, EPSILON * max(1.0, peaks.max())), initial=0.0) - 1
+        peaks = candidate.lowered.peaks
+        least = EPSILON * max(1.0, max(peaks, default=0.0))
+        over = max((peak / max(cap, least) for peak, cap in zip(peaks, self.caps, strict=True)), default=0.0) - 1
         return candidate.makespan * (1 + 2 * max(0.0, over))
 
     def schedule(self, candidate: OrderCandidate) -> Schedule:
@@ -326,9 +334,10 @@ class OrderSearch:
 
     def _over(self, order: Array) -> Order:
         """The schedule over the costs in another order of microbatches."""
-        taken, base = order[self._microbatch], self._lowered
-        at = self._row, taken
-        duration, change = base.duration * self._times[at], base.change * self._sizes[at]
+        base = self._lowered
+        at = self._row + order[self._microbatch]
+        duration = base.duration * self._times.take(at)
+        change = base.change * self._sizes.take(at) if self._counts_sizes else base.change
         found = Order(base.schedule, base.graph, base.base, base.ints, base.missing, duration, change)
         found.__dict__.update(self._known)
         return found
@@ -341,14 +350,20 @@ class OrderSearch:
         return OrderCandidate(order, rule, dispatch, lowered, makespan)
 
     def _ran(self, order: Array, lowered: Order, dispatch: Dispatch) -> Ran:
+        caps = None if dispatch is Dispatch.FROZEN else self.caps
+        if self._links.is_constant and dispatch is not Dispatch.FROZEN:
+            if dispatch not in self._prepared:
+                self._prepared[dispatch] = self._runner.prepared(
+                    lowered, self._links, Policy.of(dispatch), self._transport, caps
+                )
+            return replace(self._prepared[dispatch].run(lowered.duration, lowered.change), order=lowered)
         runner = self._runner
-        if self.costs.factors.message and not self._links.is_constant:
+        if self.costs.factors.message:
             sizes = {
                 kind: self.costs.factors.table("message", kind, self.costs.num_stages, len(order))[:, order].tolist()
                 for kind in "FB"
             }
             runner = Runner(replace(self._even, uneven=Uneven(message=sizes)), compile=self._compile)
-        caps = None if dispatch is Dispatch.FROZEN else self.caps
         return runner.run(lowered, self._links, dispatch=dispatch, transport=self._transport, caps=caps)
 
     def _frozen_timer(self, plain: Order) -> Timer | None:

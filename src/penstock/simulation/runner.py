@@ -32,7 +32,7 @@ from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import rows_of, with_launches
 from penstock.schedule.columns import Array, B, Columns, W
 from penstock.schedule.updates import OWNER
-from penstock.simulation.link_arrays import depths, passed
+from penstock.simulation.link_arrays import Passed, depths, passed
 from penstock.simulation.lowered import Order
 from penstock.simulation.memory import by_kind_and_stage, by_op, memory_changes
 from penstock.simulation.transport import Blocking, Transport
@@ -66,6 +66,97 @@ class Ran:
             places = np.argsort(turn[first[rank] : first[rank + 1]], kind="stable").tolist()
             rows.append(tuple([row[place] for place in places]))
         return replace(schedule, order=with_launches(schedule, rows))
+
+
+class Prepared:
+    """An order, and all that its runs begin with but what its ops take.
+
+    Args: as of `Runner.run`.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        policy: Policy,
+        transport: Transport,
+        through: Passed,
+        compile: bool,
+        caps: Sequence[float] | None,
+        warmup: Sequence[int] | None,
+        due: Array | None,
+    ) -> None:
+        self._order, self._policy, self.through, self.compile = order, policy, through, compile
+        num_rows, num_ops = order.num_rows, order.num_ops
+        self.streams, self.bounded = num_rows - order.num_ranks, isinstance(transport, Blocking)
+        self._warmup = warmup
+        streams = self.streams
+        self._kept: dict[str, Array] = {
+            **order.ints,
+            "depth": depths(order, transport),
+            "cap": np.array([*([math.inf] * order.num_ranks if caps is None else caps), *[math.inf] * streams]),
+            "due": np.zeros(1) if due is None else np.asarray(due),
+        }
+        self._changed: dict[str, Array] = {
+            "missing": order.missing,
+            "head": order.ints["queue_first"][:-1],
+            "next_frozen": order.ints["first"][:-1],
+            "gathered": np.zeros(max(1, len(order.ints["gang_first"]) - 1), np.int64),
+            "warmup_left": np.array([*(warmup or [0] * order.num_ranks), *[0] * streams], np.int64),
+            "in_transit": np.zeros(num_rows**2, np.int64),
+            "arrival_time": np.zeros(len(order.ints["edge_to"])),
+            **through.arrays,
+            **{name: np.zeros(num_ops, np.int64) for name in ("done", "turn")},
+            **{name: np.zeros(num_rows, np.int64) for name in ("state", "unsent")},
+            **{name: np.zeros(num_ops) for name in ("start_time", "end_time", "free_time")},
+            **{name: np.zeros(num_rows) for name in ("held", "peak", "wake")},
+        }
+        if streams:
+            self._changed["beside"] = np.array(order.graph.beside)
+
+    def run(self, duration: Array, change: Array) -> Ran:
+        """Runs it to its end.
+
+        Args:
+            duration: of each op, ms. change: what each adds to what its rank holds.
+
+        Raises:
+            ScheduleError: as of `Runner.run`.
+        """
+        order, policy, num_ops = self._order, self._policy, self._order.num_ops
+        arrays: dict[str, Any] = {
+            **self._kept,
+            **{name: array.copy() for name, array in self._changed.items()},
+            "duration": duration,
+            "memory_change": change,
+        }
+        loop: ModuleType = event_loop
+        if self.compile:
+            loop = compiled(event_loop)
+        else:
+            arrays = {name: array.tolist() for name, array in arrays.items()}
+        ended = loop.run(
+            policy.dispatch.code,
+            policy.wait,
+            bounded=self.bounded,
+            lines=self.through.lines,
+            base=self.through.base,
+            arrival=self.through.arrival,
+            **arrays,
+        )
+        if ended < num_ops:
+            if self._warmup is not None:
+                _refuse_warmup(order, arrays, self._warmup)
+            stuck = next(o for o in range(num_ops) if not arrays["done"][o])
+            op = [op for row in rows_of(order.schedule) for op in row][stuck]
+            rank = int(order.ints["rank_of"][stuck]) % order.num_ranks
+            raise ScheduleError(
+                f"the run stops after {ended} of {num_ops} ops: rank {rank} never runs {op} "
+                f"(rule: deadlock); ps.check(schedule) shows why",
+                rule="deadlock",
+                rank=rank,
+                op=op,
+            )
+        return Ran(order, arrays)
 
 
 def durations(schedule: Schedule, graph: Graph, costs: Costs) -> Array:
@@ -139,73 +230,35 @@ class Runner:
             ScheduleError: the order deadlocks, or a rank can't run the forwards of its warm-up first.
         """
         policy = Policy.of(dispatch)
-        num_rows, num_ops = order.num_rows, order.num_ops
-        if not policy.wait:
-            due = np.zeros(1)
-        elif due is None:
+        if policy.wait and due is None:
             due = self.run(order, deepcopy(links), transport=transport, links_at=links_at).arrays["start_time"]
-        streams = num_rows - order.num_ranks
-        bounded = isinstance(transport, Blocking)
+        prepared = self.prepared(order, links, policy, transport, caps, warmup, links_at, due)
+        through = prepared.through
+        plain = not (policy.wait or prepared.streams or through.lines or through.arrival or warmup)
+        plain = plain and not prepared.bounded
+        if plain and policy.dispatch is Dispatch.FROZEN and len(order.ints["gang_first"]) <= 1:
+            timed = _swept(order, through.arrays["delay"], compile=prepared.compile)
+            if timed is not None:
+                return Ran(order, timed)
+        return prepared.run(order.duration, order.change)
+
+    def prepared(
+        self,
+        order: Order,
+        links: Links | Lines,
+        policy: Policy,
+        transport: Transport,
+        caps: Sequence[float] | None = None,
+        warmup: Sequence[int] | None = None,
+        links_at: float = 0.0,
+        due: Array | None = None,
+    ) -> Prepared:
+        """All that `run` takes from an order, for runs that differ in what its ops take: their time and memory."""
         through = passed(order, links, self.costs, links_at)
         use = self.compile
         if use is None:
             use = "numba" in sys.modules and is_compiled(event_loop)
-        use = use and through.arrival is None
-        plain = not (policy.wait or bounded or streams or through.lines or through.arrival or warmup)
-        if plain and policy.dispatch is Dispatch.FROZEN and len(order.ints["gang_first"]) <= 1:
-            timed = _swept(order, through.arrays["delay"], compile=use)
-            if timed is not None:
-                return Ran(order, timed)
-        arrays = {
-            **order.ints,
-            "missing": order.missing.copy(),
-            "head": order.ints["queue_first"][:-1].copy(),
-            "next_frozen": order.ints["first"][:-1].copy(),
-            "gathered": np.zeros(max(1, len(order.ints["gang_first"]) - 1), np.int64),
-            "warmup_left": np.array([*(warmup or [0] * order.num_ranks), *[0] * streams], np.int64),
-            "depth": depths(order, transport),
-            "in_transit": np.zeros(num_rows**2, np.int64),
-            "duration": order.duration,
-            "memory_change": order.change,
-            "cap": np.array([*([math.inf] * order.num_ranks if caps is None else caps), *[math.inf] * streams]),
-            "arrival_time": np.zeros(len(order.ints["edge_to"])),
-            **through.arrays,
-            **{name: np.zeros(num_ops, np.int64) for name in ("done", "turn")},
-            **{name: np.zeros(num_rows, np.int64) for name in ("state", "unsent")},
-            **{name: np.zeros(num_ops) for name in ("start_time", "end_time", "free_time")},
-            **{name: np.zeros(num_rows) for name in ("held", "peak", "wake")},
-            "due": np.asarray(due),
-        }
-        if streams:
-            arrays["beside"] = np.array(order.graph.beside)
-        loop: ModuleType = event_loop
-        if use:
-            loop = compiled(event_loop)
-        else:
-            arrays = {name: array.tolist() for name, array in arrays.items()}
-        ended = loop.run(
-            policy.dispatch.code,
-            policy.wait,
-            bounded=bounded,
-            lines=through.lines,
-            base=through.base,
-            arrival=through.arrival,
-            **arrays,
-        )
-        if ended < num_ops:
-            if warmup is not None:
-                _refuse_warmup(order, arrays, warmup)
-            stuck = next(o for o in range(num_ops) if not arrays["done"][o])
-            op = [op for row in rows_of(order.schedule) for op in row][stuck]
-            rank = int(order.ints["rank_of"][stuck]) % order.num_ranks
-            raise ScheduleError(
-                f"the run stops after {ended} of {num_ops} ops: rank {rank} never runs {op} "
-                f"(rule: deadlock); ps.check(schedule) shows why",
-                rule="deadlock",
-                rank=rank,
-                op=op,
-            )
-        return Ran(order, arrays)
+        return Prepared(order, policy, transport, through, use and through.arrival is None, caps, warmup, due)
 
     def lowered(self, schedule: Schedule) -> Order:
         """The schedule as arrays, for one run: it is not looked up among those known."""
