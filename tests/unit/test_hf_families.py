@@ -17,6 +17,8 @@ from penstock.cli import main
 from penstock.models import CrossEntropy
 from penstock.models.huggingface import Decoder, DecoderError, inputs_and_targets
 from penstock.models.huggingface.compare import small_model
+from penstock.runtime.checkpoint import Reader
+from penstock.runtime.checkpoint.saving import find
 from penstock.train.settings import Settings
 from penstock.train.tasks.huggingface import DecoderTask
 from train_runs import losses
@@ -149,6 +151,54 @@ def test_at_the_prompt(name: str, text: Path, tmp_path: Path, capfd: pytest.Capt
     if name != "bert":  # of which each microbatch has another number of masked tokens
         assert first == pytest.approx(wanted, rel=1e-6)
     assert last < first
+
+
+WORDS = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "added_tokens": []}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek_v3", "llava", "bert"])
+def test_what_is_exported_is_opened_by_from_pretrained(name: str, text: Path, tmp_path: Path) -> None:
+    """With every weight and buffer as it was trained, and the tokenizer."""
+    folder, out = tmp_path / "model", tmp_path / "out"
+    model_of(name).save_pretrained(folder)
+    vocabulary = {word: i for i, word in enumerate(["rank", "stage", "op", "plan", "[UNK]", "[MASK]"])}
+    words = {**WORDS, "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}}
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    options = "--context 16 --batch 16 --steps 1 --sample 0 --lr 0.01 --evaluate-every 0 --threads 1 --in-process"
+    line = f"train --model {folder} --data {text} --out {tmp_path / 'run'} {options} --export {out}"
+    assert main(line.split()) == 0
+    kind = getattr(transformers, FAMILIES[name]["architectures"][0])
+    opened, said = kind.from_pretrained(out, output_loading_info=True)
+    assert not said["missing_keys"]
+    assert not said["unexpected_keys"]
+    trained = Reader(find(tmp_path / "run/checkpoints"))
+    kept = dict(opened.state_dict(keep_vars=True))
+    for stored in trained.names():
+        if stored.startswith("model/"):
+            assert torch.equal(kept[stored.removeprefix("model/")], trained.load([stored])[stored]), stored
+    before = dict(model_of(name).named_parameters())
+    assert any(not torch.equal(before[key], value) for key, value in opened.named_parameters())
+    assert (out / "tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
+    again = f"train --model {out} --data {text} --out {tmp_path / 'again'} {options} --export {out}"
+    assert main(again.split()) == 2, "the folder is not empty"
+
+
+def test_a_large_export_is_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.models.huggingface.export.SMALLEST", 20_000)
+    model = model_of("qwen3_moe")
+    decoder = Decoder(model, compare=False)
+    pipe = ps.Pipeline(
+        decoder.stages(2),
+        ps.build("1f1b", 2, 2),
+        parallel=ps.ParallelOptions(tied=decoder.tied),
+        loss_fn=decoder.loss,
+    )
+    pipe.save(tmp_path / "checkpoints")
+    decoder.export(tmp_path / "out", Reader(find(tmp_path / "checkpoints")))
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 3
+    opened = type(model).from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(opened[key], value) for key, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", REFUSED)

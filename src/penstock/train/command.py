@@ -173,7 +173,9 @@ def train(
     fallback: Annotated[
         bool, typer.Option("--fallback", help="Resuming: from an older checkpoint, where the newest is damaged.")
     ] = False,
-    export: Annotated[str | None, _option("Write the model here at the end (safetensors).", metavar="FILE")] = None,
+    export: Annotated[
+        str | None, _option("Write the model here at the end; a Hugging Face one as a folder.", metavar="PATH")
+    ] = None,
     port: Annotated[int | None, _option("Port for the ranks to meet at; else a free one.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as one JSON object and nothing else.")

@@ -74,9 +74,19 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(beside, path)
 
 
-def check_place(path: Path, what: str) -> None:
-    """Raises SettingsError unless a file can be written at `path`."""
-    if path.is_dir():
+def is_folder(path: Path) -> bool:
+    """Whether a model is exported as a folder, where its kind has both."""
+    return path.suffix != ".safetensors"
+
+
+def check_place(path: Path, what: str, folder: bool = False) -> None:
+    """Raises SettingsError unless a file, or a folder, can be written at `path`."""
+    if folder and path.is_dir():
+        if any(path.iterdir()):
+            raise SettingsError(f"{what} {path} is a folder that is not empty; give one that is not there yet")
+    elif folder and path.exists():
+        raise SettingsError(f"{what} {path} is a file; give a folder that is not there yet")
+    elif path.is_dir():
         raise SettingsError(f"{what} {path} is a folder; give a file")
     if not path.parent.is_dir():
         raise SettingsError(f"{what} {path}: there is no folder {path.parent}; make it first, or give another file")

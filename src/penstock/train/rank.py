@@ -17,13 +17,13 @@ from penstock.control import Configuration
 from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
 from penstock.runtime.adapt import AdaptOptions
-from penstock.runtime.checkpoint import DamagedCheckpointError, set_aside
-from penstock.runtime.checkpoint.saving import export_model
+from penstock.runtime.checkpoint import DamagedCheckpointError, Reader, set_aside
+from penstock.runtime.checkpoint.saving import export_model, find
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulation import Timeline
 from penstock.train.batch_planner import BatchPlanner
-from penstock.train.folder import RunFolder, write_whole
+from penstock.train.folder import RunFolder, is_folder, write_whole
 from penstock.train.inputs import Inputs, build_pipeline
 from penstock.train.metrics import Metrics
 from penstock.train.packing import ARRIVAL, MEASURED
@@ -37,6 +37,7 @@ from penstock.train.run_settings import RunSettings
 from penstock.train.settings import Settings, num_cores
 from penstock.train.steered import read_steered
 from penstock.train.stop import StopRequest
+from penstock.train.tasks.task import WritesFolder
 from penstock.train.training import Training
 from penstock.train.updating import UpdateReport, notices_of, update_report
 
@@ -184,7 +185,7 @@ class RankRun:
                 if asked:
                     break
         if self.export is not None and self.first:
-            export_model(Path(self.export), self.folder.checkpoints)
+            self._write_model(Path(self.export))
         steps, updates = training.steps, self.pipe.num_updates
         untrained = validation is None
         if validation is None:
@@ -197,6 +198,13 @@ class RankRun:
         if self.first:
             rate = trained / seconds if seconds else None
             self.report = self._report(profile, steps, loss, validation, rate, seconds, ending, updating)
+
+    def _write_model(self, path: Path) -> None:
+        task = self.inputs.task
+        if isinstance(task, WritesFolder) and is_folder(path):
+            task.write_folder(path, Reader(find(self.folder.checkpoints)))
+        else:
+            export_model(path, self.folder.checkpoints)
 
     def _num_tokens(self, steps: range) -> int:
         """Tokens of some steps."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import DecoderError, examine, has_routers
 from penstock.models.huggingface.compare import require_equal, sample_batch, small_model
+from penstock.models.huggingface.export import write_folder
 from penstock.models.huggingface.loss import NextTokenLoss, WithRouterLoss
 from penstock.models.huggingface.pieces import Piece, build_pieces
 from penstock.models.huggingface.routers import Routers, routers_of
@@ -20,6 +21,7 @@ from penstock.models.huggingface.shards import Shards, shards_of
 from penstock.models.huggingface.weights import Drawn, Given, Source, Stored, shapes_of, tied_groups
 from penstock.models.loss import CrossEntropy
 from penstock.runtime import PartitionError, Stage, partition
+from penstock.runtime.checkpoint import Reader
 from penstock.runtime.tensor_parallel import Sharding
 
 __all__ = ["Decoder"]
@@ -166,6 +168,18 @@ class Decoder:
         if isinstance(self._source, Given):
             return [self.stage(part) for part in parts]
         return [lambda part=part: self.stage(part) for part in parts]  # type: ignore[misc]
+
+    def export(self, target: Path, checkpoint: Reader, tokenizer: Path | None = None) -> Path:
+        """Writes a checkpoint of it as a folder that `from_pretrained` opens; see `write_folder`.
+
+        Args:
+            tokenizer: a folder whose tokenizer goes along; by default the one that it comes from.
+
+        Raises:
+            CheckpointError: of another model, or the disk refuses.
+        """
+        source = tokenizer or (self._source.folder if isinstance(self._source, Stored) else None)
+        return write_folder(Path(target), checkpoint, self._model, self.anatomy.blocks, source)
 
     def costs(self) -> list[float]:
         """Forward FLOPs a token of each layer: two for each weight that is not looked up."""

@@ -75,7 +75,7 @@ class Stored:
 
     def __init__(self, shapes: Any, folder: Path, dtype: torch.dtype) -> None:
         self._shapes = shapes
-        self._folder = folder
+        self.folder = folder
         self._dtype = dtype
         self._files = _files(folder)
         self._kept: dict[str, Tensor] = {}
@@ -93,13 +93,13 @@ class Stored:
         found = next((each for each in names if each in self._origins), None)
         if found is None:
             raise DecoderError(
-                f"{self._folder} holds no weight {name!r} (its names are like {next(iter(self._files), 'none')!r}); "
+                f"{self.folder} holds no weight {name!r} (its names are like {next(iter(self._files), 'none')!r}); "
                 "save the model with save_pretrained of the transformers installed here"
             )
         tensor = self._made(found)
         if tensor.shape != wanted.shape:
             raise DecoderError(
-                f"weight {name!r} has shape {list(tensor.shape)} in {self._folder} and "
+                f"weight {name!r} has shape {list(tensor.shape)} in {self.folder} and "
                 f"{list(wanted.shape)} by its config"
             )
         return tensor
@@ -143,12 +143,12 @@ class Stored:
         except (RuntimeError, ValueError) as error:
             parts = ", ".join(f"{count} like {pattern}" for pattern, count in origin.counts.items())
             raise DecoderError(
-                f"{name} cannot be made of what {self._folder} holds, {parts}: {error}; save the model with "
+                f"{name} cannot be made of what {self.folder} holds, {parts}: {error}; save the model with "
                 "save_pretrained of the transformers installed here"
             ) from None
         self._kept |= {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
         if name not in self._kept:
-            raise DecoderError(f"{self._folder}: {name} could not be made of {origin.sources[0][0]} and its like")
+            raise DecoderError(f"{self.folder}: {name} could not be made of {origin.sources[0][0]} and its like")
         return self._kept.pop(name)
 
     def _tensor(self, source: str) -> Tensor:

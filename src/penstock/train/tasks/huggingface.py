@@ -14,6 +14,7 @@ from penstock.data import Corpus
 from penstock.models import CrossEntropy
 from penstock.models.huggingface import Decoder, DecoderError, WithRouterLoss
 from penstock.runtime import Pipeline
+from penstock.runtime.checkpoint import Reader
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.kinds import place_of
@@ -76,6 +77,9 @@ class DecoderTask:
 
     def stages(self) -> list[Callable[[], nn.Module]]:
         return [lambda part=part: self._built(part) for part in self._parts]  # type: ignore[misc]
+
+    def write_folder(self, target: Path, checkpoint: Reader) -> None:
+        self.decoder.export(target, checkpoint, place_of(self._settings.model)[0])
 
     def _built(self, part: range) -> nn.Module:
         stage = self.decoder.stage(part)

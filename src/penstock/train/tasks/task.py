@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from penstock.cost import CostsByLength
 from penstock.data import Corpus
 from penstock.runtime import Pipeline
+from penstock.runtime.checkpoint import Reader
 from penstock.schedule import Schedule
 from penstock.train.quality import Quality
 
@@ -72,6 +74,15 @@ class PackedDocuments(Protocol):
 
     def example(self, microbatches: Sequence[Sequence[int]]) -> Example:
         """A batch of microbatches, each of so many sequences in one row."""
+        ...
+
+
+@runtime_checkable
+class WritesFolder(Protocol):
+    """A task whose model is exported as a folder."""
+
+    def write_folder(self, target: Path, checkpoint: Reader) -> None:
+        """Writes a checkpoint's model as a folder. Raises CheckpointError."""
         ...
 
 

@@ -1,0 +1,136 @@
+"""A trained model as a folder that `from_pretrained` opens: its config, its tokenizer's files, its weights in files.
+
+The weights are read from a checkpoint a block at a time, and written in files of bounded size, so that the whole
+model is never in memory. They have the names that `save_pretrained` of transformers gives them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from penstock.models.huggingface.weights import tied_groups
+from penstock.runtime.checkpoint import CheckpointError, Reader
+
+__all__ = ["write_folder"]
+
+MODEL = "model/"
+"""What the names of a model's tensors begin with in a checkpoint."""
+KEPT = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken",
+    "chat_template*", "*.jinja", "generation_config.json", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+"""Files that go along as they are."""
+LARGEST, SMALLEST, PARTS = 5 << 30, 16 << 20, 8
+"""Bytes of a file of weights: an eighth of the model, but within these."""
+
+
+def write_folder(target: Path, checkpoint: Reader, shapes: Any, blocks: str, source: Path | None) -> Path:
+    """Writes the folder beside and renames it; one that is there must be empty.
+
+    Args:
+        shapes: the model; its weights may lie on the meta device. blocks: path of its list of blocks.
+        source: a folder whose tokenizer goes along.
+
+    Raises:
+        CheckpointError: a checkpoint of another model, or the disk refuses. Nothing is there then.
+    """
+    beside = target.with_name(f".{target.name}.writing")
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        config = shapes.config
+        config.architectures, config.dtype = (
+            [type(shapes).__name__],
+            torch.float32,
+        )  # which the weights are trained in
+        config.save_pretrained(beside)
+        kept = [] if source is None else [file for pattern in KEPT for file in source.glob(pattern)]
+        for file in kept:
+            if file.is_file():
+                shutil.copyfile(file, beside / file.name)
+        _write_weights(beside, checkpoint, shapes, blocks)
+        if target.is_dir():
+            target.rmdir()
+        os.replace(beside, target)
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return target
+
+
+def _write_weights(folder: Path, checkpoint: Reader, shapes: Any, blocks: str) -> None:
+    stored = {name.removeprefix(MODEL): name for name in checkpoint.names() if name.startswith(MODEL)}
+    sizes = [checkpoint.dtype(name).itemsize * torch.Size(checkpoint.shape(name)).numel() for name in stored.values()]
+    limit = min(LARGEST, max(SMALLEST, sum(sizes) // PARTS))
+    files: list[list[str]] = []
+    waiting: dict[str, Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        if waiting:
+            save_file(waiting, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
+            files.append(list(waiting))
+            waiting.clear()
+
+    for name, tensor in _renamed(checkpoint, stored, shapes, blocks):
+        size = tensor.numel() * tensor.itemsize
+        if waiting and sum(each.numel() * each.itemsize for each in waiting.values()) + size > limit:
+            flush()
+        waiting[name] = tensor.contiguous()
+        total += size
+    flush()
+    if len(files) == 1:
+        os.replace(folder / "0.safetensors", folder / "model.safetensors")
+        return
+    places: dict[str, str] = {}
+    for number, names in enumerate(files):
+        called = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        os.replace(folder / f"{number}.safetensors", folder / called)
+        places |= dict.fromkeys(names, called)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _renamed(checkpoint: Reader, stored: dict[str, str], shapes: Any, blocks: str) -> Iterator[tuple[str, Tensor]]:
+    """Names in a file and tensors, of a block at a time."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    groups: dict[str, dict[str, str]] = {}
+    for name, of in _names(shapes, stored).items():
+        if name.startswith(f"{blocks}."):
+            group = name.removeprefix(f"{blocks}.").partition(".")[0]
+        else:
+            group = name.rpartition(".")[0].partition(".layers")[0]
+        groups.setdefault(group, {})[name] = of
+    for names in groups.values():
+        found = checkpoint.load(names.values())
+        made = revert_weight_conversion(shapes, {name: found[of] for name, of in names.items()})
+        found.clear()
+        yield from made.items()
+
+
+def _names(shapes: Any, stored: dict[str, str]) -> dict[str, str]:
+    """By the model's name of each of its weights, tied ones once, that in the checkpoint. Raises CheckpointError."""
+    ties = {name: group for group in tied_groups(shapes) for name in group}
+    chosen: dict[str, str] = {}
+    for name in shapes.state_dict():
+        group = ties.get(name, [name])
+        if name != group[0]:
+            continue
+        found = next((stored[each] for each in group if each in stored), None)
+        if found is None:
+            raise CheckpointError(
+                f"the checkpoint has no weight {name!r} of {type(shapes).__name__}; it is of another model"
+            )
+        chosen[name] = found
+    return chosen
