@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,23 @@ import penstock as ps
 from penstock.engine import compiled as compiling
 from penstock.engine import event_loop, list_by_values
 from penstock.engine.list_by_values import ListSpace
-from penstock.planning import anneal, compile_ahead, exact, forward_backward, longest_paths, strategy
+from penstock.planning import anneal, compile_ahead, exact, forward_backward, longest_paths, repeat, strategy, threads
 from penstock.planning.bounds import jackson_bound
-from penstock.planning.local_search import Walk
+from penstock.planning.building_blocks import repeated
+from penstock.planning.family import Forms
+from penstock.planning.graph import sequence
+from penstock.planning.graph.problem import pose_graph
+from penstock.planning.graph.search import begin as begin_graph
+from penstock.planning.graph.search import walked as graph_walked
+from penstock.planning.joint import moves
+from penstock.planning.joint import search as joint
+from penstock.planning.joint.problem import pose_joint
+from penstock.planning.limits import Limits
+from penstock.planning.local_search import Walk, walked
 from penstock.planning.problem import Problem, pose
-from penstock.planning.search import Search, Trials, greedy
+from penstock.planning.search import Search, Trials, greedy, justified
 from penstock.planning.threads import Threads
+from penstock.schedule import one_to_one
 from penstock.simulation.runner import Runner
 from penstock.simulation.transport import Decoupled
 
@@ -231,6 +243,49 @@ def test_a_plan_waits_for_no_compiler(
     assert [command[1:] for command in without_machine_code] == [
         ["-m", "penstock.planning.compile_ahead", "--in-order"]
     ]
+
+
+class Begun(Exception):
+    """A step that is slow without machine code began."""
+
+
+@pytest.mark.xfail(strict=True, reason="a step begins without machine code however large the problem")
+@pytest.mark.parametrize(
+    ("step", "module", "function"),
+    [
+        (justified, forward_backward, "trials"),
+        (walked, anneal, "anneal"),
+        (repeated, repeat, "drawn"),
+        (joint.listed, moves, "listed"),
+        (joint.walked, moves, "anneal"),
+        (graph_walked, sequence, "walk"),
+    ],
+)
+def test_no_step_of_a_large_problem_begins_without_machine_code(
+    without_machine_code: list[Any], monkeypatch: pytest.MonkeyPatch, step: Any, module: ModuleType, function: str
+) -> None:
+    """128 ranks with 1024 microbatches took 14.5 s of 10: a trial that is not compiled seldom looks at the clock."""
+    search: Any
+    limits = Limits((3.0,) * 4, ((1.0, 0.0),) * 4)
+    if step in (joint.listed, joint.walked):
+        forms = Forms(again=False, whole=True, split=True)
+        search = joint.begin(pose_joint(COSTS, one_to_one(4), 4, [12], ps.Links(), limits, forms), 0, 0.0, None, 0.0)
+    elif step is graph_walked:
+        graph = pose_graph(COSTS, one_to_one(4), 4, 12, ps.Links(), limits, True)
+        search = begin_graph(graph, [(graph.serial(), "serial")], [], 0.0, 0, 0.0, None, 0.0)
+    else:
+        search = begun(tight(), np.inf, Clock())
+    search.clock, search.began, search.lower_bound = time.perf_counter, time.perf_counter(), 0.0
+    monkeypatch.setattr(threads, "MOST_UNCOMPILED", 100, raising=False)
+
+    def begins(*_: Any) -> None:
+        raise Begun(f"{function} runs without machine code")
+
+    monkeypatch.setattr(module, function, begins)
+    step(search, search.seconds + 0.1)
+    monkeypatch.setattr(threads, "MOST_UNCOMPILED", 10_000, raising=False)
+    with pytest.raises(Begun):
+        step(search, search.seconds + 60.0)
 
 
 FIRST_PLAN = """
