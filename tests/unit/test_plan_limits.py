@@ -249,7 +249,6 @@ class Begun(Exception):
     """A step that is slow without machine code began."""
 
 
-@pytest.mark.xfail(strict=True, reason="a step begins without machine code however large the problem")
 @pytest.mark.parametrize(
     ("step", "module", "function"),
     [

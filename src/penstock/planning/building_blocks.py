@@ -16,7 +16,7 @@ from penstock.planning import repeat
 from penstock.planning.annealing_threads import Annealer, annealed
 from penstock.planning.problem import BACKWARD_CLASS, FORWARD_CLASS, Problem
 from penstock.planning.search import Search, time_of
-from penstock.planning.threads import Threads
+from penstock.planning.threads import Threads, awaited
 
 _DRAWN_SHARE = 0.15
 """Of the time, for drawing blocks to begin with."""
@@ -130,6 +130,8 @@ class BlockSearch(Annealer[Search]):
 def repeated(search: Search, until: float, num_threads: int | None = None) -> None:
     """Searches building blocks until `until` (seconds since the search began)."""
     if search.problem.queues.num_ops == 0 or search.closed:
+        return
+    if not awaited(repeat, search.problem.queues.num_ops, until - search.seconds):
         return
     hops, chain = steps_before(search.problem)
     with Threads(num_threads, is_compiled(repeat)) as threads:

@@ -48,6 +48,7 @@ from penstock.planning.limits import Limits
 from penstock.planning.local_search import Walk
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, Trials, greedy, time_of
+from penstock.planning.threads import num_cores
 from penstock.program.placements import bidirectional
 from penstock.schedule import circular, one_to_one, v_shape
 from penstock.simulation import simulate
@@ -110,8 +111,13 @@ def begin() -> None:
 
 
 def wait_for(*modules: ModuleType) -> None:
-    """Waits until the machine code of these modules is there, and compiles it here where no other process does."""
+    """Waits until the machine code of these modules is there, and compiles it here where no other process does.
+
+    Where there are processors for both the last of them is compiled here while another process begins with the first.
+    """
     begin()
+    if num_cores() > 1:
+        _compile([module for module in modules[:0:-1] if not is_compiled(module)])
     while not all(map(is_compiled, modules)):
         if any(child.poll() is None for child in _children):
             time.sleep(_LOOK)
@@ -128,6 +134,8 @@ def wait_for_children() -> None:
 def _compile(modules: Sequence[ModuleType]) -> None:
     problem = _problem()
     for module in modules:
+        if is_compiled(module):  # another process was sooner
+            continue
         with compiling(module):
             STEPS[module](problem)
 

@@ -10,7 +10,7 @@ from penstock.planning import anneal
 from penstock.planning.annealing_threads import Annealer, annealed_again
 from penstock.planning.problem import Problem
 from penstock.planning.search import Search, time_of
-from penstock.planning.threads import Threads
+from penstock.planning.threads import Threads, awaited
 
 _BEGINNING = 5e-6
 """Seconds that taking up an order takes for each op, at most: where that leaves no time to walk there is no walk."""
@@ -66,7 +66,7 @@ def walked(search: Search, until: float, num_threads: int | None = None) -> None
     Ends before where no pair on the critical path can change places.
     """
     num_ops = search.problem.queues.num_ops
-    if num_ops == 0:
+    if num_ops == 0 or not awaited(anneal, num_ops, until - search.seconds):
         return
     with Threads(num_threads, is_compiled(anneal)) as threads:
         if search.closed or search.seconds + _BEGINNING * num_ops * threads.num >= until:

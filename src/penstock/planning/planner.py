@@ -72,9 +72,6 @@ class Plan:
         return gap(self.value, self.lower_bound)
 
 
-_MOST_UNCOMPILED = 30_000
-"""Ops above which even the first order waits for machine code: without it takes longer than compiling."""
-
 _MOST_UNMEASURED = 5_000
 """Ops up to which a proof is short, so that a guess of its time will do; above, the first order is proved at once and
 the time that it took is spared for the last."""
@@ -246,9 +243,10 @@ def plan(
     from penstock.planning.joint import search as joint
     from penstock.planning.joint.problem import pose_joint
     from penstock.planning.problem import pose
+    from penstock.planning.threads import MOST_UNCOMPILED
 
     num_ops = (3 if family.forms.split else 2) * placement.num_stages * num_microbatches
-    if num_ops > _MOST_UNCOMPILED:
+    if num_ops > MOST_UNCOMPILED:
         compile_ahead.wait_for(list_by_values, sweep, longest_paths)
     else:
         compile_ahead.begin()

@@ -19,7 +19,7 @@ from penstock.engine.network import Array
 from penstock.planning import forward_backward
 from penstock.planning.problem import BACKWARD_CLASS, Problem
 from penstock.planning.progress import Incumbent, certain
-from penstock.planning.threads import Threads
+from penstock.planning.threads import Threads, awaited
 from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -168,6 +168,8 @@ class Trials:
 def justified(search: Search, until: float, num_threads: int | None = None) -> None:
     """Step 2: justification from random starts, until `until` (seconds since the search began)."""
     if search.closed or search.seconds >= until:
+        return
+    if not awaited(forward_backward, search.problem.queues.num_ops, until - search.seconds):
         return
     with Threads(num_threads, is_compiled(forward_backward)) as threads:
         each = [Trials(search, number) for number in range(threads.num)]

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 import numpy as np
 
+from penstock.engine.compiled import is_compiled
 from penstock.engine.network import Array
 
 MOST_THREADS = 16
 """Above this what threads find is what others found."""
+
+MOST_UNCOMPILED = 30_000
+"""Ops above which nothing is done without machine code: a single order takes longer than the compiling."""
+
+_LOOK = 0.02
+"""Seconds between looks for machine code that another process makes."""
 
 
 def num_cores() -> int:
@@ -22,6 +30,17 @@ def num_cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not every system says
         return os.cpu_count() or 1
+
+
+def awaited(module: ModuleType, num_ops: int, seconds: float) -> bool:
+    """Whether a step may begin: at once where the machine code of `module` is there, or the problem is small; else as
+    soon as it is there, if it comes within `seconds`."""
+    ends = time.perf_counter() + seconds
+    while num_ops > MOST_UNCOMPILED and not is_compiled(module):
+        if time.perf_counter() + _LOOK >= ends:
+            return False
+        time.sleep(_LOOK)
+    return True
 
 
 class Threads:

@@ -26,7 +26,7 @@ from penstock.planning.periodic.model import Flow, Instance, Repetend
 from penstock.planning.periodic.modulo import find_repetends, units_of
 from penstock.planning.periodic.rounds import rounds
 from penstock.planning.progress import Incumbent, Progress, certain
-from penstock.planning.threads import Threads
+from penstock.planning.threads import Threads, awaited
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first
 from penstock.program.placements import num_ranks_of
 from penstock.schedule import Schedule, ScheduleError
@@ -251,6 +251,8 @@ class SequenceWalk(Annealer[GraphSearch]):
 def walked(search: GraphSearch, until: float, num_threads: int | None = None) -> None:
     """Local search until `until` (seconds since the search began), from the best order so far."""
     if search.closed or search.seconds >= until:
+        return
+    if not awaited(sequences, search.problem.num_ops, until - search.seconds):
         return
     with Threads(num_threads, is_compiled(sequences)) as threads:
         walks = [SequenceWalk(search.problem, search.seed + k) for k in range(threads.num)]

@@ -36,7 +36,7 @@ from penstock.planning.joint.rows import WHOLE, F, I, L, O, R, W
 from penstock.planning.library_starts import MOST_OPS, built
 from penstock.planning.problem import Problem, pose
 from penstock.planning.progress import Incumbent, Progress, certain
-from penstock.planning.threads import Threads, random_numbers_kept
+from penstock.planning.threads import Threads, awaited, random_numbers_kept
 from penstock.schedule import Schedule, ScheduleError
 
 _PLAIN_SHARE, _LISTED_SHARE, _WALKED_SHARE = 0.25, 0.1, 0.5
@@ -273,6 +273,8 @@ def _take_library(search: JointSearch, name: str, made: Schedule, timed: bool) -
 
 def listed(search: JointSearch, until: float, num_trials: int = 2000) -> None:
     """List scheduling under random depths, chances to be kept and whole, and waits."""
+    if not awaited(listing, search.problem.num_ops, until - search.seconds):
+        return
     problem = search.problem
     module: Any = ready(listing)
     ops, orders, start = problem.ops, problem.orders(), np.empty(problem.num_ops)
@@ -344,6 +346,8 @@ class JointWalk(Annealer[JointSearch]):
 def walked(search: JointSearch, until: float, num_threads: int | None = None) -> None:
     """Anneals on several threads until `until` (seconds since the search began), again and again from the best."""
     if search.problem.num_ops == 0 or search.orders is None:
+        return
+    if not awaited(moves, search.problem.num_ops, until - search.seconds):
         return
     with Threads(num_threads, is_compiled(moves)) as threads:
         walks = [JointWalk(search.problem, search.seed + k) for k in range(threads.num)]
