@@ -3,7 +3,7 @@
     python benchmarks/plan/before.py BEFORE speed     list scheduling, and the timing of its order
     python benchmarks/plan/before.py BEFORE free      posing, bound and first schedule; plans within a second
     python benchmarks/plan/before.py BEFORE tight     gaps within ten seconds under a tight cap, 8 x 32
-    python benchmarks/plan/before.py BEFORE space     the whole space of programs
+    python benchmarks/plan/before.py BEFORE space     the whole space of programs, of 2 to 64 ranks
     python benchmarks/plan/before.py BEFORE space 1   only the next run, of this checkout or that one
     python benchmarks/plan/before.py --table          the tables of the READMEs, from the results
 
@@ -30,7 +30,12 @@ PARTS = {
     "speed": ("plan", "--only", "speed", "--seed", "7"),
     "free": ("plan", "--only", "free", "--instances", "10", "--seed", "7"),
     "tight": ("plan", "--only", "tight", "--size", "8x32", "--instances", "4", "--seed", "7"),
-    "space": ("space", "--repeats", "1"),
+    "space": (
+        "space",
+        "--repeats",
+        "1",
+        *(word for ranks in (2, 4, 8, 16, 32, 64) for word in ("--ranks", f"{ranks}")),
+    ),
 }
 ORDER_OF = {"space": ("before", "now"), "tight": ("before", "now")}
 """Of parts that take longer; the other way round the next time."""
