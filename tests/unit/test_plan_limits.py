@@ -31,7 +31,7 @@ from penstock.planning.graph import sequence
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.graph.search import begin as begin_graph
 from penstock.planning.graph.search import walked as graph_walked
-from penstock.planning.joint import moves
+from penstock.planning.joint import listing, moves
 from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.limits import Limits
@@ -255,7 +255,7 @@ class Begun(Exception):
         (justified, forward_backward, "trials"),
         (walked, anneal, "anneal"),
         (repeated, repeat, "drawn"),
-        (joint.listed, moves, "listed"),
+        (joint.listed, listing, "listed"),
         (joint.walked, moves, "anneal"),
         (graph_walked, sequence, "walk"),
     ],
