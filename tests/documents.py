@@ -4,6 +4,7 @@ Blocks of one page run in order, in one folder and one namespace, so that a late
 made. A block's language says what is done with it:
 
     python              runs; a comment behind a print is what it must print
+    python file=net.py  a file that lies in the folder of every page's examples, if it is one of docs/train.md
     python torchrun=2   runs under torchrun, where `blocks` is asked for these
     sh                  commands that must work; training and benchmarks are stopped before they start
     console             `$ command` and its output; a line `...` stands for any lines
@@ -69,6 +70,12 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+def shown_files() -> dict[str, str]:
+    """By name the files that docs/train.md shows, for a model of one's own."""
+    found = [block for block in blocks(ROOT / "docs" / "train.md") if block.more.startswith("file=")]
+    return {block.more.removeprefix("file="): block.text for block in found}
+
+
 def prose(page: Path) -> str:
     """The page without its fenced blocks."""
     return FENCE.sub("", page.read_text(encoding="utf-8"))
@@ -86,6 +93,8 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     for variable in ("FORCE_COLOR", "RANK"):
         monkeypatch.delenv(variable, raising=False)
     stop_before_running(monkeypatch)
+    for name, text in shown_files().items():
+        (folder / name).write_text(text, encoding="utf-8")
     namespace: dict[str, Any] = {"__name__": "example"}
     count = 0
     for block in blocks(page):

@@ -40,6 +40,9 @@ Optimizer = Annotated[str, typer.Option("--optimizer", help="A class of torch.op
 OptimizerOptions = Annotated[
     str | None, typer.Option("--optimizer-options", metavar="JSON", help="Its options besides lr, as JSON.")
 ]
+ModelOptions = Annotated[
+    str | None, typer.Option("--model-options", metavar="JSON", help="Arguments of your own model, as JSON.")
+]
 Clip = Annotated[float, typer.Option("--clip", min=0, help="Most the gradient's norm may be; 0 for none.")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Threads = Annotated[int, typer.Option("--threads", min=1, help="Threads of each rank.")]

@@ -23,7 +23,7 @@ DEFAULTS, EMULATED = Settings(), EmulatedSettings()
 GROUPS: dict[str, tuple[str, ...]] = {
     "Schedule": ("schedule", "ranks", "microbatches", "stages", "warmup", "cut", "dispatch", "in_process"),
     "Mesh": ("pp", "dp", "tp", "sharding"),
-    "Model": ("model", "preset", "tower", "depth", "width", "heads", "context", "dropout", "tied"),
+    "Model": ("model", "model_options", "preset", "tower", "depth", "width", "heads", "context", "dropout", "tied"),
     "Data": (
         "data", "tokenizer", "batch", "packing", "microbatch_tokens", "length_costs", "sample",
     ),
@@ -85,8 +85,13 @@ def train(
     dispatch: Annotated[str | None, _option("frozen, hinted, dynamic or auto. [frozen; emulated: auto]")] = None,
     model: Annotated[
         str | None,
-        _option("gpt, bert, clip, or a Hugging Face folder or config.json.", "model", metavar="NAME|PATH"),
+        _option(
+            "gpt, bert, clip, a Hugging Face folder or config.json, or your own, nets.py:Net.",
+            "model",
+            metavar="NAME|PATH",
+        ),
     ] = None,
+    model_options: Annotated[str | None, _option("Arguments of your own model, as JSON.", metavar="JSON")] = None,
     preset: Annotated[str | None, _option("Sizes of the model.", "preset")] = None,
     tower: Annotated[
         list[str] | None,
@@ -98,7 +103,10 @@ def train(
     context: Annotated[int | None, _option("Tokens a sample, instead of the preset's.")] = None,
     dropout: Annotated[float | None, _option("Dropout, instead of the preset's.")] = None,
     tied: Annotated[bool | None, _option("Embedding and head share one weight.")] = None,
-    data: Annotated[str | None, _option("Text file, folder, .jsonl or .bin/.idx; else Python's own library.")] = None,
+    data: Annotated[
+        str | None,
+        _option("Text file, folder, .jsonl or .bin/.idx, or your own, nets.py:make_data; else Python's own library."),
+    ] = None,
     tokenizer: Annotated[str | None, _option("A tokenizers JSON file; else bytes.")] = None,
     steps: Annotated[int | None, _option("Updates.", "steps")] = None,
     batch: Annotated[int | None, _option("Samples a step.", "batch")] = None,
@@ -184,7 +192,7 @@ def train(
         bool, typer.Option("--help-all", is_eager=True, callback=_print_all, help="Show every option and exit.")
     ] = False,
 ) -> None:
-    """Train a GPT, BERT, CLIP or Hugging Face decoder over a mesh of processes; or run a plan on emulated devices."""
+    """Train a GPT, BERT, CLIP, Hugging Face decoder or your own model over a mesh of processes; or emulate a plan."""
     given = {name: value for name, value in locals().items() if value is not None}
     for name in ("out", "resume", "fallback", "export", "port", "as_json", "help_all"):
         given.pop(name, None)

@@ -6,10 +6,14 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.train.checks import SettingsError
+from penstock.train.own_file import is_own, own_name
 from penstock.train.towers import MIXED, read_towers
+
+if TYPE_CHECKING:
+    from penstock.train.settings import Settings
 
 GPT, BERT, CLIP = "gpt", "bert", "clip"
 KINDS = (GPT, BERT, CLIP)
@@ -21,7 +25,7 @@ USUAL: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings in place of the usual ones, where they are not given."""
 FRESH, STORED = 1e-3, 1e-4
-"""Learning rates of a decoder whose weights are drawn, and of one that has learnt before."""
+"""Learning rates of a decoder or one's own model whose weights are drawn, and of one that has learnt before."""
 
 
 def is_path(model: str) -> bool:
@@ -29,10 +33,22 @@ def is_path(model: str) -> bool:
     return model not in KINDS
 
 
+def same_kind(a: str, b: str) -> bool:
+    """Whether a run of one model may be meant to go on with the other."""
+    return a == b or (is_path(a) and is_path(b) and is_own(a) == is_own(b))
+
+
+def is_there(model: str) -> bool:
+    """Whether what a model is read from is still there."""
+    return not is_path(model) or (own_name(model).path if is_own(model) else Path(model)).exists()
+
+
 def usual_of(model: str) -> Mapping[str, Any]:
     """What is usual for a kind of model."""
     if not is_path(model):
         return USUAL[model]
+    if is_own(model):
+        return {"lr": FRESH}
     folder, has_weights = place_of(model)
     own = folder / "tokenizer.json"
     return {"lr": STORED if has_weights else FRESH, **({"tokenizer": str(own)} if own.is_file() else {})}
@@ -48,12 +64,43 @@ def place_of(model: str) -> tuple[Path, bool]:
 
 def check_model(model: str, towers: str | None) -> None:
     """Raises SettingsError for a model that is neither a name nor a path, or towers where there are none."""
+    if is_own(model):
+        if towers:
+            raise SettingsError(f"--tower is for models of several towers; leave it out for --model {model}")
+        return
     if is_path(model) and not os.path.exists(model) and not ("/" in model or model.endswith(".json")):
         near = difflib.get_close_matches(model, KINDS, n=1)
         hint = f"did you mean {near[0]}? Else give" if near else "give"
         raise SettingsError(
-            f"no model {model!r}; {hint} {', '.join(KINDS)}, or the path of a Hugging Face folder or config.json"
+            f"no model {model!r}; {hint} {', '.join(KINDS)}, the path of a Hugging Face folder or config.json, or a "
+            "model of your own as FILE.py:NAME"
         )
     asked = read_towers(towers)
     if asked and model != CLIP:
         raise SettingsError(f"--tower {next(iter(asked))}=... is for models of several towers; add --model clip")
+
+
+def check_own(settings: Settings) -> None:
+    """Raises SettingsError for options that do not go together with a model of one's own, or are for one alone."""
+    own_data = is_own(settings.data)
+    if not is_own(settings.model):
+        if settings.model_options:
+            raise SettingsError(f"--model-options are for --model FILE.py:NAME; leave them out for {settings.model}")
+        if own_data:
+            raise SettingsError(
+                f"--data {settings.data} makes batches for a model of your own, and --model {settings.model} reads "
+                "text; add --model FILE.py:NAME"
+            )
+        return
+    taken = ["depth", "width", "heads", "dropout", "tied", *(["context", "tokenizer"] if own_data else [])]
+    for name in taken:
+        if getattr(settings, name) is not None:
+            why = "--data says what it learns from" if name in ("context", "tokenizer") else "give --model-options"
+            raise SettingsError(
+                f"--{name} is for models of ours, and {settings.model} is your own: {why}, and leave it out"
+            )
+    if settings.tp > 1:
+        raise SettingsError(
+            f"--tp {settings.tp} shares out layers that are known, and {settings.model} is your own; leave it out, "
+            "or give ps.ParallelOptions(parallelize=) in Python"
+        )

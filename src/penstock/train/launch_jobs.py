@@ -20,6 +20,7 @@ from penstock.train.folder import RunFolder, free_folder
 from penstock.train.job import TrainJob
 from penstock.train.kinds import GPT, check_model, is_path, usual_of
 from penstock.train.mesh_sizes import share_out
+from penstock.train.own_file import is_own, own_name
 from penstock.train.packing import MEASURED, SIZES, is_record
 from penstock.train.settings import Settings, read_settings
 
@@ -104,8 +105,9 @@ def order_of(
     for name in ("costs", "stretch", "message_cap"):
         if name in given:
             raise SettingsError(f"--{name.replace('_', '-')} is for emulated devices; add --device emulated")
-    if "optimizer_options" in given:
-        given["optimizer_options"] = _object(given["optimizer_options"])
+    for name in ("optimizer_options", "model_options"):
+        if name in given:
+            given[name] = _object(name, given[name])
     if "model" in given:
         check_model(given["model"], None)
     paths = ["data", "tokenizer", *(["model"] if is_path(given.get("model", GPT)) else [])]
@@ -120,6 +122,8 @@ def order_of(
         raise SettingsError("--fallback is for a run that goes on; give --resume RUN too")
     if resume is None:
         given |= _ranks_here(given, given)
+        if is_own(given.get("data")) and is_own(given.get("model")) and "batch" not in given:
+            given |= _own_batch(given)
         settings = Settings.from_mapping(_completed(Settings, given, learning=True))
         folder = _new_folder(out, _name_of(settings))
     else:
@@ -147,10 +151,20 @@ def _completed(
     return {**usual, **{name: value for name, value in found.items() if value is not None}}
 
 
+def _own_batch(given: Mapping[str, Any]) -> dict[str, int]:
+    """How many samples the batches of one's own data have, where they have a number of their own."""
+    from penstock.train.tasks.own_data import own_batch  # here, as it loads torch
+
+    size = own_batch(given["data"], given.get("seed", Settings.seed), given.get("dp", Settings.dp))
+    return {} if size is None else {"batch": size}
+
+
 def _name_of(settings: Settings) -> str:
     """A run's folder, where none is given."""
     model = settings.preset if settings.model == GPT else f"{settings.model}-{settings.preset}"
-    if is_path(settings.model):
+    if is_own(settings.model):
+        model = own_name(settings.model).name.lower()
+    elif is_path(settings.model):
         path = Path(settings.model)
         model = path.parent.name if path.name == "config.json" else path.stem
     mesh = "" if settings.num_processes == settings.ranks else f"x{settings.dp}x{settings.tp}"
@@ -198,11 +212,12 @@ def _counts(name: str, text: str) -> tuple[int, ...]:
         raise SettingsError(f"--{name} {text}: whole numbers are needed, like 7,5,3,1") from None
 
 
-def _object(text: str) -> dict[str, Any]:
+def _object(name: str, text: str) -> dict[str, Any]:
+    option, like = f"--{name.replace('_', '-')}", '"depth": 4' if name == "model_options" else '"momentum": 0.9'
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise SettingsError(f"--optimizer-options {text!r} is not JSON: {error}") from None
+        raise SettingsError(f"{option} {text!r} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise SettingsError(f"--optimizer-options {text!r}: give a JSON object, like '{{\"momentum\": 0.9}}'")
+        raise SettingsError(f"{option} {text!r}: give a JSON object, like '{{{like}}}'")
     return value

@@ -35,9 +35,9 @@ class ProgressView:
         elif not self._quiet:
             print(text, file=sys.stderr, flush=True)
 
-    def step(self, step: int, loss: float, tokens_per_second: float, bubble: float) -> None:
+    def step(self, step: int, loss: float, speed: float, bubble: float, unit: str = "tokens") -> None:
         """Shows that `step` (from 1) is done."""
-        shown = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  bubble {bubble:.0%}"
+        shown = f"loss {loss:.3f}  {speed:,.0f} {unit}/s  bubble {bubble:.0%}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, shown=shown)
         elif step // self._every > self._shown // self._every or step == self._total:

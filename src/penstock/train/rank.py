@@ -125,7 +125,8 @@ class RankRun:
         if checkpoint is None:
             return
         try:
-            self.training.resume(self.pipe.load(self.folder.checkpoints / checkpoint))
+            stateful = self.inputs.data.stateful
+            self.training.resume(self.pipe.load(self.folder.checkpoints / checkpoint, stateful=stateful))
         except DamagedCheckpointError as error:
             raise way_back(error, self.folder) from error
         for name in damaged if self.first else ():
@@ -159,7 +160,7 @@ class RankRun:
                 tokens = self._num_tokens(range(done.first, training.steps))
                 trained += tokens
                 speed = tokens / done.seconds
-                values = {"tokens_per_second": speed, "bubble": bubble, **self._mesh_values()}
+                values = {f"{self._unit}_per_second": speed, "bubble": bubble, **self._mesh_values()}
                 if done.grad_norm is not None:
                     values["grad_norm"] = done.grad_norm
                 if settings.adapt and self.first:
@@ -179,7 +180,7 @@ class RankRun:
                     validation = at_end["validation_loss"] = self.evaluate()
                 if metrics is not None:
                     metrics.write_pass(done, values, at_end, settings.is_asynchronous)
-                    view.step(training.steps, loss, speed, bubble)
+                    view.step(training.steps, loss, speed, bubble, self._unit)
                 if last or asked or _due(done.first, training.steps, settings.save_every):
                     self.save()
                 if asked:
@@ -206,12 +207,17 @@ class RankRun:
         else:
             export_model(path, self.folder.checkpoints)
 
+    @property
+    def _unit(self) -> str:
+        """What its speed is counted in."""
+        return "samples" if self.inputs.task.num_tokens is None else "tokens"
+
     def _num_tokens(self, steps: range) -> int:
-        """Tokens of some steps."""
+        """Tokens of some steps; of a model that knows none, samples."""
         documents = self.inputs.data.documents
         if documents is not None:
             return sum(sum(documents.lengths(documents.of_step(step))) for step in steps)
-        return len(steps) * self.inputs.settings.batch * self.inputs.task.num_tokens
+        return len(steps) * self.inputs.settings.batch * (self.inputs.task.num_tokens or 1)
 
     def _agree(self) -> tuple[bool, float]:
         """Whether any rank was asked to stop, and the ranks' mean idle share of the pass."""
@@ -228,6 +234,7 @@ class RankRun:
             self.folder.checkpoints,
             meta={"data": self.inputs.data.digest, **self.training.meta},
             keep=self.inputs.settings.keep,
+            stateful=self.inputs.data.stateful,
             number=self.training.steps,
         )
 
@@ -272,7 +279,7 @@ class RankRun:
         steps: int,
         loss: float | None,
         validation: float,
-        tokens_per_second: float | None,
+        speed: float | None,
         seconds: float,
         ending: Ending,
         updating: UpdateReport | None,
@@ -293,7 +300,8 @@ class RankRun:
             train_loss=loss,
             loss=validation,
             quality=ending.quality,
-            tokens_per_second=tokens_per_second,
+            tokens_per_second=speed if self._unit == "tokens" else None,
+            samples_per_second=speed if self._unit == "samples" else None,
             seconds=seconds,
             timing=timing,
             peak_memory=ending.peak_memory,

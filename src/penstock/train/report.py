@@ -35,7 +35,8 @@ class Report:
     Attributes:
         model: its kind, or path. mesh: processes along "pp" (ranks), "dp" (replicas) and "tp" (shards of a layer).
         sharding: of the replicas' state.
-        train_loss, tokens_per_second: of the whole mesh; None where no step was left to train.
+        train_loss, tokens_per_second: of the whole mesh; None where no step was left to train. samples_per_second:
+            in place of tokens, of a model that knows none.
         loss: on the validation data. quality: what to hold it against; its numbers lie beside the loss in JSON.
         peak_memory: most bytes of each process (or device), by rank.
         steered: links, decisions and what they saved; None for a run that did not adapt.
@@ -67,6 +68,7 @@ class Report:
     model: str = "gpt"
     mesh: dict[str, int] = field(default_factory=dict)
     sharding: str = "copies"
+    samples_per_second: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self) | {"steered": None if self.steered is None else self.steered.to_json()}
@@ -92,8 +94,9 @@ class Report:
         ended = "interrupted after " if self.interrupted else ""
         one = "one step" if self.updating is None else "one pass"
         speed = "no step was left to train"
-        if self.tokens_per_second is not None:
-            speed = f"{self.tokens_per_second:,.0f} tokens/s over {self.seconds:.0f} s of steps"
+        for rate, unit in ((self.tokens_per_second, "tokens"), (self.samples_per_second, "samples")):
+            if rate is not None:
+                speed = f"{rate:,.0f} {unit}/s over {self.seconds:.0f} s of steps"
         rows = [
             ("run", f"{ended}{self.steps} steps of {self.schedule}, {self.dispatch}, on {self.num_ranks} ranks"),
             *self._mesh_rows(),

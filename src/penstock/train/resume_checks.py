@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.runtime.checkpoint import CheckpointError, DamagedCheckpointError, Reader, candidates, complete
 from penstock.train.folder import RunFolder
 from penstock.train.inputs import Inputs
-from penstock.train.kinds import is_path
+from penstock.train.kinds import is_there, same_kind
 from penstock.train.settings import Settings, SettingsError, read_settings
 from penstock.train.tasks.open import open_task
 from penstock.train.training import position
@@ -141,7 +140,7 @@ def _check_window(now: Settings, steps: int, gathered: int, saved: Settings, fol
 def _check_same(inputs: Inputs, saved: Settings, folder: RunFolder) -> None:
     """Raises SettingsError for a model, or sizes, other than those of the run. Dropout may change."""
     now = inputs.settings
-    if now.model != saved.model and not (is_path(now.model) and is_path(saved.model)):
+    if not same_kind(now.model, saved.model):
         raise SettingsError(
             f"{folder.path} trains the model {saved.model}, not {now.model}; leave --model out, or start a new run"
         )
@@ -157,8 +156,8 @@ def _check_same(inputs: Inputs, saved: Settings, folder: RunFolder) -> None:
 
 def _sizes_of(saved: Settings, now: Settings) -> Mapping[str, Any]:
     """The sizes that a run began with, cut as it goes on; none where its config is not there any more."""
-    if is_path(saved.model) and not Path(saved.model).exists():
+    if not is_there(saved.model):
         return {}
-    names = ("model", "preset", "depth", "width", "heads", "context", "tied")
+    names = ("model", "model_options", "preset", "depth", "width", "heads", "context", "tied")
     settings = dataclasses.replace(now, cut=None, **{name: getattr(saved, name) for name in names})
     return open_task(settings, settings.build_schedule()).sizes

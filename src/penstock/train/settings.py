@@ -20,7 +20,7 @@ from penstock.train.checks import (
     read_links,
     read_schedule,
 )
-from penstock.train.kinds import CLIP, check_model
+from penstock.train.kinds import CLIP, check_model, check_own
 from penstock.train.learning_rate import learning_rate
 from penstock.train.mesh_sizes import check_mesh
 from penstock.train.packing import WINDOWS, check_packing, is_record
@@ -38,11 +38,13 @@ class Settings(RunSettings):
         dp, tp: replicas of the pipeline, and processes that share each layer; ranks * dp * tp processes in all.
         sharding: what the holders of a stage share out, see `ParallelOptions`: "none", "copies", "zero1" or "fsdp".
         cut: how many layers each stage holds; None for stages of about equal cost.
-        model: "gpt", "bert", "clip", or the path of a Hugging Face folder or config.json.
+        model: "gpt", "bert", "clip", the path of a Hugging Face folder or config.json, or "FILE.py:NAME".
+        model_options: arguments of a model of one's own.
         preset: sizes of the model (see `penstock.models`); depth, width, heads, context, dropout and tied change
             single ones of them.
         towers: of a model of several what is asked for single ones, see `TowerOptions`; None for nothing.
-        data: None for the standard library's text, or a file, folder, .jsonl or .bin/.idx pair.
+        data: None for the standard library's text, or a file, folder, .jsonl or .bin/.idx pair; "FILE.py:NAME" for
+            batches of one's own.
         tokenizer: a `tokenizers` JSON file, or None for bytes.
         packing: "windows" of the text; whole documents, several in a microbatch, as they come ("arrival") or as it is
             best for the schedule ("planned"); or the batches.jsonl of a run, whose batches are taken again.
@@ -80,6 +82,7 @@ class Settings(RunSettings):
     cut: tuple[int, ...] | None = None
     dispatch: str = "frozen"
     model: str = "gpt"
+    model_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     preset: str = "tiny"
     towers: str | None = None
     depth: int | None = None
@@ -142,6 +145,7 @@ class Settings(RunSettings):
             },
         )
         check_model(self.model, self.towers)
+        check_own(self)
         self.check_updates()
         self.link_conditions()
         _ = self.travel, self.host_units

@@ -57,7 +57,8 @@ def compare(
     first = contenders[0]
     tokens = None
     if costs.of_model:
-        tokens = _context(first, inputs) * first.batch / first.microbatches
+        context = _context(first, inputs)
+        tokens = None if context is None else context * first.batch / first.microbatches
     found = Comparison(
         rows,
         costs.words,
@@ -91,7 +92,7 @@ def _train(rows: Sequence[Compared], inputs: Sequence[Inputs], out: Path | None,
                 break
             say(f"training {each.settings.steps} steps of {row.name}")
             learned = trained(each, folder / Path(row.name).stem)
-            say(f"  loss {learned.loss:.3f} on the validation text")
+            say(f"  loss {learned.loss:.3f} on the validation data")
             done.append(Compared(row.name, row.drain_every, row.simulated, learned))
     return done
 
@@ -107,8 +108,8 @@ def _folder(out: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _context(settings: Settings, inputs: Sequence[Inputs]) -> int:
-    """Tokens of a sample."""
+def _context(settings: Settings, inputs: Sequence[Inputs]) -> int | None:
+    """Tokens of a sample; None where it is no row of tokens."""
     if inputs:
         return inputs[0].task.num_tokens
     from penstock.train.tasks.gpt import gpt_config

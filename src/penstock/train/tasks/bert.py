@@ -80,7 +80,7 @@ class BERTTask:
         labels = wanted[wanted != IGNORED].numpy()
         unigram = float(-np.log(shares[labels]).mean())
         chance = float((labels == shares.argmax()).mean())
-        accuracy = self._accuracy(pipe, data.validation[0])
+        accuracy = self._accuracy(pipe, next(iter(data.validation)))
         bar = unigram + (math.log(2) if self.config.next_sentence else 0.0)
         return Quality(
             unit="nats a sample of the validation text: a masked token, and whether the parts follow each other",

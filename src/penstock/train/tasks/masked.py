@@ -81,7 +81,7 @@ def judge_masked(pipe: Pipeline, data: Data, loss: float) -> Quality:
     wanted = torch.cat([example.targets.flatten() for example in data.validation])
     labels = wanted[wanted != IGNORED].numpy()
     unigram, chance = float(-np.log(shares[labels]).mean()), float((labels == shares.argmax()).mean())
-    first = data.validation[0]
+    first = next(iter(data.validation))
     said = torch.cat([part.argmax(-1) for part in pipe.predict(first.inputs)])  # B, T
     asked = first.targets != IGNORED
     accuracy = float((said[asked] == first.targets[asked]).float().mean())

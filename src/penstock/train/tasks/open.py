@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.schedule import Schedule
+from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
 from penstock.train.tasks.task import Task
 
@@ -21,6 +22,10 @@ def open_task(settings: Settings, schedule: Schedule) -> Task:
         from penstock.train.tasks.clip import CLIPTask
 
         return CLIPTask(settings, schedule)
+    if is_own(settings.model):
+        from penstock.train.tasks.own import OwnTask
+
+        return OwnTask(settings, schedule)
     from penstock.train.tasks.huggingface import DecoderTask
 
     return DecoderTask(settings, schedule)

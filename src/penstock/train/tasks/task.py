@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -13,6 +13,7 @@ from penstock.cost import CostsByLength
 from penstock.data import Corpus
 from penstock.runtime import Pipeline
 from penstock.runtime.checkpoint import Reader
+from penstock.runtime.checkpoint.user_state import Stateful
 from penstock.schedule import Schedule
 from penstock.train.quality import Quality
 
@@ -42,14 +43,16 @@ class Data:
         batches: of the steps. validation: what is never trained on; at least one batch.
         corpus: the text behind it, which a parent reads once for all its ranks; None where there is none.
         documents: where whole documents are packed, what `batches` packs; else None.
+        stateful: by name, what keeps where it stands, for the checkpoint.
     """
 
     description: str
     digest: str
     batches: TaskBatches
-    validation: Sequence[Example]
+    validation: Iterable[Example]
     corpus: Corpus | None = None
     documents: PackedDocuments | None = None
+    stateful: Mapping[str, Stateful] = field(default_factory=dict)
 
 
 class PackedDocuments(Protocol):
@@ -91,13 +94,15 @@ class Task(Protocol):
 
     Attributes:
         config: its sizes. sizes: those of them that a resumed run must share, by name.
-        num_tokens: of a sample: what its speed is counted in. loss: of a microbatch.
+        num_tokens: of a sample: what its speed is counted in; None where a sample is no row of tokens.
+        loss: of a microbatch.
         tied: groups of names of parameters that are one.
     """
 
     config: Any
-    num_tokens: int
 
+    @property
+    def num_tokens(self) -> int | None: ...
     @property
     def sizes(self) -> Mapping[str, Any]: ...
     @property

@@ -31,6 +31,8 @@ class Split(Sequence[Stage]):
     Attributes:
         layers: of each stage, the paths of the layers that it calls, in order.
         costs: of each layer called, in order: its floating-point operations for the example, or its parameters.
+        shares: of each stage the part of all costs; they sum to 1.
+        sent: of each stage, the bytes that it passes on for the example, 0 for the last; None without one.
         kept_whole: modules that hold layers and could not be opened, and why.
     """
 
@@ -41,16 +43,15 @@ class Split(Sequence[Stage]):
         self.costs = list(costs)
         self.kept_whole = closed_paths(tracing)
         ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
-        self._shares = [sum(costs[a:b]) for a, b in pairwise(ends)]
+        self.shares = [sum(costs[a:b]) / (sum(costs) or 1.0) for a, b in pairwise(ends)]
         self.layers = [[call.path for call in calls[a:b]] for a, b in pairwise(ends)]
         tracing.begins = tuple(calls[start] for start in ends[1:-1])
         self._stages = _stages(tracing, program)
         _require_apart(tracing.model, self._stages)
         _require_unshared_statistics(tracing.model, self._stages, program)
-        self._sent: list[int] | None = None
-        self._with_costs = "FLOPs" if tracing.example is not None else "parameters"
+        self.sent: list[int] | None = None
         if tracing.example is not None:
-            self._sent = _compared(tracing, self._stages)
+            self.sent = _compared(tracing, self._stages)
 
     def __len__(self) -> int:
         return len(self._stages)
@@ -67,14 +68,17 @@ class Split(Sequence[Stage]):
     def __iter__(self) -> Iterator[Stage]:
         return iter(self._stages)
 
+    @property
+    def num_parameters(self) -> list[int]:
+        """Of each stage; shared ones count in each that has them."""
+        return [sum(p.numel() for p in stage.parameters()) for stage in self._stages]
+
     def __str__(self) -> str:
-        total = sum(self._shares) or 1.0
-        sent = ["" if self._sent is None else _bytes(each) for each in self._sent or [0] * len(self)]
-        rows = [("stage", "layers", "parameters", "cost", "passes on" if self._sent is not None else "")]
-        for stage, paths in enumerate(self.layers):
-            held = sum(p.numel() for p in self._stages[stage].parameters())
+        sent = ["" if self.sent is None else _bytes(each) for each in self.sent or [0] * len(self)]
+        rows = [("stage", "layers", "parameters", "cost", "passes on" if self.sent is not None else "")]
+        for stage, (paths, held) in enumerate(zip(self.layers, self.num_parameters, strict=True)):
             name = paths[0] if len(paths) == 1 else f"{paths[0]} .. {paths[-1]}"
-            share = f"{self._shares[stage] / total:.1%}"
+            share = f"{self.shares[stage]:.1%}"
             rows.append((str(stage), f"{name} ({len(paths)})", f"{held:,}", share, sent[stage]))
         widths = [max(len(row[k]) for row in rows) for k in range(5)]
         lines = [
@@ -92,6 +96,7 @@ def split(
     num_stages: int | None = None,
     *,
     at: Sequence[str] = (),
+    sizes: Sequence[int] = (),
     example: Any = None,
     costs: Sequence[float] | None = None,
 ) -> Split:
@@ -113,6 +118,8 @@ def split(
         How many stages; without it and without `at`, one for each layer called, which shows what there is to cut.
     at
         The path of the layer with which each stage but the first begins; a path inside a block opens it.
+    sizes
+        How many layers each stage has, in place of `at`.
     example
         Inputs of one microbatch, as `pipe.step` takes them: a tensor, a tuple or a dict. The forward may then depend
         on shapes, layers are weighed by their operations, and the stages are compared with the model.
@@ -152,7 +159,15 @@ def split(
             )
         if num_stages is not None and num_stages != len(at) + 1:
             raise PartitionError(f"{len(at)} names in at= make {len(at) + 1} stages, not {num_stages}")
+        if sizes:
+            raise PartitionError("at= and sizes= both say where stages begin; give one of them")
         sizes = [b - a for a, b in pairwise(starts)]
+    elif sizes:
+        if min(sizes) < 1 or sum(sizes) != len(calls) or len(sizes) != (num_stages or len(sizes)):
+            raise PartitionError(
+                f"sizes {', '.join(map(str, sizes))} are for {len(sizes)} stages and {sum(sizes)} layers; give each "
+                f"of the {num_stages or len(sizes)} stages at least one of the {len(calls)} layers"
+            )
     else:
         wanted = len(calls) if num_stages is None else num_stages
         if wanted > len(calls):

@@ -1,0 +1,201 @@
+"""What a person names as `FILE.py:NAME`: a model, or its data, in a Python file of their own. Needs no torch.
+
+Every process imports the file itself, once, with its random numbers seeded alike.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import importlib.util
+import inspect
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from penstock.train.checks import SettingsError
+
+
+class OwnName(NamedTuple):
+    """A name in a Python file. `name` is empty where none was given."""
+
+    path: Path
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.path.name}:{self.name}"
+
+
+def is_own(text: str | None) -> bool:
+    """Whether a Python file is meant, with or without a name in it."""
+    return text is not None and (text.endswith(".py") or text.rpartition(":")[0].endswith(".py"))
+
+
+def own_name(text: str) -> OwnName:
+    """The file and the name in it."""
+    path, _, name = (text, "", "") if text.endswith(".py") else text.rpartition(":")
+    return OwnName(Path(path), name)
+
+
+def find(text: str, option: str) -> tuple[ModuleType, Any]:
+    """Imports the file, unless this process has; returns the module and what the name in it stands for.
+
+    Args:
+        option: with which it was given, as errors name it.
+
+    Raises:
+        SettingsError: no such file or name, or a file that cannot be imported, with the line.
+    """
+    own = own_name(text)
+    if not own.path.is_file():
+        raise SettingsError(
+            f"{option} {text}: there is no file {own.path} in {os.getcwd()}; give the path of a Python file and a "
+            "name in it, like nets.py:Net"
+        )
+    if not own.name:
+        names = _names_in(own.path)
+        told = f"it defines {', '.join(names)}" if names else "it defines none yet"
+        raise SettingsError(f"{option} {text}: which name in it? Give {own.path.name}:NAME; {told}")
+    module = _imported(own.path, option)
+    if not hasattr(module, own.name):
+        near = difflib.get_close_matches(own.name, [name for name in vars(module) if name[0] != "_"], n=3)
+        names = _names_in(own.path)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"it defines {', '.join(names) or 'nothing'}"
+        raise SettingsError(f"{option}: {own.path} has no {own.name!r}; {hint}")
+    return module, getattr(module, own.name)
+
+
+def made(
+    found: Any, own: OwnName, option: str, given: Mapping[str, Any], others: Mapping[str, Any] | None = None
+) -> Any:
+    """What a class or function makes.
+
+    Args:
+        option: with which it was given. given: arguments by name, all of which it must take.
+        others: arguments that it gets where it names them.
+
+    Raises:
+        SettingsError: it needs other arguments, or fails, with the line.
+    """
+    try:
+        known: Mapping[str, inspect.Parameter] = inspect.signature(found).parameters
+    except (TypeError, ValueError):
+        known = {}
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    named = [n for n, each in known.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    options = f"{option}-options"
+    if extra := [name for name in given if name not in named and not takes_all]:
+        takes = f"it takes {', '.join(named)}" if named else "it takes no arguments"
+        raise SettingsError(f"{options}: {_at(found, own)} has no {extra[0]!r}; {takes}")
+    arguments = {name: value for name, value in (others or {}).items() if name in named} | dict(given)
+    missing = [n for n in named if known[n].default is inspect.Parameter.empty and n not in arguments]
+    missing += [n for n, each in known.items() if each.kind is each.POSITIONAL_ONLY and each.default is each.empty]
+    if missing:
+        how = f"give {options} '{{\"{missing[0]}\": ...}}', or name" if option == "--model" else "name"
+        raise SettingsError(
+            f"{option}: {_at(found, own)} needs {', '.join(missing)}; {how} a function that takes nothing and "
+            "returns it"
+        )
+    return called(lambda: found(**arguments), f"{option}: {own}", own.path)
+
+
+def called(act: Callable[[], Any], what: str, path: Path) -> Any:
+    """Calls a person's code, whose prints go to stderr. Raises SettingsError for any error, with the line."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return act()
+    except Exception as error:
+        if type(error).__module__.startswith("penstock."):
+            raise
+        raise SettingsError(f"{what} fails: {told(error, path)}") from error
+
+
+def told(error: BaseException, path: Path) -> str:
+    """An error in one line, with the innermost line of the person's own code: of the file, or of one beside it."""
+    said = str(error).strip().splitlines()
+    what = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}\n{type(error).__name__}: {error.msg}"
+    folder = str(path.resolve().parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f.filename.startswith(folder + os.sep) and "site-packages" not in f.filename]
+    if not own:
+        return what
+    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}\n{what}"
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Python's, numpy's and torch's random numbers from a seed, and afterwards as they were."""
+    import numpy as np
+    import torch
+
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _imported(path: Path, option: str) -> ModuleType:
+    """The file as a module, once a process: a model and its data may lie in one."""
+    path = path.resolve()
+    known = _MODULES.get(path)
+    if known is not None:
+        return known
+    name = path.stem
+    if name in sys.modules or name in sys.stdlib_module_names or not name.isidentifier():
+        name = f"own_{name}_{len(_MODULES)}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "a file whose name ends in .py"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # as for a script: it may import the files beside it
+    sys.modules[name] = module
+    try:
+        with seeded(0), contextlib.redirect_stdout(sys.stderr):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise SettingsError(f"{option}: {path} can't be imported: {told(error, path)}") from error
+    _MODULES[path] = module
+    return module
+
+
+_MODULES: dict[Path, ModuleType] = {}
+"""The files that this process has imported."""
+
+
+def _names_in(path: Path) -> list[str]:
+    """What a file defines, read and not run."""
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except (OSError, ValueError, SyntaxError):
+        return []
+    names = [node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    for node in body:
+        if isinstance(node, ast.Assign):
+            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return [name for name in names if not name.startswith("_")]
+
+
+def _at(found: Any, own: OwnName) -> str:
+    """What is meant, with the line where it is written."""
+    try:
+        path, line = inspect.getsourcefile(found), inspect.getsourcelines(found)[1]
+    except (OSError, TypeError):
+        return str(own)
+    return f"{own.name} ({path}:{line})"

@@ -1,0 +1,284 @@
+"""A model of a person's own, from `--model FILE.py:NAME`: built, tried on its first microbatch, and cut as it is."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.data import Corpus
+from penstock.models import CrossEntropy
+from penstock.runtime import Pipeline, Split
+from penstock.runtime import split as cut_model
+from penstock.runtime.stage.microbatches import split
+from penstock.runtime.stage.partitioning.tracing import untouched
+from penstock.runtime.stage.stage import with_arguments
+from penstock.runtime.stage.statistics import GATHERS
+from penstock.runtime.tensors.pytree import flatten
+from penstock.schedule import Schedule
+from penstock.train.checks import SettingsError
+from penstock.train.own_file import called, find, is_own, made, own_name, seeded
+from penstock.train.quality import Quality
+from penstock.train.settings import Settings
+from penstock.train.tasks.layers import recomputed, require_chain
+from penstock.train.tasks.own_data import IteratedBatches, OwnSource, opened, tensors_of
+from penstock.train.tasks.task import Data, Example
+from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
+
+USUAL_CONTEXT = 128
+"""Tokens of a sample of text, where nothing is said."""
+LOSS = "loss_fn"
+"""What a file calls its loss."""
+
+_BUILT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models that functions have returned in this process."""
+
+
+class Tried(NamedTuple):
+    """A model of one's own with its data, and the microbatch that it was run on."""
+
+    model: nn.Module
+    data: Data
+    inputs: Any
+    targets: Any
+
+
+class OwnTask:
+    """See `Task`.
+
+    Raises:
+        SettingsError: the file, the name in it, the model, its loss or its data are not what they must be; with the
+            line.
+        PartitionError: what stands in the way of cutting it, with its line; more stages than layers.
+    """
+
+    def __init__(self, settings: Settings, schedule: Schedule) -> None:
+        require_chain(schedule)
+        if schedule.placement.shared:
+            raise SettingsError(
+                f"{schedule.name} shares the first and the last stage out over several ranks, which is known of "
+                f"models of ours; {settings.model} is your own: give another schedule"
+            )
+        self._settings, self._schedule = settings, schedule
+        self._own = own_name(settings.model)
+        self._module, _ = find(settings.model, "--model")
+        self.config: Any = None
+        self.sizes: dict[str, Any] = {"name": self._own.name, **settings.model_options}
+        self.tied: Sequence[Sequence[str]] = ()
+        self.num_tokens = None if is_own(settings.data) else settings.context or USUAL_CONTEXT
+        self._unit = ""
+        self._split: Split | None = None
+        self.loss = self._find_loss()
+
+    def _find_loss(self) -> Callable[..., Tensor]:
+        found = getattr(self._module, LOSS, None)
+        if found is None and is_own(self._settings.data):
+            found = getattr(find(self._settings.data or "", "--data")[0], LOSS, None)
+        if found is None:
+            return CrossEntropy() if self.num_tokens is not None else ModelLoss(str(self._own))
+        if inspect.isclass(found) or not callable(found):
+            raise SettingsError(f"--model: {LOSS} in {self._own.path.name} is no function (output, targets) -> loss")
+        if isinstance(found, nn.Module) and any(p.requires_grad for p in found.parameters()):
+            raise SettingsError(
+                f"--model: {LOSS} in {self._own.path.name} has parameters, which nothing would train; make it a "
+                "layer of the model"
+            )
+        return found
+
+    def build(self) -> nn.Module:
+        """The model, with the weights that its seed draws."""
+        model = built(self._settings.model, self._settings.model_options, self._settings.seed)
+        if self._settings.recompute and (norm := next((m for m in model.modules() if isinstance(m, GATHERS)), None)):
+            raise SettingsError(
+                f"--recompute runs forwards again, and {type(norm).__name__} would gather its statistics twice; "
+                "leave it out"
+            )
+        return model
+
+    def stages(self) -> list[Callable[[], nn.Module]]:
+        assert self._split is not None, "data was read"
+        for layer in {id(layer): layer for stage in self._split for layer in stage.in_order}.values():
+            if self._settings.recompute:
+                recomputed(layer)
+        return list(self._split)
+
+    def message_bytes(self, schedule: Schedule) -> list[float]:
+        assert self._split is not None, "data was read"
+        assert self._split.sent is not None, "on an example"
+        return [float(each) for each in self._split.sent]
+
+    def read(self, corpus: Corpus | None) -> Data:
+        """The data; and the model, which is tried and cut on the first microbatch."""
+        settings = self._settings
+        tried = self.tried(corpus)
+        stages = self._schedule.num_stages
+        self._split = cut_model(tried.model, stages, sizes=settings.cut or (), example=tried.inputs)
+        return tried.data
+
+    def tried(self, corpus: Corpus | None = None) -> Tried:
+        """The model and its data, run on the first microbatch."""
+        settings = self._settings
+        model = self.build()
+        if is_own(settings.data):
+            data, self._unit = self._own_data(model)
+        else:
+            assert self.num_tokens is not None
+            data = next_tokens(settings, tokenizer_of(settings), self.num_tokens, corpus)
+        return Tried(model, data, *self._try(model, data.batches[0]))
+
+    def _own_data(self, model: nn.Module) -> tuple[Data, str]:
+        settings, text = self._settings, str(self._settings.data)
+        read = BatchReader(model, str(self._own), not isinstance(self.loss, ModelLoss))
+        source = OwnSource(text, settings.batch, settings.seed)
+        if not source.is_dealt:
+            found = opened(source, settings.batch, settings.dp * settings.microbatches, read)
+            stateful = {"data": found.batches} if isinstance(found.batches, IteratedBatches) else {}
+            data = Data(text, found.digest, found.batches, found.validation, stateful=stateful)
+            return data, found.unit
+        raise SettingsError(f"--data {text}: replicas' own parts are not read yet")
+
+    def _try(self, model: nn.Module, first: Example) -> Example:
+        """Runs forward and loss on the first microbatch of a batch, and returns that."""
+        settings = self._settings
+        num = settings.microbatches * settings.dp
+        inputs = split(first.inputs, num, "inputs")[0]
+        targets = None if first.targets is None else split(first.targets, num, "targets")[0]
+        with torch.no_grad(), untouched(model), seeded(settings.seed):
+            where, path = str(self._own), self._own.path
+            output = called(lambda: with_arguments(model, inputs), f"--model: the forward of {where}", path)
+            loss = called(lambda: self.loss(output, targets), f"--model: {LOSS} of {where}", path)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise SettingsError(
+                f"--model: {LOSS} of {self._own} returns {got}; return one number, a mean over the samples"
+            )
+        return Example(inputs, targets)
+
+    def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
+        if data.corpus is None:
+            return Quality(unit=self._unit)
+        silent = dataclasses.replace(self._settings, sample=0)
+        assert self.num_tokens is not None
+        return judge_decoder(silent, tokenizer_of(silent), self.num_tokens, pipe, data, loss)
+
+
+def built(text: str, options: Mapping[str, Any], seed: int) -> nn.Module:
+    """A fresh model of one's own.
+
+    Args:
+        seed: of its weights, where a class or function makes it.
+
+    Raises:
+        SettingsError: it is no module, needs other arguments or fails, with the line.
+    """
+    own, (_, found) = own_name(text), find(text, "--model")
+    if isinstance(found, nn.Module):
+        if options:
+            raise SettingsError(f"--model-options: {own} is made already; leave them out, or name its class")
+        return copy.deepcopy(found)
+    if not callable(found):
+        raise SettingsError(
+            f"--model: {own} is a {type(found).__name__}; name a class of modules, a function that returns a module, "
+            "or a module"
+        )
+    with seeded(seed):
+        model = made(found, own, "--model", options)
+    if not isinstance(model, nn.Module):
+        raise SettingsError(f"--model: {own} makes a {type(model).__name__}, not an nn.Module; return the module")
+    if model in _BUILT:
+        raise SettingsError(
+            f"--model: {own} returns the same module again, with what it has learnt; make a new one in each call"
+        )
+    _BUILT.add(model)
+    return model
+
+
+class ModelLoss:
+    """The loss that a model returns itself: in "loss" of a dict or object, first in a tuple, or alone."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, output: Any, targets: Any) -> Tensor:
+        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if found is None:
+            found = output[0] if isinstance(output, tuple | list) and output else output
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            what = f"a dict with {', '.join(map(str, output))}" if isinstance(output, Mapping) else "a value"
+            what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else what
+            raise SettingsError(
+                f"--model: {self._name} returns {what}, which has no loss, and its file has no {LOSS}; define "
+                f"`def {LOSS}(output, targets)` there, a mean over the samples"
+            )
+        return found
+
+
+class BatchReader:
+    """From a batch as a person's data gives it to inputs and targets, as the model's forward takes them.
+
+    (inputs, targets), (a, b, targets)    with a loss_fn: what is last are the targets
+    (a, b, ...)                           without: all goes into the forward, which returns its loss
+    {"x": ..., "y": ...}                  what the forward names goes in; the rest are the targets
+    """
+
+    def __init__(self, model: nn.Module, name: str, has_targets: bool) -> None:
+        self._name, self._has_targets = name, has_targets
+        known = inspect.signature(model.forward).parameters
+        self._takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        by_name = [n for n, each in known.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        self._names = by_name
+        self._needed = [n for n in by_name if known[n].default is inspect.Parameter.empty]
+
+    def __call__(self, batch: Any, what: str) -> Example:
+        batch = tensors_of(batch)
+        if isinstance(batch, dict):
+            inputs, targets = self._of_dict(batch, what)
+        elif isinstance(batch, tuple):
+            inputs, targets = (batch[:-1], batch[-1]) if self._has_targets and len(batch) > 1 else (batch, None)
+            inputs = inputs[0] if len(inputs) == 1 else inputs
+        else:
+            inputs, targets = batch, None
+        # Of a dict the forward itself may have taken the labels.
+        if self._has_targets and targets is None and not isinstance(batch, dict):
+            raise SettingsError(
+                f"--data: {what} is a {type(batch).__name__} without targets, and {LOSS} needs some; give "
+                "(inputs, targets), or a dict with a key that the forward does not take"
+            )
+        self._check(inputs, targets, what)
+        return Example(inputs, targets)
+
+    def _of_dict(self, batch: dict[Any, Any], what: str) -> tuple[Any, Any]:
+        inputs = {key: value for key, value in batch.items() if key in self._names or self._takes_all}
+        rest = {key: value for key, value in batch.items() if key not in inputs}
+        if missing := [name for name in self._needed if name not in inputs]:
+            raise SettingsError(
+                f"--data: {what} has {_listed(batch)}, and the forward of {self._name} needs {', '.join(missing)}; "
+                "name the keys as the forward does"
+            )
+        if rest and not self._has_targets:
+            raise SettingsError(
+                f"--data: {what} has {_listed(rest)}, which the forward of {self._name} does not take "
+                f"({', '.join(self._names)}), and there is no {LOSS} that would; leave it out"
+            )
+        return inputs, (None if not rest else next(iter(rest.values())) if len(rest) == 1 else rest)
+
+    def _check(self, inputs: Any, targets: Any, what: str) -> None:
+        leaves = flatten(inputs)[0]
+        if not leaves:
+            raise SettingsError(f"--data: {what} holds no tensor; give tensors with the samples in dimension 0")
+        sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in (*leaves, *flatten(targets)[0])}
+        if len(sizes) > 1 or 0 in sizes:
+            raise SettingsError(
+                f"--data: the tensors of {what} have {', '.join(map(str, sorted(sizes)))} samples in dimension 0; "
+                "give all the same number, above 0"
+            )
+
+
+def _listed(batch: Mapping[Any, Any]) -> str:
+    return ", ".join(map(str, batch))

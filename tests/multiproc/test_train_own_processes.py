@@ -1,0 +1,71 @@
+"""`penstock train --model FILE.py:NAME` with one process a rank: each imports the file itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from train_runs import Run, losses
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+
+FILE = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.1)
+    def forward(self, x):
+        return x + self.drop(torch.tanh(self.linear(self.norm(x))))
+
+class Net(nn.Module):
+    def __init__(self, depth=4):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(depth)), nn.Linear(8, 3)
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+loss_fn = nn.CrossEntropyLoss()
+
+def data(train=True):
+    torch.manual_seed(1 if train else 2)
+    return DataLoader(TensorDataset(torch.randn(64, 8), torch.randint(3, (64,))), 16, shuffle=train)
+"""
+
+
+def trained(folder: Path, name: str, options: str) -> list[float]:
+    line = f"--model net.py:Net --data net.py:data --steps 6 {options} --out {name} --json"
+    with Run(folder / name, line, cwd=folder) as run:
+        ended = run.end()
+    assert ended.code == 0, ended.err
+    assert ended.json["samples_per_second"] > 0
+    return losses(folder / name)
+
+
+def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(FILE)
+    alone = trained(tmp_path, "alone", "--ranks 2 --microbatches 8 --in-process")
+    assert trained(tmp_path, "pipeline", "--ranks 2 --microbatches 8 --schedule zb-h1") == alone
+    found = trained(tmp_path, "fsdp", "--pp 2 --dp 2 --microbatches 4 --sharding fsdp")
+    assert found == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_killed_run_goes_on_to_the_same_losses(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(FILE)
+    options = "--ranks 2 --microbatches 4 --save-every 2"
+    alone = trained(tmp_path, "alone", f"{options} --steps 12 --in-process")
+    line = f"--model net.py:Net --data net.py:data --steps 12 {options} --out part --json"
+    with Run(tmp_path / "part", line, cwd=tmp_path) as run:
+        run.wait_for(lambda: run.steps() >= 5)
+        run.kill(1)
+        assert run.end().code != 0
+    with Run(tmp_path / "part", f"--resume {tmp_path / 'part'} --json") as run:
+        ended = run.end()
+    assert ended.code == 0, ended.err
+    assert losses(tmp_path / "part") == alone
