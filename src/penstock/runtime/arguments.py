@@ -19,6 +19,7 @@ from penstock.schedule import Schedule
 from penstock.schedule.short_repr import short_repr
 
 SHARDINGS = ("none", "copies", "zero1", "fsdp")
+BATCHES = ("whole", "replica")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class ParallelOptions:
         device: where stages run; None: where the model's parameters lie.
         costs: of each layer of a module, in the order in which they are called, for cutting it; None: alike.
         tied: for stages built by functions: groups of names of parameters that are one.
+        batches: "whole" (every process gives the whole batch of all replicas) or "replica" (each replica gives its
+            own part, and processes with neither the first stage nor the last may give None).
 
     Raises:
         RuntimeFailure: a sharding or device that is none, or a value of another type.
@@ -71,6 +74,7 @@ class ParallelOptions:
     device: torch.device | str | None = None
     costs: Sequence[float] | None = None
     tied: Sequence[Sequence[str]] = ()
+    batches: str = "whole"
 
     __repr__ = short_repr
 
@@ -78,6 +82,8 @@ class ParallelOptions:
         if self.sharding not in SHARDINGS:
             names = f"{', '.join(SHARDINGS[:-1])} or {SHARDINGS[-1]}"
             raise RuntimeFailure(f"no sharding {self.sharding!r}; choose {names}")
+        if self.batches not in BATCHES:
+            raise RuntimeFailure(f"no batches {self.batches!r}; choose {' or '.join(BATCHES)}")
         fits = self.parallelize is None or callable(self.parallelize)
         _require(fits, "parallelize", self.parallelize, "a function (stage, device mesh), or None")
         if self.device is not None:

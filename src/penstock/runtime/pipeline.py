@@ -70,6 +70,7 @@ from penstock.runtime.stage.microbatches import Microbatches, cut_for, num_entri
 from penstock.runtime.stage.offload import functions_for, offloads
 from penstock.runtime.stage.ops import Purpose, StepSettings
 from penstock.runtime.stage.registered_ops import OpFunction, calls_of, functions_of
+from penstock.runtime.stage.replica_batches import ReplicaBatches
 from penstock.runtime.stage.split_backward import DeferredShare, unprepare
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.tensors.rng import mix, restored
@@ -183,6 +184,9 @@ class Pipeline:
         self._peers = place.pipeline
         self._told = isinstance(place.everyone, GroupPeers)  # whether others must be given the same
         require_runnable(schedule)
+        self._own_batches: ReplicaBatches | None = None
+        if parallel.batches == "replica":
+            self._own_batches = ReplicaBatches(schedule, place, self._said_by_all)
         adapt = steered(schedule, adapt)
         apart = isinstance(self._peers, GroupPeers)
         whole = apart or schedule.num_ranks == 1  # a node has one rank
@@ -203,6 +207,7 @@ class Pipeline:
             "links": str(links),
             "adapt": adapt is not None,
             "sharding": parallel.sharding,
+            "batches": parallel.batches,
         }
         require_same(place.everyone.gather(facts), "every rank must make the same ps.Pipeline(...)")
         check_once(schedule, place.everyone)
@@ -295,6 +300,8 @@ class Pipeline:
         weighs: tuple[float, ...] = ()
         if nodes is not None and adapt.may_move:
             why = why_nodes_stay(first.schedule, self._given["model"], self._given["optimizer"], nodes)
+            if self._own_batches is not None:
+                why = "each replica is given its own part of a batch, which its loader would go on giving it there"
             if why is not None:
                 self._notices.note([f"nodes stay where they lie, also where a link between them is late: {why}"])
                 nodes = None
@@ -511,7 +518,8 @@ class Pipeline:
 
         Args:
             inputs: a tensor, or tuple (positional arguments) or dict (keyword arguments) of tensors with the
-                samples in dimension 0, cut into microbatches; or a list with one such entry a microbatch.
+                samples in dimension 0, cut into microbatches; or a list with one such entry a microbatch. The whole
+                batch, unless `ParallelOptions.batches` says that each replica gives its part.
             targets: alike; each goes to `loss_fn` with its microbatch's output.
             update: False to only add to the gradients, as several `backward` calls would; `update()` follows. Where
                 updates are ops: False leaves the last window open, and the next step's first one adds to it.
@@ -534,7 +542,7 @@ class Pipeline:
         windows = self.schedule.windows.ranges if self.schedule.windows is not None else ()
         if rates is not None and not windows:
             raise RuntimeFailure(f"{self.schedule.name} has no updates as ops; set the optimizer's own learning rate")
-        batch = cut_for(self.schedule, inputs, targets, self._loss_fn, windows, None, *self._mesh.part, self._told)
+        batch = self._cut(inputs, targets, self._loss_fn, windows)
         with self._mesh.waiting():
             self._learner.begin(rates, update)
         self._num_steps += 1
@@ -649,11 +657,9 @@ class Pipeline:
                 "training alone; evaluate the stages yourself"
             )
         self._learner.require_whole()
-        num = self.schedule.num_microbatches
-        if is_plain(self.schedule):
-            num = max(1, min(num, num_entries(inputs) // self._mesh.num_replicas))
         loss_fn = self._loss_fn if purpose is Purpose.EVALUATE else None
-        batch = cut_for(self.schedule, inputs, targets, loss_fn, (), num, *self._mesh.part, self._told)
+        batch = self._cut(inputs, targets, loss_fn, (), fewer=is_plain(self.schedule))
+        num = len(batch) if is_plain(self.schedule) else self.schedule.num_microbatches
         with (
             evaluating(self._model.every_stage()),
             restored(self._model.device),
@@ -664,6 +670,33 @@ class Pipeline:
             self._run(StepSettings(batch, purpose), self._running.forward(num))
         self._learner.replicas.reshard()
         return batch
+
+    def _cut(
+        self,
+        inputs: Any,
+        targets: Any,
+        loss_fn: Callable[..., Tensor] | None,
+        windows: Sequence[range],
+        fewer: bool = False,
+    ) -> Microbatches:
+        """This replica's part of a batch, cut; `fewer`: a small one into fewer microbatches than the schedule has."""
+        num = self.schedule.num_microbatches
+        if self._own_batches is not None:
+            return self._own_batches.cut(inputs, targets, loss_fn, windows, num, fewer)
+        if inputs is None:
+            raise RuntimeFailure(
+                "no inputs were given; every process gives the whole batch, or, with "
+                'ps.ParallelOptions(batches="replica"), those with the first stage their replica\'s inputs and those '
+                "with the last one its targets"
+            )
+        if fewer:
+            num = max(1, min(num, num_entries(inputs) // self._mesh.num_replicas))
+        return cut_for(self.schedule, inputs, targets, loss_fn, windows, num, *self._mesh.part, self._told)
+
+    def _said_by_all(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """What every process says of the batch that it was given."""
+        with self._sharing("what each process was given"):
+            return self._mesh.everyone.gather(facts)
 
     def _run(self, settings: StepSettings, plan: StepPlan) -> list[Worker]:
         workers = self._ranks.run(settings, self._running, plan, self._transport)

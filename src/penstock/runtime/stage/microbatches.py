@@ -180,11 +180,8 @@ def weigh(
     Raises:
         RuntimeFailure: one of several windows weighs nothing, so that its update has no gradient.
     """
-    weight = getattr(loss_fn, "weight", None)
-    if callable(weight):
-        weights = [float(weight(target)) for target in targets]
-    else:
-        weights = [float(_size(value)) for value in inputs]
+    counted = weights_of(targets, loss_fn)
+    weights = sizes_of(inputs) if counted is None else counted
     scales = []
     for update, window in enumerate(windows):
         total = sum(weights[m] for m in window)
@@ -195,6 +192,17 @@ def weigh(
             )
         scales += [weights[m] / total if total else 0.0 for m in window]
     return scales
+
+
+def weights_of(targets: Sequence[Any], loss_fn: Callable[..., Tensor] | None) -> list[float] | None:
+    """What the loss counts in each microbatch's targets; None where it does not say."""
+    weight = getattr(loss_fn, "weight", None)
+    return [float(weight(target)) for target in targets] if callable(weight) else None
+
+
+def sizes_of(cut: Sequence[Any]) -> list[float]:
+    """Samples of each microbatch."""
+    return [float(_size(value)) for value in cut]
 
 
 def _size(value: Any) -> int:

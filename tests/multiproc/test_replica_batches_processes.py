@@ -1,0 +1,36 @@
+"""Replicas give their own parts of a batch, and ranks that need none give None: all is as with whole batches."""
+
+from __future__ import annotations
+
+import pytest
+
+from processes import run_ranks
+from replica_batch_runs import compared, refused
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("one_thread")]
+
+
+def test_losses_gradients_and_outputs_are_those_of_whole_batches() -> None:
+    cases = [("1f1b", 4, 1), ("zb-v", 2, 2), ("chimera", 2, 2), ("1f1b", 1, 4)]
+    outcomes = run_ranks(4, compared, cases, deadline=100)
+    assert [o.code for o in outcomes] == [0] * 4, "\n".join(o.text[-2000:] for o in outcomes)
+    assert [o.value for o in outcomes] == [[]] * 4
+
+
+def test_one_process_s_mistake_is_an_error_in_all_and_the_next_step_works() -> None:
+    outcomes = run_ranks(4, refused, deadline=60)
+    assert [o.code for o in outcomes] == [0] * 4, "\n".join(o.text[-2000:] for o in outcomes)
+    said = outcomes[0].value
+    assert all(o.value == said for o in outcomes)
+    wanted = [
+        ["process 1 has the first stage of replica 1", "given no inputs"],
+        ["process 3 has the last stage of replica 1", "given no targets"],
+        ["process 0", "3 samples can't be cut into 4 microbatches"],
+        ["replica 0", "2, 2, 2, 2 samples", "2, 2, 2, 1 targets"],
+        ["process 0", "2 inputs given as a list"],
+        ["process 0", "targets hold no tensor"],
+        ["True"],
+    ]
+    for text, words in zip(said, wanted, strict=True):
+        for word in words:
+            assert word in text, said
