@@ -56,6 +56,24 @@ def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
     assert found == pytest.approx(alone, rel=1e-5)
 
 
+def test_each_replica_loads_its_own_part(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(FILE + PARTS)
+    options = "--pp 1 --dp 2 --microbatches 4 --data net.py:parts --save-every 3"
+    alone = trained(tmp_path, "alone", f"{options} --in-process")
+    assert trained(tmp_path, "parts", options) == pytest.approx(alone, rel=1e-5)
+    assert len(set(alone)) == 6
+
+
+PARTS = """
+from torch.utils.data import DistributedSampler
+
+def parts(replica, num_replicas):
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(64, 8), torch.randint(3, (64,)))
+    return DataLoader(data, 8, sampler=DistributedSampler(data, num_replicas, replica))
+"""
+
+
 def test_a_killed_run_goes_on_to_the_same_losses(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(FILE)
     options = "--ranks 2 --microbatches 4 --save-every 2"

@@ -246,6 +246,39 @@ class Kept:
 
 
 @pytest.mark.slow
+def test_parts_of_replicas_are_the_batches_of_one_pipeline(train: Train, place: Path, tmp_path: Path) -> None:
+    """Each replica's part is loaded by itself; and goes on where it stood."""
+    (place / "parts.py").write_text(PARTS)
+    options = "--model resnet.py:ResNet --dp 2 --ranks 2 --clip 0 --steps 5 --save-every 2 --keep 4"
+    train("parts", f"{options} --microbatches 2 --data parts.py:parts")
+    parts = find("parts.py:parts", "--data")[1]
+    pairs = list(zip(parts(0, 2), parts(1, 2), strict=True))
+    batches = [([*x.chunk(2), *v.chunk(2)], [*y.chunk(2), *w.chunk(2)]) for (x, y), (v, w) in pairs]
+    whole = [(torch.cat(inputs), torch.cat(targets)) for inputs, targets in batches]
+    model = seeded(find("resnet.py:ResNet", "--model")[1])
+    loss = nn.CrossEntropyLoss()
+    assert losses(tmp_path / "parts") == plain(model, layers_of(model, whole[0][0], 4), whole, loss, 5, 4)
+    assert (
+        main([*["train", "--model", "resnet.py:ResNet", "--data", "parts.py:parts", "--dp", "2", "--batch", "15"]])
+        == 2
+    )
+    assert (
+        main(
+            [*["train", "--model", "resnet.py:ResNet", "--data", "parts.py:parts", "--dp", "2", "--schedule", "amdp"]]
+        )
+        == 2
+    )
+
+
+PARTS = """from nets import *
+
+def parts(replica, num_replicas):
+    rows = [draw(MODELS["resnet"], 10 * step + replica) for step in range(3)]
+    return rows
+"""
+
+
+@pytest.mark.slow
 def test_text_goes_through_a_model_of_one_s_own(train: Train, place: Path) -> None:
     (place / "text.txt").write_text("a rank runs its ops in order. " * 200)
     (place / "lm.py").write_text(LM)

@@ -132,7 +132,11 @@ def build_pipeline(inputs: Inputs, steering: AdaptOptions | None = None, mesh: D
             autocast=torch.bfloat16 if settings.precision == "bfloat16" else None, clip_norm=settings.clip or None
         ),
         parallel=ParallelOptions(
-            device=device_of(settings), tied=task.tied, parallelize=parallelize, sharding=settings.sharding
+            device=device_of(settings),
+            tied=task.tied,
+            parallelize=parallelize,
+            sharding=settings.sharding,
+            batches="replica" if inputs.data.is_dealt else "whole",
         ),
         transport=TransportOptions(
             settings.transport,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from penstock.train.own_file import called, find, is_own, made, own_name, seeded
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed, require_chain
-from penstock.train.tasks.own_data import IteratedBatches, OwnSource, opened, tensors_of
+from penstock.train.tasks.own_data import DealtBatches, IteratedBatches, OwnSource, Validation, opened, tensors_of
 from penstock.train.tasks.task import Data, Example
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 
@@ -130,23 +131,50 @@ class OwnTask:
         else:
             assert self.num_tokens is not None
             data = next_tokens(settings, tokenizer_of(settings), self.num_tokens, corpus)
-        return Tried(model, data, *self._try(model, data.batches[0]))
+        return Tried(model, data, *self._try(model, data.batches[0], data.is_dealt))
 
     def _own_data(self, model: nn.Module) -> tuple[Data, str]:
         settings, text = self._settings, str(self._settings.data)
         read = BatchReader(model, str(self._own), not isinstance(self.loss, ModelLoss))
         source = OwnSource(text, settings.batch, settings.seed)
-        if not source.is_dealt:
-            found = opened(source, settings.batch, settings.dp * settings.microbatches, read)
-            stateful = {"data": found.batches} if isinstance(found.batches, IteratedBatches) else {}
-            data = Data(text, found.digest, found.batches, found.validation, stateful=stateful)
-            return data, found.unit
-        raise SettingsError(f"--data {text}: replicas' own parts are not read yet")
+        if source.is_dealt:
+            return self._dealt(text, read)
+        found = opened(source, settings.batch, settings.dp * settings.microbatches, read)
+        stateful = {"data": found.batches} if isinstance(found.batches, IteratedBatches) else {}
+        data = Data(text, found.digest, found.batches, found.validation, stateful=stateful)
+        return data, found.unit
 
-    def _try(self, model: nn.Module, first: Example) -> Example:
-        """Runs forward and loss on the first microbatch of a batch, and returns that."""
+    def _dealt(self, text: str, read: BatchReader) -> tuple[Data, str]:
+        """Of data of which each replica loads its own part this one's; in one process all, one after another."""
         settings = self._settings
-        num = settings.microbatches * settings.dp
+        dp, num = settings.dp, settings.microbatches
+        if settings.is_asynchronous:
+            raise SettingsError(
+                f"--data {text} takes `replica`, and {settings.schedule} deals the microbatches of whole batches "
+                "out, as its updates fall between them; leave `replica` out of its arguments"
+            )
+        if settings.batch % dp:
+            raise SettingsError(f"--batch {settings.batch} cannot be dealt to {dp} replicas; give a multiple of {dp}")
+        here = range(dp) if settings.in_process else [int(os.environ.get("RANK", "0")) // settings.tp % dp]
+        found = [
+            opened(OwnSource(text, settings.batch // dp, settings.seed, replica, dp), settings.batch // dp, num, read)
+            for replica in here
+        ]
+        unit = f"{found[0].unit}, of each replica's part"
+        if len(found) == 1:
+            batches, validation = found[0].batches, found[0].validation
+            stateful = {"data": batches} if isinstance(batches, IteratedBatches) else {}
+            is_dealt = dp > 1
+            return Data(text, found[0].form, batches, validation, stateful=stateful, is_dealt=is_dealt), unit
+        joined = DealtBatches([each.batches for each in found], num)
+        validation = Validation(lambda: map(joined.join, zip(*(each.validation for each in found), strict=False)))
+        return Data(text, found[0].form, joined, validation, stateful={"data": joined}), unit
+
+    def _try(self, model: nn.Module, first: Example, part: bool) -> Example:
+        """Runs forward and loss on the first microbatch of a batch, or of a replica's part, and returns that."""
+        settings = self._settings
+        dealt = settings.microbatches if part else settings.microbatches * settings.dp
+        num = len(first.inputs) if isinstance(first.inputs, list) else dealt
         inputs = split(first.inputs, num, "inputs")[0]
         targets = None if first.targets is None else split(first.targets, num, "targets")[0]
         with torch.no_grad(), untouched(model), seeded(settings.seed):

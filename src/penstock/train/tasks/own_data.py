@@ -254,11 +254,15 @@ class DealtBatches:
         self._parts, self._num = parts, num_microbatches
 
     def __getitem__(self, step: int) -> Example:
-        found = [part[step] for part in self._parts]
-        inputs = [each for example in found for each in split(example.inputs, self._num, "inputs")]
+        return self.join([part[step] for part in self._parts])
+
+    def join(self, found: Sequence[Example]) -> Example:
+        """The microbatches of all parts, one part's after another's."""
+        num = min(self._num, *(len(flatten(example.inputs)[0][0]) for example in found))
+        inputs = [each for example in found for each in split(example.inputs, num, "inputs")]
         if found[0].targets is None:
             return Example(inputs, None)
-        return Example(inputs, [each for example in found for each in split(example.targets, self._num, "targets")])
+        return Example(inputs, [each for example in found for each in split(example.targets, num, "targets")])
 
     def state_dict(self) -> list[Any]:
         return [part.state_dict() for part in self._parts if isinstance(part, IteratedBatches)]
@@ -276,6 +280,8 @@ class Opened(NamedTuple):
     validation: Iterable[Example]
     unit: str
     digest: str
+    form: str
+    """The same but for values: what all replicas' parts have in common."""
 
 
 def opened(source: OwnSource, batch: int, least: int, read: Reader) -> Opened:
@@ -296,13 +302,14 @@ def opened(source: OwnSource, batch: int, least: int, read: Reader) -> Opened:
     size = len(flatten(first.inputs)[0][0])
     if size != batch:
         raise SettingsError(f"{OPTION}: {own} gives batches of {size} samples, not {batch}; leave out --batch")
-    digest = f"{own.name} {_form(first)}" + ("" if batches.is_stateful else f" {batch_digest(*first):x}")
+    form = f"{own.name} {_form(first)}"
+    digest = form + ("" if batches.is_stateful else f" {batch_digest(*first):x}")
     if source.takes_train:
         unit = f"on average over the batches of {own.name}(train=False)"
-        return Opened(batches, Validation(lambda: _others(source, read)), unit, digest)
+        return Opened(batches, Validation(lambda: _others(source, read)), unit, digest, form)
     again = [read(each, f"a batch of {own}") for each in islice(_Pass(source, source.make(), 0), SEEN_AGAIN)]
     unit = f"on average over {len(again)} batches that it is trained on too ({own.name} takes no `train`)"
-    return Opened(batches, again, unit, digest)
+    return Opened(batches, again, unit, digest, form)
 
 
 def _check_last(own: OwnName, found: Any, least: int) -> None:
@@ -365,7 +372,7 @@ def _of_samples(source: OwnSource, found: Any, batch: int, read: Reader) -> Open
         for number in range(kept.num_batches):
             yield kept.of(held[number * size : (number + 1) * size], number)
 
-    return Opened(training, Validation(draw), unit, digest)
+    return Opened(training, Validation(draw), unit, digest, f"{own.name} {_form(training[0])}")
 
 
 def _form(example: Example) -> list[Any]:

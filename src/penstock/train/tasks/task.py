@@ -44,6 +44,7 @@ class Data:
         corpus: the text behind it, which a parent reads once for all its ranks; None where there is none.
         documents: where whole documents are packed, what `batches` packs; else None.
         stateful: by name, what keeps where it stands, for the checkpoint.
+        is_dealt: whether batches are this replica's part alone.
     """
 
     description: str
@@ -53,6 +54,7 @@ class Data:
     corpus: Corpus | None = None
     documents: PackedDocuments | None = None
     stateful: Mapping[str, Stateful] = field(default_factory=dict)
+    is_dealt: bool = False
 
 
 class PackedDocuments(Protocol):
