@@ -12,7 +12,8 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 
 import penstock.models
-import penstock.runtime  # noqa: F401
+import penstock.runtime
+import penstock.train.run_job  # noqa: F401
 
 torch.set_num_threads(1)
 # The first optimizer of a process takes a second: torch loads its compiler then.

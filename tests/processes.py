@@ -35,14 +35,12 @@ class Outcome:
         code: its exit code; None where it had to be killed at the deadline.
         value: what the function returned; None where it raised.
         text: all it printed, and its error.
-        seconds: how long it ran.
     """
 
     rank: int
     code: int | None
     value: Any
     text: str
-    seconds: float
 
     @property
     def last_line(self) -> str:
@@ -82,13 +80,17 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, deadline
         for child in children:
             child.start()
         try:
-            ended = _await(children, start, deadline)
+            _await(children, start, deadline)
+            in_time = [not child.is_alive() for child in children]
         finally:
             for child in children:
                 if child.is_alive():
                     child.kill()
                 child.join()
-        return [_outcome(Path(folder), rank, seconds, child.exitcode) for rank, (child, seconds) in enumerate(ended)]
+        return [
+            _outcome(Path(folder), rank, child.exitcode if ended else None)
+            for rank, (child, ended) in enumerate(zip(children, in_time, strict=True))
+        ]
 
 
 def appears(path: Path, within: float = 20.0) -> None:
@@ -100,24 +102,18 @@ def appears(path: Path, within: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def _await(children: list[Any], start: float, deadline: float) -> list[tuple[Any, float | None]]:
-    ended: dict[int, float] = {}
-    while len(ended) < len(children) and time.monotonic() - start < deadline:
-        for place, child in enumerate(children):
-            if place not in ended and not child.is_alive():
-                ended[place] = time.monotonic() - start
+def _await(children: list[Any], start: float, deadline: float) -> None:
+    while any(child.is_alive() for child in children) and time.monotonic() - start < deadline:
         time.sleep(0.02)
-    return [(child, ended.get(place)) for place, child in enumerate(children)]
 
 
-def _outcome(folder: Path, rank: int, seconds: float | None, code: int | None) -> Outcome:
+def _outcome(folder: Path, rank: int, code: int | None) -> Outcome:
     value, text = folder / f"{rank}.value", folder / f"{rank}.text"
     return Outcome(
         rank,
-        None if seconds is None else code,
+        code,
         pickle.loads(value.read_bytes()) if value.exists() else None,
         text.read_text() if text.exists() else "",
-        float("inf") if seconds is None else seconds,
     )
 
 

@@ -1,4 +1,4 @@
-"""Small runs of `penstock train` as a person starts them: watched, killed, interrupted, and their losses read."""
+"""Small runs of `penstock train` in processes of their own: watched, killed, interrupted, and their losses read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from processes import forkserver
 
 SMALL = (
     "--preset nano --depth 6 --width 16 --heads 2 --context 16 --batch 8 --microbatches 4 "
@@ -26,12 +29,11 @@ COMMAND = [sys.executable, "-c", "import sys; from penstock.cli import main; sys
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: exit code, what it printed, and seconds from the signal (or the start) to the end."""
+    """How a run ended: its exit code and what it printed."""
 
     code: int
     out: str
     err: str
-    seconds: float
 
     @property
     def json(self) -> dict[str, Any]:
@@ -40,21 +42,66 @@ class Ended:
         return value
 
 
+class Forked:
+    """`penstock train`, forked from a process that has loaded it, which takes three seconds; as `Popen` has it."""
+
+    def __init__(self, words: list[str], environment: dict[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="penstock-test-")
+        self._process = forkserver().Process(target=_train, args=(self._folder.name, words, environment))
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutError(f"the run has not ended after {timeout} s")
+        return Path(self._folder.name, "out").read_text(), Path(self._folder.name, "err").read_text()
+
+
+def _train(folder: str, words: list[str], environment: dict[str, str]) -> None:
+    """The process of a run; what it and its ranks say goes to files."""
+    from penstock.cli import main
+
+    for name, number in (("out", 1), ("err", 2)):
+        with Path(folder, name).open("w") as file:
+            os.dup2(file.fileno(), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.exit(main(["train", *words]))
+
+
 class Run:
-    """A run in processes of its own. As a context manager it leaves no process behind, whatever the test does."""
+    """A run in processes of its own. As a context manager it leaves no process behind, whatever the test does.
+
+    `command` starts it in place of `penstock train`, in the folder `cwd`.
+    """
 
     def __init__(self, folder: Path, options: str, command: list[str] | None = None, cwd: Path | None = None) -> None:
         self.folder = folder
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "FORCE_COLOR")}
-        self._process = subprocess.Popen(
-            [*(command or [*COMMAND, "train"]), *options.split()],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=cwd,
-            env=environment | {"OMP_NUM_THREADS": "1"},
+        environment["OMP_NUM_THREADS"] = "1"
+        self._process = (
+            Forked(options.split(), environment)
+            if command is None
+            else subprocess.Popen(
+                [*command, *options.split()],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=cwd,
+                env=environment,
+            )
         )
-        self._since = time.monotonic()
         self._begun_as = _inode(folder / "metrics.jsonl")
         self.pids: set[int] = set()
 
@@ -93,20 +140,17 @@ class Run:
 
     def kill(self, rank: int) -> None:
         os.kill(self.ranks()[rank], signal.SIGKILL)
-        self._since = time.monotonic()
 
     def signal(self, number: int) -> None:
         self.ranks()
         self._process.send_signal(number)
-        self._since = time.monotonic()
 
     def end(self, within: float = START) -> Ended:
         """Waits for the end; no rank may be left then."""
         out, err = self._process.communicate(timeout=within)
-        seconds = time.monotonic() - self._since
         left = [pid for pid in self.pids if Path(f"/proc/{pid}").exists()]
         assert not left, f"processes {left} are left"
-        return Ended(self._process.returncode, out, err, seconds)
+        return Ended(self._process.returncode, out, err)
 
 
 def losses(folder: Path) -> list[float]:

@@ -22,7 +22,8 @@ from processes import forkserver
 pytestmark = [pytest.mark.multiproc]
 
 NUM_RANKS = 3
-SOON = 10.0
+WITHIN = 60.0
+"""Seconds in which all must have ended, on however busy a machine; ranks that nobody ends sleep for longer."""
 
 HEAD = """
 import os, signal, sys, time
@@ -32,7 +33,7 @@ import torch.distributed as dist
 from penstock.runtime.errors import DeadlineExceeded
 from penstock.runtime.launch import init_process, report_failure
 
-rank, num_ranks = init_process(timeout=60.0)
+rank, num_ranks = init_process(timeout=200.0)
 folder = Path(sys.argv[1])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
 
@@ -90,7 +91,7 @@ class Run:
 
     def appear(self, pattern: str, number: int | None = None) -> None:
         """Returns when there are as many such files, one per rank unless it is said."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + WITHIN
         while len(list(self.folder.glob(pattern))) < (number or self.num_ranks):
             assert time.monotonic() < end, "the ranks did not start"
             assert not self.ended(), self.outcome()
@@ -99,13 +100,11 @@ class Run:
     def pids(self) -> list[int]:
         return [int(path.read_text()) for path in sorted(self.folder.glob("pid-*"))]
 
-    def finish(self) -> tuple[int, str, str, float]:
-        """Exit code, stdout, stderr, and the seconds since this call."""
-        start = time.monotonic()
+    def finish(self) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr; an error where it has not ended in time."""
         code, out, err = self.outcome()
-        seconds = time.monotonic() - start
         assert alive(self.pids()) == []
-        return code, out, err, seconds
+        return code, out, err
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -130,7 +129,7 @@ def start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Callabl
             running = pool.submit(launch, [str(script), str(tmp_path)], num_ranks, port=port)
 
             def outcome() -> tuple[int, str, str]:
-                code = running.result(60)
+                code = running.result(WITHIN)
                 return code, *capfd.readouterr()
 
             return Run(tmp_path, num_ranks, running.done, outcome)
@@ -150,7 +149,7 @@ def start_parent(tmp_path: Path) -> Iterator[Callable[..., tuple[Run, int]]]:
         process.start()
 
         def outcome() -> tuple[int, str, str]:
-            process.join(60)
+            process.join(WITHIN)
             return process.exitcode, (tmp_path / "out").read_text(), (tmp_path / "err").read_text()
 
         return Run(tmp_path, NUM_RANKS, lambda: not process.is_alive(), outcome), process.pid
@@ -179,7 +178,7 @@ def test_all_well(start, tmp_path: Path) -> None:
         "(folder / f'loaded-by-{os.getppid()}').touch()\n"
         "if rank == 1: print('now', file=sys.stderr); os.write(2, b'raw\\n')\n"
     )
-    code, out, err, _ = start(body, port=port).finish()
+    code, out, err = start(body, port=port).finish()
     threads = os.environ.get("OMP_NUM_THREADS", max(1, len(os.sched_getaffinity(0)) // NUM_RANKS))
     expected = [f"rank {rank} {threads} True {port}" for rank in range(NUM_RANKS)]
     assert (code, sorted(out.splitlines()), err) == (0, expected, "now\nraw\n")
@@ -198,19 +197,17 @@ def test_an_exception(start) -> None:
         "wait_for((rank + 1) % num_ranks)\n"
     )
     run.ready()
-    code, out, err, seconds = run.finish()
+    code, out, err = run.finish()
     once(err, "rank 2 failed at step 17 in F3 of stage 2: ValueError: the input is too wide")
     assert "in forward" in err
     assert "ranks 0, 1 ended because of it" in err
     assert (code, out) == (1, "")
-    assert seconds < SOON
-    print(f"ended after {seconds:.2f} s")
 
 
 def test_the_whole_traceback_on_request(start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_TRACEBACK", "1")
     run = start("if rank == 1: raise KeyError('7')\nwait_for(1)\n", num_ranks=2)
-    code, _, err, _ = run.finish()
+    code, _, err = run.finish()
     assert code == 1
     assert err.count("Traceback (most recent call last)") == 1
 
@@ -220,16 +217,14 @@ def test_a_killed_rank(start, victim: int) -> None:
     run = start("wait_for((rank + 1) % num_ranks)")
     run.ready()
     os.kill(run.pids()[victim], signal.SIGKILL)
-    code, _, err, seconds = run.finish()
+    code, _, err = run.finish()
     once(err, f"rank {victim} was killed by SIGKILL; out of memory is the usual cause")
     assert code == 137
-    assert seconds < SOON
-    print(f"ended after {seconds:.2f} s")
 
 
 def test_a_rank_that_just_exits(start) -> None:
     run = start("if rank == 1: os._exit(3)\nwait_for((rank + 1) % num_ranks)")
-    code, _, err, _ = run.finish()
+    code, _, err = run.finish()
     once(err, "rank 1 ended with exit code 3 and reported no exception")
     assert code == 3
 
@@ -239,54 +234,52 @@ def test_ranks_that_do_not_notice_are_stopped(start) -> None:
     """One sleeps, one ignores SIGTERM, one is stopped and has a child of its own."""
     run = start(
         "if rank == 0: raise RuntimeError('enough')\n"
-        "if rank == 1: time.sleep(100)\n"
+        "if rank == 1: time.sleep(1000)\n"
         "if rank == 2:\n"
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "    time.sleep(100)\n"
+        "    time.sleep(1000)\n"
         "child = os.fork()\n"
         "if child: (folder / 'pid-child').write_text(str(child)); os.kill(os.getpid(), signal.SIGSTOP)\n"
-        "time.sleep(100)\n",
+        "time.sleep(1000)\n",
         num_ranks=4,
     )
     run.ready()
-    code, _, err, seconds = run.finish()
+    code, _, err = run.finish()
     once(err, "rank 0 failed: RuntimeError: enough")
     assert "ranks 1, 2, 3 did not end and had to be stopped" in err
     assert (code, len(run.pids())) == (1, 5)
-    assert seconds < SOON
-    print(f"ended after {seconds:.2f} s")
 
 
 @pytest.mark.slow
 def test_a_hanging_peer_is_named_by_the_deadline(start) -> None:
     run = start(
-        "if rank == 1: time.sleep(100)\nraise DeadlineExceeded('rank 0 waited 60 s for F3 of stage 1 from rank 1')\n",
+        "if rank == 1: time.sleep(1000)\n"
+        "raise DeadlineExceeded('rank 0 waited 60 s for F3 of stage 1 from rank 1')\n",
         num_ranks=2,
     )
-    code, _, err, _ = run.finish()
+    code, _, err = run.finish()
     once(err, "rank 0 failed: DeadlineExceeded: rank 0 waited 60 s for F3 of stage 1 from rank 1")
     assert "rank 1 did not end and had to be stopped" in err
     assert code == 1
 
 
 def test_a_killed_parent_takes_its_ranks_along(start_parent) -> None:
-    run, parent = start_parent("time.sleep(100)")
+    run, parent = start_parent("time.sleep(1000)")
     run.ready()
     pids = run.pids()
     assert len(alive(pids)) == NUM_RANKS
     os.kill(parent, signal.SIGKILL)
-    begin = time.monotonic()
+    end = time.monotonic() + WITHIN
     while alive(pids):
-        assert time.monotonic() - begin < SOON
+        assert time.monotonic() < end
         time.sleep(0.02)
-    print(f"ended after {time.monotonic() - begin:.2f} s")
 
 
 def test_a_killed_parent_takes_ranks_along_that_have_not_joined(start_parent) -> None:
     """Nothing of theirs looks after the parent yet; the process that they were forked from does, and removes the
     reports. The test's timeout is the judge.
     """
-    run, parent = start_parent("time.sleep(100)", AT_ONCE)
+    run, parent = start_parent("time.sleep(1000)", AT_ONCE)
     run.appear("handed-*")
     reports = {path.read_text() for path in run.folder.glob("handed-*")}
     os.kill(parent, signal.SIGKILL)
@@ -299,7 +292,7 @@ def test_the_process_that_ranks_are_forked_from_is_killed(start) -> None:
     run.ready()
     (server,) = run.folder.glob("by-*")
     os.kill(int(server.name[3:]), signal.SIGKILL)
-    code, _, err, _ = run.finish()
+    code, _, err = run.finish()
     once(err, "the process that ranks are forked from was killed by SIGKILL")
     assert code == 1
 
@@ -321,12 +314,12 @@ def test_modules_that_cannot_be_loaded_beforehand(tmp_path: Path, capfd: pytest.
 def test_signals_before_there_are_ranks(start_parent, tmp_path: Path, number: int, code: int, words: str) -> None:
     """While a module is loaded that takes its time."""
     (tmp_path / "takes_long.py").write_text(
-        "import time\nfrom pathlib import Path\nPath(__file__).with_name('loading').touch()\ntime.sleep(100)\n"
+        "import time\nfrom pathlib import Path\nPath(__file__).with_name('loading').touch()\ntime.sleep(1000)\n"
     )
     run, parent = start_parent("", preload="takes_long")
     run.appear("loading", 1)
     os.kill(parent, number)
-    assert run.finish()[:3] == (code, "", f"penstock: {words}\n")
+    assert run.finish() == (code, "", f"penstock: {words}\n")
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -341,16 +334,16 @@ def test_ctrl_c_is_passed_on_and_ranks_may_leave_cleanly(start_parent) -> None:
     )
     run.ready()
     os.kill(parent, signal.SIGINT)
-    code, out, err, _ = run.finish()
+    code, out, err = run.finish()
     assert (code, out.splitlines(), err) == (0, ["saved True"] * NUM_RANKS, "")
 
 
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_that_ranks_die_of(start_parent) -> None:
-    run, parent = start_parent("time.sleep(100)")
+    run, parent = start_parent("time.sleep(1000)")
     run.ready()
     os.kill(parent, signal.SIGINT)
-    code, _, err, _ = run.finish()
+    code, _, err = run.finish()
     assert (code, err) == (130, "penstock: interrupted\n")
 
 
@@ -358,35 +351,34 @@ def test_ctrl_c_that_ranks_die_of(start_parent) -> None:
 def test_ctrl_c_inside_native_code_that_may_not_throw(start_parent) -> None:
     """Native code that meets a KeyboardInterrupt where it may not throw calls std::terminate, which is SIGABRT."""
     run, parent = start_parent(
-        "signal.signal(signal.SIGINT, lambda *_: os.abort())\n(folder / f'native-{rank}').touch()\ntime.sleep(100)"
+        "signal.signal(signal.SIGINT, lambda *_: os.abort())\n(folder / f'native-{rank}').touch()\ntime.sleep(1000)"
     )
     run.ready()
     run.appear("native-*")
     os.kill(parent, signal.SIGINT)
-    code, _, err, _ = run.finish()
+    code, _, err = run.finish()
     assert (code, err) == (130, "penstock: interrupted\n")
 
 
 @pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_does_not_wait(start_parent) -> None:
     run, parent = start_parent(
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n(folder / f'deaf-{rank}').touch()\ntime.sleep(100)"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n(folder / f'deaf-{rank}').touch()\ntime.sleep(1000)"
     )
     run.ready()
     run.appear("deaf-*")
     os.kill(parent, signal.SIGINT)
     time.sleep(0.3)
     os.kill(parent, signal.SIGINT)
-    code, _, err, seconds = run.finish()
+    code, _, err = run.finish()
     assert (code, err) == (130, "penstock: interrupted\n")
-    assert seconds < SOON
 
 
 def test_sigterm_to_the_parent_ends_all(start_parent) -> None:
-    run, parent = start_parent("time.sleep(100)")
+    run, parent = start_parent("time.sleep(1000)")
     run.ready()
     os.kill(parent, signal.SIGTERM)
-    code, _, err, _ = run.finish()
+    code, _, err = run.finish()
     assert (code, err) == (143, "penstock: stopped by SIGTERM\n")
 
 
@@ -408,7 +400,7 @@ def test_a_port_in_use(start) -> None:
         other.listen()
         port = other.getsockname()[1]
         run = start("", port=port)
-        code, _, err, _ = run.finish()
+        code, _, err = run.finish()
     assert code == 2
     once(err, f"port {port} is in use by another program: choose another")
     assert run.pids() == []

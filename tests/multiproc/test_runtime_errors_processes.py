@@ -94,16 +94,15 @@ def stands_still_in_rank_1(rank: int, dispatch: str, folder: Path) -> None:
             (folder / "gave up").touch()
 
 
-def ended(outcomes: list[Outcome], within: float) -> None:
+def ended(outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         assert outcome.code not in (0, None), f"rank {outcome.rank} ended with {outcome.code}: {outcome.text}"
-        assert outcome.seconds < within, f"rank {outcome.rank} took {outcome.seconds} s: {outcome.text}"
 
 
 @pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
 def test_an_exception_in_one_rank(dispatch: str) -> None:
     outcomes = run_ranks(4, raises_in_rank_2, dispatch, deadline=30)
-    ended(outcomes, within=15)
+    ended(outcomes)
     assert "ValueError: the third call is too much" in outcomes[2].text
     assert outcomes[2].last_line == "in F2 of stage 2 on rank 2"
     for rank in (1, 3):
@@ -114,7 +113,7 @@ def test_an_exception_in_one_rank(dispatch: str) -> None:
 @pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
 def test_a_rank_that_dies(dispatch: str) -> None:
     outcomes = run_ranks(4, dies_in_rank_1, dispatch, deadline=30)
-    ended(outcomes, within=15)
+    ended(outcomes)
     assert "PeerLost" in outcomes[0].last_line, outcomes[0].text
     assert "rank 1" in outcomes[0].last_line
 
@@ -122,7 +121,7 @@ def test_a_rank_that_dies(dispatch: str) -> None:
 @pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
 def test_a_deadline_names_who_waited_for_what_from_whom(dispatch: str, tmp_path: Path) -> None:
     outcomes = run_ranks(4, stands_still_in_rank_1, dispatch, tmp_path, deadline=30)
-    ended(outcomes, within=20)
+    ended(outcomes)
     waited = [o.last_line for o in outcomes if "DeadlineExceeded" in o.last_line]
     assert waited, "\n".join(o.text for o in outcomes)
     assert any("of stage 1" in line and "rank 1" in line for line in waited), waited
@@ -182,7 +181,7 @@ def given_other_shapes(rank: int) -> None:
 
 def test_ranks_given_other_shapes_end_without_an_abort() -> None:
     outcomes = run_ranks(4, given_other_shapes, deadline=30)
-    ended(outcomes, within=15)
+    ended(outcomes)
     assert all(o.code == 1 for o in outcomes), [o.code for o in outcomes]
     assert any("given other batches" in o.last_line for o in outcomes), "\n".join(o.text for o in outcomes)
 

@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-SOON = 10.0
 STEPS = 40
 
 
@@ -81,7 +80,6 @@ def test_killed_again_and_again(text: Path, tmp_path: Path) -> None:
 def _killed(run: Run, rank: int, resumable: bool | None) -> None:
     run.kill(rank)
     ended = run.end()
-    assert ended.seconds < SOON
     assert ended.code == 137, ended
     assert ended.out == ""
     said = ended.err[ended.err.index("penstock: ") :].splitlines()
@@ -143,7 +141,6 @@ def test_a_signal_saves_and_ends_well(text: Path, tmp_path: Path, number: signal
         run.wait_for(lambda: run.steps() >= 3)
         run.signal(number)
         ended = run.end()
-    assert ended.seconds < SOON
     assert ended.code == 128 + number, ended
     done = len(losses(folder))
     assert 3 <= done < STEPS
@@ -243,7 +240,7 @@ print(json.dumps(said | {"losses": [line["loss"] for line in lines]}))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # as ranks whose disk is full in test_faults
 @needs_small_disk
 def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_space(text: Path, tmp_path: Path) -> None:
     options = f"{SMALL} --save-every 2 --keep 1 --lr-decay constant --data {text}"
