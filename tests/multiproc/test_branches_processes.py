@@ -19,7 +19,7 @@ def run_all(rank: int, names: list[str]) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize("ranks", [4, 5])
+@pytest.mark.parametrize("ranks", [4, pytest.param(5, marks=pytest.mark.slow)])
 def test_as_the_plain_loop(ranks: int) -> None:
     names = [name for name, graph in runs.GRAPHS.items() if graph.num_stages == ranks]
     outcomes = run_ranks(ranks, run_all, names, deadline=100)

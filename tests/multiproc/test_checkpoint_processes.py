@@ -204,6 +204,7 @@ def replicas(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_state_that_differs_between_processes(tmp_path: Path) -> None:
     outcomes = run_ranks(4, replicas, str(tmp_path))
     assert [o.code for o in outcomes] == [0] * 4, "\n".join(o.text for o in outcomes)
@@ -268,6 +269,7 @@ def sharded(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_save_of_shards_held_everything_twice(tmp_path: Path) -> None:
     outcomes = run_ranks(2, sharded, str(tmp_path))
     assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text

@@ -24,6 +24,7 @@ def run_all(rank: int) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_loss_gradients_and_order_over_five_ranks() -> None:
     outcomes = run_ranks(5, run_all, deadline=100)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)

@@ -47,7 +47,14 @@ def _ended(chosen: dict[str, Cell]) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(("num_processes", "num"), [(2, 12), (4, 20), pytest.param(8, 8, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("num_processes", "num"),
+    [
+        (2, 12),
+        pytest.param(4, 20, marks=pytest.mark.slow),
+        pytest.param(8, 8, marks=pytest.mark.nightly),
+    ],
+)
 def test_cells_of_the_array_are_the_plain_loop(num_processes: int, num: int) -> None:
     """With those in one process (tests/unit/test_compatibility.py) 60 of them."""
     chosen = cells.some_cells(num_processes, num)
@@ -59,6 +66,7 @@ def test_mistakes_that_were_there_once() -> None:
     assert not _ended(MENDED)
 
 
+@pytest.mark.slow
 def test_updates_of_shards() -> None:
     assert not _ended(SHARDED)
 

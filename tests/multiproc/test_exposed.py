@@ -36,6 +36,7 @@ def delegated(rank: int, gather: Any) -> dict[str, Any]:
         transport.close()
 
 
+@pytest.mark.slow
 def test_the_delegates_key_is_neither_on_a_command_line_nor_in_an_environment() -> None:
     outcomes = run_delegate_ranks(2, delegated)
     assert not any(one.error for one in outcomes), outcomes[0].text

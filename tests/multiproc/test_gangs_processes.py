@@ -156,6 +156,7 @@ def dropout_of(name: str) -> float:
     )  # each shard's heads drop out numbers of their own
 
 
+@pytest.mark.slow
 def test_shared_stages_over_meshes() -> None:
     torch.set_num_threads(1)
     plain = ps.build("gpipe", 4, runs.NUM)

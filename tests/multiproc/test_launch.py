@@ -204,6 +204,7 @@ def test_an_exception(start) -> None:
     assert (code, out) == (1, "")
 
 
+@pytest.mark.slow
 def test_the_whole_traceback_on_request(start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_TRACEBACK", "1")
     run = start("if rank == 1: raise KeyError('7')\nwait_for(1)\n", num_ranks=2)
@@ -212,7 +213,7 @@ def test_the_whole_traceback_on_request(start, monkeypatch: pytest.MonkeyPatch) 
     assert err.count("Traceback (most recent call last)") == 1
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_rank(start, victim: int) -> None:
     run = start("wait_for((rank + 1) % num_ranks)")
     run.ready()
@@ -222,6 +223,7 @@ def test_a_killed_rank(start, victim: int) -> None:
     assert code == 137
 
 
+@pytest.mark.slow
 def test_a_rank_that_just_exits(start) -> None:
     run = start("if rank == 1: os._exit(3)\nwait_for((rank + 1) % num_ranks)")
     code, _, err = run.finish()
@@ -338,6 +340,7 @@ def test_ctrl_c_is_passed_on_and_ranks_may_leave_cleanly(start_parent) -> None:
     assert (code, out.splitlines(), err) == (0, ["saved True"] * NUM_RANKS, "")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_that_ranks_die_of(start_parent) -> None:
     run, parent = start_parent("time.sleep(1000)")
@@ -347,6 +350,7 @@ def test_ctrl_c_that_ranks_die_of(start_parent) -> None:
     assert (code, err) == (130, "penstock: interrupted\n")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_inside_native_code_that_may_not_throw(start_parent) -> None:
     """Native code that meets a KeyboardInterrupt where it may not throw calls std::terminate, which is SIGABRT."""
@@ -360,6 +364,7 @@ def test_ctrl_c_inside_native_code_that_may_not_throw(start_parent) -> None:
     assert (code, err) == (130, "penstock: interrupted\n")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_does_not_wait(start_parent) -> None:
     run, parent = start_parent(
@@ -374,6 +379,7 @@ def test_a_second_ctrl_c_does_not_wait(start_parent) -> None:
     assert (code, err) == (130, "penstock: interrupted\n")
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_parent_ends_all(start_parent) -> None:
     run, parent = start_parent("time.sleep(1000)")
     run.ready()
@@ -382,6 +388,7 @@ def test_sigterm_to_the_parent_ends_all(start_parent) -> None:
     assert (code, err) == (143, "penstock: stopped by SIGTERM\n")
 
 
+@pytest.mark.slow
 def test_what_fails_before_it_can_report_is_told_once(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import no_such_module_at_all")

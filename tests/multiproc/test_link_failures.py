@@ -31,6 +31,7 @@ def check(cases: Sequence[LinkCase], outcomes: Sequence[Outcome]) -> None:
             assert any("nothing was lost" in one for one in told["notices"]) == bool(case.cuts), case
 
 
+@pytest.mark.slow
 def test_a_pipeline_goes_on_where_a_connection_is_cut() -> None:
     dynamic = LinkCase(clip_norm=0.5, evaluates=True)
     frozen = replace(dynamic, dispatch="frozen")

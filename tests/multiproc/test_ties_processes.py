@@ -105,7 +105,15 @@ def casts(rank: int) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("run", [several_pipelines, updates, meshes, refusals, sparse, casts])
+@pytest.mark.parametrize(
+    "run",
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (several_pipelines, updates, meshes)),
+        refusals,
+        sparse,
+        casts,
+    ],
+)
 def test_ties_between_processes(run: Any) -> None:
     outcomes = run_ranks(4, run, deadline=100)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)

@@ -82,7 +82,7 @@ def test_towers_under_torchrun(tmp_path: Path) -> None:
     assert told.json["num_parameters"] == 81_921
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # a pipeline of test_adapt_mesh_processes and a run of test_train_adapts do so by day
 def test_nodes_move_from_a_late_link_and_losses_stay(text: Path, tmp_path: Path) -> None:
     """Link 2:3 carries the gradients of the last rank; afterwards it does not."""
     options = f"{GPT} --data {text} --pp 2 --dp 2 --microbatches 2 --steps 27 --save-every 0"

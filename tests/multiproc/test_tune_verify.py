@@ -53,7 +53,13 @@ def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [["--dp", "2"], ["--pp", "2", "--dp", "1", "--schedule", "chimera"]])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param(["--dp", "2"], marks=pytest.mark.nightly),
+        ["--pp", "2", "--dp", "1", "--schedule", "chimera"],
+    ],
+)
 def test_copies_and_several_pipelines_are_run_and_the_line_trains(
     extra: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +131,7 @@ def test_an_interrupt_prints_the_best_of_what_was_measured(tmp_path: Path) -> No
     assert "1f1b" in out
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_say_why() -> None:
     with pytest.raises(RanksFailed, match=r"rank \d failed: KeyError: 'settings'"):
         run_job([{"do": "layers", "text": "nothing"}], 1, 1)

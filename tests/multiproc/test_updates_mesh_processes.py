@@ -110,6 +110,7 @@ def everything(rank: int, folder: str) -> dict[str, list[str]]:
     return beside_the_loop(rank) | goes_on(rank, folder) | goes_on(rank, folder, shards=True)
 
 
+@pytest.mark.slow
 def test_updates_over_replicas(tmp_path: Path) -> None:
     outcomes = run_ranks(4, everything, str(tmp_path), deadline=120)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)

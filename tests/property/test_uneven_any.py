@@ -92,6 +92,7 @@ def test_another_order_of_microbatches_is_the_same_schedule_over_their_costs(see
         assert [(t.start, t.end) for t in one.ops] == [(t.start, t.end) for t in other.ops]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_no_order_is_above_its_caps_or_below_the_bound(seed: int) -> None:

@@ -75,6 +75,7 @@ actions = st.lists(
 ).map(tuple)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.sampled_from(sorted(VIEWS)), min_size=1, max_size=3).map(tuple),

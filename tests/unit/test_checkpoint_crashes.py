@@ -132,6 +132,7 @@ def run(script: str, tmp_path: Path, *before: str, folder: Path | None = None) -
     return done.stdout
 
 
+@pytest.mark.slow
 def test_killed_at_every_touch_of_the_disk_while_saving(tmp_path: Path) -> None:
     """Either of two ranks, a new checkpoint or one that replaces another: the newest is whole at every moment."""
     assert int(run(KILLS, tmp_path)) > 50
@@ -187,6 +188,7 @@ print(total)
 """
 
 
+@pytest.mark.slow
 def test_killed_at_every_touch_of_the_disk_while_loading(tmp_path: Path) -> None:
     assert int(run(LOADS, tmp_path)) > 5
 
@@ -219,6 +221,7 @@ print(failed)
 )
 
 
+@pytest.mark.slow
 @needs_small_disk
 def test_a_disk_that_is_full_at_any_page(tmp_path: Path) -> None:
     """Nothing half-written stays, the older checkpoint is untouched, and both ranks say why."""

@@ -75,6 +75,7 @@ def test_bounds_and_greedy_enclose_the_best_of_all_orders(seed: int, share: floa
     assert search.value >= best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "num_microbatches", "cap", "paths_alone", "best"),
     [(v_shape(3), 4, 4, 52, 58), (circular(2, 4), 4, 3, 50, 52)],
