@@ -49,10 +49,12 @@ class RankServer:
         with contextlib.suppress(OSError):  # it has ended already, which is seen next
             self._channel.sendall(json.dumps({**order, "descriptors": list(descriptors)}).encode() + b"\n")
         self._channel.setblocking(False)
+        self._words = select.poll()  # which takes any number that a descriptor may have
+        self._words.register(self._channel, select.POLLIN)
 
     def wait(self, seconds: float) -> None:
         """Returns when it has something to say, at the latest after so many seconds."""
-        select.select([self._channel], [], [], seconds)
+        self._words.poll(1e3 * seconds)
 
     def look(self) -> None:
         """Takes what it has said since; `lost` where it has ended, which it does not before it is closed."""
@@ -145,11 +147,11 @@ class RankProcess:
 
 
 def _members(session: int) -> list[int]:
-    """Processes of a session that run, its leader left out; none are found where there is no /proc."""
+    """Processes of a session that run; none are found where there is no /proc."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended meanwhile
             state, _, _, of = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
-            if int(of) == session and int(path.parent.name) != session and state not in "ZX":
+            if int(of) == session and state not in "ZX":
                 found.append(int(path.parent.name))
     return found
