@@ -44,6 +44,8 @@ from penstock.bench.machine import machine
 from penstock.lab import HostProcess, Lab
 
 TRANSPORTS, MESHES, NETWORKS, HOWS = ("gloo", "delegate"), ("pp", "pp x dp"), (0, 1), ("interface", "silent")
+CARRYING = (("gloo", 0), ("delegate", 1))
+"""Transports, and by which network their messages go."""
 WIDTH, ROWS, MICROBATCHES, NUM_STEPS = 32, 2**14, 4, 4
 """A message is WIDTH * ROWS * 4 bytes: 2 MiB."""
 LINK = "bandwidth:200Mbit/s"
@@ -210,7 +212,7 @@ def cell(transport: str, mesh: str, network: int, how: str, count: int, seed: in
                 at, moving = 0, False
                 if run:
                     time.sleep(chance.uniform(0.0, 0.7 * usual))
-                    moving = await_transfer(lab, network, 2 * usual)
+                    moving = (transport, network) in CARRYING and await_transfer(lab, network, 2 * usual)
                     at = cut(lab, network, how, chance.randrange(2))
                 told = training.hear(run, "equal")
             except RuntimeError as failed:

@@ -253,10 +253,11 @@ class OutLane:
             self._put(pack(Frame(What.PING, self.lane)))
             if self._stream is None:
                 return now
-        if self._full and now - self._heard >= timing.SILENCE:
+        is_quiet = now - self._heard >= timing.SILENCE
+        if is_quiet and (self._full or sockets.is_unacknowledged(self._stream.socket)):
             self._cut(Why.TIMED_OUT, now)
             return now
-        if not self._silent and now - self._heard >= timing.SILENCE and self._path is not None:
+        if is_quiet and not self._silent and self._path is not None:
             self._silent = True
             self._tell(Note.SILENT, self._path)
         return now + timing.BEAT if self._stream.queued else self._stream.spoke + timing.BEAT

@@ -67,12 +67,38 @@ def trust(made: socket.socket, stands_still: bool = False) -> None:
     One that stands still, since the receiver said that it has no room, may do so for ever: to TCP that looks alike.
     """
     try:
-        info = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
-        rtt_ms = int.from_bytes(info[68:72], "little") // 1000  # tcpi_rtt, microseconds
-        limit = 0 if stands_still else max(UNACKNOWLEDGED_MS, 4 * rtt_ms)
+        limit = 0 if stands_still else _limit_ms(_info(made))
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
     except OSError:
         pass  # it is gone: whoever reads from it next will see
+
+
+def is_unacknowledged(made: socket.socket) -> bool:
+    """Whether the network has acknowledged nothing of what was sent for longer than `trust` allows.
+
+    The kernel should have ended the connection then, and does not always: it looks when it sends something again, and
+    with thousands of packets unacknowledged was seen to do so never. A process that stands still is told from that:
+    its kernel acknowledges, and when its buffer is full, nothing is under way.
+    """
+    try:
+        info = _info(made)
+    except OSError:
+        return False  # it is gone: whoever reads from it next will see
+    unacked, last_ack_ms = _number(info, 24), _number(info, 56)  # tcpi_unacked, tcpi_last_ack_recv
+    return unacked > 0 and last_ack_ms > _limit_ms(info)
+
+
+def _info(made: socket.socket) -> bytes:
+    return made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+
+
+def _number(info: bytes, offset: int) -> int:
+    return int.from_bytes(info[offset : offset + 4], "little")
+
+
+def _limit_ms(info: bytes) -> int:
+    """Milliseconds for which a round trip of this length allows that nothing is acknowledged."""
+    return max(UNACKNOWLEDGED_MS, 4 * _number(info, 68) // 1000)  # tcpi_rtt, microseconds
 
 
 _BIND_ADDRESS_NO_PORT = 24
