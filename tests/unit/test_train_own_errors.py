@@ -171,6 +171,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "a loss of another shape": ("--model shaped.py:Net", ["a tensor of shape (2, 4)", "one number"]),
     "a loss with parameters": ("--model learns.py:Net", ["in learns.py has parameters", "nothing would train"]),
     "a loss that fails": ("--model raises.py:Net", ["loss_fn of raises.py:Net fails", "raises.py:3", "RuntimeError"]),
+    "a folder to export to": ("--export .", ["--export", "is a folder; give a file"]),
     "no data file": ("--data gone.py:data", ["--data", "there is no file"]),
     "data of another name": ("--data nets.py:dota", ["has no 'dota'", "did you mean data?"]),
     "data that needs arguments": ("--data nets.py:needs", ["needs path", "takes nothing"]),

@@ -33,6 +33,11 @@ def is_path(model: str) -> bool:
     return model not in KINDS
 
 
+def is_hugging_face(model: str) -> bool:
+    """Whether a model is a folder or config.json of transformers."""
+    return is_path(model) and not is_own(model)
+
+
 def same_kind(a: str, b: str) -> bool:
     """Whether a run of one model may be meant to go on with the other."""
     return a == b or (is_path(a) and is_path(b) and is_own(a) == is_own(b))

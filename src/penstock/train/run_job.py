@@ -21,7 +21,7 @@ from penstock.train.bounds import bound, proved_mismatch
 from penstock.train.folder import RunFolder, check_place, is_folder
 from penstock.train.inputs import Inputs, gather_inputs
 from penstock.train.job import TrainJob
-from penstock.train.kinds import is_path
+from penstock.train.kinds import is_hugging_face
 from penstock.train.malloc_warmup import settle_memory
 from penstock.train.mesh_sizes import mesh_words
 from penstock.train.rank import RankRun
@@ -97,7 +97,7 @@ def run_joined(order: TrainJob) -> int:
 def _check(order: TrainJob) -> Inputs:
     if order.export is not None:
         export = Path(order.export)
-        check_place(export, "--export", folder=is_path(order.settings.model) and is_folder(export))
+        check_place(export, "--export", folder=is_hugging_face(order.settings.model) and is_folder(export))
     inputs = gather_inputs(order.settings)
     if inputs.data.corpus is not None:
         check_tokens(inputs.data.corpus)
