@@ -28,8 +28,8 @@ from penstock.engine.tolerance import EPSILON
 
 COMPILED_WITH = (memory_safety,)
 OPTIONS = {"_nrt": False}
-"""For the compiler: nothing here allocates. Without numba's counting of references to the arrays that the event loop hands
-over at every decision, runs under dispatch take less than half as long."""
+"""For the compiler: nothing here allocates. Without numba's counting of references to the arrays that the event loop
+hands over at every decision, runs under dispatch take about half as long."""
 
 FROZEN, HINTED, CLASS_FIRST = 0, 1, 2
 """The policies of `decide`."""
