@@ -45,9 +45,9 @@ class Ended:
 class Forked:
     """`penstock train`, forked from a process that has loaded it, which takes three seconds; as `Popen` has it."""
 
-    def __init__(self, words: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, words: list[str], environment: dict[str, str], cwd: Path | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-test-")
-        self._process = forkserver().Process(target=_train, args=(self._folder.name, words, environment))
+        self._process = forkserver().Process(target=_train, args=(self._folder.name, words, environment, cwd))
         self._process.start()
         self.pid = self._process.pid
 
@@ -68,13 +68,15 @@ class Forked:
         return Path(self._folder.name, "out").read_text(), Path(self._folder.name, "err").read_text()
 
 
-def _train(folder: str, words: list[str], environment: dict[str, str]) -> None:
+def _train(folder: str, words: list[str], environment: dict[str, str], cwd: Path | None) -> None:
     """The process of a run; what it and its ranks say goes to files."""
     from penstock.cli import main
 
     for name, number in (("out", 1), ("err", 2)):
         with Path(folder, name).open("w") as file:
             os.dup2(file.fileno(), number)
+    if cwd is not None:
+        os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
     sys.exit(main(["train", *words]))
@@ -83,7 +85,7 @@ def _train(folder: str, words: list[str], environment: dict[str, str]) -> None:
 class Run:
     """A run in processes of its own. As a context manager it leaves no process behind, whatever the test does.
 
-    `command` starts it in place of `penstock train`, in the folder `cwd`.
+    `command` starts it in place of `penstock train`; `cwd` is the folder it is started in.
     """
 
     def __init__(self, folder: Path, options: str, command: list[str] | None = None, cwd: Path | None = None) -> None:
@@ -91,7 +93,7 @@ class Run:
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "FORCE_COLOR")}
         environment["OMP_NUM_THREADS"] = "1"
         self._process = (
-            Forked(options.split(), environment)
+            Forked(options.split(), environment, cwd)
             if command is None
             else subprocess.Popen(
                 [*command, *options.split()],

@@ -151,7 +151,7 @@ def test_a_person_edits_drags_plans_and_comes_back(
         planned = ps.schedule.parse(play.grid)
         ps.check(planned)
         assert ps.simulate(planned, costs, links=late).makespan == play.makespans()["frozen"] == 300
-        play.wait("location.hash.includes('g=schedule')")
+        play.wait("location.hash.includes('g=schedule%20planned')")
         grid, shown = play.grid, play.makespans()
         page.reload()
         play.wait("document.body.dataset.updates > 0")

@@ -46,7 +46,7 @@ def test_the_sentence_is_the_package_description() -> None:
 
 
 def test_every_library_schedule_is_named() -> None:
-    listed = TEXT.split("The library schedules are ")[1].split(".\n")[0]
+    listed = " ".join(TEXT.split()).split("The library schedules are ")[1].split(". ")[0]
     assert set(re.findall(r"`([^`]+)`", listed)) == set(ps.library.SCHEDULES)
 
 

@@ -52,7 +52,6 @@ BAD: dict[str, tuple[str, list[str]]] = {
         ["transformers knows no such model", "frobnicator", "looked for", "one module a stage and give ps.Pipeline"],
     ),
     "an encoder with a decoder": ("--model t5", ["t5", "looked for", "one module a stage"]),
-    "an architecture never compared": ("--model falcon", ["'falcon'", "compared are bloom", "one module a stage"]),
     "a config that is no JSON": ("--model broken/config.json", ["broken/config.json", "can't be read"]),
     "a config that is a list": ("--model listed", ["listed/config.json", "no JSON object"]),
     "a decoder's sizes": ("--model llama --width 8", ["--width 8", "config", "leave it out"]),
@@ -114,7 +113,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "llama": {**llama, "max_position_embeddings": 64},
         "small": {**llama, "max_position_embeddings": 64, "vocab_size": 200},
         "t5": {"model_type": "t5", "d_model": 32, "num_layers": 2, "d_ff": 64, "num_heads": 4, "vocab_size": 300},
-        "falcon": {**sizes, "model_type": "falcon"},
         "unknown": {**sizes, "model_type": "frobnicator"},
         "listed": [1],
     }

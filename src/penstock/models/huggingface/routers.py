@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, blocks_of, has_routers
 
-__all__ = ["ROUTED", "Heard", "Routers", "routers_of"]
+__all__ = ["ROUTED", "RouterLogits", "Routers", "routers_of"]
 
 ROUTED = "router_logits"
 
@@ -36,24 +36,24 @@ class Routers:
     holder: str
     coefficient: float
 
-    def listen(self, block: nn.Module) -> Heard:
+    def listen(self, block: nn.Module) -> RouterLogits:
         """Hears the routers of a block, in which there may be none."""
-        heard = Heard(self.index)
+        heard = RouterLogits(self.index)
         for module in block.modules():
             if isinstance(module, self.kind):
                 for number, hook in list(module._forward_hooks.items()):
-                    if isinstance(hook, Heard):  # of a layer made before of the same block
+                    if isinstance(hook, RouterLogits):  # of a layer made before of the same block
                         del module._forward_hooks[number]
                 module.register_forward_hook(heard)
         return heard
 
-    def say_in(self, frame: nn.Module) -> Said:
+    def returned_by(self, frame: nn.Module) -> RouterOutput:
         """Has what holds the blocks in a frame return router logits that it is told."""
-        said = Said()
+        hook = RouterOutput()
         holder = frame.get_submodule(self.holder)
         holder.__dict__["_forward_hooks"] = OrderedDict()  # those of the whole model stay as they are
-        holder.register_forward_hook(said)
-        return said
+        holder.register_forward_hook(hook)
+        return hook
 
     def loss(self, out: Any) -> Tensor:
         """That of a model's output, times its coefficient."""
@@ -61,7 +61,7 @@ class Routers:
         return loss
 
 
-class Heard:
+class RouterLogits:
     """Hook of routers: keeps what they say."""
 
     def __init__(self, index: int | None) -> None:
@@ -77,7 +77,7 @@ class Heard:
         return logits
 
 
-class Said:
+class RouterOutput:
     """Hook of what holds the blocks: its output has the router logits that came along."""
 
     def __init__(self) -> None:

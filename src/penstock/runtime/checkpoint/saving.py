@@ -68,7 +68,7 @@ class Loaded(NamedTuple):
     notices: list[str]
 
 
-class Said(NamedTuple):
+class LoadFailure(NamedTuple):
     """An error as it goes to the other processes."""
 
     text: str
@@ -340,7 +340,7 @@ def _agree(peers: Peers, value: T, error: CheckpointError | None) -> list[T]:
     said = None
     if error is not None:
         is_damage = isinstance(error, DamagedCheckpointError)
-        said = Said(error.damage if isinstance(error, DamagedCheckpointError) else str(error), is_damage)
+        said = LoadFailure(error.damage if isinstance(error, DamagedCheckpointError) else str(error), is_damage)
     parts = peers.gather((value, said))
     errors = [(process, each) for process, (_, each) in enumerate(parts) if each is not None]
     if not errors:
