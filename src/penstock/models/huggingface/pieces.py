@@ -117,18 +117,18 @@ class HeadPiece(Piece):
         self.__dict__["_frame"] = frame
         self.__dict__["_entrance"] = entrance
         self._routers = routers
-        self._said = None if routers is None else routers.say_in(frame)
+        self._router_output = None if routers is None else routers.returned_by(frame)
 
     def forward(self, value: Value) -> Tensor | dict[str, Tensor]:
         self._entrance.instead = value[HIDDEN]
-        if self._said is not None:
-            self._said.logits = value.get(ROUTED, ())
+        if self._router_output is not None:
+            self._router_output.logits = value.get(ROUTED, ())
         try:
             out = self._frame(inputs_embeds=_blank(value[HIDDEN]), use_cache=False, **_beside(value))
         finally:
             self._entrance.instead = None
-            if self._said is not None:
-                self._said.logits = ()
+            if self._router_output is not None:
+                self._router_output.logits = ()
         logits: Tensor = out.logits
         return logits if self._routers is None else {"logits": logits, "router_loss": self._routers.loss(out)}
 
