@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -18,6 +20,8 @@ settings.register_profile("same-examples", deadline=None, derandomize=True)
 settings.load_profile("ours")
 
 GOLDEN = Path(__file__).parent / "golden"
+LIMIT = pytest.StashKey[Any]()
+"""How long a test may take, as pytest-timeout has it."""
 
 
 @pytest.fixture
@@ -65,9 +69,31 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return compare
 
 
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    """Keeps what limits the test; pytest-timeout's own function then sets the timer."""
+    item.stash[LIMIT] = settings
+
+
 @pytest.fixture(autouse=True)
-def machine_code_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans in tests have machine code: where it is not there it is compiled before they go on."""
+def machine_code_made_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans in tests have machine code: where it is not there it is compiled before they go on.
+
+    That takes minutes on a busy machine, whichever test plans first, so that the test's time limit begins again then.
+    """
     from penstock.planning import compile_ahead
 
-    monkeypatch.setattr(compile_ahead, "begin", compile_ahead.compile_all)
+    def begin() -> None:
+        if not compile_ahead.missing():
+            return
+        limit = request.node.stash.get(LIMIT, None)
+        if limit is None or threading.current_thread() is not threading.main_thread():  # where signals are set
+            compile_ahead.compile_all()
+            return
+        request.config.hook.pytest_timeout_cancel_timer(item=request.node)
+        try:
+            compile_ahead.compile_all()
+        finally:
+            request.config.hook.pytest_timeout_set_timer(item=request.node, settings=limit)
+
+    monkeypatch.setattr(compile_ahead, "begin", begin)

@@ -6,6 +6,7 @@ The clocks here are numbers that tests move; no test takes the time.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -288,6 +289,7 @@ def test_no_step_of_a_large_problem_begins_without_machine_code(
 
 
 FIRST_PLAN = """
+import signal
 import subprocess
 import penstock as ps
 
@@ -361,6 +363,19 @@ def test_no_process_is_started_whose_work_would_be_lost(
     monkeypatch.setattr(compile_ahead, "cache_folder", lambda _: None)
     compile_ahead.begin()
     assert not without_machine_code
+
+
+def test_compiling_takes_nothing_of_a_tests_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes minutes on a busy machine, and the test that happened to plan first was ended for it."""
+    running = signal.getitimer(signal.ITIMER_REAL)[0]
+    if not running:
+        pytest.skip("tests run without pytest-timeout's timer")
+    seen: list[float] = []
+    monkeypatch.setattr(compile_ahead, "missing", lambda: [longest_paths])
+    monkeypatch.setattr(compile_ahead, "compile_all", lambda: seen.append(signal.getitimer(signal.ITIMER_REAL)[0]))
+    compile_ahead.begin()
+    assert seen == [0.0]
+    assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
 
 
 def test_what_another_process_fails_to_compile_is_compiled_here(
