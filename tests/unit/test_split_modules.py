@@ -352,3 +352,40 @@ def test_a_stage_compiled_after_it_was_prepared() -> None:
         tape.backward_input([y.sum()], [None])
         tape.backward_weight()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(stage.parameters(), twin.parameters()))
+
+
+class CompiledInside(nn.Module):
+    """Compiles what is around its layer, which takes and gets what lies the other way round."""
+
+    def __init__(self, fullgraph: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self._run = torch.compile(self._plain, backend="eager", dynamic=False, fullgraph=fullgraph)
+
+    def _plain(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self._run(x.transpose(1, 2)).transpose(1, 2)
+        return y
+
+
+@pytest.mark.xfail(strict=True, reason="the op that waits for W is traced")
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_function_that_is_compiled_over_a_prepared_layer(fullgraph: bool) -> None:
+    """The compiler traced the op that waits for W, with a contiguous gradient, and the bias was summed otherwise."""
+    torch.compiler.reset()
+    plain, split = CompiledInside(fullgraph), CompiledInside(fullgraph)
+    split.load_state_dict(plain.state_dict())
+    prepare(split)
+    for x in batches(6, 4, 7, num=8):
+        y, wanted = torch.randn(6, 4, 7), leaf(x)
+        given = leaf(x)
+        plain(wanted).backward(y)
+        tape = Tape()
+        with tape.recording():
+            out = split(given)
+        tape.backward_input([out], [y])
+        tape.backward_weight()
+        assert torch.equal(wanted.grad, given.grad)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), split.parameters()))
