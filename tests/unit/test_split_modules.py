@@ -370,7 +370,6 @@ class CompiledInside(nn.Module):
         return y
 
 
-@pytest.mark.xfail(strict=True, reason="the op that waits for W is traced")
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_function_that_is_compiled_over_a_prepared_layer(fullgraph: bool) -> None:
     """The compiler traced the op that waits for W, with a contiguous gradient, and the bias was summed otherwise."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import MethodType
 
+import torch
 from torch import Tensor, nn
 
 from penstock.runtime.stage.split_backward.conv import ConvRule
@@ -84,6 +85,9 @@ def unprepare(stage: nn.Module) -> None:
 def forward(self: nn.Module, input: Tensor) -> Tensor:
     """A prepared module's forward, or `on_shard`; named so that a pickled module finds its plain one."""
     slot: Slot = self.__dict__[_SLOT]
+    if torch.compiler.is_compiling():
+        # A traced backward keeps neither what the tape says nor the gradient's strides, which the sums follow.
+        return slot.rule.plain(self, input)
     tape = slot.stage.recomputing or recording.get()
     if tape is not None:
         return slot.call(self, tape, input)
