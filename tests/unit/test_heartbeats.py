@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.runtime.mesh.interfaces import listen
+from penstock.runtime.transport.delegate.carrier import sockets
 from penstock.runtime.transport.failover.heartbeats import Heartbeats
 
 
@@ -54,3 +55,14 @@ def test_a_call_that_ends_with_its_first_words_is_made_again(heartbeats: Heartbe
     heartbeats._ready(call, selectors.EVENT_WRITE)
     assert not call.up
     assert call.made is None
+
+
+def test_a_link_whose_network_acknowledges_nothing_is_dead_though_its_kernel_keeps_it(
+    heartbeats: Heartbeats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (call,) = heartbeats._calls
+    call.made, call.up = socket.create_connection(heartbeats._ends[1][0]), True
+    monkeypatch.setattr(sockets, "is_unacknowledged", lambda made, least_ms: made is call.made)
+    heartbeats._turn(call, 0.0)
+    assert not call.up
+    assert heartbeats.down() == {0}

@@ -184,6 +184,10 @@ class Heartbeats:
 
     def _turn(self, call: HeartbeatLine, now: float) -> None:
         """A beat; or another try to connect."""
+        if call.up and call.made is not None and sockets.is_unacknowledged(call.made, UNACKNOWLEDGED_MS):
+            self._lost(call)  # its kernel does not always end it
+            call.due = now + BEAT
+            return
         if call.up:
             call.due = now + BEAT
             self._write(call, self._beat())

@@ -73,8 +73,8 @@ def trust(made: socket.socket, stands_still: bool = False) -> None:
         pass  # it is gone: whoever reads from it next will see
 
 
-def is_unacknowledged(made: socket.socket) -> bool:
-    """Whether the network has acknowledged nothing of what was sent for longer than `trust` allows.
+def is_unacknowledged(made: socket.socket, least_ms: int = UNACKNOWLEDGED_MS) -> bool:
+    """Whether the network has acknowledged nothing of what was sent for longer than `least_ms`, or four round trips.
 
     The kernel should have ended the connection then, and does not always: it looks when it sends something again, and
     with thousands of packets unacknowledged was seen to do so never. A process that stands still is told from that:
@@ -85,7 +85,7 @@ def is_unacknowledged(made: socket.socket) -> bool:
     except OSError:
         return False  # it is gone: whoever reads from it next will see
     unacked, last_ack_ms = _number(info, 24), _number(info, 56)  # tcpi_unacked, tcpi_last_ack_recv
-    return unacked > 0 and last_ack_ms > _limit_ms(info)
+    return unacked > 0 and last_ack_ms > _limit_ms(info, least_ms)
 
 
 def _info(made: socket.socket) -> bytes:
@@ -96,9 +96,9 @@ def _number(info: bytes, offset: int) -> int:
     return int.from_bytes(info[offset : offset + 4], "little")
 
 
-def _limit_ms(info: bytes) -> int:
+def _limit_ms(info: bytes, least_ms: int = UNACKNOWLEDGED_MS) -> int:
     """Milliseconds for which a round trip of this length allows that nothing is acknowledged."""
-    return max(UNACKNOWLEDGED_MS, 4 * _number(info, 68) // 1000)  # tcpi_rtt, microseconds
+    return max(least_ms, 4 * _number(info, 68) // 1000)  # tcpi_rtt, microseconds
 
 
 _BIND_ADDRESS_NO_PORT = 24
