@@ -8,18 +8,16 @@ ops and more.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
+from penstock.draw.page_template import filled
 from penstock.draw.palette import ink, kind_name, kind_order, shade
 from penstock.draw.panel import Drawable, Panel, panels
 from penstock.draw.scale import percent, short
 from penstock.formats.perfetto import held_over_time, messages_of
-
-_SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
 def to_html(
@@ -53,7 +51,7 @@ def to_html(
         "data": script_json(data),
     }
     template = page.joinpath("page.html").read_text(encoding="utf-8")
-    return _SLOT.sub(lambda slot: slots[slot[1]], template)
+    return filled(template, slots)
 
 
 def script_json(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
@@ -10,8 +9,7 @@ from typing import Any, NamedTuple
 
 from penstock.draw.charts.figure import STYLE, Figure
 from penstock.draw.html import script_json
-
-_SLOT = re.compile(r"\{\{(\w+)\}\}")
+from penstock.draw.page_template import filled
 
 
 class PageNumber(NamedTuple):
@@ -64,7 +62,7 @@ def whole_page(
         "sections": "\n".join(sections),
         "data": script_json(data),
     }
-    return _SLOT.sub(lambda slot: slots[slot[1]], lines.joinpath("report_page.html").read_text(encoding="utf-8"))
+    return filled(lines.joinpath("report_page.html").read_text(encoding="utf-8"), slots)
 
 
 def section(title: str, body: str, note: str = "") -> str:

@@ -132,4 +132,5 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
-        raise ScheduleError(f"{path}: {error.strerror or error}", rule="file") from None
+        hint = "; name a file in a folder that is there" if isinstance(error, FileNotFoundError) else ""
+        raise ScheduleError(f"{path}: {error.strerror or error}{hint}", rule="file") from None

@@ -48,15 +48,12 @@ from penstock.planning.limits import Limits
 from penstock.planning.local_search import Walk
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, Trials, greedy, time_of
-from penstock.planning.threads import num_cores
+from penstock.planning.threads import LOOK, num_cores
 from penstock.program.placements import bidirectional
 from penstock.schedule import circular, one_to_one, v_shape
 from penstock.simulation import simulate
 from penstock.simulation.runner import Runner
 from penstock.simulation.transport import Decoupled
-
-_LOOK = 0.02
-"""Seconds between looks for machine code that another process makes."""
 
 IN_ORDER = "--in-order"
 
@@ -120,7 +117,7 @@ def wait_for(*modules: ModuleType) -> None:
         _compile([module for module in modules[:0:-1] if not is_compiled(module)])
     while not all(map(is_compiled, modules)):
         if any(child.poll() is None for child in _children):
-            time.sleep(_LOOK)
+            time.sleep(LOOK)
         else:
             _compile([module for module in missing() if module in modules])
 

@@ -20,7 +20,7 @@ MOST_THREADS = 16
 MOST_UNCOMPILED = 30_000
 """Ops above which nothing is done without machine code: a single order takes longer than the compiling."""
 
-_LOOK = 0.02
+LOOK = 0.02
 """Seconds between looks for machine code that another process makes."""
 
 
@@ -37,9 +37,9 @@ def awaited(module: ModuleType, num_ops: int, seconds: float) -> bool:
     soon as it is there, if it comes within `seconds`."""
     ends = time.perf_counter() + seconds
     while num_ops > MOST_UNCOMPILED and not is_compiled(module):
-        if time.perf_counter() + _LOOK >= ends:
+        if time.perf_counter() + LOOK >= ends:
             return False
-        time.sleep(_LOOK)
+        time.sleep(LOOK)
     return True
 
 

@@ -9,6 +9,63 @@
 `tests/unit/test_play.py` runs the scripts beside Python's own functions over a thousand schedules.
 """
 
-from penstock.play.assemble import page, save, scripts
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from penstock.draw import palette
+from penstock.draw.html import script_json
+from penstock.draw.page_template import filled
+from penstock.engine import (
+    decider,
+    event_loop,
+    list_by_rules,
+    list_by_values,
+    memory_safety,
+    min_tree,
+    rule_tables,
+    tolerance,
+)
+from penstock.formats.files import path_of, write_whole
+from penstock.planning import forward_backward, longest_paths
+from penstock.play.to_javascript import bundle
 
 __all__ = ["page", "save", "scripts"]
+
+ENGINE = (
+    tolerance, memory_safety, min_tree, decider, event_loop, list_by_rules, list_by_values, longest_paths,
+    forward_backward,
+)  # fmt: skip
+SCRIPTS = ("schedule.js", "run.js", "library.js", "plan.js")
+
+
+def scripts() -> str:
+    """All that computes, without the page: runs in any JavaScript engine."""
+    return "\n".join(['"use strict";', bundle(ENGINE, (rule_tables,)), *map(_own, SCRIPTS)])
+
+
+def page() -> str:
+    """The page, which loads nothing: style and scripts are inside, and a policy forbids it every request."""
+    colours = {
+        "kinds": palette.KINDS,
+        "lightest": palette.LIGHTEST,
+        "light": palette.LIGHT_INK,
+        "dark": palette.DARK_INK,
+    }
+    shown = [f"const palette = {script_json(colours)};", _own("view.js"), _own("app.js")]
+    slots = {"css": _own("page.css"), "engine": scripts(), "scripts": "\n".join(shown)}
+    return filled(_own("page.html"), slots)
+
+
+def _own(name: str) -> str:
+    return files("penstock.play").joinpath(name).read_text("utf-8")
+
+
+def save(path: str | Path) -> None:
+    """Writes the page to a file, whole or not at all; any browser opens it.
+
+    Raises:
+        ScheduleError (rule "file"): it can't be written; the message says why.
+    """
+    write_whole(path_of(path), page())

@@ -164,8 +164,8 @@
 
   // ---- what follows
 
-  const costs = () => ({ f: state.times.F, i: state.times.I, w: state.times.W, b: state.times.B,
-    slow: range(shown.schedule.numRanks).map((rank) => (rank === state.slow[0] ? state.slow[1] : 1)) });
+  const costs = (numRanks) => ({ f: state.times.F, i: state.times.I, w: state.times.W, b: state.times.B,
+    slow: range(numRanks).map((rank) => (rank === state.slow[0] ? state.slow[1] : 1)) });
 
   // Asks for an update at the next frame: "build" the schedule anew, read the "grid", or only "run" it.
   function ask(what) {
@@ -219,7 +219,7 @@
   const shapeOf = (s) => [s.numRanks, [...new Set(s.order.flat().map((op) => op.kind))].sort().join(""), linksOf(s).join()].join(" ");
 
   function run() {
-    const options = { costs: costs(), links: state.links, graph: shown.graph };
+    const options = { costs: costs(shown.schedule.numRanks), links: state.links, graph: shown.graph };
     shown.runs = [runs.simulate(shown.schedule, { ...options, dispatch: "frozen" })];
     if (state.dispatch !== "frozen") shown.runs.push(runs.simulate(shown.schedule, { ...options, dispatch: state.dispatch }));
   }
@@ -349,7 +349,7 @@
     let search;
     try {
       search = planner.search({ pipelines, numRanks: p, numMicrobatches: state.microbatches, links: state.links, cap, split: state.split,
-        costs: { f: state.times.F, i: state.times.I, w: state.times.W, b: state.times.B, slow: range(p).map((rank) => (rank === state.slow[0] ? state.slow[1] : 1)) } });
+        costs: costs(p) });
     } catch (error) {
       return void ($("planned").textContent = error.message);
     }

@@ -1,6 +1,6 @@
 // The schedules of `penstock.library` that are chains of stages, by the same names and to the same op.
 const library = (() => {
-  const { ScheduleError, bidirectional, circular, make, oneToOne, vShape, wave, key, keyOf, check } = schedules;
+  const { ScheduleError, bidirectional, circular, make, oneToOne, vShape, wave, key, check } = schedules;
   const op = (kind, stage, m) => ({ kind, stage, m });
   const zeros = (n) => new Array(n).fill(0);
   const refuse = (message) => { throw new ScheduleError(message, { rule: "options" }); };
@@ -367,5 +367,5 @@ const library = (() => {
     return made;
   }
 
-  return { SCHEDULES: Object.keys(SCHEDULES), OPTIONS, build, keyOf };
+  return { SCHEDULES: Object.keys(SCHEDULES), OPTIONS, build };
 })();

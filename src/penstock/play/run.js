@@ -163,5 +163,5 @@ const runs = (() => {
     return { ...schedule, order };
   }
 
-  return { executed, lower, perStage, simulate };
+  return { executed, lower, simulate };
 })();

@@ -1,6 +1,6 @@
 // Draws timelines on a canvas, and as an SVG file.
 const view = (() => {
-  const { KINDS: ORDER, stagesOf, shortName } = schedules;
+  const { KINDS: ORDER, stagesOf } = schedules;
   const LABEL = 62, RIGHT = 14, AXIS = 22, HEAD = 22, FONT = '-apple-system, "Segoe UI", Roboto, Arial, sans-serif';
   const channels = (color) => [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16));
 
@@ -172,5 +172,5 @@ const view = (() => {
     return ORDER.filter((kind) => kinds.has(kind)).map((kind) => [hex(shade(kind, 0, 1)), `${kind} ${palette.kinds[kind][0]}`]);
   }
 
-  return { at, draw, legend, short, shortName, svg };
+  return { at, draw, legend, short, svg };
 })();

@@ -82,14 +82,13 @@ class Prepared:
         through: Passed,
         compile: bool,
         caps: Sequence[float] | None,
-        warmup: Sequence[int] | None,
-        due: Array | None,
+        warmup: Sequence[int] | None = None,
+        due: Array | None = None,
     ) -> None:
-        self._order, self._policy, self.through, self.compile = order, policy, through, compile
+        self._order, self._policy, self._through, self._compile = order, policy, through, compile
+        self._warmup, self._bounded = warmup, isinstance(transport, Blocking)
         num_rows, num_ops = order.num_rows, order.num_ops
-        self.streams, self.bounded = num_rows - order.num_ranks, isinstance(transport, Blocking)
-        self._warmup = warmup
-        streams = self.streams
+        streams = num_rows - order.num_ranks
         self._kept: dict[str, Array] = {
             **order.ints,
             "depth": depths(order, transport),
@@ -130,17 +129,17 @@ class Prepared:
             "memory_change": change,
         }
         loop: ModuleType = event_loop
-        if self.compile:
+        if self._compile:
             loop = compiled(event_loop)
         else:
             arrays = {name: array.tolist() for name, array in arrays.items()}
         ended = loop.run(
             policy.dispatch.code,
             policy.wait,
-            bounded=self.bounded,
-            lines=self.through.lines,
-            base=self.through.base,
-            arrival=self.through.arrival,
+            bounded=self._bounded,
+            lines=self._through.lines,
+            base=self._through.base,
+            arrival=self._through.arrival,
             **arrays,
         )
         if ended < num_ops:
@@ -232,15 +231,14 @@ class Runner:
         policy = Policy.of(dispatch)
         if policy.wait and due is None:
             due = self.run(order, deepcopy(links), transport=transport, links_at=links_at).arrays["start_time"]
-        prepared = self.prepared(order, links, policy, transport, caps, warmup, links_at, due)
-        through = prepared.through
-        plain = not (policy.wait or prepared.streams or through.lines or through.arrival or warmup)
-        plain = plain and not prepared.bounded
+        through, use = self._through(order, links, links_at)
+        streams, bounded = order.num_rows - order.num_ranks, isinstance(transport, Blocking)
+        plain = not (policy.wait or bounded or streams or through.lines or through.arrival or warmup)
         if plain and policy.dispatch is Dispatch.FROZEN and len(order.ints["gang_first"]) <= 1:
-            timed = _swept(order, through.arrays["delay"], compile=prepared.compile)
+            timed = _swept(order, through.arrays["delay"], compile=use)
             if timed is not None:
                 return Ran(order, timed)
-        return prepared.run(order.duration, order.change)
+        return Prepared(order, policy, transport, through, use, caps, warmup, due).run(order.duration, order.change)
 
     def prepared(
         self,
@@ -249,16 +247,17 @@ class Runner:
         policy: Policy,
         transport: Transport,
         caps: Sequence[float] | None = None,
-        warmup: Sequence[int] | None = None,
-        links_at: float = 0.0,
-        due: Array | None = None,
     ) -> Prepared:
         """All that `run` takes from an order, for runs that differ in what its ops take: their time and memory."""
+        return Prepared(order, policy, transport, *self._through(order, links, 0.0), caps)
+
+    def _through(self, order: Order, links: Links | Lines, links_at: float) -> tuple[Passed, bool]:
+        """The links of a run, and whether it runs compiled."""
         through = passed(order, links, self.costs, links_at)
         use = self.compile
         if use is None:
             use = "numba" in sys.modules and is_compiled(event_loop)
-        return Prepared(order, policy, transport, through, use and through.arrival is None, caps, warmup, due)
+        return through, use and through.arrival is None
 
     def lowered(self, schedule: Schedule) -> Order:
         """The schedule as arrays, for one run: it is not looked up among those known."""

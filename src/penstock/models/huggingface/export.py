@@ -48,10 +48,8 @@ def write_folder(target: Path, checkpoint: Reader, shapes: Any, blocks: str, sou
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         config = shapes.config
-        config.architectures, config.dtype = (
-            [type(shapes).__name__],
-            torch.float32,
-        )  # which the weights are trained in
+        config.architectures = [type(shapes).__name__]
+        config.dtype = torch.float32  # which the weights are trained in
         config.save_pretrained(beside)
         kept = [] if source is None else [file for pattern in KEPT for file in source.glob(pattern)]
         for file in kept:

@@ -182,16 +182,28 @@ def weigh(
     """
     counted = weights_of(targets, loss_fn)
     weights = sizes_of(inputs) if counted is None else counted
-    scales = []
+    return shares_of([weights], windows)[0]
+
+
+def shares_of(weights: Sequence[Sequence[float]], windows: Sequence[range]) -> list[list[float]]:
+    """By replica each microbatch's share in the loss of its window, which that of all replicas weighs together.
+
+    Raises:
+        RuntimeFailure: one of several windows weighs nothing, so that its update has no gradient.
+    """
+    shares: list[list[float]] = [[] for _ in weights]
     for update, window in enumerate(windows):
-        total = sum(weights[m] for m in window)
+        total = sum(part[m] for part in weights for m in window)
         if not total and len(windows) > 1:
+            whose = " of all replicas" if len(weights) > 1 else ""
             raise RuntimeFailure(
-                f"microbatches {window.start} to {window.stop - 1}, the window of update {update}, weigh nothing: "
-                "the loss has no target there, and the update no gradient; leave the data out, or lengthen the window"
+                f"microbatches {window.start} to {window.stop - 1}{whose}, the window of update {update}, weigh "
+                "nothing: the loss has no target there, and the update no gradient; leave the data out, or lengthen "
+                "the window"
             )
-        scales += [weights[m] / total if total else 0.0 for m in window]
-    return scales
+        for part, own in zip(weights, shares, strict=True):
+            own += [part[m] / total if total else 0.0 for m in window]
+    return shares
 
 
 def weights_of(targets: Sequence[Any], loss_fn: Callable[..., Tensor] | None) -> list[float] | None:

@@ -17,7 +17,15 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.branches import end_of, starts_of
-from penstock.runtime.stage.microbatches import Microbatches, Signature, cut_batch, num_entries, sizes_of, weights_of
+from penstock.runtime.stage.microbatches import (
+    Microbatches,
+    Signature,
+    cut_batch,
+    num_entries,
+    shares_of,
+    sizes_of,
+    weights_of,
+)
 from penstock.runtime.tensors.digest import batch_digest
 from penstock.runtime.tensors.pytree import DTYPES
 from penstock.schedule import Schedule
@@ -84,7 +92,7 @@ class ReplicaBatches:
         parts = [self._of_replica(everyone, replica) for replica in range(self._mesh.num_replicas)]
         windows = tuple(windows) or (range(count),)
         own = parts[self._mesh.replica]
-        scales = _scales([part["weights"] for part in parts], windows)[self._mesh.replica]
+        scales = shares_of([part["weights"] for part in parts], windows)[self._mesh.replica]
         signatures: list[Signature] = [
             tuple((tuple(shape), DTYPES[name]) for shape, name in each) for each in own["signatures"]
         ]
@@ -172,21 +180,6 @@ class ReplicaBatches:
             )
         weights = None if targets is None else targets["weights"]
         return {"weights": inputs["sizes"] if weights is None else weights, "signatures": inputs["signatures"]}
-
-
-def _scales(weights: Sequence[Sequence[float]], windows: Sequence[range]) -> list[list[float]]:
-    """By replica what each of its microbatches counts in the loss of its window of the whole batch."""
-    scales: list[list[float]] = [[] for _ in weights]
-    for update, window in enumerate(windows):
-        total = sum(float(part[m]) for part in weights for m in window)
-        if not total and len(windows) > 1:
-            raise RuntimeFailure(
-                f"microbatches {window.start} to {window.stop - 1} of all replicas, the window of update {update}, "
-                "weigh nothing, and the update has no gradient; leave the data out, or lengthen the window"
-            )
-        for part, own in zip(weights, scales, strict=True):
-            own += [float(part[m]) / total if total else 0.0 for m in window]
-    return scales
 
 
 def _listed(sizes: Sequence[float]) -> str:

@@ -28,7 +28,7 @@ from penstock.train.own_file import called, find, is_own, made, own_name, seeded
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed, require_chain
-from penstock.train.tasks.own_data import DealtBatches, IteratedBatches, OwnSource, Validation, opened, tensors_of
+from penstock.train.tasks.own_data import DealtBatches, OwnSource, Validation, opened, tensors_of
 from penstock.train.tasks.task import Data, Example
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 
@@ -140,8 +140,7 @@ class OwnTask:
         if source.is_dealt:
             return self._dealt(text, read)
         found = opened(source, settings.batch, settings.dp * settings.microbatches, read)
-        stateful = {"data": found.batches} if isinstance(found.batches, IteratedBatches) else {}
-        data = Data(text, found.digest, found.batches, found.validation, stateful=stateful)
+        data = Data(text, found.digest, found.batches, found.validation, stateful=found.stateful)
         return data, found.unit
 
     def _dealt(self, text: str, read: BatchReader) -> tuple[Data, str]:
@@ -162,10 +161,9 @@ class OwnTask:
         ]
         unit = f"{found[0].unit}, of each replica's part"
         if len(found) == 1:
-            batches, validation = found[0].batches, found[0].validation
-            stateful = {"data": batches} if isinstance(batches, IteratedBatches) else {}
-            is_dealt = dp > 1
-            return Data(text, found[0].form, batches, validation, stateful=stateful, is_dealt=is_dealt), unit
+            own = found[0]
+            data = Data(text, own.form, own.batches, own.validation, stateful=own.stateful, is_dealt=dp > 1)
+            return data, unit
         joined = DealtBatches([each.batches for each in found], num)
         validation = Validation(lambda: map(joined.join, zip(*(each.validation for each in found), strict=False)))
         return Data(text, found[0].form, joined, validation, stateful={"data": joined}), unit

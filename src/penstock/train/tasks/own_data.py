@@ -283,6 +283,11 @@ class Opened(NamedTuple):
     form: str
     """The same but for values: what all replicas' parts have in common."""
 
+    @property
+    def stateful(self) -> dict[str, Any]:
+        """What of it has a place in a checkpoint."""
+        return {"data": self.batches} if isinstance(self.batches, IteratedBatches) else {}
+
 
 def opened(source: OwnSource, batch: int, least: int, read: Reader) -> Opened:
     """The data of one replica.
