@@ -262,9 +262,7 @@ class Pipeline:
                 if nodes is not None:
                     around = nodes.mesh.ring_links(links, self._peers.here[0])
                     late = LateRing(Ring() if adapt is None else adapt.ring, around, conditions)
-            self._learner = OptimizerState(
-                held, place, schedule, optimizer, clip_norm, parallel.one_copy_steps, timeout, late
-            )
+            self._learner = OptimizerState(held, place, schedule, optimizer, clip_norm, parallel.one_copy_steps, late)
             self._tags = Tags.of(schedule, [tie.stages for tie in held.ties])
             self._running = self._worked_out(start)
             updating, ranks = self._learner.updating, self._peers.here

@@ -4,7 +4,7 @@
                                   |  pipelines of a schedule   pipeline_copies
                                   |  stages of a model         tied, tied_casts
                                   |  ranks of a stage          shared_stage, shared_modules
-                                  |  replicas                  data_parallel, buckets, fsdp
+                                  |  replicas                  data_parallel, buckets, sharding, fsdp
                                   v
     the owner's gradient --clip--> optimizer_state: one step --> values go back to all holders
 

@@ -1,4 +1,4 @@
-"""Gradients, or parameters, of several tensors as one message.
+"""Gradients, or values, of several tensors as one message between replicas.
 
     | gradient | gradient | gradient | there 1 1 1 |
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -175,17 +174,32 @@ class ValueBucket:
     """
 
     def __init__(self, tensors: Sequence[Tensor], source: int) -> None:
+        self.source = source
         self._tensors = [local(t.detach()) for t in tensors]
-        self.op = Broadcast(torch.cat([t.reshape(-1) for t in self._tensors]), source)
+        whole = torch.cat([t.reshape(-1) for t in self._tensors])
+        self._is_complex = whole.is_complex()
+        self.op = Broadcast(as_real(whole), source)
 
     def unpack(self) -> None:
+        flat = torch.view_as_complex(self.op.tensor) if self._is_complex else self.op.tensor
         start = 0
-        flat = self.op.tensor
         with torch.no_grad():
             for tensor in self._tensors:
                 tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
                 start += tensor.numel()
 
 
-def wait_for(work: Any, seconds: float) -> None:
-    work.wait(timedelta(seconds=seconds))
+def send_values(tensors: Iterable[Any], source: Callable[[Any], int], peers: GroupPeers) -> None:
+    """Gives every process the values of the one that `source` says of each tensor. All must call it for the same."""
+    buckets = [ValueBucket(part, source(part[0])) for part in cut_into_buckets(tensors, source)]
+    works = [peers.start(bucket.op) for bucket in buckets]
+    for bucket, work in zip(buckets, works, strict=True):
+        wait_for(work, peers, "parameters of the replica that owns them")
+        if bucket.source != peers.here[0]:
+            bucket.unpack()
+
+
+def wait_for(work: Any, peers: GroupPeers, what: str) -> None:
+    """Raises DeadlineExceeded, PeerLost, with what was waited for."""
+    with peers.explained(None, what) as limit:
+        work.wait(limit)

@@ -8,9 +8,7 @@ The loss of every microbatch is weighed within the whole batch, so gradients are
 Where updates are ops of the schedule, each sums its window's gradients over the replicas itself: all replicas run one
 order, so no rank waits at an update for one that waits for what comes after it.
 
-With ZeRO-1 each parameter has an owner among the replicas: the sum goes to it alone, it alone has the optimizer's
-state, and after an update it gives the others the new value. Fully sharded, each replica has a part of every
-parameter, and gets that part of the sum.
+`sharding.py` says what a replica keeps of each parameter, and so where sums go and what is sent after an update.
 """
 
 from __future__ import annotations
@@ -26,58 +24,55 @@ from torch.nn import Parameter
 
 from penstock.passes.reduce import REDUCE, add_reductions
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.failure import explain
-from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import (
     GradientBucket,
-    PartBucket,
     SumBucket,
-    ValueBucket,
     cut_into_buckets,
+    send_values,
     wait_for,
 )
-from penstock.runtime.parameters.fsdp import ShardedParameter, ShardedParameters
 from penstock.runtime.parameters.late_rings import LateRing, sleep_until
 from penstock.runtime.parameters.local_model import LocalModel
-from penstock.runtime.parameters.versions.gradients import Gradients
+from penstock.runtime.parameters.sharding import OwnedParameters, Unsharded
 from penstock.runtime.stage.registered_ops import OpFunction
-from penstock.runtime.tensors.dtensor import as_shard, local, memory
+from penstock.runtime.tensors.dtensor import as_shard, local
 from penstock.schedule import Schedule
+
+SUM = "a sum of gradients over the replicas"
+"""What a sum is called in errors."""
 
 
 class Replicas:
-    """What a process does with the other replicas of its stages.
+    """What a process does with the other replicas of its stages, if there are any.
 
     Args:
         peers: the processes with the same stages and shards.
         order: the stages here whose gradients a REDUCE reduces, in an order that all replicas keep.
-        owners: whether every parameter has an owner (ZeRO-1).
+        has_updates: whether updates are ops of the schedule, each of which sums its gradients itself.
         late: what is injected into the links between replicas; None for nothing.
 
     Attributes:
+        sharding: what each replica keeps of a parameter.
         keeps_aside: whether a step starts without the gradients of those before, which are added when it ends.
     """
-
-    keeps_aside = True
 
     def __init__(
         self,
         model: LocalModel,
-        peers: GroupPeers,
+        peers: Peers,
         order: Sequence[int],
-        owners: bool,
-        timeout: float,
+        sharding: Unsharded,
+        has_updates: bool,
         late: LateRing | None = None,
     ) -> None:
-        self._model, self._peers, self._timeout, self._late_ring = model, peers, timeout, late
-        self._order = tuple(order)
-        self._owner = _owners(model.parameters, peers.num_ranks) if owners else {}
-        tied, slots = model.tied, range(1, len(model.ties) + 1)
-        self._tied = {id(p): p for slot in slots if (p := tied.parameter(slot)) is not None}
-        # Of a tie's several parameters in this process the first alone is summed, and the others take its sum.
-        self._follow = [(p, tied.parameter(slot)) for slot in slots for p in tied.followers(slot)]
-        self._owner |= {id(p): self._owner[id(first)] for p, first in self._follow if id(first) in self._owner}
+        self.sharding = sharding
+        self._model, self._has_updates, self._late_ring = model, has_updates, late
+        self._peers = peers if isinstance(peers, GroupPeers) else None
+        self.keeps_aside = self._peers is not None and not has_updates
+        self._number, self._order = peers.here[0], tuple(order)
+        self._follow = followers(model)
         self._early: dict[int, list[list[Parameter]]] = {}
         self._late: list[list[Parameter]] = []
         self._wanting: list[Parameter] | None = None
@@ -93,44 +88,52 @@ class Replicas:
             return
         self._wanting = wanting
         self._early.clear()
-        self._late = [[p] for p in self._tied.values() if p.requires_grad]
-        seen = {*self._tied, *(id(p) for p, _ in self._follow)}
+        slots = range(1, len(self._model.ties) + 1)
+        tied = {id(p): p for slot in slots if (p := self._model.tied.parameter(slot)) is not None}
+        self._late = [[p] for p in tied.values() if p.requires_grad]
+        seen = {*tied, *(id(p) for p, _ in self._follow)}
         for index, stage in self._model.copies.stages.items():
             mine = [p for p in stage.parameters() if p.requires_grad and id(p) not in seen]
             seen.update(map(id, mine))
-            buckets = cut_into_buckets(reversed(mine), self._goes_to)
+            buckets = cut_into_buckets(reversed(mine), self.sharding.goes_to)
             if index in self._order:
                 self._early[index] = buckets
             else:
                 self._late += buckets
 
-    def _goes_to(self, parameter: Parameter) -> Any:
-        """Where the sum of a parameter's gradients goes; parameters of one bucket go alike."""
-        return self._owner_of(parameter)
-
-    def _at_rest(self, parameter: Parameter) -> Parameter:
-        """What stands for a parameter between steps."""
-        return parameter
-
-    def _owner_of(self, parameter: Tensor) -> int | None:
-        return self._owner.get(id(parameter))
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the replica that keeps, and writes, what one of them has to."""
+        return self._number == 0
 
     def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """Of some parameters those that this replica steps; where it steps parts of them, these."""
-        return [p for p in parameters if self._owner_of(p) in (None, self._peers.here[0])]
+        return self.sharding.owned(parameters, self._number)
 
     def answers_for(self, parameter: Tensor) -> bool:
         """Whether this replica is the one that tells a tensor, and what the optimizer keeps of it."""
-        owner = self._owner_of(parameter)
-        return self._peers.here[0] == (0 if owner is None else owner)
+        return self._number == self.sharding.teller(parameter)
+
+    def unshard(self) -> None:
+        """Before forwards: all parameters are whole here."""
+        self.sharding.unshard()
+
+    def reshard(self) -> None:
+        """After them: what other replicas keep is given up."""
+        self.sharding.reshard(self._has_updates)
 
     # Gradients.
 
     def begin(self) -> None:
-        """Starts a step: gradients of earlier ones are sums already, and kept aside."""
+        """Starts a step: gradients of earlier ones are sums already, and kept aside. Where updates are ops, what is
+        left of an open window stays where it is.
+        """
+        self.unshard()
+        if not self.keeps_aside:
+            return
         self._cut()
         for parameter, _ in self._follow:
-            self._at_rest(parameter).grad = None
+            self.sharding.at_rest(parameter).grad = None
         self._kept = [(p, p.grad) for p in self._model.parameters if p.grad is not None]
         for parameter, _ in self._kept:
             parameter.grad = None
@@ -148,13 +151,17 @@ class Replicas:
                 self._reduce(parameters)
 
     def finish(self) -> None:
-        """Sums what no REDUCE has, waits for all, and adds what was kept aside."""
+        """Sums what no REDUCE has, waits for all, and adds what was kept aside. Where updates are ops, they have made
+        all sums.
+        """
+        if self._peers is None or self._has_updates:
+            return
         for stage in list(self._due):
             self.start(stage)
         for parameters in self._late:
             self._reduce(parameters)
         for bucket, work, due in self._under_way:
-            self._wait(work, "a sum of gradients over the replicas")
+            wait_for(work, self._peers, SUM)
             sleep_until(due)
             bucket.unpack()
         self._under_way.clear()
@@ -162,102 +169,44 @@ class Replicas:
             parameter.grad = before if parameter.grad is None else _added(before, parameter.grad)
         self._kept.clear()
         for parameter, first in self._follow:
-            self._at_rest(parameter).grad = None if first is None else self._at_rest(first).grad
+            self.sharding.at_rest(parameter).grad = self.sharding.at_rest(first).grad
 
     def _reduce(self, parameters: Sequence[Parameter]) -> None:
-        bucket = self._bucket(parameters)
+        assert self._peers is not None, "sums are asked for where there are others"
+        bucket = self.sharding.bucket(parameters, self._peers)
         due = 0
         if self._late_ring is not None:
             due = self._late_ring.due(sum(local(p).numel() * p.element_size() for p in parameters))
         self._under_way.append((bucket, bucket.start(), due))
 
-    def _bucket(self, parameters: Sequence[Parameter]) -> SumBucket:
-        return GradientBucket(parameters, self._peers, self._owner_of(parameters[0]))
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the replica that keeps, and writes, what one of them has to."""
-        return self._peers.here[0] == 0
-
     def summed(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The sums over all replicas, where updates are ops, of shards what lies here; every replica must call it for
         the same parameters.
         """
+        if self._peers is None:
+            return list(gradients)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else as_shard(local(gradient), parameter)
         buckets = [GradientBucket(part, self._peers, None) for part in cut_into_buckets(parameters, lambda _: None)]
         for bucket, work in [(bucket, bucket.start()) for bucket in buckets]:
-            self._wait(work, "a sum of gradients over the replicas")
+            wait_for(work, self._peers, SUM)
             bucket.unpack()
         found = [None if parameter.grad is None else local(parameter.grad) for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         return found
 
-    def answer_alike(self, master: Parameter, parameter: Parameter) -> None:
-        """What an update steps in place of a parameter has that one's owner."""
-        if (owner := self._owner_of(parameter)) is not None:
-            self._owner[id(master)] = owner
+    # Updates.
 
-    def to_step(self, masters: Sequence[Parameter], gradients: Gradients) -> tuple[Sequence[Parameter], Gradients]:
-        """At an update that is an op: what the optimizer may step in their place, and the gradients of that."""
-        return masters, gradients
-
-    def share_stepped(self, masters: Sequence[Parameter]) -> None:
-        """After an update that is an op: every owner gives the others the new values."""
-        if self._owner:
-            self._share(masters, lambda master: self._owner[id(master)])
-
-    def unshard(self) -> None:
-        """Before forwards: everything is whole here."""
-
-    def reshard(self) -> None:
-        """After them: everything stays whole here."""
-
-    # Values.
-
-    def share_parameters(self) -> None:
-        """After an update: every owner gives the others its parameters' new values."""
-        if self._owner:
-            stepped = self._wanting or []
-            self._share(stepped, lambda p: self._owner[id(p)])
-
-    def share_all(self) -> None:
-        """Gives every replica the parameters and buffers of the first."""
-        self._share(self._model.parameters, lambda _: 0)
-        self.share_buffers()
+    def share_stepped(self, stepped: Iterable[Parameter] | None = None) -> None:
+        """After an update: every replica gets what others have stepped, of all parameters where none are named."""
+        if self._peers is not None:
+            self.sharding.spread((self._wanting or []) if stepped is None else stepped, self._peers)
 
     def share_buffers(self) -> None:
         """Gives every replica the first one's buffers (statistics, say), which each keeps for itself in a step."""
-        stages = self._model.copies.stages.values()
-        self._share(list({id(b): b for stage in stages for b in stage.buffers()}.values()), lambda _: 0)
-
-    def _share(self, tensors: Sequence[Any], source: Callable[[Any], int]) -> None:
-        buckets = [
-            (ValueBucket(part, source(part[0])), source(part[0])) for part in cut_into_buckets(tensors, source)
-        ]
-        works = [self._peers.start(bucket.op) for bucket, _ in buckets]
-        for (bucket, owner), work in zip(buckets, works, strict=True):
-            self._wait(work, "parameters of the replica that owns them")
-            if owner != self._peers.here[0]:
-                bucket.unpack()
-
-    def _wait(self, work: Any, what: str) -> None:
-        try:
-            wait_for(work, self._timeout)
-        except RuntimeError as error:
-            raise explain(error, self._peers.here[0], None, what, self._timeout) from None
-
-
-def _owners(parameters: Sequence[Parameter], num_replicas: int) -> dict[int, int]:
-    """By a parameter's id the replica that owns it: the largest first, each to who has least so far."""
-    held = [0] * num_replicas
-    found: dict[int, int] = {}
-    for parameter in sorted(parameters, key=lambda p: -p.numel()):
-        owner = held.index(min(held))
-        held[owner] += parameter.numel()
-        found[id(parameter)] = owner
-    return found
+        if self._peers is not None:
+            send_values(self._model.buffers(), lambda _: 0, self._peers)
 
 
 def _added(before: Tensor, now: Tensor) -> Tensor:
@@ -309,149 +258,16 @@ def reductions_of(
     return {REDUCE: lambda call: start(call.stage)} if found and REDUCE not in given else {}
 
 
-def replicas_of(
-    model: LocalModel, mesh: ProcessMesh, schedule: Schedule, timeout: float, late: LateRing | None = None
-) -> Replicas | NoReplicas:
+def replicas_of(model: LocalModel, mesh: ProcessMesh, schedule: Schedule, late: LateRing | None = None) -> Replicas:
     """What there is of other replicas. `schedule` has its REDUCE ops, `late` is injected into links between them."""
-    if not isinstance(mesh.replicas, GroupPeers):
-        return NoReplicas()
-    if schedule.updates is not None and model.sharded is not None:
-        return UpdatingParts(model, model.sharded, mesh.replicas, timeout)
-    if schedule.updates is not None:
-        return UpdatingReplicas(model, mesh.replicas, (), mesh.sharding == "zero1", timeout)
     order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
-    if model.sharded is not None:
-        return ShardedReplicas(model, model.sharded, mesh.replicas, order, timeout, late)
-    return Replicas(model, mesh.replicas, order, mesh.sharding == "zero1", timeout, late)
+    sharding: Unsharded = model.sharded or Unsharded()
+    if mesh.sharding == "zero1":
+        sharding = OwnedParameters(model.parameters, mesh.num_replicas, followers(model))
+    return Replicas(model, mesh.replicas, order, sharding, schedule.updates is not None, late)
 
 
-class ShardedReplicas(Replicas):
-    """Replicas that keep a part each of every parameter but those that stay whole."""
-
-    def __init__(
-        self,
-        model: LocalModel,
-        sharded: ShardedParameters,
-        peers: GroupPeers,
-        order: Sequence[int],
-        timeout: float,
-        late: LateRing | None = None,
-    ) -> None:
-        super().__init__(model, peers, order, False, timeout, late)
-        self._sharded = sharded
-
-    def begin(self) -> None:
-        self.unshard()
-        super().begin()
-
-    def _goes_to(self, parameter: Parameter) -> Any:
-        return id(parameter) in self._sharded.of_whole
-
-    def _at_rest(self, parameter: Parameter) -> Parameter:
-        one = self._sharded.of_whole.get(id(parameter))
-        return parameter if one is None else one.part
-
-    def _bucket(self, parameters: Sequence[Parameter]) -> SumBucket:
-        known = [self._sharded.of_whole.get(id(p)) for p in parameters]
-        ones = [one for one in known if one is not None]
-        if not ones:
-            return super()._bucket(parameters)
-        return PartBucket(parameters, [one.part for one in ones], [one.dim for one in ones], self._peers)
-
-    def share_all(self) -> None:
-        """They started alike, before each kept its part."""
-
-    def unshard(self) -> None:
-        self._sharded.unshard()
-
-    def reshard(self) -> None:
-        self._sharded.drop_gradients()
-        self._sharded.reshard()
-
-
-class UpdatingReplicas(Replicas):
-    """Replicas of a schedule with updates among its ops, which sum gradients when their turn comes."""
-
-    keeps_aside = False
-
-    def begin(self) -> None:
-        """What is left of an open window stays where it is."""
-
-    def finish(self) -> None:
-        """All sums were made by updates."""
-
-
-class UpdatingParts(UpdatingReplicas):
-    """The same, of which each keeps a part of every parameter: an update steps the parts, and gathers the whole."""
-
-    def __init__(self, model: LocalModel, sharded: ShardedParameters, peers: GroupPeers, timeout: float) -> None:
-        super().__init__(model, peers, (), False, timeout)
-        self._sharded = sharded
-        self._stepped: dict[int, ShardedParameter] = {}
-
-    def answer_alike(self, master: Parameter, parameter: Parameter) -> None:
-        if (one := self._sharded.of_whole.get(id(parameter))) is not None:
-            self._stepped[id(master)] = one
-
-    def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
-        found = ((p, self._stepped.get(id(p))) for p in parameters)
-        return [p if one is None else one.part for p, one in found]
-
-    def to_step(self, masters: Sequence[Parameter], gradients: Gradients) -> tuple[Sequence[Parameter], Gradients]:
-        known = [self._stepped.get(id(master)) for master in masters]
-        rows = [g if one is None or g is None else one.rows_of(g) for one, g in zip(known, gradients, strict=True)]
-        return self.owned(masters), rows
-
-    def share_stepped(self, masters: Sequence[Parameter]) -> None:
-        mine = [master for master in masters if id(master) in self._stepped]
-        for bucket in cut_into_buckets(mine, lambda _: None):
-            self._sharded.gather([self._stepped[id(master)] for master in bucket], [memory(m) for m in bucket])
-
-    def share_all(self) -> None:
-        """They started alike, before each kept its part."""
-
-    def unshard(self) -> None:
-        self._sharded.unshard()
-
-    def reshard(self) -> None:
-        self._sharded.keep()
-        self._sharded.reshard()
-
-
-class NoReplicas:
-    """What a pipeline without replicas does in their place: nothing."""
-
-    is_first = True
-    keeps_aside = False
-
-    def begin(self) -> None: ...
-
-    def start(self, stage: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def unshard(self) -> None: ...
-
-    def reshard(self) -> None: ...
-
-    def share_parameters(self) -> None: ...
-
-    def share_all(self) -> None: ...
-
-    def share_buffers(self) -> None: ...
-
-    def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
-        return list(parameters)
-
-    def answers_for(self, parameter: Tensor) -> bool:
-        return True
-
-    def summed(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        return list(gradients)
-
-    def answer_alike(self, master: Parameter, parameter: Parameter) -> None: ...
-
-    def to_step(self, masters: Sequence[Parameter], gradients: Gradients) -> tuple[Sequence[Parameter], Gradients]:
-        return masters, gradients
-
-    def share_stepped(self, masters: Sequence[Parameter]) -> None: ...
+def followers(model: LocalModel) -> list[tuple[Parameter, Parameter]]:
+    """Of a tie's several parameters in this process the first alone is summed: the others, and that one each."""
+    tied, slots = model.tied, range(1, len(model.ties) + 1)
+    return [(p, first) for slot in slots for p in tied.followers(slot) if (first := tied.parameter(slot)) is not None]

@@ -22,7 +22,7 @@ other pipelines, or ranks that have one stage together, has a part in each of th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +35,12 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.collective import AllGather
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.mesh.process_mesh import REPLICAS, ProcessMesh
-from penstock.runtime.parameters.buckets import as_real, cut_into_buckets
+from penstock.runtime.parameters.buckets import PartBucket, SumBucket, as_real, cut_into_buckets, wait_for
 from penstock.runtime.parameters.owners import sees_gradients
+from penstock.runtime.parameters.sharding import Unsharded
+from penstock.runtime.parameters.versions.gradients import Gradients
 from penstock.runtime.stage.stage import Stage
-from penstock.runtime.tensors.dtensor import is_sharded, local
+from penstock.runtime.tensors.dtensor import is_sharded, local, memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,10 +68,13 @@ class ShardedParameter:
         return tensor.narrow(self.dim, self.begin, local(self.part).shape[self.dim])
 
 
-class ShardedParameters:
+class ShardedParameters(Unsharded):
     """The parameters of the stages of this process, of which each replica keeps a part.
 
     What is one number stays whole on every replica.
+
+    Args:
+        stages: with the same values on all replicas.
     """
 
     def __init__(self, stages: Mapping[int, Stage], mesh: ProcessMesh) -> None:
@@ -77,11 +82,10 @@ class ShardedParameters:
         self._mesh, self._peers, self._group = mesh, mesh.replicas, mesh.replicas.group
         self._shared: dict[Any, Any] = {}
         self.of_whole: dict[int, ShardedParameter] = {}
+        self._of_master: dict[int, ShardedParameter] = {}
         places: dict[Parameter, dict[tuple[nn.Module, str], None]] = {}
         names: dict[Parameter, str] = {}
         for stage in stages.values():
-            for tensor in (*stage.parameters(), *stage.buffers()):
-                dist.broadcast(as_real(local(tensor.data)), group=self._group, group_src=0)
             for module in stage.modules():
                 for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                     places.setdefault(parameter, {})[module, name] = None
@@ -97,7 +101,7 @@ class ShardedParameters:
         buckets = cut_into_buckets((one.whole for one in self.of_whole.values()), lambda _: None)
         self._buckets = [[self.of_whole[id(whole)] for whole in bucket] for bucket in buckets]
         self._is_whole = True
-        self.reshard()
+        self.reshard(stepped=False)
 
     def _part(self, parameter: Parameter, dim: int) -> tuple[Parameter, int]:
         """What is kept here of a parameter, and its first row."""
@@ -162,8 +166,7 @@ class ShardedParameters:
         found = flat.new_empty(num * flat.numel())
         rows = found.view(num, -1)
         op = AllGather(as_real(flat), as_real(rows).unbind(0))
-        with self._peers.explained(None, "parts of a stage") as limit:
-            self._peers.start(op).wait(limit)
+        wait_for(self._peers.start(op), self._peers, "parts of a stage")
         if op.parts[0].data_ptr() != rows.data_ptr():  # it was done again, elsewhere
             as_real(rows).copy_(torch.stack(op.parts))
         start = 0
@@ -174,25 +177,57 @@ class ShardedParameters:
             whole.copy_(value[: whole.shape[one.dim]].movedim(0, one.dim))
 
     @torch.no_grad()
-    def keep(self) -> None:
-        """Parts get the values that the whole parameters have, which updates among the ops of a step have changed."""
-        if self._is_whole:
-            for one in self.of_whole.values():
-                local(one.part).copy_(one.rows_of(local(one.whole.data)))
+    def reshard(self, stepped: bool) -> None:
+        """Gives up what other replicas keep.
 
-    def drop_gradients(self) -> None:
-        """Leaves the wholes none: it went into the sum, or belongs to a step that broke off."""
+        Args:
+            stepped: updates among the ops of a step have changed the wholes, and parts get their values. If not, the
+                wholes lose their gradients, which went into sums or belong to a step that broke off.
+        """
         for one in self.of_whole.values():
-            one.whole.grad = None
-
-    def reshard(self) -> None:
-        """Gives up what other replicas keep."""
+            if not stepped:
+                one.whole.grad = None
+            elif self._is_whole:
+                local(one.part).copy_(one.rows_of(local(one.whole.data)))
         if not self._is_whole:
             return
         for one in self.of_whole.values():
             one.put(one.part)
             local(one.whole.data).untyped_storage().resize_(0)
         self._is_whole = False
+
+    # What the sums and updates of replicas do with parts.
+
+    def at_rest(self, parameter: Parameter) -> Parameter:
+        one = self.of_whole.get(id(parameter))
+        return parameter if one is None else one.part
+
+    def goes_to(self, parameter: Parameter) -> bool:
+        return id(parameter) in self.of_whole
+
+    def bucket(self, parameters: Sequence[Parameter], peers: GroupPeers) -> SumBucket:
+        if not self.goes_to(parameters[0]):
+            return super().bucket(parameters, peers)
+        ones = [self.of_whole[id(p)] for p in parameters]
+        return PartBucket(parameters, [one.part for one in ones], [one.dim for one in ones], peers)
+
+    def stands_for(self, master: Parameter, parameter: Parameter) -> None:
+        if (one := self.of_whole.get(id(parameter))) is not None:
+            self._of_master[id(master)] = one
+
+    def owned(self, parameters: Iterable[Parameter], replica: int) -> list[Parameter]:
+        found = ((p, self._of_master.get(id(p))) for p in parameters)
+        return [p if one is None else one.part for p, one in found]
+
+    def to_step(self, masters: Sequence[Parameter], gradients: Gradients) -> tuple[Sequence[Parameter], Gradients]:
+        known = [self._of_master.get(id(master)) for master in masters]
+        rows = [g if one is None or g is None else one.rows_of(g) for one, g in zip(known, gradients, strict=True)]
+        return [m if one is None else one.part for one, m in zip(known, masters, strict=True)], rows
+
+    def spread(self, stepped: Iterable[Parameter], peers: GroupPeers) -> None:
+        mine = [master for master in stepped if id(master) in self._of_master]
+        for bucket in cut_into_buckets(mine, lambda _: None):
+            self.gather([self._of_master[id(master)] for master in bucket], [memory(m) for m in bucket])
 
     def require_unhooked(self) -> None:
         """Raises RuntimeFailure where a hook waits for the gradient of a part: none comes to it by a backward."""

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
+from penstock.runtime.parameters.buckets import send_values
 from penstock.runtime.parameters.fsdp import ShardedParameters
 from penstock.runtime.parameters.owners import all_dtypes, owned_parameters, sees_gradients, ties_of
 from penstock.runtime.parameters.pipeline_copies import Copies, build_copies
@@ -100,6 +102,8 @@ class LocalModel:
         require_cut_alike(self.ties, stages, peers)
         self.share_values()
         self.share_tied_values()
+        if isinstance(mesh.replicas, GroupPeers):
+            send_values([*copies.parameters(), *self.buffers()], lambda _: 0, mesh.replicas)
         self.sharded = ShardedParameters(stages, mesh) if mesh.has_parts else None
         self.parameters: list[Parameter] = copies.parameters()
         self.named = owned_parameters(self.stages, self.ties, lambda _: True)
@@ -109,6 +113,10 @@ class LocalModel:
     def owned(self) -> list[Parameter]:
         """The parameters of the owners' copies here, each once."""
         return list({id(p): p for stage in self.stages.values() for p in stage.parameters()}.values())
+
+    def buffers(self) -> list[Tensor]:
+        """Of all copies, each once."""
+        return list({id(b): b for stage in self.copies.stages.values() for b in stage.buffers()}.values())
 
     def share_values(self) -> None:
         """Gives every copy its owner's parameters and buffers."""
@@ -209,8 +217,7 @@ class LocalModel:
         try:
             yield
         finally:
-            self.sharded.keep()
-            self.sharded.reshard()
+            self.sharded.reshard(stepped=True)
 
     def every_stage(self) -> list[nn.Module]:
         """All stages here, whichever pipelines run them."""

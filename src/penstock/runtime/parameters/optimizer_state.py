@@ -47,7 +47,6 @@ class OptimizerState:
         optimizer: GivenOptimizer,
         clip_norm: float | None,
         zero: bool,
-        timeout: float,
         late: LateRing | None = None,
     ) -> None:
         self.clip_norm, self.num_updates = clip_norm, 0
@@ -55,8 +54,7 @@ class OptimizerState:
         self.model, self._mesh, self._zero = model, mesh, zero
         if optimizer is not None:
             model.require_trainable()
-        self.replicas = replicas_of(model, mesh, schedule, timeout, late)
-        self.replicas.share_all()
+        self.replicas = replicas_of(model, mesh, schedule, late)
         self.updating = None
         if schedule.updates is not None:
             self.updating = Updating(schedule, model, zero, self.replicas, mesh.shard == 0)
@@ -128,7 +126,7 @@ class OptimizerState:
             scale_gradients(model.parameters, self.clip_norm, norm)
         if self.optimizer is not None:
             self.optimizer.step()
-            self.replicas.share_parameters()
+            self.replicas.share_stepped()
             if self._zero:
                 model.copies.share_parameters()
         self.num_updates += 1

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.parameters.data_parallel import NoReplicas, Replicas
+from penstock.runtime.parameters.data_parallel import Replicas
 from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.versions import CopyWeights, rule_of
@@ -49,7 +49,7 @@ class Updating:
         schedule: Schedule,
         model: LocalModel,
         zero: bool,
-        replicas: Replicas | NoReplicas,
+        replicas: Replicas,
         is_first_shard: bool = True,
     ) -> None:
         if schedule.updates is None or schedule.windows is None:
@@ -67,7 +67,7 @@ class Updating:
         self.weights: dict[Copy, CopyWeights] = {key: self._weights_of(*key) for key in copies.each()}
         for key in copies.each():
             for name, master in self.weights[key].masters.items():
-                replicas.answer_alike(master, copies.here[key].get_parameter(name))
+                replicas.sharding.stands_for(master, copies.here[key].get_parameter(name))
         replicas.reshard()
         self.leaves_open = False
         self._failed: str | None = None

@@ -167,7 +167,7 @@ class UpdatingOps:
             total = self._replicas.summed(list(weights.masters.values()), weights.reduced(parts))
             if not self._zero and self._windows.num_pipelines > 1:
                 self._reduced[op.stage] = total
-            weights.apply(update, [total], self._replicas.to_step)
+            weights.apply(update, [total], self._replicas.sharding.to_step)
             self._replicas.share_stepped(list(weights.masters.values()))
         elif self._zero:
             weights.take_over(update, [leaf for leaf in received[0].leaves if leaf is not None])
