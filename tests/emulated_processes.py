@@ -7,7 +7,8 @@ import zlib
 import torch.distributed as dist
 
 import penstock as ps
-from emulated_ranks import Ran, ran, run_to_the_end, start_worker
+from emulated_ranks import Ran, ran, start_worker
+from penstock.runtime.execute.executors import run_rank
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags, expected_by_channel
@@ -41,7 +42,7 @@ def step(
     signatures = ["emulated"] * num_indices(schedule)
     transport.begin(expected_by_channel(edges, tags_of(schedule)), signatures, DIGEST, threaded, {})
     worker = start_worker(wiring, rank, costs, dispatch, transport)
-    run_to_the_end(worker, transport)
+    run_rank(worker)
     transport.end()
     mine = worker.recorder.times, worker.peak_held, transport.crossings()
     everyone = GroupPeers(world(), 30.0).gather(mine)

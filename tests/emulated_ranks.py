@@ -15,8 +15,9 @@ from penstock.runtime.execute.timeline import measured_timeline
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.bounded import BoundedTransport
-from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
-from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
+from penstock.runtime.transport.choose import TransportChoice
+from penstock.runtime.transport.conditioned import Conditions
+from penstock.runtime.transport.loopback import Mailbox
 from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.runtime.transport.wiring import Station, Wiring, wire
 from penstock.schedule import Op, Schedule
@@ -45,8 +46,7 @@ def in_thread(
     boxes: Sequence[Mailbox], rank: int, conditions: Conditions, timeout: float, depth: int | None = None
 ) -> Transport:
     """The end of a rank that is a thread, with conditions and perhaps a bound."""
-    made = ConditionedTransport(LoopbackTransport(boxes, rank, timeout), conditions)
-    return made if depth is None else BoundedTransport(made, depth)
+    return TransportChoice(depth=depth).between_threads(boxes, conditions, timeout)[rank]
 
 
 def station_of(wiring: Wiring, op: Op) -> Station:
@@ -54,18 +54,11 @@ def station_of(wiring: Wiring, op: Op) -> Station:
     return wiring.stations[wiring.graph.number[op]]
 
 
-def start_worker(wiring: Wiring, rank: int, costs: ps.Costs, dispatch: str, transport: object) -> Worker:
+def start_worker(wiring: Wiring, rank: int, costs: ps.Costs, dispatch: str, transport: Transport) -> Worker:
     change = memory_changes(wiring.graph, costs)
     caps = frozen_caps(wiring.graph, change)
     dispatcher = Dispatcher(wiring.graph, rank, Dispatch(dispatch), change, caps[rank])
-    return Worker(wiring, rank, dispatcher, EmulatedBackend(wiring, costs), transport)  # type: ignore[arg-type]
-
-
-def run_to_the_end(worker: Worker, transport: Transport) -> None:
-    backend = worker._backend
-    assert isinstance(backend, EmulatedBackend)
-    backend.begin()
-    run_rank(worker, transport)
+    return Worker(wiring, rank, dispatcher, EmulatedBackend(wiring, costs, rank=rank), transport)
 
 
 def run_threads(
@@ -94,7 +87,7 @@ def run_threads(
                 if isinstance(transport, BoundedTransport):
                     transport.route(links_by_delegate)
                 transport.begin((), (), 0, True, {})
-                run_to_the_end(worker, transport)
+                run_rank(worker)
                 transport.end()
                 found[rank].append((worker.recorder.times, worker.peak_held, transport.crossings()))
         except BaseException as error:

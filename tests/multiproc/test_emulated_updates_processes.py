@@ -72,12 +72,12 @@ def through_lines(rank: int) -> bool:
     """The transport of NCCL, over gloo: a rank is at both ends of channels between the same stages."""
     schedule, costs = build("amdp")
     with ps.runtime.EmulatedPipeline(schedule, costs, timeout=20) as pipe:
-        ranks: Any = pipe._ranks
-        assert isinstance(ranks.peers, GroupPeers)
-        ranks._transport.close()
-        group, channels = ranks.peers.group, lines_of(pipe._plan.plan.wiring)
+        assert isinstance(pipe._peers, GroupPeers)
+        assert pipe._transport is not None
+        pipe._transport.close()
+        group, channels = pipe._peers.group, lines_of(pipe._plan.plan.wiring)
         lines = DeviceLines(group, channels, "gloo", 20.0, torch.device("cpu"))
-        ranks._transport = ConditionedTransport(
+        pipe._transport = ConditionedTransport(
             GlooTransport(group, pipe._plan.tags, 20.0, lines=lines), Conditions(LINKS)
         )
         check_timeline(schedule, pipe.step().timeline)

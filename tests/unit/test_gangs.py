@@ -242,8 +242,6 @@ def test_any_of_them_run_by_workers_in_their_order_and_none_before_what_it_needs
                 )
                 for rank in range(schedule.num_ranks)
             ]
-            for worker in workers:
-                worker.run_apart(None)
             run_local(workers)
             assert not any(box.waiting for box in boxes)
             times = [(w.rank, *t) for w in workers for t in (*w.recorder.times, *w.recorder.apart)]

@@ -50,6 +50,7 @@ from penstock.runtime.execute.plan import StepPlan
 from penstock.runtime.execute.step_executor import StepExecutor
 from penstock.runtime.execute.step_result import StepEnd, StepResult
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
+from penstock.runtime.execute.torch_devices import TorchDevices
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.mesh.consistency import require_same, schedule_digest
@@ -268,18 +269,8 @@ class Pipeline:
             updating, ranks = self._learner.updating, self._peers.here
             calls = calls_of(schedule, functions, held.stages, self._peers, timeout)
             together = lockstep_of(place, schedule.updates is not None, timeout)
-            self._ranks = StepExecutor(
-                schedule,
-                held,
-                ranks,
-                loss_fn,
-                precision.autocast,
-                calls,
-                updating,
-                self._choice,
-                conditions,
-                together,
-            )
+            self._devices = TorchDevices(schedule, held, ranks, loss_fn, precision.autocast, calls, updating)
+            self._executor = StepExecutor(self._devices, ranks, self._choice, conditions, together)
             self._split_stages()
             self._notices.share()
             if isinstance(self._peers, GroupPeers):
@@ -413,7 +404,7 @@ class Pipeline:
             raise RuntimeFailure(f"the pipeline there cannot take over: {said[0]}")
 
     def _split_stages(self) -> None:
-        self._notices.note(split_stages(self._ranks.runners, self._running))
+        self._notices.note(split_stages(self._devices.runners, self._running))
 
     @property
     def schedule(self) -> Schedule:
@@ -562,9 +553,9 @@ class Pipeline:
             if self._helm is not None:
                 seen = self._choice.link_events(self._transport), self._choice.counters(self._transport)
                 self._helm.ended([measured_of(worker, begin, end, *seen) for worker in workers])
-            self._notices.note(little_deferred(self._ranks.runners))
+            self._notices.note(little_deferred(self._devices.runners))
             if away and not self._told_of_stays:
-                self._notices.note(stay_on_device(self._ranks.runners))
+                self._notices.note(stay_on_device(self._devices.runners))
                 self._told_of_stays = True
             result = self._result(batch, self._helm)
         except BaseException as error:
@@ -612,18 +603,18 @@ class Pipeline:
         """Of each process, the most bytes of activations that it had in host memory in the last step, by OFFLOAD and
         RELOAD. Every rank must call it.
         """
-        return list(self._peers.gather(self._ranks.host.peak))
+        return list(self._peers.gather(self._devices.host.peak))
 
     def _saved(self, stage: int, microbatch: int) -> SavedTensors:
         """What a forward here saved that goes to host memory."""
-        return self._ranks.runners[self.schedule.microbatch_pipeline[microbatch], stage].saved(microbatch)
+        return self._devices.runners[self.schedule.microbatch_pipeline[microbatch], stage].saved(microbatch)
 
     def deferred_share(self) -> dict[int, DeferredShare]:
         """By stage, how much of its work on weight gradients the last step's split backward put off to W, and why it
         did the rest in I. Every rank must call it. Stages whose backward is not split are not in it.
         """
         found: dict[int, DeferredShare] = {}
-        for part in self._peers.gather(deferred_shares(self._ranks.runners)):
+        for part in self._peers.gather(deferred_shares(self._devices.runners)):
             found |= part
         return dict(sorted(found.items()))
 
@@ -643,7 +634,7 @@ class Pipeline:
         """The model's output for each microbatch, in evaluation mode, on every rank."""
         batch = self._run_forward(inputs, None, Purpose.PREDICT)
         outputs: dict[int, Any] = {}
-        for part in self._mesh.everyone.gather(self._ranks.outputs(batch)):
+        for part in self._mesh.everyone.gather(self._devices.outputs(batch)):
             outputs.update(part)
         return [outputs[m] for m in sorted(outputs)]
 
@@ -697,14 +688,15 @@ class Pipeline:
             return self._mesh.everyone.gather(facts)
 
     def _run(self, settings: StepSettings, plan: StepPlan) -> list[Worker]:
-        workers = self._ranks.run(settings, self._running, plan, self._transport)
+        with self._devices.step(settings):
+            workers = self._executor.run(self._running, plan, self._transport, settings.training)
         self._last = plan.wiring, workers
         return workers
 
     def _result(self, batch: Microbatches, helm: Agent | None = None) -> StepResult:
         """The losses, from whichever process ran them; then switches to what an agent says."""
         memory = self._transport if isinstance(self._transport, SharedMemoryTransport) else None
-        outcome = StepEnd(self._mesh, self._ranks.last, memory)
+        outcome = StepEnd(self._mesh, self._devices.last, memory)
         self._notices.note(self._helm.notices if self._helm is not None else ())
         self._notices.note(self._failover.notices if self._failover is not None else ())
         result, following = outcome.share(batch, helm, self._notices)
@@ -816,8 +808,8 @@ class Pipeline:
 
 
 _OF_PLACE = (
-    "_mesh", "_failover", "_peers", "_nodes", "_model", "_learner", "_tags", "_running", "_ranks", "_transport",
-    "_conditions", "_place", "_groups", "_last",
+    "_mesh", "_failover", "_peers", "_nodes", "_model", "_learner", "_tags", "_running", "_devices", "_executor",
+    "_transport", "_conditions", "_place", "_groups", "_last",
 )  # fmt: skip
 """What a pipeline has that depends on where its process lies in the mesh."""
 

@@ -1,12 +1,18 @@
 """Emulated devices: real dispatch, real messages and real clocks, and ops that only take their time.
 
-    Costs --device--> an op waits for as long as it would take
+    Costs --backend--> a table of handlers: an op waits for as long as it would take
                           |
-    pipeline: ranks as threads or processes, stepped and switched like one that trains
-    mesh: replicas of it, and a ring that adds up their gradients by the clock
+    pipeline: the step executor of `execute/` over them, ranks as threads or processes; stepped, switched and steered
+    mesh: replicas of that pipeline, and rings that add up their gradients by the clock
 
-emulated_run, processes   one call for a whole run     ranks   what drives the ranks     backend   what an op takes
-gang                      ranks meet for a common op   ring    the sum over replicas
+backend     what an op takes: handlers and costs       emulated_run, processes   one call for a whole run
+ring        the sum over replicas
 
-What a rank decides, how its messages travel and how it is measured is the runtime's own (`execute/`, `transport/`).
+What a rank decides, how its messages travel, where ranks meet and how a run is measured and steered is the runtime's
+own (`execute/`, `transport/`, `adapt/`). What is here besides the handlers, and why:
+
+- `EmulatedPipeline` is not `Pipeline`: nearly all that a pipeline is, is what a model needs (stages, optimizer,
+  batches, checkpoints, evaluation), and nothing of that is here. What both do they have from the same functions.
+- `EmulatedRing` sends chunk after chunk by the clock, where training calls torch's collectives and has late links
+  computed (`parameters/late_rings.py`): a ring that was computed could not be compared with the simulated one.
 """

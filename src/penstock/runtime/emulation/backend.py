@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import zlib
 from collections.abc import Callable, Sequence
-from time import perf_counter_ns, sleep
+from time import perf_counter_ns
 
 import torch
 
 from penstock.cost import Costs
-from penstock.runtime.emulation.gang import EmulatedGang
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.execute.gang import Barrier, Gang
 from penstock.runtime.execute.handlers.backend import Handler
+from penstock.runtime.execute.plan import StepPlan
+from penstock.runtime.parameters.late_rings import sleep_until
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.transfer_record import SHORTEST_WAIT
 from penstock.runtime.transport.wiring import Station, Wiring
@@ -31,45 +34,53 @@ from penstock.schedule.op import UPDATE
 from penstock.schedule.updates import OWNER
 
 _PR_SET_TIMERSLACK = 29
+LEAD = 5_000_000
+"""Nanoseconds from the moment when all ranks are ready to the start of a step, so that all start it together."""
 Ended = Callable[[Op], None]
 
 
 class EmulatedBackend:
-    """One handler for every kind of op of one rank.
+    """One handler for every kind of op of one rank, in one step.
 
     Args:
         stretch: seconds of sleep to one second of an op.
         ended: called when an op has ended.
+        barrier: where the ranks meet, to start the step together, and for what they run together; None for a rank by
+            itself.
 
     Attributes:
+        step_start: when the step began (ns of the monotonic clock).
         late: of every op, how long after its due moment it ended, in nanoseconds.
     """
 
-    def __init__(self, wiring: Wiring, costs: Costs, stretch: float = 1.0, ended: Ended | None = None) -> None:
-        self._ended = ended
+    def __init__(
+        self,
+        wiring: Wiring,
+        costs: Costs,
+        stretch: float = 1.0,
+        ended: Ended | None = None,
+        rank: int = 0,
+        barrier: Barrier | None = None,
+    ) -> None:
+        self._wiring, self._costs, self._rank, self._barrier = wiring, costs, rank, barrier
+        self._stretch, self._ended = stretch, ended
         self.late: list[int] = []
-        self._wiring, self._costs = wiring, costs
-        self._stretch = stretch
+        self.step_start = 0
         self._durations: dict[Op, int] = {}
         self._bodies: dict[int, torch.Tensor] = {}
         self._free: int | None = None
         self.began: int | None = None
         self.handlers: dict[str, Handler] = dict.fromkeys({op.kind for op in wiring.graph.ops}, self.run)
-        self._rank, self._numbers = 0, wiring.graph.number
-        self._meeting: EmulatedGang | None = None
+        self._numbers = wiring.numbers(rank)
         self._stream_free = 0
 
-    def begin(self, rank: int = 0, meeting: EmulatedGang | None = None) -> None:
-        """Starts a step of a rank: what was owed is forgotten.
-
-        Args:
-            meeting: where the ranks meet for what they run together; not needed where there is nothing of that kind.
-        """
-        self._free = None
-        self.late = []
-        self._rank, self._meeting = rank, meeting
-        self._numbers = self._wiring.numbers(rank)
-        self._stream_free = 0
+    def begin(self) -> None:
+        """Waits for the moment at which all ranks start the step."""
+        sharpen_timers()
+        self.step_start = perf_counter_ns()
+        if self._barrier is not None:
+            self.step_start = self._barrier.begin(self._rank, self.step_start) + LEAD
+            sleep_until(self.step_start)
 
     def waited(self, start: int, end: int) -> None:
         """Takes note that the rank waited for a message, from `start` to `end` in nanoseconds."""
@@ -83,8 +94,8 @@ class EmulatedBackend:
         duration = self._duration(op)
         ready = perf_counter_ns() if self._free is None else self._free
         together = self._wiring.ranks_of(op)
-        if len(together) > 1 and self._meeting is not None:
-            ready = self._meeting.meet(op, self._rank, together, ready)
+        if len(together) > 1 and self._barrier is not None:
+            ready = self._barrier.meet(op, self._rank, together, ready)
         due = ready + duration
         self._sleep(due)
         self._free = due
@@ -104,8 +115,8 @@ class EmulatedBackend:
         """An asynchronous op that may begin at `moment`, in the stream's thread; returns when it began and ended."""
         begin = max(moment, self._stream_free)
         together = self._wiring.ranks_of(op)
-        if len(together) > 1 and self._meeting is not None:
-            begin = self._meeting.meet(op, self._rank, together, begin)
+        if len(together) > 1 and self._barrier is not None:
+            begin = self._barrier.meet(op, self._rank, together, begin)
         self._stream_free = begin + self._duration(op)
         self._sleep(self._stream_free)
         return begin, self._stream_free
@@ -124,8 +135,7 @@ class EmulatedBackend:
         return duration
 
     def _sleep(self, due: int) -> None:
-        while (left := due - perf_counter_ns()) > 0:
-            sleep(left / 1e9)
+        sleep_until(due)
         self.late.append(perf_counter_ns() - due)
 
     def _payload(self, edge: Edge) -> Payload:
@@ -165,6 +175,30 @@ class EmulatedStart:
 
     def settle(self) -> None:
         self.wait()
+
+
+class EmulatedDevices:
+    """Those of the ranks in this process.
+
+    Args:
+        barrier: where all ranks meet. num_indices: see `wiring.num_indices`.
+
+    Attributes:
+        stretch: of the next step. ended: see `EmulatedBackend`.
+        backends: of the latest step, by rank.
+    """
+
+    def __init__(self, costs: Costs, stretch: float, barrier: Barrier, num_indices: int) -> None:
+        self.stretch = stretch
+        self.ended: Ended | None = None
+        self.backends: dict[int, EmulatedBackend] = {}
+        self.signatures = ["emulated"] * num_indices, zlib.crc32(b"emulated")
+        self._costs, self._barrier = costs, barrier
+
+    def table(self, rank: int, plan: StepPlan, training: bool, meeting: Gang | None) -> EmulatedBackend:
+        made = EmulatedBackend(plan.wiring, self._costs, self.stretch, self.ended, rank, self._barrier)
+        self.backends[rank] = made
+        return made
 
 
 def sharpen_timers() -> None:

@@ -20,11 +20,12 @@ from penstock.control import Configuration
 from penstock.control.configuration import transport_of
 from penstock.cost import Costs, LinkCondition, Links, Mesh, Ring
 from penstock.runtime.emulation.backend import sharpen_timers
-from penstock.runtime.emulation.ranks import Emulated, RanksStep, ThreadRanks, emulated_plan
+from penstock.runtime.emulation.pipeline import EmulatedPipeline, EmulatedStep
 from penstock.runtime.emulation.ring import EmulatedRing
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
-from penstock.runtime.execute.timeline import measured_timeline
-from penstock.runtime.transport.choose import TransportChoice
+from penstock.runtime.mesh.peers import LocalPeers
+from penstock.runtime.parameters.late_rings import sleep_until
+from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
 from penstock.runtime.transport.conditioned import Conditions
 from penstock.schedule import Op
 from penstock.schedule.send_recv import remove_communication
@@ -109,8 +110,7 @@ class EmulatedMesh:
     ) -> None:
         self.link_conditions, self._ring = Links.of(links), ring or Ring()
         self._costs, self._stretch, self._timeout, self._depth = costs, stretch, timeout, depth
-        self._choice = TransportChoice() if depth is None else TransportChoice("direct", depth)
-        self._replicas: list[ThreadRanks] = []
+        self._replicas: list[EmulatedPipeline] = []
         self.configuration: Configuration
         self.switch(mesh, configuration)
 
@@ -124,22 +124,9 @@ class EmulatedMesh:
         """Runs on other coordinates, and something else, from the next step on."""
         configuration = configuration or self.configuration
         require_mesh(configuration.schedule, self._costs, mesh, self.link_conditions)
-        plan = emulated_plan(configuration, self._costs, 0)
         self.close()
-        self.mesh, self.configuration, self._plan = mesh, configuration, plan
-        self._replicas = [
-            ThreadRanks(
-                Emulated(
-                    self._costs,
-                    mesh.links_of(self.link_conditions, replica),
-                    self._stretch,
-                    self._timeout,
-                    self._choice,
-                ),
-                plan,
-            )
-            for replica in range(mesh.dp)
-        ]
+        self.mesh, self.configuration = mesh, configuration
+        self._replicas = [self._replica_of(replica) for replica in range(mesh.dp)]
 
     def step(self) -> MeshTimeline:
         """Runs one iteration; times are as if the stretch were 1.
@@ -147,13 +134,13 @@ class EmulatedMesh:
         Raises:
             DeadlineExceeded, PeerLost: something did not come.
         """
-        mesh, schedule = self.mesh, remove_communication(self._plan.schedule)
+        mesh, schedule = self.mesh, remove_communication(self.configuration.schedule)
         last = last_gradients(schedule)
         final = [row[-1] for row in schedule.order]
         awaited = {*(op for ops in last for op in ops), *final}
         ended = EndedReplicas({(replica, op) for replica in range(mesh.dp) for op in awaited}, self._timeout)
         rings = [self._ring_of(rank) for rank in range(mesh.pp)]
-        steps: dict[int, RanksStep] = {}
+        steps: dict[int, EmulatedStep] = {}
         nodes: dict[tuple[int, int], _NodeStep] = {}
         errors: list[BaseException] = []
 
@@ -170,7 +157,7 @@ class EmulatedMesh:
             return run
 
         def pipeline(replica: int) -> None:
-            steps[replica] = self._replicas[replica].step(self._plan, None, lambda op: ended.note(replica, op))
+            steps[replica] = self._replicas[replica].step(lambda op: ended.note(replica, op))
 
         def node(rank: int, replica: int) -> None:
             nodes[rank, replica] = self._rings_and_update(rank, replica, last[rank], final[rank], ended, rings[rank])
@@ -209,6 +196,24 @@ class EmulatedMesh:
             replica.close()
         self._replicas = []
 
+    def _replica_of(self, replica: int) -> EmulatedPipeline:
+        now, depth = self.configuration, self._depth
+        made = EmulatedPipeline(
+            now.schedule,
+            self._costs,
+            links=self.mesh.links_of(self.link_conditions, replica),
+            dispatch=now.dispatch,
+            memory_limit=now.caps or None,
+            stretch=self._stretch,
+            timeout=self._timeout,
+            mesh=LocalPeers(self.mesh.pp),
+            transport=TransportOptions(
+                "host" if depth is None else "direct", depth=depth, delegates=DelegateOptions()
+            ),
+        )
+        made.reconfigure(now)  # with its delegated links
+        return made
+
     def _ring_of(self, rank: int) -> EmulatedRing:
         links = self.mesh.ring_links(self.link_conditions, rank)
         around: dict[tuple[int, int], LinkCondition] = {
@@ -233,28 +238,20 @@ class EmulatedMesh:
             found.append((op.stage, ready, start, end))
         begin = max(ended.wait(replica, final), *(end for *_, end in found), 0)
         due = begin + round(sum(self._costs.duration("U", op.stage) for op in last) * self._stretch * 1e6)
-        while (left := due - time.perf_counter_ns()) > 0:
-            time.sleep(left / 1e9)
+        sleep_until(due)
         return _NodeStep(found, time.perf_counter_ns())
 
-    def _measured(self, steps: dict[int, RanksStep], nodes: dict[tuple[int, int], _NodeStep]) -> MeshTimeline:
-        origin = min(step.start for step in steps.values())
+    def _measured(self, steps: dict[int, EmulatedStep], nodes: dict[tuple[int, int], _NodeStep]) -> MeshTimeline:
+        origin = min(step.began for step in steps.values())
 
         def ms(moment: float) -> float:
             return (moment - origin) / 1e6 / self._stretch
 
-        plan, timelines = self._plan, []
-        for _, step in sorted(steps.items()):
-            rows = [[(op, int(ms(a) * 1e6), int(ms(b) * 1e6)) for op, a, b in rank.times] for rank in step.ranks]
-            timelines.append(
-                measured_timeline(plan.plan.wiring, rows, [rank.peak for rank in step.ranks], plan.dispatch.value)
-            )
+        timelines = tuple(step.timeline for _, step in sorted(steps.items()))
         reductions: list[TimedReduction] = []
         for rank in range(self.mesh.pp):
             members: list[Any] = [nodes[rank, replica].reductions for replica in range(self.mesh.dp)]
             for of_stage in zip(*members, strict=True):
                 _, ready, start, end = (max(values) for values in zip(*of_stage, strict=True))
                 reductions.append(TimedReduction(rank, of_stage[0][0], ms(ready), ms(start), ms(end)))
-        return MeshTimeline(
-            self.mesh, tuple(timelines), tuple(reductions), max(ms(node.end) for node in nodes.values())
-        )
+        return MeshTimeline(self.mesh, timelines, tuple(reductions), max(ms(node.end) for node in nodes.values()))

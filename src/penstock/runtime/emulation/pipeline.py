@@ -8,24 +8,37 @@ with EmulatedPipeline(schedule, costs, links=conditions, transport="direct", ada
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass, replace
+from time import perf_counter_ns
 from typing import Any
+
+import torch
 
 from penstock.control import Configuration
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, lower
 from penstock.renamed import refuse_old
-from penstock.runtime.adapt import AdaptOptions, steer
-from penstock.runtime.compatibility import steered
-from penstock.runtime.emulation.ranks import Emulated, ProcessRanks, Ranks, ThreadRanks, emulated_plan
+from penstock.runtime.adapt import AdaptOptions, Offer, steer
+from penstock.runtime.compatibility import require_runnable, steered
+from penstock.runtime.emulation.backend import EmulatedDevices, Ended
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.active_plan import dispatch_of, require_switchable
-from penstock.runtime.execute.timeline import measured_timeline
-from penstock.runtime.mesh.consistency import require_same
-from penstock.runtime.mesh.peers import GroupPeers, peers_of
+from penstock.runtime.execute.active_plan import ActivePlan, dispatch_of, require_free, require_switchable, running
+from penstock.runtime.execute.gang import ProcessBarrier
+from penstock.runtime.execute.step_executor import StepExecutor
+from penstock.runtime.execute.threads import RankThreads
+from penstock.runtime.execute.timeline import measured_of, measured_timeline
+from penstock.runtime.execute.worker import Worker
+from penstock.runtime.mesh.consistency import require_same, schedule_digest
+from penstock.runtime.mesh.groups import meeting_groups
+from penstock.runtime.mesh.peers import GroupPeers, LocalPeers, peers_of
+from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportOptions
+from penstock.runtime.transport.conditioned import Conditions
 from penstock.runtime.transport.transfer_record import TransferRecord
+from penstock.runtime.transport.wiring import num_indices
 from penstock.schedule import Op, Schedule, check
 from penstock.schedule.send_recv import remove_communication
 from penstock.simulation import Timeline, simulate
@@ -37,7 +50,7 @@ class EmulatedStep:
     """One step, the same on every rank. All times are as if the stretch were 1.
 
     Attributes:
-        timeline: measured. start: when it began, in ms of the conditions' time.
+        timeline: measured. start: when it began, in ms of the conditions' time; began: in ns of the monotonic clock.
         configuration: what ran. number: of the decision that it comes from, 0 for the start.
         late: how long after its due moment each op ended (ms).
         crossings: messages that came in, with the clock's own times; of the ranks in this process.
@@ -48,6 +61,7 @@ class EmulatedStep:
     configuration: Configuration
     number: int
     late: tuple[float, ...]
+    began: int
     crossings: tuple[TransferRecord, ...] = ()
 
 
@@ -71,7 +85,7 @@ class EmulatedPipeline:
         memory_limit: as in `ps.simulate`.
         stretch: slows ops and conditions down alike, so that the machine's own noise weighs less.
         timeout: seconds that any wait may last.
-        mesh: as in `ps.Pipeline`.
+        mesh: as in `ps.Pipeline`; or `LocalPeers`, whose ranks are threads wherever torch.distributed is set up.
         transport: "host", "direct" or "delegate", or `TransportOptions` that say more (their `links` aside:
             conditions are given here); between threads "delegate" is the same as "host", no copy.
         adapt: how to measure and switch while running; None: not at all.
@@ -116,27 +130,60 @@ class EmulatedPipeline:
             raise CostError(f"stretched by {stretch:g}: give a stretch above 0")
         self.link_conditions, self.stretch = conditions, stretch
         self._costs = costs
-        self._choice = carried.choice(adapt is not None and adapt.may_delegate)
+        self._choice = choice = carried.choice(adapt is not None and adapt.may_delegate)
         graph = lower(schedule)
         held = adapt.memory_limit if adapt is not None and memory_limit is None else memory_limit
         caps = tuple(frozen_caps(graph, memory_changes(graph, costs), held))
-        chosen = dispatch_of(dispatch, schedule, costs, self._choice, conditions, held)
+        chosen = dispatch_of(dispatch, schedule, costs, choice, conditions, held)
         self.configuration = Configuration(schedule, chosen, (), caps)
-        run = Emulated(costs, conditions, stretch, timeout, self._choice)
-        peers = peers_of(mesh, schedule.num_ranks, timeout)
+        self._peers = peers = mesh if isinstance(mesh, LocalPeers) else peers_of(mesh, schedule.num_ranks, timeout)
         self._rank, self.number = peers.here[0], 0
-        self._plan = emulated_plan(self.configuration, costs, self._rank)
-        self._ranks: Ranks = (
-            ProcessRanks(run, self._plan, peers) if isinstance(peers, GroupPeers) else ThreadRanks(run, self._plan)
+        self._plan = self._worked_out(self.configuration)
+        self._transport: Transport | None = None
+        with ExitStack() as on_failure:
+            self._close = on_failure
+            if isinstance(peers, GroupPeers):
+                self._connect(peers, timeout)
+            else:
+                self._conditions = Conditions(conditions, stretch)
+                threads = RankThreads(schedule.num_ranks, choice, self._conditions, timeout)
+                on_failure.callback(threads.close)
+                self._devices = EmulatedDevices(costs, stretch, threads.barrier, num_indices(schedule))
+                self._executor = StepExecutor(self._devices, peers.here, choice, threads=threads)
+            self._helm = None
+            if adapt is not None:
+                known = adapt.costs or costs
+                self._helm = steer(adapt, peers, self.configuration, known, choice, self._ready, stretch)
+                on_failure.callback(self._helm.close)
+            self._close = on_failure.pop_all()
+
+    def _connect(self, peers: GroupPeers, timeout: float) -> None:
+        """Opens this process's end of the transport, which has one rank. Every process must call it."""
+        plan, choice = self._plan, self._choice
+        require_runnable(plan.schedule)
+        Conditions(self.link_conditions).require_own_queues()
+        told = {
+            "schedule": schedule_digest(plan.schedule),
+            "costs": astuple(self._costs),
+            "link condition": str(self.link_conditions),
+            "dispatch": plan.dispatch.value,
+            "stretch": self.stretch,
+            "transport": choice.shared,
+        }
+        require_same(peers.gather(told), "every rank must make the same ps.emulate(...)")
+        barrier = ProcessBarrier(peers, meeting_groups(plan.schedule, peers), timeout)
+        self._conditions = Conditions(Links())
+        given = None if self.link_conditions == Links() else self._conditions
+        self._transport = choice.make(
+            peers, plan.tags, timeout, plan.plan.wiring, plan.dispatch, torch.device("cpu"), given
         )
-        self._helm = None
-        if adapt is not None:
-            known = adapt.costs or costs
-            try:
-                self._helm = steer(adapt, peers, self.configuration, known, self._choice, self._ready, stretch)
-            except BaseException:
-                self._ranks.close()
-                raise
+        self._close.callback(self._transport.close)
+        self._devices = EmulatedDevices(self._costs, 0.0, barrier, num_indices(plan.schedule))
+        self._executor = StepExecutor(self._devices, peers.here, choice)
+        # Connects the ranks and tells them all shapes, which later steps need not do.
+        self._executor.run(plan, plan.plan, self._transport)
+        self._devices.stretch = self.stretch
+        self._conditions.start(self.link_conditions, self.stretch, barrier.begin(self._rank, perf_counter_ns()))
 
     def __enter__(self) -> EmulatedPipeline:
         return self
@@ -154,28 +201,49 @@ class EmulatedPipeline:
         """What was decided so far, as the control log has it; on rank 0's process."""
         return [] if self._helm is None else self._helm.decisions
 
-    def step(self) -> EmulatedStep:
+    def step(self, ended: Ended | None = None) -> EmulatedStep:
         """Runs the schedule once.
+
+        Args:
+            ended: called at the end of each op here, in its rank's thread.
 
         Raises:
             DeadlineExceeded, PeerLost: a message did not come.
         """
-        plan, number = self._plan, self.number
-        ranks, start, following = self._ranks.step(plan, self._helm)
-        rows = [_scaled(rank.times, self.stretch) for rank in ranks]
-        apart = [_scaled(rank.apart, self.stretch) for rank in ranks]
-        peaks = [rank.peak for rank in ranks]
-        timeline = measured_timeline(plan.plan.wiring, rows, peaks, plan.dispatch.value, apart)
-        if following is not None:
-            self._plan, self.number = following.made, following.number
-            self.configuration = self._plan.configuration
+        plan, number, helm, transport = self._plan, self.number, self._helm, self._transport
+        stretch, self._devices.ended = self.stretch, ended
+        workers = self._executor.run(plan, plan.plan, transport)
+        backends = [self._devices.backends[worker.rank] for worker in workers]
+        start = backends[0].step_start
+        seen = self._choice.link_events(transport), self._choice.counters(transport)
+        measured = [measured_of(worker, start, _end(worker, start), *seen) for worker in workers]
+        offer = None
+        if helm is not None:
+            helm.ended(measured)
+            offer = helm.offer()
+        rows = [
+            (worker.rank, _scaled(worker.recorder.times, stretch), _scaled(worker.recorder.apart, stretch))
+            for worker in workers
+        ]
+        mine = [
+            (*row, worker.peak_held, backend.late)
+            for row, worker, backend in zip(rows, workers, backends, strict=True)
+        ]
+        told = self._peers.gather((mine, offer))
+        _, times, apart, peaks, late = zip(*sorted(row for part, _ in told for row in part), strict=True)
+        if helm is not None:
+            following = helm.settle([Offer(*each) for _, each in told])
+            if following is not None:
+                self._plan, self.number = following.made, following.number
+                self.configuration = self._plan.configuration
         return EmulatedStep(
-            timeline,
-            (start - self._ranks.conditions.origin) / 1e6 / self.stretch,
+            measured_timeline(plan.plan.wiring, times, peaks, plan.dispatch.value, apart),
+            (start - self._conditions.origin) / 1e6 / stretch,
             plan.configuration,
             number,
-            tuple(ns / 1e6 / self.stretch for rank in ranks for ns in rank.late),
-            tuple(crossing for rank in ranks for crossing in rank.crossings),
+            tuple(ns / 1e6 / stretch for row in late for ns in row),
+            start,
+            tuple(crossing for each in measured for crossing in each.crossings),
         )
 
     def reconfigure(self, configuration: Configuration) -> None:
@@ -185,10 +253,9 @@ class EmulatedPipeline:
             RuntimeFailure: another placement, stage graph or number of microbatches; or the run is steered.
             ScheduleError: the schedule is not valid, or its caps are below what its own order needs.
         """
-        if self._helm is not None:
-            raise RuntimeFailure("this run is steered, which switches it; leave adapt out to switch it yourself")
+        require_free(self._helm is not None)
         plan = self._ready(configuration)
-        told = self._ranks.peers.gather({"configuration": configuration.digest})
+        told = self._peers.gather({"configuration": configuration.digest})
         require_same(told, "every rank must switch to the same")
         self._plan, self.number = plan, self.number + 1
         self.configuration = configuration
@@ -215,15 +282,24 @@ class EmulatedPipeline:
 
     def close(self) -> None:
         """Ends steering and transports."""
-        if self._helm is not None:
-            self._helm.close()
-        self._ranks.close()
+        self._close.close()
 
-    def _ready(self, configuration: Configuration) -> Any:
+    def _ready(self, configuration: Configuration) -> ActivePlan:
         require_switchable(configuration.schedule, self.configuration.schedule)
         self._choice.require_schedule(configuration.schedule)
-        self._ranks.prepare(configuration.delegated)
-        return emulated_plan(configuration, self._costs, self._rank)
+        self._choice.prepare(self._transport, configuration.delegated)
+        return self._worked_out(configuration)
+
+    def _worked_out(self, configuration: Configuration) -> ActivePlan:
+        """Raises ScheduleError for a cap below what the schedule's own order needs."""
+        plan = running(configuration, (), self._rank, Tags.of(configuration.schedule), self._costs)
+        frozen_caps(plan.plan.wiring.graph, plan.plan.memory_change, configuration.caps)
+        return plan
+
+
+def _end(worker: Worker, start: int) -> int:
+    """When a rank ended its last op (ns)."""
+    return worker.recorder.times[-1][2] if worker.recorder.times else start
 
 
 def _scaled(times: Sequence[tuple[Op, int, int]], stretch: float) -> list[tuple[Op, int, int]]:

@@ -2,13 +2,17 @@
 
     active_plan (what runs now) --plan--> a Worker per rank, driven by executors, all of it by step_executor
 
-        transport --arrive--> Dispatcher --next--> devices/ --> finish, send
+        transport --arrive--> Dispatcher --next--> handlers[kind] --> finish, send
                                   |
                     gang, lockstep: ranks that run an op together, or decide alike
 
     the step's last collective: step_result (losses, notices, what runs next); timeline (what was measured)
 
-worker       one rank at work                  async_ops     ops that run beside others
-executors    one process per rank, or all here handlers/     what runs an op: torch, registered, updating, null
-enable_split which stages defer W, and how much notices      what a person should know of a run, once
+worker         one rank at work                          async_ops   ops that run beside others
+executors      one process per rank, or all in turn      threads     all ranks here, with a thread each
+torch_devices  the stages here, and their handlers       handlers/   torch, registered, updating, null
+enable_split   which stages defer W, and how much        notices     what a person should know of a run, once
+
+The step executor does not know what an op is: `TorchDevices` and `EmulatedDevices` (`emulation/`) give it a table of
+handlers for each rank.
 """

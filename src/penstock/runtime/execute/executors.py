@@ -11,25 +11,29 @@ from time import perf_counter_ns
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.worker import Worker
-from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.conditioned import nothing_comes
 
 
-def run_rank(worker: Worker, transport: Transport) -> None:
-    """Runs the worker to its end.
+def run_rank(worker: Worker) -> None:
+    """Runs the worker to its end, in a thread of its own.
 
     Raises:
         DeadlineExceeded, PeerLost: a message did not come; the error says which, from whom.
     """
-    while True:
-        worker.run_ready()
-        if worker.finished:
-            return
-        start = perf_counter_ns()
-        edges = transport.wait(worker.awaited(), worker.stuck_on)
-        worker.waited(start, perf_counter_ns())
-        for edge in edges:
-            worker.arrive(edge)
+    transport = worker.transport
+    worker.begin(transport.wake)
+    try:
+        while True:
+            worker.run_ready()
+            if worker.finished:
+                return
+            start = perf_counter_ns()
+            edges = transport.wait(worker.awaited(), worker.stuck_on)
+            worker.waited(start, perf_counter_ns())
+            for edge in edges:
+                worker.arrive(edge)
+    finally:
+        worker.end()
 
 
 def run_local(workers: Sequence[Worker], pause: Callable[[], bool] = nothing_comes) -> None:
@@ -40,6 +44,8 @@ def run_local(workers: Sequence[Worker], pause: Callable[[], bool] = nothing_com
     Raises:
         RuntimeFailure: no worker can go on; it names what each waits for.
     """
+    for worker in workers:
+        worker.begin(None)
     while True:
         moved = False
         for worker in workers:

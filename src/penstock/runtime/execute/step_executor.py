@@ -1,96 +1,61 @@
-"""The ranks in this process as they run a step: a worker each, with the devices that its ops need."""
+"""The ranks in this process as they run a step: a worker each, with its end of the transport and its handlers.
+
+one process per rank: `run_rank`      all ranks here: in turn, by `run_local`, or in a thread each, `RankThreads`
+"""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Protocol
 
 from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime.execute.active_plan import ActivePlan
 from penstock.runtime.execute.executors import run_local, run_rank
 from penstock.runtime.execute.gang import Gang
-from penstock.runtime.execute.handlers.backend import OpTable
-from penstock.runtime.execute.handlers.registered import RegisteredOps
-from penstock.runtime.execute.handlers.torch_ops import TorchOps
-from penstock.runtime.execute.handlers.updating import UpdatingOps
+from penstock.runtime.execute.handlers.backend import Backend
 from penstock.runtime.execute.lockstep import Lockstep
 from penstock.runtime.execute.plan import StepPlan
+from penstock.runtime.execute.threads import RankThreads
 from penstock.runtime.execute.worker import Worker
-from penstock.runtime.parameters.local_model import LocalModel
-from penstock.runtime.parameters.updating import Updating
-from penstock.runtime.stage.branches import end_of, has_many_ends
-from penstock.runtime.stage.host_memory import HostMemory
-from penstock.runtime.stage.microbatches import Microbatches
-from penstock.runtime.stage.ops import StageRunner, StepSettings
-from penstock.runtime.stage.outputs import Outputs
-from penstock.runtime.stage.registered_ops import Calls
-from penstock.runtime.stage.stage import Copy
-from penstock.runtime.tensors.pytree import on_host
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.choose import TransportChoice
-from penstock.runtime.transport.conditioned import Conditions, local_transports
-from penstock.runtime.transport.wiring import num_indices
-from penstock.schedule import Schedule
+from penstock.runtime.transport.conditioned import Conditions, local_transports, nothing_comes
+
+
+class Devices(Protocol):
+    """What the ranks in this process run their ops on."""
+
+    def table(self, rank: int, plan: StepPlan, training: bool, meeting: Gang | None) -> Backend:
+        """The handlers of a rank in a step. `meeting`: where ranks that take turns meet."""
+
+    @property
+    def signatures(self) -> tuple[list[str], int]:
+        """What messages of each microbatch of the step look like, in words, and a number for all of it."""
 
 
 class StepExecutor:
     """What runs the steps of a pipeline.
 
     Args:
-        calls: of each registered op its function and what that is told.
-        updating: the updates that are ops; None where there are none.
         choice, conditions: how messages travel, and what is injected into links.
         together: those who decide together with this process; None where there are none.
-
-    Attributes:
-        runners: of the copies of stages here, by (pipeline, stage). ends: those whose output the loss takes.
-        last: those of them that tell the losses. host: where activations of these stages go that are sent away.
+        threads: where all ranks are here and have a thread each; None where each has a process, or they take turns.
     """
 
     def __init__(
         self,
-        schedule: Schedule,
-        model: LocalModel,
+        devices: Devices,
         ranks: tuple[int, ...],
-        loss_fn: Callable[..., Tensor] | None,
-        autocast: torch.dtype | None,
-        calls: Calls,
-        updating: Updating | None,
         choice: TransportChoice,
-        conditions: Conditions | None,
-        together: Lockstep | None,
+        conditions: Conditions | None = None,
+        together: Lockstep | None = None,
+        threads: RankThreads | None = None,
     ) -> None:
-        self._together = together
-        self._model, self._ranks, self._calls, self._updating = model, ranks, calls, updating
-        self._choice, self._conditions = choice, conditions
-        self._num_ranks, end = schedule.num_ranks, end_of(schedule.graph)
-        by_ops = has_many_ends(schedule.graph)
-        self._num_indices = num_indices(schedule)
-        self.host = HostMemory(model.device)
-        self.runners: dict[Copy, StageRunner] = {
-            key: StageRunner(
-                stage, key[1], key[1] == end and not by_ops, model.device, loss_fn, autocast,
-                len(schedule.graph.targets[key[1]]), model.tied.note_casts if model.ties else None,
-                self.host,
-            )
-            for key, stage in model.copies.here.items()
-        }  # fmt: skip
-        ends = {key: runner for key, runner in self.runners.items() if key[1] == end}
-        self.ends = list(ends.values())
-        # Of a shared stage one rank's alone: all of them have the same losses.
-        self._outputs = Outputs(self.runners, end if by_ops else None)
-        self.last = [runner for key, runner in ends.items() if schedule.placement.hosts(*key)[0] in ranks]
-        self._tables: dict[bool, tuple[StepPlan, OpTable]] = {}
-        """The handlers of the rank here, by whether a step is for training, and the plan that they are of."""
-        self._told: tuple[tuple[Any, ...], list[str], int] = (), [], 0
-        """For what purpose and shapes of microbatches the signatures are, and their digest."""
+        self._devices, self._ranks = devices, ranks
+        self._choice, self._conditions, self._together, self._threads = choice, conditions, together, threads
 
     def run(
-        self, settings: StepSettings, running: ActivePlan, plan: StepPlan, transport: Transport | None
+        self, running: ActivePlan, plan: StepPlan, transport: Transport | None, training: bool = True
     ) -> list[Worker]:
         """Runs a step of some kind to its end.
 
@@ -98,89 +63,49 @@ class StepExecutor:
             running: the configuration. plan: of this kind of step.
             transport: between processes; None where all ranks are here.
         """
+        graph, threads = plan.wiring.graph, self._threads
+        takes_turns = transport is None and threads is None
         # Forwards alone hold nothing, so nothing would keep a dynamic rank from taking in all messages at once.
         # Where processes decide together, ranks that are all in one would have to take turns alike too; nothing comes
         # late to them.
-        is_free = settings.training and (transport is not None or self._together is None)
+        is_free = training and not (takes_turns and self._together is not None)
         dispatch = running.dispatch if is_free else Dispatch.FROZEN
-        local_transport, pause = local_transports(self._num_ranks, self._conditions)
-        graph = plan.wiring.graph
-        meeting = Gang(graph) if transport is None and graph.gang_ops else None
         together = self._together if dispatch.is_dynamic else None
         decides = Dispatcher if together is None else together.dispatcher
+        meeting = Gang(graph) if takes_turns and graph.gang_ops else None
+        end_of, pause = self._ends(plan.wiring.schedule.num_ranks, transport)
         workers: list[Worker] = []
         for rank in self._ranks:
             dispatcher = decides(graph, rank, dispatch, plan.memory_change, plan.caps[rank])
-            table = self._table(rank, plan, settings.training, meeting)
-            workers.append(Worker(plan.wiring, rank, dispatcher, table, transport or local_transport(rank), meeting))
-        try:
-            if settings.away:
-                self.host.begin()
-            for runner in self.runners.values():
-                runner.begin(settings)
-            if transport is None:
-                for worker in workers:
-                    worker.run_apart(None)
-                run_local(workers, pause)
+            table = self._devices.table(rank, plan, training, meeting)
+            workers.append(Worker(plan.wiring, rank, dispatcher, table, end_of(rank), meeting))
+        if takes_turns:
+            run_local(workers, pause)
+        else:
+            signatures, digest = self._devices.signatures
+            threaded = dispatch.is_dynamic or graph.has_streams
+            for worker in workers:
+                self._choice.route(worker.transport, running.configuration.delegated)
+                worker.transport.begin(plan.expected, signatures, digest, threaded, plan.window)
+            if threads is not None:
+                threads.run(workers)
             else:
-                signatures, digest = self._signatures(settings)
-                threaded = dispatch.is_dynamic or graph.has_streams
-                self._choice.route(transport, running.configuration.delegated)
-                transport.begin(plan.expected, signatures, digest, threaded, plan.window)
-                stream = workers[0].run_apart(transport.wake)
-                if stream is not None and together is not None and not together.is_first:
-                    rank = self._ranks[0]
-                    together.listen(graph.first[rank + 1] - graph.first[rank], transport.wake)
-                try:
-                    run_rank(workers[0], transport)
-                finally:
-                    if stream is not None:
-                        stream.close()
-                transport.end()
-            if together is not None:
-                together.end()
-        finally:
-            for runner in self.runners.values():
-                runner.end()
+                worker = workers[0]
+                if graph.has_streams and together is not None and not together.is_first:
+                    together.listen(graph.first[worker.rank + 1] - graph.first[worker.rank], worker.transport.wake)
+                run_rank(worker)
+            for worker in workers:
+                worker.transport.end()
+        if together is not None:
+            together.end()
         return workers
 
-    def outputs(self, batch: Microbatches) -> dict[int, Any]:
-        """What the model gave for each microbatch here, by its number in the whole batch."""
-        first = batch.replica * len(batch)
-        return {first + m: on_host(value) for runner in self.ends for m, value in runner.results.items()}
-
-    def _table(self, rank: int, plan: StepPlan, training: bool, meeting: Gang | None) -> OpTable:
-        """The handlers of a rank in a step: those of the step before, where they keep nothing of it."""
-        known, table = self._tables.get(training, (None, None))
-        if known is plan and table is not None:
-            return table
-        table = self._made_table(rank, plan, training, meeting)
-        if len(self._ranks) == 1 and self._updating is None and not plan.wiring.schedule.graph.registered:
-            self._tables[training] = plan, table
-        return table
-
-    def _made_table(self, rank: int, plan: StepPlan, training: bool, meeting: Gang | None) -> OpTable:
-        model, schedule = self._model, plan.wiring.schedule
-        runners = {key: self.runners[key] for key in model.copies.of_rank(rank)}
-        inside = model.inside if training and model.is_shared else None
-        tied = model.tied if model.ties else None
-        handlers = TorchOps(runners, tied, schedule, model.device, meeting, inside).handlers
-        if self._updating is not None and training:
-            handlers = UpdatingOps(handlers, self._updating, rank, plan.wiring.tied_values, meeting).handlers
-        if not schedule.graph.registered:
-            return OpTable(handlers)
-        select = model.copies.select if training else None
-        registered = RegisteredOps(rank, self._calls, self._outputs, model.device, meeting, select)
-        return OpTable({**handlers, **registered.handlers}, registered.start)
-
-    def _signatures(self, settings: StepSettings) -> tuple[list[str], int]:
-        """What messages of each microbatch look like, in words, and a number for all of it."""
-        shapes, purpose = settings.microbatches.signatures, settings.purpose
-        known, signatures, digest = self._told
-        if known != (purpose, shapes):
-            texts = {shape: f"{purpose.value} {shape}" for shape in set(shapes)}
-            signatures = [texts[shape] for shape in shapes]
-            signatures += signatures[-1:] * (self._num_indices - len(signatures))  # tokens may have higher indices
-            digest = zlib.crc32(" ".join(signatures).encode())
-            self._told = (purpose, shapes), signatures, digest
-        return signatures, digest
+    def _ends(
+        self, num_ranks: int, transport: Transport | None
+    ) -> tuple[Callable[[int], Transport], Callable[[], bool]]:
+        """What gives each rank its end, and what waits for a message where ranks take turns."""
+        if transport is not None:
+            return lambda rank: transport, nothing_comes
+        if self._threads is not None:
+            return self._threads.transports.__getitem__, nothing_comes
+        return local_transports(num_ranks, self._conditions)

@@ -74,17 +74,21 @@ class Worker:
             return False
         return self._stream is None or not (self._apart or self._stream.num_open)
 
-    def run_apart(self, wake: Callable[[], None] | None) -> Stream | None:
-        """Before the first op: where there are asynchronous ops, their stream.
+    def begin(self, wake: Callable[[], None] | None) -> None:
+        """Before the first op, in the thread that runs them.
 
         Args:
             wake: ends this rank's wait for messages; None where it shares its thread with other ranks.
         """
-        if not self._wiring.graph.has_streams:
-            return None
-        start = self._backend.start
-        self._stream = SharedThreadStream(start) if wake is None else WatchedStream(start, wake)
-        return self._stream
+        self._backend.begin()
+        if self._wiring.graph.has_streams:
+            start = self._backend.start
+            self._stream = SharedThreadStream(start) if wake is None else WatchedStream(start, wake)
+
+    def end(self) -> None:
+        """After the last op, or after what went wrong: ends the stream of asynchronous ops."""
+        if self._stream is not None:
+            self._stream.close()
 
     def run_ready(self) -> bool:
         """Runs ops until the next one must wait; returns whether anything moved."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -24,6 +24,7 @@ from penstock.runtime.transport.delegate.transport import HOST_MEMORY
 from penstock.runtime.transport.failover import Failover
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.layer import layers_of
+from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.nccl import DeviceLines, lines_of
 from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.shared_memory import open_shared_memory
@@ -183,6 +184,14 @@ class TransportChoice:
     def simulated(self, delegated: Collection[tuple[int, int]] = ()) -> Blocking | str:
         """What the simulator calls it, with these links delegated."""
         return "decoupled" if self.depth is None else Blocking(self.depth, frozenset(delegated))
+
+    def between_threads(self, boxes: Sequence[Mailbox], conditions: Conditions, timeout: float) -> list[Transport]:
+        """The ends of ranks that are threads, by rank: messages are handed over, with the bound that this has."""
+        made: list[Transport] = []
+        for rank in range(len(boxes)):
+            end = ConditionedTransport(LoopbackTransport(boxes, rank, timeout), conditions)
+            made.append(end if self.depth is None else BoundedTransport(end, self.depth))
+        return made
 
     def make(
         self,

@@ -28,6 +28,9 @@ class Backend(Protocol):
         """When the op run last began, in nanoseconds of the monotonic clock, where that was later than its call: it
         waited for other ranks that run it too. Else None."""
 
+    def begin(self) -> None:
+        """Before the rank's first op, in the thread that runs them."""
+
     def start(self, op: Op, received: Sequence[Payload]) -> Started:
         """Starts an asynchronous op, given what its incoming edges brought, tokens too."""
 
@@ -43,6 +46,9 @@ class OpTable:
     def __init__(self, handlers: Mapping[str, Handler], start: Start | None = None) -> None:
         self.handlers = handlers
         self._start = start
+
+    def begin(self) -> None:
+        """Real ops begin when they are asked to."""
 
     def start(self, op: Op, received: Sequence[Payload]) -> Started:
         """Raises RuntimeFailure where nothing starts such ops."""

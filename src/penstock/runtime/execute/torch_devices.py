@@ -1,0 +1,133 @@
+"""The stages that lie in this process, and the tables of handlers that run their ops with torch."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.execute.gang import Gang
+from penstock.runtime.execute.handlers.backend import OpTable
+from penstock.runtime.execute.handlers.registered import RegisteredOps
+from penstock.runtime.execute.handlers.torch_ops import TorchOps
+from penstock.runtime.execute.handlers.updating import UpdatingOps
+from penstock.runtime.execute.plan import StepPlan
+from penstock.runtime.parameters.local_model import LocalModel
+from penstock.runtime.parameters.updating import Updating
+from penstock.runtime.stage.branches import end_of, has_many_ends
+from penstock.runtime.stage.host_memory import HostMemory
+from penstock.runtime.stage.microbatches import Microbatches
+from penstock.runtime.stage.ops import StageRunner, StepSettings
+from penstock.runtime.stage.outputs import Outputs
+from penstock.runtime.stage.registered_ops import Calls
+from penstock.runtime.stage.stage import Copy
+from penstock.runtime.tensors.pytree import on_host
+from penstock.runtime.transport.wiring import num_indices
+from penstock.schedule import Schedule
+
+
+class TorchDevices:
+    """What runs the ops of the ranks here.
+
+    Args:
+        calls: of each registered op its function and what that is told.
+        updating: the updates that are ops; None where there are none.
+
+    Attributes:
+        runners: of the copies of stages here, by (pipeline, stage). ends: those whose output the loss takes.
+        last: those of them that tell the losses. host: where activations of these stages go that are sent away.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        model: LocalModel,
+        ranks: tuple[int, ...],
+        loss_fn: Callable[..., Tensor] | None,
+        autocast: torch.dtype | None,
+        calls: Calls,
+        updating: Updating | None,
+    ) -> None:
+        self._model, self._ranks, self._calls, self._updating = model, ranks, calls, updating
+        end = end_of(schedule.graph)
+        by_ops = has_many_ends(schedule.graph)
+        self._num_indices = num_indices(schedule)
+        self.host = HostMemory(model.device)
+        self.runners: dict[Copy, StageRunner] = {
+            key: StageRunner(
+                stage, key[1], key[1] == end and not by_ops, model.device, loss_fn, autocast,
+                len(schedule.graph.targets[key[1]]), model.tied.note_casts if model.ties else None,
+                self.host,
+            )
+            for key, stage in model.copies.here.items()
+        }  # fmt: skip
+        ends = {key: runner for key, runner in self.runners.items() if key[1] == end}
+        self.ends = list(ends.values())
+        # Of a shared stage one rank's alone: all of them have the same losses.
+        self._outputs = Outputs(self.runners, end if by_ops else None)
+        self.last = [runner for key, runner in ends.items() if schedule.placement.hosts(*key)[0] in ranks]
+        self._settings: StepSettings
+        self._tables: dict[bool, tuple[StepPlan, OpTable]] = {}
+        """The handlers of the rank here, by whether a step is for training, and the plan that they are of."""
+        self._told: tuple[tuple[Any, ...], list[str], int] = (), [], 0
+        """For what purpose and shapes of microbatches the signatures are, and their digest."""
+
+    @contextmanager
+    def step(self, settings: StepSettings) -> Iterator[None]:
+        """Around a step of some kind."""
+        self._settings = settings
+        try:
+            if settings.away:
+                self.host.begin()
+            for runner in self.runners.values():
+                runner.begin(settings)
+            yield
+        finally:
+            for runner in self.runners.values():
+                runner.end()
+
+    def table(self, rank: int, plan: StepPlan, training: bool, meeting: Gang | None) -> OpTable:
+        """The handlers of a rank in a step: those of the step before, where they keep nothing of it."""
+        known, table = self._tables.get(training, (None, None))
+        if known is plan and table is not None:
+            return table
+        table = self._made_table(rank, plan, training, meeting)
+        if len(self._ranks) == 1 and self._updating is None and not plan.wiring.schedule.graph.registered:
+            self._tables[training] = plan, table
+        return table
+
+    @property
+    def signatures(self) -> tuple[list[str], int]:
+        """What messages of each microbatch look like, in words, and a number for all of it."""
+        shapes, purpose = self._settings.microbatches.signatures, self._settings.purpose
+        known, signatures, digest = self._told
+        if known != (purpose, shapes):
+            texts = {shape: f"{purpose.value} {shape}" for shape in set(shapes)}
+            signatures = [texts[shape] for shape in shapes]
+            signatures += signatures[-1:] * (self._num_indices - len(signatures))  # tokens may have higher indices
+            digest = zlib.crc32(" ".join(signatures).encode())
+            self._told = (purpose, shapes), signatures, digest
+        return signatures, digest
+
+    def outputs(self, batch: Microbatches) -> dict[int, Any]:
+        """What the model gave for each microbatch here, by its number in the whole batch."""
+        first = batch.replica * len(batch)
+        return {first + m: on_host(value) for runner in self.ends for m, value in runner.results.items()}
+
+    def _made_table(self, rank: int, plan: StepPlan, training: bool, meeting: Gang | None) -> OpTable:
+        model, schedule = self._model, plan.wiring.schedule
+        runners = {key: self.runners[key] for key in model.copies.of_rank(rank)}
+        inside = model.inside if training and model.is_shared else None
+        tied = model.tied if model.ties else None
+        handlers = TorchOps(runners, tied, schedule, model.device, meeting, inside).handlers
+        if self._updating is not None and training:
+            handlers = UpdatingOps(handlers, self._updating, rank, plan.wiring.tied_values, meeting).handlers
+        if not schedule.graph.registered:
+            return OpTable(handlers)
+        select = model.copies.select if training else None
+        registered = RegisteredOps(rank, self._calls, self._outputs, model.device, meeting, select)
+        return OpTable({**handlers, **registered.handlers}, registered.start)
