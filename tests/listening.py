@@ -63,6 +63,14 @@ def family(pid: int) -> list[int]:
     return found
 
 
+def runs(pid: int) -> bool:
+    """Whether there is such a process that has not ended; one that has may wait for its parent to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def _address(text: str) -> tuple[str, int]:
     """`0100007F:1F90`, as /proc/net/tcp has it: words of the host's byte order."""
     words, port = text.split(":")

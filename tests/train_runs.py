@@ -79,7 +79,8 @@ def _train(folder: str, words: list[str], environment: dict[str, str], cwd: Path
         os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    sys.exit(main(["train", *words]))
+    sys.argv = ["penstock", "train", *words]
+    sys.exit(main())
 
 
 class Run:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from delegate_ranks import Chain, Ended, exchange, payload_of, run_delegate_ranks
+from listening import runs
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.carrier.frame import Frame, Lane, What, pack
@@ -349,20 +350,12 @@ def test_delegates_end_with_their_rank_however_it_ends(state: str) -> None:
         rank.kill()
         rank.wait()
         end = time.monotonic() + 20
-        while any(_runs(pid) for pid in pids) and time.monotonic() < end:
+        while any(runs(pid) for pid in pids) and time.monotonic() < end:
             time.sleep(0.02)
-        assert not [pid for pid in pids if _runs(pid)]
+        assert not [pid for pid in pids if runs(pid)]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.pid, signal.SIGKILL)  # the fork
         rank.wait()
         if rank.stdout is not None:
             rank.stdout.close()
-
-
-def _runs(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from crashes import needs_small_disk, small_disk
-from listening import family
+from listening import family, runs
 from penstock.cli import main
 from train_runs import COMMAND, SMALL, Run, checkpoints, losses, metrics
 
@@ -128,7 +128,7 @@ def test_killed_under_every_transport_and_mesh(text: Path, tmp_path: Path, how: 
         started = {pid for rank in run.ranks().values() for pid in family(rank)}
         _killed(run, 1, resumable=True)
     assert len(started) >= 2
-    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+    assert not [pid for pid in started if runs(pid)]
 
 
 @pytest.mark.usefixtures("interruptible")

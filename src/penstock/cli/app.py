@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -17,6 +17,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class Invocation(NamedTuple):
+    """What the verbs' contexts have as their object.
+
+    Attributes:
+        arguments: the words of the command line. is_program: whether this process is `penstock` and nothing else.
+    """
+
+    arguments: list[str]
+    is_program: bool
 
 
 def _version(wanted: bool) -> None:

@@ -179,7 +179,7 @@ def space(
 def _give(context: typer.Context, result: dict[str, Any], table: str, out: str | None, as_json: bool) -> None:
     """Prints the table or the numbers, and writes the numbers with the command that made them."""
     if out is not None:
-        words = [word for word in context.obj if word not in ("--out", out, "--json")]
+        words = [word for word in context.obj.arguments if word not in ("--out", out, "--json")]
         command = " ".join(["penstock", *words])
         write_whole(Path(out), json_module.dumps({"command": command, **result}, indent=1) + "\n")
     if as_json:

@@ -8,13 +8,16 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import typer
 
-from penstock.cli.app import app
+from penstock.cli.app import Invocation, app
 from penstock.cli.failure import INVALID, MISUSE, Failure, failure_of
 from penstock.cli.output import print_json
+
+if TYPE_CHECKING:
+    from penstock.runtime.launch import RankOrder
 
 T = TypeVar("T")
 
@@ -35,19 +38,26 @@ TRACEBACK = "PENSTOCK_TRACEBACK"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    as_json = "--json" in arguments
+    """Runs the command line and returns its exit code.
+
+    Without `argv` this is the program itself, whose process may be forked: in a rank of a run it carries on here.
+    """
+    done = _told(Invocation(list(sys.argv[1:] if argv is None else argv), is_program=argv is None))
+    return done if isinstance(done, int) else done.run()
+
+
+def _told(invocation: Invocation) -> int | RankOrder:
+    """Runs a verb with output that may fail; its exit code, or what a rank has to do."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot spell a bar shows a question mark
     if sys.stdout is None:  # the caller has closed it: nobody is there to read
         with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
-            return _run(arguments, as_json)
+            return _run(invocation)
     output = _Output(sys.stdout)
     try:
         with contextlib.redirect_stdout(output):
-            code = _run(arguments, as_json)
+            code = _run(invocation)
             output.flush()
             return code
     except BrokenPipeError:
@@ -82,11 +92,12 @@ class _Output:
             raise
 
 
-def _run(arguments: list[str], as_json: bool) -> int:
+def _run(invocation: Invocation) -> int | RankOrder:
     """Runs a verb, and reports how it failed; raises OSError where what it prints can't be written."""
+    arguments, as_json = invocation.arguments, "--json" in invocation.arguments
     try:
-        code = app(arguments, prog_name="penstock", standalone_mode=False, obj=arguments)
-        return code if isinstance(code, int) else 0
+        code: int | RankOrder | None = app(arguments, prog_name="penstock", standalone_mode=False, obj=invocation)
+        return 0 if code is None else code
     except typer.Exit as error:
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):

@@ -11,9 +11,13 @@ import typer
 from penstock.cost.presets import PRESETS
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.launch_jobs import emulated_order_of, order_of, read_given
+from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.runtime.launch import RankOrder, WaitingServer
     from penstock.train.emulated.job import EmulatedJob
     from penstock.train.job import TrainJob
 
@@ -70,6 +74,7 @@ def _option(text: str, field: str | None = None, **rest: Any) -> Any:
 
 
 def train(
+    call: typer.Context,
     schedule: Annotated[str | None, _option("Library schedule or schedule file.", "schedule")] = None,
     ranks: Annotated[int | None, _option("Pipeline ranks, one process each.", "ranks")] = None,
     pp: Annotated[int | None, _option("The same as --ranks.")] = None,
@@ -191,38 +196,56 @@ def train(
     help_all: Annotated[
         bool, typer.Option("--help-all", is_eager=True, callback=_print_all, help="Show every option and exit.")
     ] = False,
-) -> None:
+) -> Any:
     """Train a GPT, BERT, CLIP, Hugging Face decoder or your own model over a mesh of processes; or emulate a plan."""
     given = {name: value for name, value in locals().items() if value is not None}
+    del given["call"]
+    is_program = getattr(call.obj, "is_program", False)  # nothing is known of a launcher's
     for name in ("out", "resume", "fallback", "export", "port", "as_json", "help_all"):
         given.pop(name, None)
     given = read_given(given)
     if given.get("device") == "emulated":
         if fallback:
             given["fallback"] = True  # which only training takes
-        raise typer.Exit(_carry_out_emulated(emulated_order_of(given, out, resume, export, as_json), port))
-    order = order_of(given, out, resume, export, as_json, fallback)
-    raise typer.Exit(_carry_out(order, port))
+        return _carry_out_emulated(emulated_order_of(given, out, resume, export, as_json), port, is_program)
+    return _carry_out(order_of(given, out, resume, export, as_json, fallback), port, is_program)
 
 
-def _carry_out(order: TrainJob, port: int | None) -> int:
+def _carry_out(order: TrainJob, port: int | None, is_program: bool) -> int | RankOrder:
     # Light checks first: most mistakes are told before torch is loaded.
     order.settings.build_schedule()
     from penstock.train import run_job as run_job
 
     if "RANK" in os.environ:
         return run_job.run_joined(order)
-    return run_job.run_job(order, port)
+    own = is_own(order.settings.model) or is_own(order.settings.data)  # that may have run already, and left anything
+    forks = is_program and not own and not order.settings.in_process
+    return _over_ranks(forks, run_job.__name__, lambda waiting: run_job.run_job(order, port, waiting))
 
 
-def _carry_out_emulated(order: EmulatedJob, port: int | None) -> int:
+def _carry_out_emulated(order: EmulatedJob, port: int | None, is_program: bool) -> int | RankOrder:
     # As in training: what is wrong with the plan or its costs is told before torch is loaded.
     order.settings.read_costs(order.settings.build_schedule())
     from penstock.train.emulated import run_job as run_job
 
     if "RANK" in os.environ:
         return run_job.run_joined(order)
-    return run_job.run_job(order, port)
+    forks = is_program and not order.settings.in_process
+    return _over_ranks(forks, run_job.__name__, lambda waiting: run_job.run_job(order, port, waiting))
+
+
+def _over_ranks(forks: bool, preload: str, run: Callable[[WaitingServer | None], int]) -> int | RankOrder:
+    """Runs a job, whose ranks are forked from this process if it `forks`; in a rank, what that is to do."""
+    from penstock.train.start import RankOrder, fork_ahead
+
+    ahead = fork_ahead(preload) if forks else None
+    if isinstance(ahead, RankOrder):
+        return ahead
+    try:
+        return run(ahead)
+    finally:
+        if ahead is not None:
+            ahead.discard()
 
 
 def run_command(argv: list[str]) -> int:

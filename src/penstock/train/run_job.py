@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from penstock.data import Corpus
 from penstock.runtime.checkpoint import UNWRITTEN, CheckpointError
-from penstock.runtime.launch import init_process, watch
+from penstock.runtime.launch import WaitingServer, init_process, watch
 from penstock.train.bounds import bound, proved_mismatch
 from penstock.train.folder import RunFolder, check_place, is_folder
 from penstock.train.inputs import Inputs, gather_inputs
@@ -32,8 +32,10 @@ from penstock.train.start import INTERRUPTED, RunFailed, check_interfaces, check
 from penstock.train.tasks.text import check_tokens
 
 
-def run_job(order: TrainJob, port: int | None) -> int:
+def run_job(order: TrainJob, port: int | None, waiting: WaitingServer | None = None) -> int:
     """Runs the order on this machine and prints the report; returns the exit code.
+
+    `waiting` is the process that ranks are forked from, where it was forked ahead.
 
     Raises:
         SettingsError, ScheduleError, PartitionError, DataError, CheckpointError: before anything starts.
@@ -52,7 +54,7 @@ def run_job(order: TrainJob, port: int | None) -> int:
             run = _run(order, inputs, first=True)
             report, code, said = run.report, run.stop.exit_code if run.interrupted else 0, ""
         else:
-            code, said = launch_order(order, inputs.data.corpus, port)
+            code, said = launch_order(order, inputs.data.corpus, port, waiting)
             report = Report.read(folder.report)
         if report is None:
             raise RunFailed(said + _way_on(folder, said), code or 1)
@@ -134,13 +136,15 @@ def _run(order: TrainJob, inputs: Inputs, first: bool) -> RankRun:
     return run
 
 
-def launch_order(order: TrainJob, corpus: Corpus | None, port: int | None) -> tuple[int, str]:
+def launch_order(
+    order: TrainJob, corpus: Corpus | None, port: int | None, waiting: WaitingServer | None = None
+) -> tuple[int, str]:
     """One process for each place in the mesh; the exit code, and what the launcher said of a failure."""
     RunFolder(Path(order.folder)).report.unlink(missing_ok=True)  # an earlier part of the run's
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
         hand_over(Path(handover), order, corpus)
         env = {"OMP_NUM_THREADS": str(order.settings.num_threads)}
-        return start_ranks(["--order", handover], order.settings.num_processes, port, __name__, env)
+        return start_ranks(["--order", handover], order.settings.num_processes, port, __name__, waiting, env)
 
 
 def _announcement(order: TrainJob, inputs: Inputs, goes_on: GoingOn | None) -> str:

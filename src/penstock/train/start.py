@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt.store import StoreLost, open_store
-from penstock.runtime.launch import FIRST_OPTIMIZER, launch
+from penstock.runtime.launch import FIRST_OPTIMIZER, RankOrder, WaitingServer, launch
 from penstock.runtime.launch.port import listen
 from penstock.runtime.mesh.interfaces import local_addresses
 from penstock.train.checks import SettingsError
@@ -57,15 +59,37 @@ def check_interfaces(travel: Travel) -> None:
         raise SettingsError(f"--interfaces: {error}") from None
 
 
+def fork_ahead(preload: str) -> WaitingServer | RankOrder | None:
+    """The process that ranks will be forked from, while this one has only loaded what they need; in a rank, what that
+    is to do.
+
+    None where it is not forked ahead: not every system's libraries survive a fork, nor would a thread of ours.
+    """
+    if sys.platform != "linux" or threading.active_count() > 1:
+        return None
+    return WaitingServer.fork([FIRST_OPTIMIZER, preload])
+
+
 def start_ranks(
-    arguments: Sequence[str], num_ranks: int, port: int | None, preload: str, env: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    num_ranks: int,
+    port: int | None,
+    preload: str,
+    waiting: WaitingServer | None,
+    env: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
     """`python -m penstock.train` with these arguments, one process per rank; the exit code, and what was said of a
-    failure. `preload` is the module that the ranks have their work from."""
+    failure. `preload` is the module that the ranks have their work from, `waiting` what `fork_ahead` gave."""
     said = io.StringIO()
     program = ["-m", "penstock.train", *arguments]
     with contextlib.redirect_stderr(said):
         code = launch(
-            program, num_ranks, preload=[FIRST_OPTIMIZER, preload], port=port, env=dict(env or {}), patience=PATIENCE
+            program,
+            num_ranks,
+            preload=[FIRST_OPTIMIZER, preload],
+            waiting=waiting,
+            port=port,
+            env=dict(env or {}),
+            patience=PATIENCE,
         )
     return code, said.getvalue().strip().removeprefix("penstock: ")

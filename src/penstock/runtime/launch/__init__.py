@@ -4,14 +4,26 @@
        ^                                        |
        +---- report: the uncaught exception of each, of which `cause` picks the first
 
-Ranks are forked from one process, which has loaded torch and what they need of Penstock once.
+Ranks are forked from one process, which has loaded torch and what they need of Penstock once; `penstock train`, which
+has loaded that too, forks that process itself (`WaitingServer`).
 `launch` is the parent's side, `init_process` the child's (under `torchrun` too). A child records its uncaught
 exception in a file and prints nothing; the parent, which sees every end, prints the cause once.
 """
 
+from penstock.runtime.launch.ahead import RankOrder, WaitingServer
 from penstock.runtime.launch.child import init_process, watch
 from penstock.runtime.launch.parent import FIRST_OPTIMIZER, launch
 from penstock.runtime.launch.peer_loss import LossKind, loss_of
 from penstock.runtime.launch.reporter import report_failure
 
-__all__ = ["FIRST_OPTIMIZER", "LossKind", "init_process", "launch", "loss_of", "report_failure", "watch"]
+__all__ = [
+    "FIRST_OPTIMIZER",
+    "LossKind",
+    "RankOrder",
+    "WaitingServer",
+    "init_process",
+    "launch",
+    "loss_of",
+    "report_failure",
+    "watch",
+]

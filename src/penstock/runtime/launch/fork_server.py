@@ -33,10 +33,15 @@ from typing import Any
 TICK = 0.02  # seconds between two looks at the ranks
 
 
-def serve(channel: socket.socket) -> dict[str, Any] | None:
-    """Loads, forks, and tells of the ranks until the launching process is gone. In a rank: its order."""
+def read_order(channel: socket.socket) -> dict[str, Any]:
+    """What the launching process asks for."""
     with channel.makefile("r") as lines:
         order: dict[str, Any] = json.loads(lines.readline())
+    return order
+
+
+def serve(channel: socket.socket, order: dict[str, Any]) -> dict[str, Any] | None:
+    """Loads, forks, and tells of the ranks until the launching process is gone. In a rank: its order."""
     _first_on_path(order["program"])
     if sys.platform == "linux":  # elsewhere ranks load for themselves: not every system's libraries survive a fork
         for name in order["preload"]:
@@ -130,6 +135,7 @@ def _end(pid: int) -> int | None:
 
 
 if __name__ == "__main__":
-    _order = serve(socket.socket(fileno=int(sys.argv[1])))
+    _channel = socket.socket(fileno=int(sys.argv[1]))
+    _order = serve(_channel, read_order(_channel))
     if _order is not None:
         become(_order)

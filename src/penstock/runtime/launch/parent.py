@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.launch.ahead import WaitingServer
 from penstock.runtime.launch.cause import End, exit_code, explain, root_cause
 from penstock.runtime.launch.held_stderr import held_path
 from penstock.runtime.launch.launch_env import Handover
@@ -36,6 +37,7 @@ def launch(
     num_ranks: int,
     *,
     preload: Sequence[str] = ("penstock.runtime",),
+    waiting: WaitingServer | None = None,
     port: int | None = None,
     env: Mapping[str, str] | None = None,
     grace: float = 3.0,
@@ -45,7 +47,8 @@ def launch(
 
     `program` is what `python` would be given: a script's path, or -m and a module's name, and the arguments. The
     ranks are forked from one process that has imported the modules of `preload`, so that they load torch once and not
-    once each. Preloaded modules must start no threads and leave CUDA alone as they are imported.
+    once each. Preloaded modules must start no threads and leave CUDA alone as they are imported. `waiting` is that
+    process where it was forked ahead; it serves one launch.
 
     0 when all ranks ended well; 2 when nothing could be started; else the code of the rank that failed first
     (1 for an exception, 128 + signal for a kill), after one message on stderr that names it. When one rank has
@@ -63,7 +66,7 @@ def launch(
             reports = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True))
             calls = Calls()
             stack.enter_context(handled(calls, signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-            family = RankProcesses(reports, grace, patience, calls)
+            family = RankProcesses(reports, grace, patience, calls, waiting)
             stack.callback(family.end)
             family.start(program, preload, num_ranks, port, {**os.environ, **(env or {})})
             family.watch()
@@ -90,8 +93,11 @@ class Calls:
 class RankProcesses:
     """The ranks of one launch."""
 
-    def __init__(self, reports: str, grace: float, patience: float, calls: Calls) -> None:
+    def __init__(
+        self, reports: str, grace: float, patience: float, calls: Calls, waiting: WaitingServer | None
+    ) -> None:
         self._reports, self._grace, self._patience, self._calls = reports, grace, patience, calls
+        self._waiting = waiting
         self._server: RankServer | None = None
         self._ranks: list[RankProcess] = []
         self._lifeline: int | None = None
@@ -139,6 +145,7 @@ class RankProcesses:
                     {**environment, **common},
                     (reading, stderr, store),
                     Path(self._reports, "server.stderr"),
+                    self._waiting,
                 )
             finally:
                 os.close(reading)

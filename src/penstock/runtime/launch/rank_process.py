@@ -13,8 +13,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from penstock.runtime.launch.ahead import WaitingServer
 from penstock.runtime.launch.cause import End
 from penstock.runtime.launch.held_stderr import held_text
 from penstock.runtime.launch.report import FailureReport
@@ -29,25 +30,25 @@ class RankServer:
     """`fork_server`, of which the ranks are children: what it was asked, and what it has said of them."""
 
     def __init__(
-        self, order: Mapping[str, Any], environment: Mapping[str, str], descriptors: Sequence[int], stderr: Path
+        self,
+        order: Mapping[str, Any],
+        environment: Mapping[str, str],
+        descriptors: Sequence[int],
+        stderr: Path,
+        waiting: WaitingServer | None,
     ) -> None:
         self.pids: list[int] | None = None
         self.ends: dict[int, tuple[int, float]] = {}
         self.lost = False
         self._said = b""
         self._stderr = stderr
-        self._channel, theirs = socket.socketpair()
-        with theirs, stderr.open("wb") as held:
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(theirs.fileno())],
-                env=dict(environment),
-                pass_fds=[*descriptors, theirs.fileno()],
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stderr=held,
-            )
-        with contextlib.suppress(OSError):  # it has ended already, which is seen next
-            self._channel.sendall(json.dumps({**order, "descriptors": list(descriptors)}).encode() + b"\n")
+        with stderr.open("wb") as held:
+            self._process: subprocess.Popen[bytes] | WaitingServer
+            if waiting is not None:
+                self._process = waiting
+                self._channel = waiting.start(order, environment, descriptors, held.fileno())
+            else:
+                self._process, self._channel = _started(order, environment, descriptors, held)
         self._channel.setblocking(False)
         self._words = select.poll()  # which takes any number that a descriptor may have
         self._words.register(self._channel, select.POLLIN)
@@ -87,6 +88,25 @@ class RankServer:
             self._process.kill()
         self._channel.close()
         self._process.wait()
+
+
+def _started(
+    order: Mapping[str, Any], environment: Mapping[str, str], descriptors: Sequence[int], stderr: IO[bytes]
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A fork server of its own, which has its order; and the channel to it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(theirs.fileno())],
+            env=dict(environment),
+            pass_fds=[*descriptors, theirs.fileno()],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stderr=stderr,
+        )
+    with contextlib.suppress(OSError):  # it has ended already, which is seen next
+        ours.sendall(json.dumps({**order, "descriptors": list(descriptors)}).encode() + b"\n")
+    return process, ours
 
 
 class RankProcess:

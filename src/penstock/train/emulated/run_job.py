@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from penstock.cost import Costs
-from penstock.runtime.launch import init_process, watch
+from penstock.runtime.launch import WaitingServer, init_process, watch
 from penstock.schedule import Schedule
 from penstock.train.bounds import bound, proved_mismatch
 from penstock.train.emulated.job import EmulatedJob
@@ -29,8 +29,10 @@ from penstock.train.start import (
 )
 
 
-def run_job(order: EmulatedJob, port: int | None) -> int:
+def run_job(order: EmulatedJob, port: int | None, waiting: WaitingServer | None = None) -> int:
     """Runs the order on this machine and prints the report; returns the exit code.
+
+    `waiting` is the process that ranks are forked from, where it was forked ahead.
 
     Raises:
         SettingsError, ScheduleError: before anything starts.
@@ -50,7 +52,7 @@ def run_job(order: EmulatedJob, port: int | None) -> int:
             folder.report.unlink(missing_ok=True)
             with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
                 order.write(Path(handover))
-                code, said = start_ranks(["--emulated", handover], order.settings.ranks, port, __name__)
+                code, said = start_ranks(["--emulated", handover], order.settings.ranks, port, __name__, waiting)
             report = EmulatedReport.read(folder.report)
         if report is None:
             raise RunFailed(said, code or 1)
