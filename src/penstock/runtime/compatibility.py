@@ -24,7 +24,7 @@ from penstock.runtime.mesh.nodes import Nodes
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.pipeline_copies import require_one_copy_a_rank
-from penstock.runtime.parameters.tied import Tie
+from penstock.runtime.parameters.ties import Ties
 from penstock.runtime.parameters.versions import rule_of
 from penstock.runtime.stage.branches import is_plain, require_matching
 from penstock.schedule import Schedule, ScheduleError, check
@@ -229,7 +229,7 @@ def _listed(values: Iterable[int]) -> str:
 def require_dense(
     schedule: Schedule,
     stages: Mapping[int, nn.Module],
-    ties: Sequence[Tie],
+    ties: Ties,
     mesh: ProcessMesh,
     clip_norm: float | None,
 ) -> None:

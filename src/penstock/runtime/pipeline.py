@@ -264,7 +264,7 @@ class Pipeline:
                     around = nodes.mesh.ring_links(links, self._peers.here[0])
                     late = LateRing(Ring() if adapt is None else adapt.ring, around, conditions)
             self._learner = OptimizerState(held, place, schedule, optimizer, clip_norm, parallel.one_copy_steps, late)
-            self._tags = Tags.of(schedule, [tie.stages for tie in held.ties])
+            self._tags = Tags.of(schedule, held.ties.stages)
             self._running = self._worked_out(start)
             updating, ranks = self._learner.updating, self._peers.here
             calls = calls_of(schedule, functions, held.stages, self._peers, timeout)
@@ -348,7 +348,7 @@ class Pipeline:
         return self._worked_out(configuration)
 
     def _worked_out(self, configuration: Configuration) -> ActivePlan:
-        return running(configuration, [tie.stages for tie in self._model.ties], self.rank, self._tags, self._costs)
+        return running(configuration, self._model.ties.stages, self.rank, self._tags, self._costs)
 
     def _switch(self, then: ActivePlan | Configuration) -> None:
         """Runs something else from the next step on. Nodes move when that begins; until then nothing has changed."""

@@ -103,18 +103,16 @@ class State:
     ) -> None:
         self.optimizer, self._model, self._updating, self._steps = optimizer, model, updating, steps
         stages, ties = model.stages, model.ties
-        stored_as = {name: tie.names[tie.owner] for tie in ties for name in tie.names.values()}
-        twins = {name for name, stored in stored_as.items() if name != stored}
         self._tensors: list[tuple[str, Tensor]] = []
         """Stored name, with its prefix -> each parameter and buffer here that has it."""
         self._answers: set[str] = set()
         self._names: dict[Tensor, str] = {}
         for index, stage in stages.items():
             for name, parameter in stage.named_parameters():
-                stored = stored_as.get(name, name)
+                stored = ties.owned_name(name)
                 self._tensors.append((MODEL + stored, parameter))
                 self._names.setdefault(parameter, stored)
-                if name not in twins and answers(index, parameter):
+                if not ties.is_elsewhere(name) and answers(index, parameter):
                     self._answers.add(stored)
             for name, (buffer, is_kept) in _buffers(stage).items():
                 self._tensors.append(((MODEL if is_kept else BUFFERS) + name, buffer))
@@ -128,10 +126,10 @@ class State:
         ]
         for stage in model.copies.here.values():
             for name, parameter in stage.named_parameters():
-                self._names.setdefault(parameter, stored_as.get(name, name))
+                self._names.setdefault(parameter, ties.owned_name(name))
         if updating is not None:
             self._names |= updating.names()
-        self._stored_as = stored_as
+        self._stored_as = ties.owned_name
 
     # Saving.
 
@@ -182,7 +180,7 @@ class State:
             for stage in self._model.stages.values():
                 for name, parameter in stage.named_parameters():
                     if parameter.grad is not None:
-                        tensors.setdefault(GRADIENTS + self._stored_as.get(name, name), parameter.grad)
+                        tensors.setdefault(GRADIENTS + self._stored_as(name), parameter.grad)
         if self.optimizer is None:
             return tensors, None
         state, meta = optimizer_tensors(self.optimizer, self._names)
@@ -215,7 +213,7 @@ class State:
         mine = {
             stage_name for stage in self._model.copies.here.values() for stage_name, _ in stage.named_parameters()
         }
-        waiting = {self._stored_as.get(name, name) for name in mine}
+        waiting = {self._stored_as(name) for name in mine}
         there = set(names)
         found = {name for name in self.expected() if name in there or name.startswith(MODEL)}
         for name in names:
@@ -313,7 +311,7 @@ class State:
         waiting: list[tuple[Parameter, Tensor]] = []
         for stage in self._model.copies.here.values():
             for name, parameter in stage.named_parameters():
-                those = parts.get(self._stored_as.get(name, name))
+                those = parts.get(self._stored_as(name))
                 if those and self._steps(parameter):
                     loaded = source.load(those)
                     for each in those:
@@ -330,7 +328,7 @@ class State:
             each: p
             for stage in self._model.copies.here.values()
             for name, p in stage.named_parameters()
-            for each in {name, self._stored_as.get(name, name)}
+            for each in {name, self._stored_as(name)}
         }
         found: dict[str, Tensor] = {}
         for name in names:

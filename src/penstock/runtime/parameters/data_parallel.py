@@ -72,7 +72,8 @@ class Replicas:
         self._peers = peers if isinstance(peers, GroupPeers) else None
         self.keeps_aside = self._peers is not None and not has_updates
         self._number, self._order = peers.here[0], tuple(order)
-        self._follow = followers(model)
+        # Of a tie's several parameters in this process the first alone is summed, and the others take its sum.
+        self._follow = model.shared.followers()
         self._early: dict[int, list[list[Parameter]]] = {}
         self._late: list[list[Parameter]] = []
         self._wanting: list[Parameter] | None = None
@@ -89,7 +90,7 @@ class Replicas:
         self._wanting = wanting
         self._early.clear()
         slots = range(1, len(self._model.ties) + 1)
-        tied = {id(p): p for slot in slots if (p := self._model.tied.parameter(slot)) is not None}
+        tied = {id(p): p for slot in slots if (p := self._model.shared.tied(slot)) is not None}
         self._late = [[p] for p in tied.values() if p.requires_grad]
         seen = {*tied, *(id(p) for p, _ in self._follow)}
         for index, stage in self._model.copies.stages.items():
@@ -263,11 +264,5 @@ def replicas_of(model: LocalModel, mesh: ProcessMesh, schedule: Schedule, late: 
     order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
     sharding: Unsharded = model.sharded or Unsharded()
     if mesh.sharding == "zero1":
-        sharding = OwnedParameters(model.parameters, mesh.num_replicas, followers(model))
+        sharding = OwnedParameters(model.parameters, mesh.num_replicas, model.shared.followers())
     return Replicas(model, mesh.replicas, order, sharding, schedule.updates is not None, late)
-
-
-def followers(model: LocalModel) -> list[tuple[Parameter, Parameter]]:
-    """Of a tie's several parameters in this process the first alone is summed: the others, and that one each."""
-    tied, slots = model.tied, range(1, len(model.ties) + 1)
-    return [(p, first) for slot in slots for p in tied.followers(slot) if (first := tied.parameter(slot)) is not None]

@@ -36,9 +36,9 @@ from penstock.runtime.mesh.collective import AllGather
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.mesh.process_mesh import REPLICAS, ProcessMesh
 from penstock.runtime.parameters.buckets import PartBucket, SumBucket, as_real, cut_into_buckets, wait_for
-from penstock.runtime.parameters.owners import sees_gradients
+from penstock.runtime.parameters.gradients import Gradients
 from penstock.runtime.parameters.sharding import Unsharded
-from penstock.runtime.parameters.versions.gradients import Gradients
+from penstock.runtime.stage.autograd import sees_gradients
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.dtensor import is_sharded, local, memory
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,27 +11,26 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import send_values
 from penstock.runtime.parameters.fsdp import ShardedParameters
-from penstock.runtime.parameters.owners import all_dtypes, owned_parameters, sees_gradients, ties_of
 from penstock.runtime.parameters.pipeline_copies import Copies, build_copies
+from penstock.runtime.parameters.shared import SharedTensors, share_values_of_stages
 from penstock.runtime.parameters.shared_modules import SharedModules
-from penstock.runtime.parameters.shared_stage import (
-    Parallelize,
-    cut_stages,
+from penstock.runtime.parameters.shared_stage import Parallelize, cut_stages
+from penstock.runtime.parameters.tied_gradients import TiedGradients
+from penstock.runtime.parameters.ties import (
+    Ties,
     keep_as_one,
     names_of_one,
     require_cut_alike,
     require_tied_alike,
-    share_values_of_stages,
+    ties_of,
 )
-from penstock.runtime.parameters.tied import Tie, TiedGradients
+from penstock.runtime.stage.autograd import sees_gradients
 from penstock.runtime.stage.stage import Stage, StageSource
-from penstock.runtime.tensors.dtensor import as_shard, local
 from penstock.schedule import Placement
-from penstock.schedule.updates import OWNER
 
 
 def _others(
@@ -53,6 +52,7 @@ class LocalModel:
     copies: of stages, in this process. stages: the owners among them, by stage.
     device: where they lie.
     ties: parameters that several stages share. tied: what takes and passes on their gradients.
+    shared: what brings together gradients and values of what several stages, pipelines or ranks hold.
     sharded: the parameters of which replicas keep parts; None where they do not.
     parameters: of all copies, each once.
     named: name -> parameter, for those here; a tied one is its lowest stage's.
@@ -82,10 +82,10 @@ class LocalModel:
         self.stages: dict[int, Stage] = copies.owners
         stages = copies.stages
         # On the whole model, before anything takes the place of a parameter.
-        self.ties: list[Tie] = ties_of(sources, stages, tied, peers)
+        self.ties = ties_of(sources, stages, tied, peers)
         require_tied_alike(self.ties, placement, peers)
         self._given = [(weakref.ref(p), i, n) for i, stage in stages.items() for n, p in stage.named_parameters()]
-        self._shared = SharedModules(sources, stages)
+        self._modules = SharedModules(sources, stages)
         self._elsewhere = _others(sources, stages)
         self._without_gradient: list[tuple[weakref.ref[Parameter], int, str]] = []
         as_one = names_of_one(stages)
@@ -100,15 +100,16 @@ class LocalModel:
         copies.know(self.ties)
         self.tied = TiedGradients(self.ties, stages, copies.here)
         require_cut_alike(self.ties, stages, peers)
+        self.shared = SharedTensors(copies, placement, self.ties, peers)
         self.share_values()
-        self.share_tied_values()
+        self.shared.share_tied()
         if isinstance(mesh.replicas, GroupPeers):
             send_values([*copies.parameters(), *self.buffers()], lambda _: 0, mesh.replicas)
         self.sharded = ShardedParameters(stages, mesh) if mesh.has_parts else None
         self.parameters: list[Parameter] = copies.parameters()
-        self.named = owned_parameters(self.stages, self.ties, lambda _: True)
-        self.own = owned_parameters(self.stages, self.ties, lambda stage: placement.hosts(0, stage)[0] in peers.here)
-        self.dtypes = all_dtypes(self.stages, self.own, peers)
+        self.named = _owned_parameters(self.stages, self.ties, lambda _: True)
+        self.own = _owned_parameters(self.stages, self.ties, lambda stage: placement.hosts(0, stage)[0] in peers.here)
+        self.dtypes = _all_dtypes(self.stages, self.own, peers)
 
     def owned(self) -> list[Parameter]:
         """The parameters of the owners' copies here, each once."""
@@ -120,8 +121,8 @@ class LocalModel:
 
     def share_values(self) -> None:
         """Gives every copy its owner's parameters and buffers."""
-        self.copies.share_parameters()
-        self.copies.share_buffers()
+        self.shared.share_parameters()
+        self.shared.share_buffers()
 
     def stand_ins(self) -> dict[int, list[Parameter]]:
         """By the id of a parameter of the model given, what took its place when stages were cut."""
@@ -150,7 +151,7 @@ class LocalModel:
 
     def require_trainable(self) -> None:
         """Raises RuntimeFailure where stages share what a step would change out of order, or a hook sees nothing."""
-        self._shared.require_unchanging()
+        self._modules.require_unchanging()
         if self.sharded is not None:
             self.sharded.require_unhooked()
 
@@ -165,25 +166,18 @@ class LocalModel:
     @property
     def is_shared(self) -> bool:
         """Whether something of a stage here is another one's, or another copy's, too, so that ops need `inside`."""
-        return bool(self.ties) or self.copies.take_turns or self._shared.has_any
+        return bool(self.ties) or self.copies.take_turns or self._modules.has_any
 
     @contextmanager
     def inside(self, pipeline: int, stage: int) -> Iterator[None]:
         """Around an op of a copy of a stage in a training step."""
         self.copies.select(pipeline, stage)
-        with self.tied.inside(pipeline, stage), self._shared.unchanged(stage):
+        with self.tied.inside(pipeline, stage), self._modules.unchanged(stage):
             yield
 
     def end(self) -> None:
         """Ends it, however it went."""
         self.copies.end()
-
-    def gather_gradients(self) -> None:
-        """Brings together the gradients of what several stages or pipelines share."""
-        self.copies.sum_gradients()
-        for slot, tie in enumerate(self.ties, start=1):
-            parameter = self.tied.parameter(slot)
-            self.tied.put(slot, self.spread(tie, None if parameter is None else parameter.grad, parameter))
 
     def require_own_gradients(self) -> None:
         """Raises RuntimeFailure where a stage here used a parameter of one that another process has: what it adds to
@@ -226,27 +220,6 @@ class LocalModel:
     def close(self) -> None:
         self.tied.close()
 
-    def share_tied_values(self) -> None:
-        """Gives all stages that share a parameter its owner's value."""
-        for slot, tie in enumerate(self.ties, start=1):
-            parameter = self.tied.parameter(slot)
-            value = self.spread(tie, None if parameter is None else parameter.detach(), parameter)
-            if value is not None:
-                self.tied.fill(slot, value)
-
-    def spread(self, tie: Tie, tensor: Tensor | None, like: Tensor | None) -> Tensor | None:
-        """What every copy of a tie's owner has, for all ranks that hold another stage of it."""
-        if len(self.placement.hosts(OWNER, tie.owner)) > 1:
-            return tensor  # the same ranks share all the stages, and each has what is its own
-        have = {ranks[tie.owner] for ranks in self.placement.pipelines}
-        need = {ranks[stage] for ranks in self.placement.pipelines for stage in tie.stages} - have
-        source = self.placement.pipelines[OWNER][tie.owner]
-        if not need or set(self._peers.here) & (have - {source}):
-            return tensor
-        part = None if tensor is None else local(tensor)
-        came = self._peers.share(part, None if like is None else local(like), source, sorted(need))
-        return None if came is None else as_shard(came, like)
-
 
 def device_of(stages: Iterable[Stage], device: torch.device | str | None) -> torch.device:
     if device is not None:
@@ -255,3 +228,28 @@ def device_of(stages: Iterable[Stage], device: torch.device | str | None) -> tor
         for parameter in stage.parameters():
             return parameter.device
     return torch.device("cpu")
+
+
+def _owned_parameters(
+    stages: Mapping[int, Stage], ties: Ties, answers: Callable[[int], bool]
+) -> dict[str, Parameter]:
+    """Name -> parameter, for those this process answers for: a tied one is its lowest stage's.
+
+    Args:
+        answers: whether it does for a stage here.
+    """
+    own: dict[str, Parameter] = {}
+    for index, stage in stages.items():
+        own.update((n, p) for n, p in stage.named_parameters() if not ties.is_elsewhere(n) and answers(index))
+    return own
+
+
+def _all_dtypes(stages: Mapping[int, Stage], own: Mapping[str, Parameter], peers: Peers) -> dict[str, torch.dtype]:
+    """Name -> type of every parameter of the model, in its order."""
+    by_stage: dict[int, dict[str, torch.dtype]] = {}
+    mine = {i: {n: p.dtype for n, p in s.named_parameters() if n in own} for i, s in stages.items()}
+    for part in peers.gather(mine):
+        for stage, found in part.items():
+            if len(found) >= len(by_stage.get(stage, ())):  # of processes that share a stage one has all its names
+                by_stage[stage] = found
+    return {name: dtype for stage in sorted(by_stage) for name, dtype in by_stage[stage].items()}

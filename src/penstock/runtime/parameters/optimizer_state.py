@@ -88,12 +88,12 @@ class OptimizerState:
         """
         self.model.require_own_gradients()
         if self.updating is None:
-            self.model.gather_gradients()
+            self.model.shared.sum_gradients()
         else:
             self.updating.end()
         self.replicas.finish()
         self.replicas.share_buffers()
-        self.model.copies.share_buffers()
+        self.model.shared.share_buffers()
 
     def fail(self, error: BaseException) -> None:
         """The step broke off."""
@@ -128,7 +128,7 @@ class OptimizerState:
             self.optimizer.step()
             self.replicas.share_stepped()
             if self._zero:
-                model.copies.share_parameters()
+                model.shared.share_parameters()
         self.num_updates += 1
         self.zero_grad()
         return norm

@@ -3,27 +3,33 @@
     pipeline 0   stage 0 on rank 0, stage 1 on rank 1      the owners: what is saved, named and clipped
     pipeline 1   stage 1 on rank 0, stage 0 on rank 1      copies: their gradients go to the owner, values come back
 
-Copies of one stage in one process are one module, the user's own; `copy_state.py` keeps what each has for itself.
-Where updates are no ops of the schedule, their gradients are added up at the end of a step, ((g0 + g1) + g2) ..., in
-the order of the pipelines, and every copy gets the sum.
+Copies of one stage in one process are one module, the user's own, so what is done to it between steps (loading
+values, freezing, hooks, `eval()`) reaches every pipeline. What each copy has for itself takes turns in its place:
+
+    pipeline 0   F0 B0 ..       B2       gradients 0, buffers 0     the module's own between steps
+    pipeline 1         F1 B1 ..    B3    gradients 1, buffers 1     laid in their place for an op, and aside again
+
+Where updates are ops, copies have weights of their own as well. `shared.py` adds the gradients of all copies up.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers
-from penstock.runtime.parameters.copy_state import CopyStates
-from penstock.runtime.parameters.tied import Tie
+from penstock.runtime.parameters.gradients import Accumulators
+from penstock.runtime.parameters.ties import Ties
 from penstock.runtime.stage.cut import build_stage
+from penstock.runtime.stage.recompute import Place, copy_of
 from penstock.runtime.stage.stage import Copy, Stage, StageSource
-from penstock.runtime.tensors.dtensor import as_shard, local
+from penstock.runtime.tensors.dtensor import is_sharded, local, memory
 from penstock.schedule import Placement
 from penstock.schedule.updates import OWNER
 
@@ -66,19 +72,19 @@ class Copies:
     def __init__(self, here: Mapping[Copy, Stage], placement: Placement, peers: Peers) -> None:
         self.here = dict(here)
         self._pipelines, self._placement, self._peers = placement.pipelines, placement, peers
-        self._states: dict[int, CopyStates] = {}
-        self._twins: set[str] = set()
+        self._turns: dict[int, CopyTurns] = {}
+        self._ties = Ties()
 
-    def know(self, ties: Sequence[Tie]) -> None:
+    def know(self, ties: Ties) -> None:
         """Once stages are as they run: a parameter that several share counts in its owner alone."""
-        self._twins = {name for tie in ties for name in tie.twins}
+        self._ties = ties
         stages = self.stages
         count = Counter(id(module) for stage in stages.values() for module in stage.modules())
         kept = {module for module, num in count.items() if num > 1}
         for index, stage in stages.items():
             pipelines = sorted(k for k, s in self.here if s == index)
             if len(pipelines) > 1:
-                self._states[index] = CopyStates(stage, pipelines, self._counted(index), kept)
+                self._turns[index] = CopyTurns(stage, pipelines, list(self.own(index).values()), kept)
 
     @property
     def stages(self) -> dict[int, Stage]:
@@ -109,117 +115,154 @@ class Copies:
     @property
     def take_turns(self) -> bool:
         """Whether a stage here has several copies in this process, which are one module."""
-        return bool(self._states)
+        return bool(self._turns)
 
     def select(self, pipeline: int, stage: int) -> None:
         """Before an op of a copy in a training step: its stage holds that copy's gradients, buffers and weights."""
-        state = self._states.get(stage)
-        if state is not None:
-            state.select(pipeline)
+        turns = self._turns.get(stage)
+        if turns is not None:
+            turns.select(pipeline)
 
     def each(self) -> Iterator[Copy]:
         """Every copy, its turn while it is given; afterwards the owners hold theirs."""
         for key in self.here:
             self.select(*key)
             yield key
-        for state in self._states.values():
-            state.select(OWNER)
+        for turns in self._turns.values():
+            turns.select(OWNER)
 
     def separate_weights(self) -> None:
         """Every copy gets weights of its own, as updates are ops."""
-        for state in self._states.values():
-            state.separate_weights()
+        for turns in self._turns.values():
+            turns.separate_weights()
+
+    def share_weights(self) -> None:
+        """Gives every copy in this process that has weights of its own the owner's, where that is here."""
+        for turns in self._turns.values():
+            turns.share_weights()
 
     def begin(self) -> None:
         """Starts a training step."""
-        for state in self._states.values():
-            state.begin()
+        for turns in self._turns.values():
+            turns.begin()
 
     def end(self) -> None:
         """Ends it, however it went."""
-        for state in self._states.values():
-            state.end()
+        for turns in self._turns.values():
+            turns.end()
 
     # Gradients.
 
-    def sum_gradients(self) -> None:
-        """Adds up the copies' gradients, in the order of the pipelines, and gives every copy the sum."""
-        found: list[tuple[Parameter, Tensor | None]] = []
-        for index, hosts, copies in self._shared():
-            likes = self._counted(index)
-            if index in self._states:
-                parts = self._states[index].take_gradients()
-            else:
-                parts = {k: [p.grad for p in likes] for k in copies}
-            sums = parts.get(OWNER)
-            for k in range(1, len(hosts)):
-                mine = parts.get(k, [None] * len(likes))
-                came = [self._sent(g, p, hosts[k], [hosts[OWNER]]) for g, p in zip(mine, likes, strict=True)]
-                if sums is not None:
-                    sums = [_sum(total, part) for total, part in zip(sums, came, strict=True)]
-            totals = sums or [None] * len(likes)
-            shared = [self._sent(g, p, hosts[OWNER], hosts) for g, p in zip(totals, likes, strict=True)]
-            found += zip(likes, shared, strict=True)
-        for parameter, gradient in found:
-            parameter.grad = gradient
+    def own(self, index: int) -> dict[str, Parameter]:
+        """Name -> parameter of a stage here, those that no other stage owns, in the same order on every rank."""
+        return {n: p for n, p in self.stages[index].named_parameters() if not self._ties.is_elsewhere(n)}
+
+    def take_gradients(self, index: int) -> dict[int, dict[str, Tensor | None]]:
+        """By pipeline here the gradients of a stage's own parameters; the owner's stay where they are."""
+        own = self.own(index)
+        if index in self._turns:
+            return {k: dict(zip(own, found, strict=True)) for k, found in self._turns[index].take_gradients().items()}
+        return {k: {name: p.grad for name, p in own.items()} for k, stage in self.here if stage == index}
 
     def leave_sums_to_owners(self) -> None:
-        """Before a step that adds to what `sum_gradients` gave every copy: it counts once."""
+        """Before a step that adds to what every copy was given of a sum: it counts once."""
         for index in self.stages:
             if (OWNER, index) not in self.here:
-                for parameter in self._counted(index):
+                for parameter in self.own(index).values():
                     parameter.grad = None
 
     def drop_gradients(self, parameters: Iterable[Parameter]) -> None:
         """Leaves no gradient in any copy, nor in these parameters of the modules that they are."""
-        for state in self._states.values():
-            state.drop_gradients()
+        for turns in self._turns.values():
+            turns.drop_gradients()
         for parameter in parameters:
             parameter.grad = None
 
-    def _counted(self, index: int) -> list[Parameter]:
-        """Those of a stage here that no other stage owns, in the same order on every rank."""
-        return [p for name, p in self.stages[index].named_parameters() if name not in self._twins]
 
-    # Values.
+@dataclass
+class _Aside:
+    """What a copy has while another one's turn it is, besides gradients."""
+
+    weights: list[Tensor] = field(default_factory=list)
+    buffers: dict[Place, Tensor | None] = field(default_factory=dict)
+
+
+class CopyTurns:
+    """The copies of one stage in this process, which are one module.
+
+    Args:
+        pipelines: that have one; the first is the owner.
+        parameters: whose gradients they sum.
+        kept: modules, by id, that other stages hold too; no copy has buffers of its own there.
+    """
+
+    def __init__(
+        self, stage: nn.Module, pipelines: Sequence[int], parameters: Sequence[Parameter], kept: Collection[int]
+    ) -> None:
+        self._stage, self._kept = stage, kept
+        self._owner, *self._others = pipelines
+        self._selected = self._owner
+        self._parameters = list(parameters)
+        self._gradients = Accumulators(self._parameters, self._owner)
+        self._separate: list[Parameter] = []
+        self._aside = {k: _Aside() for k in self._others}
+
+    def separate_weights(self) -> None:
+        """From now on every copy has weights of its own, of those parameters that are trained."""
+        self._separate = [p for p in self._parameters if p.requires_grad]
+        for aside in self._aside.values():
+            aside.weights = [p.detach().clone() for p in self._separate]
 
     def share_weights(self) -> None:
-        """Gives every copy in this process that has weights of its own the owner's, where that is here."""
-        for state in self._states.values():
-            state.share_weights()
-
-    def share_parameters(self) -> None:
-        """Gives every copy the owner's values."""
-        self.share_weights()
-        for index, hosts, _ in self._shared():
-            self._share(hosts, (OWNER, index) in self.here, list(self.stages[index].parameters()))
-
-    def share_buffers(self) -> None:
-        """Gives every copy the owner's buffers (statistics, say), which each copy keeps for itself during a step."""
-        for index, hosts, _ in self._shared():
-            self._share(hosts, (OWNER, index) in self.here, list(self.stages[index].buffers()))
-
-    def _share(self, hosts: Sequence[int], owns: bool, tensors: Sequence[Tensor]) -> None:
+        """Gives every copy the owner's weights."""
+        self.select(self._owner)
         with torch.no_grad():
-            for tensor in tensors:
-                value = self._sent(tensor if owns else None, tensor, hosts[OWNER], hosts)
-                if not owns and value is not None:
-                    tensor.data.copy_(value)
+            for aside in self._aside.values():
+                for weight, parameter in zip(aside.weights, self._separate, strict=True):
+                    weight.copy_(parameter.data)
 
-    def _shared(self) -> Iterator[tuple[int, list[int], list[int]]]:
-        """Of every stage here (its number, the rank of each copy, the pipelines here), where there are several."""
-        if len(self._pipelines) == 1:
+    def begin(self) -> None:
+        """A training step begins: every copy starts from the owner's buffers."""
+        found = {
+            (module, name): buffer
+            for module in self._stage.modules()
+            if id(module) not in self._kept
+            for name, buffer in module._buffers.items()
+        }
+        for aside in self._aside.values():
+            copies = {id(b): None if b is None else copy_of(b) for b in found.values()}
+            aside.buffers = {place: copies[id(buffer)] for place, buffer in found.items()}
+
+    def end(self) -> None:
+        """It is over, however it went: the module has what is the owner's."""
+        self.select(self._owner)
+        for aside in self._aside.values():
+            aside.buffers = {}
+
+    def select(self, pipeline: int) -> None:
+        """Has the module hold what a copy has."""
+        if pipeline == self._selected:
             return
-        for index in self.stages:
-            yield index, [ranks[index] for ranks in self._pipelines], sorted(k for k, s in self.here if s == index)
+        then = self._aside.pop(pipeline)
+        buffers = {place: place[0]._buffers.get(place[1]) for place in then.buffers}
+        weights = [p.data.clone() if is_sharded(p) else p.data for p in self._separate]
+        self._aside[self._selected] = _Aside(weights, buffers)
+        for parameter, weight in zip(self._separate, then.weights, strict=True):
+            if is_sharded(parameter):  # cannot be pointed elsewhere
+                memory(parameter).copy_(local(weight))
+            else:
+                parameter.data = weight
+        self._gradients.select(pipeline)
+        for (module, name), buffer in then.buffers.items():
+            module._buffers[name] = buffer
+        self._selected = pipeline
 
-    def _sent(self, tensor: Tensor | None, like: Tensor, source: int, targets: Sequence[int]) -> Tensor | None:
-        value = None if tensor is None else local(tensor.detach())
-        part = self._peers.share(value, local(like.detach()), source, sorted({source, *targets}))
-        return None if part is None else as_shard(part, like.detach())
+    def take_gradients(self) -> dict[int, list[Tensor | None]]:
+        """By pipeline the copies' gradients; the owner's stay where they are."""
+        self.select(self._owner)
+        return {self._owner: self._gradients.now(), **{k: self._gradients.take(k) for k in self._others}}
 
-
-def _sum(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    if total is None or part is None:
-        return part if total is None else total
-    return total + part
+    def drop_gradients(self) -> None:
+        """Leaves none but the owner's."""
+        self.select(self._owner)
+        self._gradients.drop_others()

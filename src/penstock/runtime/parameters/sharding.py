@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.parameters.buckets import GradientBucket, SumBucket, send_values
-from penstock.runtime.parameters.versions.gradients import Gradients
+from penstock.runtime.parameters.gradients import Gradients
 
 
 class Unsharded:

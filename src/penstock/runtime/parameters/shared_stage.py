@@ -10,40 +10,21 @@ process there is one stage, and its first rank runs it for all of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.groups import groups_of, groups_of_processes
-from penstock.runtime.mesh.peers import GroupPeers, Peers
+from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.parameters.tied import Tie
 from penstock.runtime.stage.stage import Stage
-from penstock.runtime.tensors.dtensor import placements_of
 from penstock.schedule import Placement
 
 Parallelize = Callable[[nn.Module, Any], Any]
 """(stage, one-dimensional device mesh): changes a whole stage into this rank's shard of it."""
-
-
-def share_values_of_stages(stages: Mapping[int, Stage], placement: Placement, peers: Peers) -> None:
-    """Gives the stages that this process shares with others of its pipeline the values of their first rank's.
-
-    Every process of the pipeline must call it.
-    """
-    if not isinstance(peers, GroupPeers):
-        return
-    for stage, ranks in placement.shared:
-        if stage in stages:
-            with torch.no_grad():
-                for tensor in (*stages[stage].parameters(), *stages[stage].buffers()):
-                    value = peers.share(tensor.detach(), tensor.detach(), ranks[0], sorted(ranks))
-                    if value is not None and peers.here[0] != ranks[0]:
-                        tensor.data.copy_(value)
 
 
 def cut_stages(
@@ -119,80 +100,3 @@ def _known(module: nn.Module, seen: Collection[int]) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _known(child, seen)
-
-
-Names = tuple[int, list[str]]
-"""A stage, and the names there of one parameter."""
-
-
-def names_of_one(stages: Mapping[int, Stage]) -> list[Names]:
-    """What is one parameter under several names within a stage."""
-    found: dict[tuple[int, int], list[str]] = {}
-    for index, stage in stages.items():
-        for name, parameter in stage.named_parameters(remove_duplicate=False):
-            found.setdefault((index, id(parameter)), []).append(name)
-    return [(index, names) for (index, _), names in found.items() if len(names) > 1]
-
-
-def keep_as_one(known: Sequence[Names], stages: Mapping[int, Stage]) -> None:
-    """After stages were cut: what was one parameter of a stage before is one again.
-
-    Raises:
-        RuntimeFailure: its uses have been cut in different ways.
-    """
-    for index, names in known:
-        stage = stages[index]
-        first, *others = (stage.get_parameter(name) for name in names)
-        for name, parameter in zip(names[1:], others, strict=True):
-            if parameter is first:
-                continue
-            kinds = {each: (placements_of(p), tuple(p.shape)) for each, p in ((names[0], first), (name, parameter))}
-            _require_alike({each: (str(cut), shape) for each, (cut, shape) in kinds.items()})
-            path, _, last = name.rpartition(".")
-            setattr(stage.get_submodule(path), last, first)
-
-
-def require_cut_alike(ties: Sequence[Tie], stages: Mapping[int, Stage], peers: Peers) -> None:
-    """Raises RuntimeFailure, the same on every rank, where stages that share a parameter have been cut in ways that
-    give each another part of it.
-    """
-    mine = {
-        name: (str(placements_of(p := stages[index].get_parameter(name))), tuple(p.shape))
-        for tie in ties
-        for index, name in tie.names.items()
-        if index in stages
-    }
-    found = {name: kind for part in peers.gather(mine) for name, kind in part.items()}
-    for tie in ties:
-        _require_alike({name: found[name] for name in tie.names.values()})
-
-
-def _require_alike(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    if len(set(kinds.values())) > 1:
-        said = "; ".join(
-            f"{name} of shape {list(shape)} as {cut or 'a whole'}" for name, (cut, shape) in kinds.items()
-        )
-        raise RuntimeFailure(
-            f"one parameter is held in different ways ({said}); let parallelize= cut it alike wherever it is used, "
-            "or untie it"
-        )
-
-
-def require_tied_alike(ties: Sequence[Tie], placement: Placement, peers: Peers) -> None:
-    """Raises RuntimeFailure where a parameter lies in a shared stage and in one that other ranks host: the ranks of
-    the first would have a part of it each, and those of the other the whole.
-    """
-    if not isinstance(peers, GroupPeers):
-        return
-    for tie in ties:
-        hosts = {stage: placement.hosts(0, stage) for stage in tie.stages}
-        if any(len(ranks) > 1 for ranks in hosts.values()) and len(set(hosts.values())) > 1:
-            where = "; ".join(f"{tie.names[s]} of stage {s} on ranks {_listed(ranks)}" for s, ranks in hosts.items())
-            raise RuntimeFailure(
-                f"a parameter that stages share lies on different ranks ({where}); let the same ranks share these "
-                "stages, or untie them"
-            )
-
-
-def _listed(values: Sequence[int]) -> str:
-    return " ".join(map(str, values))

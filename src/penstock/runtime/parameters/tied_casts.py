@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.parameters.gradients import added
 from penstock.runtime.tensors.dtensor import is_sharded, local
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.tensors.pytree import flatten
@@ -93,14 +94,14 @@ class DirectUses:
 
         node.register_hook(note)
 
-    def added(self, start: Tensor | None, part: Tensor | None = None) -> Tensor | None:
+    def with_uses(self, start: Tensor | None, part: Tensor | None = None) -> Tensor | None:
         """A sum and what these uses gave, as autograd adds them up; with the cast's part in its place."""
         total, left = start, part
         for number, each in self._parts:
             if left is not None and number < self._cast_number:
-                total, left = _sum(total, left), None
-            total = _sum(total, each)
-        return _sum(total, left)
+                total, left = added(total, left), None
+            total = added(total, each)
+        return added(total, left)
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Sum:
         """What the parameter has got, where no stage above has a cast."""
         if self.cast is None or self.both is not None:
             return self.direct if self.cast is None else self.both
-        return _sum(self.direct, self.cast.float())  # autocast casts what is float32 alone
+        return added(self.direct, self.cast.float())  # autocast casts what is float32 alone
 
     def after(self, direct: Tensor | None, cast: Cast | None, uses: DirectUses | None, name: str) -> Sum:
         """The sum once a stage's backward has run.
@@ -141,7 +142,7 @@ class Sum:
         Raises:
             RuntimeFailure: uses that were not seen when the forward ran.
         """
-        expected = self.direct if uses is None else uses.added(self.direct)
+        expected = self.direct if uses is None else uses.with_uses(self.direct)
         as_seen = torch.equal(expected, direct) if expected is not None and direct is not None else expected is direct
         if not as_seen:
             raise RuntimeFailure(
@@ -152,17 +153,11 @@ class Sum:
         if cast is None:
             both = self.both
             if uses is not None and uses.num and self.cast is not None:
-                both = uses.added(self.whole())
+                both = uses.with_uses(self.whole())
             return Sum(direct, self.cast, both)
         if uses is None or not uses.num or cast.taken is None:
             return Sum(direct, cast.taken)
-        return Sum(direct, cast.taken, uses.added(self.direct, cast.taken.float()))
-
-
-def _sum(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    if total is None or part is None:
-        return part if total is None else total
-    return total + part
+        return Sum(direct, cast.taken, uses.with_uses(self.direct, cast.taken.float()))
 
 
 def cast_of(parameter: Tensor) -> Cast | None:

@@ -63,7 +63,6 @@ class Updating:
         replicas.unshard()
         copies.separate_weights()
         model.tied.separate()
-        self._twins = [twin for tie in model.ties for twin in tie.twins]
         self.weights: dict[Copy, CopyWeights] = {key: self._weights_of(*key) for key in copies.each()}
         for key in copies.each():
             for name, master in self.weights[key].masters.items():
@@ -74,28 +73,24 @@ class Updating:
 
     def _weights_of(self, pipeline: int, stage: int) -> CopyWeights:
         read = self._model.tied.read_by((pipeline, stage))
-        leaves = {self._owned_name(slot): leaf for slot, leaf in read.items() if leaf.requires_grad}
+        leaves = {self._model.ties[slot - 1].name: leaf for slot, leaf in read.items() if leaf.requires_grad}
+        one = self.copies.here[pipeline, stage]
         return CopyWeights(
-            self.copies.here[pipeline, stage],
+            one,
             self.schedule,
             stage,
             pipeline,
             self.rule,
             pipeline == OWNER or not self.zero,
-            self._twins,
+            [name for name, _ in one.named_parameters() if self._model.ties.is_elsewhere(name)],
             TwinVersions(leaves, self.rule),
         )
-
-    def _owned_name(self, slot: int) -> str:
-        """Of a tied parameter the name on its owner's stage."""
-        tie = self._model.ties[slot - 1]
-        return tie.names[tie.owner]
 
     def tied_name(self, edge: Edge) -> str:
         """Of the tied parameter whose value an edge carries."""
         ties = self._model.ties
-        tie, _, _ = twins_of([tie.stages for tie in ties])[edge.slot - len(ties) - self._windows.num_pipelines]
-        return self._owned_name(tie + 1)
+        tie, _, _ = twins_of(ties.stages)[edge.slot - len(ties) - self._windows.num_pipelines]
+        return ties[tie].name
 
     def masters(self) -> list[Parameter]:
         """What the optimizer of this process steps."""
@@ -157,30 +152,29 @@ class Updating:
                 for parameter, gradient in zip(parameters, sums, strict=True):
                     kept = self.replicas.is_first and gradient is not None
                     parameter.grad = as_shard(local(gradient), parameter) if kept else None
-        self._model.share_tied_values()
-        for slot, tie in enumerate(self._model.ties, start=1):
-            name, like = self._owned_name(slot), self._model.tied.parameter(slot)
+        shared = self._model.shared
+        shared.share_tied()
+        for slot, tie in self._model.ties.slots():
             mine = [weights for (_, stage), weights in self.weights.items() if stage == tie.owner]
-            older = mine[0].older(name) if mine else None
+            older = mine[0].older(tie.name) if mine else None
             if older is not None:
-                older = as_shard(older, like)
-            older = self._model.spread(tie, older, like) if self.rule.keeps else None
-            self._bring_to(slot, self.num_updates, older)
+                older = as_shard(older, shared.tied(slot))
+            older = shared.spread(slot, older) if self.rule.keeps else None
+            self._bring_to(tie.name, self.num_updates, older)
 
-    def _bring_to(self, slot: int, num_updates: int, older: Tensor | None) -> None:
+    def _bring_to(self, name: str, num_updates: int, older: Tensor | None) -> None:
         """Between steps: the copies that read a tied parameter are as far as its owner's stage."""
-        name = self._owned_name(slot)
         for weights in self.weights.values():
             if name in weights.twins:
                 weights.twins.stand_at(name, num_updates, older)
 
     def _fill_twins(self) -> None:
         """They read what the model has of it, whatever was done to that since the last step."""
-        for slot in range(1, len(self._model.ties) + 1):
-            name, parameter = self._owned_name(slot), self._model.tied.parameter(slot)
+        for slot, tie in self._model.ties.slots():
+            parameter = self._model.shared.tied(slot)
             for weights in self.weights.values():
-                if name in weights.twins and parameter is not None:
-                    weights.twins.fill(name, parameter.detach())
+                if tie.name in weights.twins and parameter is not None:
+                    weights.twins.fill(tie.name, parameter.detach())
 
     @property
     def num_updates(self) -> int:
@@ -256,6 +250,6 @@ class Updating:
             if not self.replicas.is_first:
                 mine = {name: tensor for name, tensor in mine.items() if not name.startswith(GRADIENTS)}
             weights.load_state(mine)
-        for slot in range(1, len(self._model.ties) + 1):
-            self._bring_to(slot, num_updates, of_owner.get(f"versions/{self._owned_name(slot)}"))
+        for tie in self._model.ties:
+            self._bring_to(tie.name, num_updates, of_owner.get(f"versions/{tie.name}"))
         self._failed = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import Handler
-from penstock.runtime.parameters.tied import TiedGradients
+from penstock.runtime.parameters.tied_gradients import TiedGradients
 from penstock.runtime.stage.branches import Junctions, is_plain
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.stage.stage import Copy

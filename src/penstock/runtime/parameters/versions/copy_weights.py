@@ -20,8 +20,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.parameters.gradients import Gradients, WindowGradients, num_bytes
 from penstock.runtime.parameters.versions import step as steps
-from penstock.runtime.parameters.versions.gradients import Gradients, WindowGradients, num_bytes
 from penstock.runtime.parameters.versions.held import HeldVersions, versions_of
 from penstock.runtime.parameters.versions.read import Read, Spot
 from penstock.runtime.parameters.versions.rule import VersionRule

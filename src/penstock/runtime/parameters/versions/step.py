@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from penstock.runtime.parameters.versions.gradients import Gradients
+from penstock.runtime.parameters.gradients import Gradients, added
 from penstock.runtime.tensors.dtensor import as_shard, whole
 
 
 def summed(parts: Sequence[Gradients]) -> Gradients:
     """((g0 + g1) + g2) ..., parameter by parameter; none of the parts is changed."""
-    total: Gradients = []
-    for gradients in zip(*parts, strict=True):
-        together: Tensor | None = None
-        for gradient in gradients:
-            if gradient is not None:
-                together = gradient if together is None else together + gradient
-        total.append(together)
-    return total
+    return [reduce(added, gradients, None) for gradients in zip(*parts, strict=True)]
 
 
 def clipped(gradients: Gradients, max_norm: float, masters: Sequence[Parameter]) -> Gradients:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from torch import Tensor
 from torch.nn import Parameter
 
-from penstock.runtime.parameters.versions.gradients import num_bytes
+from penstock.runtime.parameters.gradients import num_bytes
 from penstock.runtime.parameters.versions.held import HeldVersions, versions_of
 from penstock.runtime.parameters.versions.read import Read, Spot
 from penstock.runtime.parameters.versions.rule import VersionRule

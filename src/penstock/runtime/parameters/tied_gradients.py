@@ -1,4 +1,4 @@
-"""Tied parameters: one parameter in several stages, like a GPT's embedding and head.
+"""The gradients of tied parameters (`ties.py`), added up on their way with the backwards.
 
 A plain loop adds, microbatch by microbatch, the sum of what every use contributes, the deepest use first.
 Here that sum travels with the backward: each stage's is taken before it reaches `.grad` and sent to the next
@@ -22,44 +22,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.tied_casts import Cast, DirectUses, Sum, cast_of
+from penstock.runtime.parameters.ties import Tie, Ties
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.dtensor import as_shard, local
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.schedule import Op
-
-
-@dataclass(frozen=True)
-class Tie:
-    """One parameter under several names.
-
-    Attributes:
-        names: stage -> plain name of the parameter there; ascending stages.
-    """
-
-    names: Mapping[int, str]
-
-    @property
-    def stages(self) -> list[int]:
-        return list(self.names)
-
-    @property
-    def owner(self) -> int:
-        """The lowest stage."""
-        return min(self.names)
-
-    @property
-    def twins(self) -> set[str]:
-        """Its names in the other stages."""
-        return {name for stage, name in self.names.items() if stage != self.owner}
 
 
 class StandIn:
@@ -114,16 +88,15 @@ class TiedGradients:
     """Takes, passes on and sums the gradients of tied parameters in this process.
 
     Args:
-        ties: in slot order (slot k is `ties[k - 1]`).
         stages: those in this process, by their number. copies: (pipeline, stage) of the copies of them here.
     """
 
-    def __init__(self, ties: Sequence[Tie], stages: Mapping[int, nn.Module], copies: Iterable[Copy]) -> None:
+    def __init__(self, ties: Ties, stages: Mapping[int, nn.Module], copies: Iterable[Copy]) -> None:
         self._ties, self._stages = ties, stages
         self._local: dict[tuple[int, int], Parameter] = {}
         by_stage: dict[int, list[tuple[int, StandIn]]] = {}
         self._from_below: dict[int, list[int]] = {}
-        for slot, tie in enumerate(ties, start=1):
+        for slot, tie in ties.slots():
             for stage, name in tie.names.items():
                 if stage not in stages:
                     continue
@@ -256,28 +229,6 @@ class TiedGradients:
         """The sum so far, for the next stage up."""
         return self._taken.pop((edge.slot, edge.producer.stage), Sum()).payload()
 
-    def parameter(self, slot: int) -> Parameter | None:
-        """This process's parameter of a tie, if it has one; the owner's, where it is here."""
-        return next((p for (own, _), p in self._local.items() if own == slot), None)
-
-    def followers(self, slot: int) -> list[Parameter]:
-        """This process's other parameters of a tie, which have the first one's value and gradient."""
-        first = self.parameter(slot)
-        return [p for (own, _), p in self._local.items() if own == slot and p is not first]
-
-    def put(self, slot: int, gradient: Tensor | None) -> None:
-        """Sets the summed gradient on this process's parameters."""
-        for (own_slot, _), parameter in self._local.items():
-            if own_slot == slot:
-                parameter.grad = gradient
-
-    def fill(self, slot: int, value: Tensor) -> None:
-        """Sets the value of this process's parameters of a tie."""
-        with torch.no_grad():
-            for (own_slot, _), parameter in self._local.items():
-                if own_slot == slot and local(parameter).data_ptr() != local(value).data_ptr():
-                    local(parameter).copy_(local(value))
-
 
 class _Watch:
     """A hook on a tied parameter, called with every gradient that it gets itself."""
@@ -289,44 +240,9 @@ class _Watch:
         """Raises RuntimeFailure where a stage uses the parameter, and not as one of its modules'."""
         stage = self._tied.running
         if stage is not None and stage != self._tie.owner:
-            name, owner = self._tie.names[self._tie.owner], self._tie.owner
+            name, owner = self._tie.name, self._tie.owner
             raise RuntimeFailure(
                 f"stage {stage} uses {name} of stage {owner} in a way that goes around the parameters of its modules "
                 "(a reference in a list or a closure, say), and its gradient would be lost; let a module of stage "
                 f"{stage} have it as its parameter, and use it from there"
             )
-
-
-def find_ties(stage_parameters: Sequence[Mapping[str, Parameter]]) -> list[Tie]:
-    """The parameters that are the same object in several stages."""
-    seen: dict[int, dict[int, str]] = {}
-    for stage, parameters in enumerate(stage_parameters):
-        for name, parameter in parameters.items():
-            seen.setdefault(id(parameter), {}).setdefault(stage, name)
-    return [Tie(names) for names in seen.values() if len(names) > 1]
-
-
-def merged(ties: Sequence[Tie]) -> list[Tie]:
-    """Ties with a name in common as one, in the order in which they begin.
-
-    Raises:
-        RuntimeFailure: two of the parameters so tied are of one stage.
-    """
-    groups: list[dict[int, str]] = []
-    for tie in ties:
-        names = dict(tie.names)
-        for group in [g for g in groups if set(g.items()) & set(names.items())]:
-            groups.remove(group)
-            for stage, name in group.items():
-                require_one_name(names.setdefault(stage, name), name, stage)
-        groups.append(dict(sorted(names.items())))
-    return [Tie(names) for names in sorted(groups, key=lambda names: list(names.items()))]
-
-
-def require_one_name(name: str, other: str, stage: int) -> None:
-    """Raises RuntimeFailure where two parameters of one stage are to be one and are not."""
-    if name != other:
-        raise RuntimeFailure(
-            f"tied= makes {name} and {other} one parameter, and both lie in stage {stage}; let the modules of that "
-            "stage share the parameter itself, and name one of them"
-        )

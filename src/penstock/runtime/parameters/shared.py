@@ -1,0 +1,191 @@
+"""What several ranks of a pipeline hold: who owns it, in which order its gradients are added, who gets its values.
+
+    stage 0 of two pipelines, on ranks 0 and 3           adds 0 3     holds 0 3
+    a weight of stages 0 and 2, on ranks 0 and 2         adds 0       holds 0 2
+    the same, in a second pipeline on ranks 3 and 1      adds 0 3     holds 0 1 2 3
+    a stage that ranks 0 1 2 share, before it is cut     adds 0       holds 0 1 2
+
+    gradients    ranks that add --((g0 + g1) + ...)--> the first of them, the owner --> all that hold it
+    values                                             the owner                    --> all that hold it
+
+Between a tie's stages the gradients of one microbatch are added on the way, by the backwards (`tied_gradients.py`);
+what ranks add here are sums over all microbatches. Updates that are ops of the schedule send the same by its edges.
+What other replicas hold is in `data_parallel.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from penstock.runtime.mesh.peers import GroupPeers, Peers
+from penstock.runtime.parameters.gradients import added
+from penstock.runtime.parameters.pipeline_copies import Copies
+from penstock.runtime.parameters.ties import Tie, Ties
+from penstock.runtime.stage.stage import Stage
+from penstock.runtime.tensors.dtensor import as_shard, local, memory
+from penstock.schedule import Placement
+from penstock.schedule.updates import OWNER
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The ranks of a pipeline that hold a tensor. All that do must call the same, in the same order.
+
+    Attributes:
+        adds: of each pipeline the rank where gradients of the tensor add up. What these come to is added in this
+            order, at the first, which owns it. None where each rank has a part of its own, and nothing is sent.
+        holds: all of them, ascending.
+    """
+
+    adds: tuple[int, ...]
+    holds: tuple[int, ...]
+
+    @classmethod
+    def of_stage(cls, placement: Placement, stage: int) -> Holders:
+        """Those of what lies in one stage."""
+        adds = tuple(ranks[stage] for ranks in placement.pipelines)
+        return cls(adds, tuple(sorted(set(adds))))
+
+    @classmethod
+    def of_tie(cls, placement: Placement, tie: Tie) -> Holders:
+        """Those of a tied parameter. Ranks that share one of its stages share all, and each has its own part."""
+        if len(placement.hosts(OWNER, tie.owner)) > 1:
+            return cls((), ())
+        holds = {ranks[stage] for ranks in placement.pipelines for stage in tie.stages}
+        return cls(cls.of_stage(placement, tie.owner).adds, tuple(sorted(holds)))
+
+    def given(self, tensor: Tensor | None, like: Tensor | None, peers: Peers) -> Tensor | None:
+        """What the owner has, on every rank that holds it.
+
+        Args:
+            like: what a rank holds, which says shape and type.
+        """
+        return _sent(tensor, like, self.adds[0], self.holds, peers) if self.adds else tensor
+
+    def summed(self, parts: Mapping[int, Tensor | None], like: Tensor | None, peers: Peers) -> Tensor | None:
+        """The sum of the gradients of all pipelines, ((g0 + g1) + g2) ..., on every rank that holds the tensor.
+
+        Args:
+            parts: by pipeline what adds up here.
+        """
+        total = parts.get(OWNER)
+        for pipeline, rank in enumerate(self.adds[1:], start=1):
+            came = _sent(parts.get(pipeline), like, rank, self.adds[:1], peers)
+            total = added(total, came)
+        return self.given(total, like, peers)
+
+    def share(self, tensors: Iterable[Tensor], peers: Peers) -> None:
+        """Gives tensors the owner's values."""
+        with torch.no_grad():
+            for tensor in tensors:
+                value = self.given(tensor, tensor, peers)
+                if value is not None and value is not tensor:
+                    memory(tensor).copy_(local(value))
+
+
+def _sent(
+    tensor: Tensor | None, like: Tensor | None, source: int, targets: Sequence[int], peers: Peers
+) -> Tensor | None:
+    """What one rank has, there and on the targets; None on others. In one process: what that has."""
+    if not isinstance(peers, GroupPeers):
+        return tensor
+    is_source = peers.here[0] == source
+    mine = None if tensor is None or not is_source else local(tensor.detach())
+    part = peers.share(mine, None if like is None else local(like.detach()), source, targets)
+    if is_source:
+        return tensor
+    return None if part is None or like is None else as_shard(part, like.detach())
+
+
+def share_values_of_stages(stages: Mapping[int, Stage], placement: Placement, peers: Peers) -> None:
+    """Gives the stages that this process shares with others of its pipeline, whole as yet, their first rank's values.
+
+    Every process of the pipeline must call it.
+    """
+    for stage, ranks in placement.shared:
+        if stage in stages:
+            one = stages[stage]
+            Holders(ranks[:1], tuple(sorted(ranks))).share([*one.parameters(), *one.buffers()], peers)
+
+
+class SharedTensors:
+    """What the stages of this process have in common with one another and with those of other ranks.
+
+    Args:
+        copies: of stages, as they are cut.
+    """
+
+    def __init__(self, copies: Copies, placement: Placement, ties: Ties, peers: Peers) -> None:
+        self._copies, self._ties, self._peers = copies, ties, peers
+        self._of_ties = [Holders.of_tie(placement, tie) for tie in ties]
+        self._of_stages: dict[int, Holders] = {}
+        if placement.num_pipelines > 1:
+            self._of_stages = {index: Holders.of_stage(placement, index) for index in copies.stages}
+        self._tied = [_parameters_of(tie, copies.stages) for tie in ties]
+        owners = {tie.owner for tie in ties}
+        self._adding = [index for index in copies.stages if index in self._of_stages or index in owners]
+
+    # Gradients.
+
+    def sum_gradients(self) -> None:
+        """Adds up the gradients of all pipelines, and gives the sums to all that hold the parameters."""
+        found: list[tuple[Sequence[Parameter], Tensor | None]] = []
+        by_copy = {index: self._copies.take_gradients(index) for index in self._adding}
+        owned = {tie.name for tie in self._ties}
+        for index, holders in self._of_stages.items():
+            for name, parameter in self._copies.own(index).items():
+                if name not in owned:
+                    parts = {k: gradients[name] for k, gradients in by_copy[index].items()}
+                    found.append(([parameter], holders.summed(parts, parameter, self._peers)))
+        for tie, holders, mine in zip(self._ties, self._of_ties, self._tied, strict=True):
+            parts = {k: gradients[tie.name] for k, gradients in by_copy.get(tie.owner, {}).items()}
+            found.append((mine, holders.summed(parts, mine[0] if mine else None, self._peers)))
+        for parameters, total in found:
+            for parameter in parameters:
+                parameter.grad = total
+
+    def followers(self) -> list[tuple[Parameter, Parameter]]:
+        """Of the parameters of a tie here all but the first, and that one: they have its value and gradient."""
+        return [(p, first) for first, *others in filter(None, self._tied) for p in others]
+
+    def tied(self, slot: int) -> Parameter | None:
+        """The parameter of a tie here that the others of it follow; the owner's, where that is here."""
+        return next(iter(self._tied[slot - 1]), None)
+
+    # Values.
+
+    def share_parameters(self) -> None:
+        """Gives the copies of stages in all pipelines the owner's parameters."""
+        self._copies.share_weights()
+        for index, holders in self._of_stages.items():
+            holders.share(self._copies.stages[index].parameters(), self._peers)
+
+    def share_buffers(self) -> None:
+        """Gives them the owner's buffers (statistics, say), which each copy keeps for itself during a step."""
+        for index, holders in self._of_stages.items():
+            holders.share(self._copies.stages[index].buffers(), self._peers)
+
+    def share_tied(self) -> None:
+        """Gives all stages that share a parameter its owner's value."""
+        for slot, _ in self._ties.slots():
+            first = self.tied(slot)
+            value = self.spread(slot, first)
+            for parameter in self._tied[slot - 1]:
+                if value is not None and local(parameter).data_ptr() != local(value).data_ptr():
+                    with torch.no_grad():
+                        local(parameter).copy_(local(value))
+
+    def spread(self, slot: int, tensor: Tensor | None) -> Tensor | None:
+        """What the owner of a tied parameter has of it, for all ranks that hold it."""
+        return self._of_ties[slot - 1].given(tensor, self.tied(slot), self._peers)
+
+
+def _parameters_of(tie: Tie, stages: Mapping[int, Stage]) -> list[Parameter]:
+    """What the stages here have of a tied parameter, the owner's first, each object once."""
+    found = (stages[stage].get_parameter(name) for stage, name in tie.names.items() if stage in stages)
+    return list({id(parameter): parameter for parameter in found}.values())

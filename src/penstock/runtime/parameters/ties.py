@@ -1,0 +1,230 @@
+"""Tied parameters: which are one parameter of the model and lie in several stages, like a GPT's embedding and head.
+
+    the same object in the model given      0.weight is head.weight
+    named together by `tied=`               ("0.weight", "5.weight")          where functions make the stages
+    several names within one stage          such names stay one parameter, too, when stages are cut
+
+They are found on the whole model, before anything takes the place of a parameter, alike on every rank. The lowest
+stage owns a tied parameter: what is saved, clipped and named is its own. `tied_gradients.py` adds its gradients up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.peers import GroupPeers, Peers
+from penstock.runtime.stage.stage import Stage
+from penstock.runtime.tensors.dtensor import placements_of
+from penstock.schedule import Placement
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter under several names.
+
+    Attributes:
+        names: stage -> plain name of the parameter there; ascending stages.
+    """
+
+    names: Mapping[int, str]
+
+    @property
+    def stages(self) -> list[int]:
+        return list(self.names)
+
+    @property
+    def owner(self) -> int:
+        """The lowest stage."""
+        return min(self.names)
+
+    @property
+    def name(self) -> str:
+        """Its name in the stage that owns it."""
+        return self.names[self.owner]
+
+
+class Ties(tuple[Tie, ...]):
+    """All ties of a model; slot k of a message is that of number k - 1."""
+
+    @cached_property
+    def _owned(self) -> dict[str, str]:
+        """Of each name in a stage that is not the owner the name in the one that is."""
+        return {name: tie.name for tie in self for stage, name in tie.names.items() if stage != tie.owner}
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether another stage owns the parameter that has this name in one."""
+        return name in self._owned
+
+    def owned_name(self, name: str) -> str:
+        """The name that a parameter has in the stage that owns it."""
+        return self._owned.get(name, name)
+
+    @property
+    def stages(self) -> list[list[int]]:
+        """Of each tie, ascending."""
+        return [tie.stages for tie in self]
+
+    def slots(self) -> Iterator[tuple[int, Tie]]:
+        return enumerate(self, start=1)
+
+
+def ties_of(sources: Sequence[Any], stages: Mapping[int, Stage], tied: Sequence[Sequence[str]], peers: Peers) -> Ties:
+    """Parameters that several stages share: the same object in the model given, or named together in `tied`.
+
+    Args:
+        stages: those built in this process.
+
+    Raises:
+        RuntimeFailure: a name in `tied` that is in no stage, or two of one stage.
+    """
+    whole: list[dict[str, Parameter]] = []
+    for index, source in enumerate(sources):
+        if isinstance(source, nn.Module) and index not in stages:
+            prefix = "" if isinstance(source, Stage) else f"{index}."
+            whole.append({prefix + name: p for name, p in source.named_parameters()})
+        else:
+            whole.append(dict(stages[index].named_parameters()) if index in stages else {})
+    # Of functions each process calls those of its own stages, and sees what these share.
+    found = [names for part in peers.gather(_same_objects(whole)) for names in part]
+    if tied:
+        first = {
+            name: (stage, one) for part in peers.gather(_first_names(stages)) for name, (stage, one) in part.items()
+        }
+        for group in tied:
+            if missing := [name for name in group if name not in first]:
+                raise RuntimeFailure(f"tied parameter {missing[0]!r} is in no stage")
+            names: dict[int, str] = {}
+            for stage, name in sorted(first[name] for name in group):
+                _require_one_name(names.setdefault(stage, name), name, stage)
+            if len(names) > 1:
+                found.append(names)
+    return Ties(map(Tie, _merged(found)))
+
+
+def _same_objects(stage_parameters: Sequence[Mapping[str, Parameter]]) -> list[dict[int, str]]:
+    """By stage the names of each parameter that is the same object in several stages."""
+    seen: dict[int, dict[int, str]] = {}
+    for stage, parameters in enumerate(stage_parameters):
+        for name, parameter in parameters.items():
+            seen.setdefault(id(parameter), {}).setdefault(stage, name)
+    return [names for names in seen.values() if len(names) > 1]
+
+
+def _first_names(stages: Mapping[int, Stage]) -> dict[str, tuple[int, str]]:
+    """Of every name of a parameter here its stage, and the first name of the same parameter there."""
+    found: dict[str, tuple[int, str]] = {}
+    for index, stage in stages.items():
+        first: dict[int, str] = {}
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            found[name] = index, first.setdefault(id(parameter), name)
+    return found
+
+
+def _merged(found: Sequence[Mapping[int, str]]) -> list[dict[int, str]]:
+    """Names by stage, those of two that have a name in common together, in the order in which they begin.
+
+    Raises:
+        RuntimeFailure: two of the parameters so tied are of one stage.
+    """
+    groups: list[dict[int, str]] = []
+    for each in found:
+        names = dict(each)
+        for group in [g for g in groups if set(g.items()) & set(names.items())]:
+            groups.remove(group)
+            for stage, name in group.items():
+                _require_one_name(names.setdefault(stage, name), name, stage)
+        groups.append(dict(sorted(names.items())))
+    return sorted(groups, key=lambda names: list(names.items()))
+
+
+def _require_one_name(name: str, other: str, stage: int) -> None:
+    """Raises RuntimeFailure where two parameters of one stage are to be one and are not."""
+    if name != other:
+        raise RuntimeFailure(
+            f"tied= makes {name} and {other} one parameter, and both lie in stage {stage}; let the modules of that "
+            "stage share the parameter itself, and name one of them"
+        )
+
+
+Names = tuple[int, list[str]]
+"""A stage, and the names there of one parameter."""
+
+
+def names_of_one(stages: Mapping[int, Stage]) -> list[Names]:
+    """What is one parameter under several names within a stage."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for index, stage in stages.items():
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            found.setdefault((index, id(parameter)), []).append(name)
+    return [(index, names) for (index, _), names in found.items() if len(names) > 1]
+
+
+def keep_as_one(known: Sequence[Names], stages: Mapping[int, Stage]) -> None:
+    """After stages were cut: what was one parameter of a stage before is one again.
+
+    Raises:
+        RuntimeFailure: its uses have been cut in different ways.
+    """
+    for index, names in known:
+        stage = stages[index]
+        first, *others = (stage.get_parameter(name) for name in names)
+        for name, parameter in zip(names[1:], others, strict=True):
+            if parameter is first:
+                continue
+            kinds = {each: (placements_of(p), tuple(p.shape)) for each, p in ((names[0], first), (name, parameter))}
+            _require_alike({each: (str(cut), shape) for each, (cut, shape) in kinds.items()})
+            path, _, last = name.rpartition(".")
+            setattr(stage.get_submodule(path), last, first)
+
+
+def require_cut_alike(ties: Ties, stages: Mapping[int, Stage], peers: Peers) -> None:
+    """Raises RuntimeFailure, the same on every rank, where stages that share a parameter have been cut in ways that
+    give each another part of it.
+    """
+    mine = {
+        name: (str(placements_of(p := stages[index].get_parameter(name))), tuple(p.shape))
+        for tie in ties
+        for index, name in tie.names.items()
+        if index in stages
+    }
+    found = {name: kind for part in peers.gather(mine) for name, kind in part.items()}
+    for tie in ties:
+        _require_alike({name: found[name] for name in tie.names.values()})
+
+
+def _require_alike(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    if len(set(kinds.values())) > 1:
+        said = "; ".join(
+            f"{name} of shape {list(shape)} as {cut or 'a whole'}" for name, (cut, shape) in kinds.items()
+        )
+        raise RuntimeFailure(
+            f"one parameter is held in different ways ({said}); let parallelize= cut it alike wherever it is used, "
+            "or untie it"
+        )
+
+
+def require_tied_alike(ties: Ties, placement: Placement, peers: Peers) -> None:
+    """Raises RuntimeFailure where a parameter lies in a shared stage and in one that other ranks host: the ranks of
+    the first would have a part of it each, and those of the other the whole.
+    """
+    if not isinstance(peers, GroupPeers):
+        return
+    for tie in ties:
+        hosts = {stage: placement.hosts(0, stage) for stage in tie.stages}
+        if any(len(ranks) > 1 for ranks in hosts.values()) and len(set(hosts.values())) > 1:
+            where = "; ".join(f"{tie.names[s]} of stage {s} on ranks {_listed(ranks)}" for s, ranks in hosts.items())
+            raise RuntimeFailure(
+                f"a parameter that stages share lies on different ranks ({where}); let the same ranks share these "
+                "stages, or untie them"
+            )
+
+
+def _listed(values: Sequence[int]) -> str:
+    return " ".join(map(str, values))
