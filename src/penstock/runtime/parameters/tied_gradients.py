@@ -13,7 +13,7 @@ does not matter which of its stages lie in one process, nor in which pipelines.
 
 Where updates are ops, the owner's stage steps the parameter at its own, and the new value goes to the other stages
 with the first forward that passes after that (`transport/wiring.py`). Stand-ins then have memory of their own, each
-copy of a stage its own, which holds what its ops are to read (`versions/twins.py`).
+copy of a stage its own, which holds what its ops are to read (`versions/versioned.py`).
 
 A tied parameter's gradient is never deferred to W: its hook makes the split backward leave it in I.
 """

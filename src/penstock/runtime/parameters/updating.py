@@ -18,7 +18,6 @@ from penstock.runtime.parameters.data_parallel import Replicas
 from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.versions import CopyWeights, rule_of
-from penstock.runtime.parameters.versions.twins import TwinVersions
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.dtensor import as_shard, local
 from penstock.runtime.tensors.message import Edge
@@ -83,7 +82,7 @@ class Updating:
             self.rule,
             pipeline == OWNER or not self.zero,
             [name for name, _ in one.named_parameters() if self._model.ties.is_elsewhere(name)],
-            TwinVersions(leaves, self.rule),
+            leaves,
         )
 
     def tied_name(self, edge: Edge) -> str:
@@ -165,16 +164,17 @@ class Updating:
     def _bring_to(self, name: str, num_updates: int, older: Tensor | None) -> None:
         """Between steps: the copies that read a tied parameter are as far as its owner's stage."""
         for weights in self.weights.values():
-            if name in weights.twins:
-                weights.twins.stand_at(name, num_updates, older)
+            if (tied := weights.tied.get(name)) is not None:
+                tied.renumber(num_updates)
+                tied.set_older({} if older is None else {name: older})
 
     def _fill_twins(self) -> None:
         """They read what the model has of it, whatever was done to that since the last step."""
         for slot, tie in self._model.ties.slots():
             parameter = self._model.shared.tied(slot)
             for weights in self.weights.values():
-                if tie.name in weights.twins and parameter is not None:
-                    weights.twins.fill(tie.name, parameter.detach())
+                if tie.name in weights.tied and parameter is not None:
+                    weights.tied[tie.name].fill([parameter.detach()])
 
     @property
     def num_updates(self) -> int:

@@ -149,7 +149,7 @@ class UpdatingOps:
         for edge, payload in zip(edges, came, strict=True):
             for value in payload.leaves:
                 if value is not None:
-                    weights.twins.take_over(self._tied_name(edge), value)
+                    weights.tied[self._tied_name(edge)].advance([value])
 
     def _apart(self, payload: Payload) -> Payload:
         """With memory of its own for what a stage returns of its parameters, which an update may write to."""

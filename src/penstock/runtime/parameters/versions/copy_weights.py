@@ -6,7 +6,7 @@
 
 The optimizer never steps the module's own parameters: a step in place would count as a change of what forwards in
 flight have saved, and their backward would fail. It steps masters, other parameters on the same memory or on their
-own; `held.py` and `written.py` say how the module's parameters get to hold what the rule says an op reads.
+own; `versioned.py` has the module's parameters hold what the rule says an op reads, by `held.py` or `written.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ from torch.optim import Optimizer
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.gradients import Gradients, WindowGradients, num_bytes
 from penstock.runtime.parameters.versions import step as steps
-from penstock.runtime.parameters.versions.held import HeldVersions, versions_of
-from penstock.runtime.parameters.versions.read import Read, Spot
 from penstock.runtime.parameters.versions.rule import VersionRule
-from penstock.runtime.parameters.versions.twins import TwinVersions
-from penstock.runtime.parameters.versions.written import WrittenVersion
+from penstock.runtime.parameters.versions.versioned import VersionedParameters
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard
 from penstock.schedule import Schedule, ScheduleError
 
@@ -47,10 +44,11 @@ class CopyWeights:
         pipeline: of this copy.
         rule: which weights ops read.
         owns: this copy has the optimizer's state and applies updates; another takes over what an owner sends.
-        tied: names of the stage's parameters that other stages own.
-        twins: what it reads of these.
+        elsewhere: names of the stage's parameters that other stages own.
+        tied: by the name on its owner's stage what ops of this copy read such a parameter from.
 
     Attributes:
+        tied: the versions of these, each for itself.
         masters: name -> what the optimizer steps; none where not `owns`.
         mismatch: microbatch -> updates of this copy between its forward and its backward, in the last pass.
     """
@@ -63,17 +61,15 @@ class CopyWeights:
         pipeline: int,
         rule: VersionRule,
         owns: bool,
-        tied: Collection[str] = (),
-        twins: TwinVersions | None = None,
+        elsewhere: Collection[str] = (),
+        tied: Mapping[str, Parameter] | None = None,
     ) -> None:
         if schedule.updates is None or schedule.windows is None:
             raise ScheduleError(
                 f"{schedule.name} has no updates as ops (U); build it with a window (rule: updates)", rule="updates"
             )
         self.stage, self._rule, self._index, self._pipeline = stage, rule, index, pipeline
-        self._windows, self._num_stages = schedule.windows, schedule.num_stages
-        self.twins = TwinVersions({}, rule) if twins is None else twins
-        self._tied = frozenset(tied)
+        self._windows, self._elsewhere = schedule.windows, frozenset(elsewhere)
         self._parameters = {name: p for name, p in self.own() if p.requires_grad}
         # `.data` has a version counter of its own, so that a step leaves the parameter's alone.
         predicts = owns and rule.most_steps(schedule, index) > 0
@@ -82,14 +78,16 @@ class CopyWeights:
         self._owns = owns
         self.mismatch: dict[int, int] = {}
         self._ahead = rule.ahead(schedule, index)
-        parameters, masters = list(self._parameters.values()), list(self.masters.values())
-        self._gradients = WindowGradients(parameters)
-        self._weights: HeldVersions | WrittenVersion
-        if rule.keeps:
-            self._weights = versions_of(parameters, masters)
-        else:
-            self._weights = WrittenVersion(parameters, masters, self._predict if predicts else None)
-        self._reads: dict[int, tuple[Read, int]] = {}
+        self._gradients = WindowGradients(list(self._parameters.values()))
+
+        def versioned(named: Mapping[str, Parameter], masters: Sequence[Parameter] = ()) -> VersionedParameters:
+            predict = self._predict if predicts and masters else None
+            return VersionedParameters(
+                named, masters, rule, index, schedule.num_stages, self._windows.window, predict
+            )
+
+        self._weights = versioned(self._parameters, list(self.masters.values()))
+        self.tied = {name: versioned({name: leaf}) for name, leaf in (tied or {}).items()}
         self._optimizer: Optimizer | None = None
         self._groups: dict[int, Mapping[str, Any]] = {}
         self._rates: Sequence[float] | None = None
@@ -99,7 +97,7 @@ class CopyWeights:
 
     def own(self) -> Iterator[tuple[str, Parameter]]:
         """The stage's parameters that no other stage owns, by name."""
-        return ((name, p) for name, p in self.stage.named_parameters() if name not in self._tied)
+        return ((name, p) for name, p in self.stage.named_parameters() if name not in self._elsewhere)
 
     # -- a pass ----------------------------------------------------------------------------------------------
 
@@ -122,29 +120,23 @@ class CopyWeights:
         self._optimizer, self._rates, self._clip_norm, self._open = optimizer, rates, clip_norm, open_window
         self._groups = {} if optimizer is None else {id(p): g for g in optimizer.param_groups for p in g["params"]}
         self._first = self.num_updates
-        self._reads.clear()
         self.mismatch = {}
-        self._weights.begin()
-        self.twins.begin()
+        for each in self._all():
+            each.begin()
         self._gradients.begin()
 
     def before_forward(self, m: int) -> None:
         """Has the parameters hold what the forward of microbatch `m` reads."""
-        spot = self._spot(m)
-        read = self._rule.forward(spot)
-        self._weights.bind(read)
-        self._weights.hold(read)
-        self.twins.before_forward(m, spot)
-        self._reads[m] = read, self.num_updates
+        for each in self._all():
+            each.before_forward(m, self._first + self._window(m), self._ahead.get(m, 0))
 
     def before_backward(self, m: int) -> None:
         """Has them hold what its backward (B or I) or recomputation (R) reads, and collect its window's gradients."""
-        read, since = self._read_by(m)
-        spot = self._spot(m)
-        self._weights.bind(self._rule.backward(spot, read))
-        self.twins.before_backward(m, spot)
-        self._gradients.select(self._window(m))
-        self.mismatch[m] = self.num_updates - since
+        window, ahead = self._window(m), self._ahead.get(m, 0)
+        self.mismatch[m] = self._weights.before_backward(m, self._first + window, ahead)
+        for each in self.tied.values():
+            each.before_backward(m, self._first + window, ahead)
+        self._gradients.select(window)
 
     def before_weight(self, m: int) -> None:
         """Has the parameters collect the gradients of the window of `m`, whose W comes; it reads no weights."""
@@ -152,19 +144,16 @@ class CopyWeights:
 
     def done(self, m: int) -> None:
         """The backward of `m` that reads weights (B or I) is over."""
-        read, _ = self._read_by(m)
-        del self._reads[m]
-        self._weights.release(read, self._rule.oldest(self.num_updates))
-        self.twins.done(m)
+        for each in self._all():
+            each.done(m)
 
     def end(self) -> None:
         """A pass ended, however it went: parameters hold the newest version, and nothing of the pass is held.
 
         Only the gradients of a window left open stay, in `.grad`.
         """
-        self._reads.clear()
-        self._weights.end(self._rule.oldest(self.num_updates))
-        self.twins.end()
+        for each in self._all():
+            each.end()
         self._gradients.end(self._windows.num_updates - 1 if self._open else None)
         self._optimizer, self._rates, self._open = None, None, False
         self._groups = {}
@@ -203,7 +192,7 @@ class CopyWeights:
         if self._clip_norm is not None:
             total = steps.clipped(total, self._clip_norm, list(self.masters.values()))
         rate = None if self._rates is None else self._rates[update]
-        self._weights.advance(self._rule.oldest(self.num_updates + 1))
+        self._weights.advance()
         masters: Sequence[Parameter] = list(self.masters.values())
         if to_step is not None:
             masters, total = to_step(masters, total)
@@ -211,17 +200,16 @@ class CopyWeights:
 
     def values(self) -> list[Tensor]:
         """Copies of the newest parameters with gradients, in their order."""
-        return [value.clone() for value in self._weights.newest_values()]
+        return [value.clone() for value in self._weights.newest_values().values()]
 
     def value(self, name: str) -> Tensor | None:
         """A copy of the newest value of a parameter; None where it is not trained."""
-        place = list(self._parameters).index(name) if name in self._parameters else None
-        return None if place is None else self._weights.newest_values()[place].clone()
+        value = self._weights.newest_values().get(name)
+        return None if value is None else value.clone()
 
     def older(self, name: str) -> Tensor | None:
         """The version before the newest of a parameter, where it is held."""
-        older = self._weights.older()
-        return older[list(self._parameters).index(name)] if older and name in self._parameters else None
+        return self._weights.older().get(name)
 
     def take_over(self, update: int, values: Sequence[Tensor]) -> None:
         """Makes `values` the newest version of a copy without the optimizer's state.
@@ -234,7 +222,7 @@ class CopyWeights:
         self._require_next(update)
         if self._owns:
             raise RuntimeFailure(f"stage {self._index}: a copy that applies updates itself was sent parameters")
-        self._weights.advance(self._rule.oldest(self.num_updates + 1), values)
+        self._weights.advance(values)
 
     # -- between passes --------------------------------------------------------------------------------------
 
@@ -265,8 +253,7 @@ class CopyWeights:
             for name, parameter in self.own():
                 if name in values and not parameter.requires_grad:
                     parameter.copy_(values[name])
-            own = [values.get(name, parameter.detach()) for name, parameter in self._parameters.items()]
-            self._weights.fill(own, self._rule.oldest(self.num_updates))
+            self._weights.fill([values.get(name, p.detach()) for name, p in self._parameters.items()])
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint needs beside parameters and the optimizer's state.
@@ -274,9 +261,8 @@ class CopyWeights:
         "versions/NAME": the version before the newest, where the rule has later forwards read it;
         "gradients/NAME": the sum so far of a window left open.
         """
-        older = self._weights.older() or []
-        held = zip(self._parameters.items(), older, strict=False)
-        state = {f"versions/{name}": as_shard(tensor, parameter) for (name, parameter), tensor in held}
+        older = self._weights.older().items()
+        state = {f"versions/{name}": as_shard(tensor, self._parameters[name]) for name, tensor in older}
         for name, gradient in zip(self._parameters, self._gradients.now(), strict=True):
             if gradient is not None:
                 state[f"gradients/{name}"] = gradient
@@ -291,12 +277,8 @@ class CopyWeights:
             RuntimeFailure: another shape than the parameter's.
         """
         self._require_fitting(state)
-        older = [
-            None if (found := state.get(f"versions/{name}")) is None else own_shard(found, parameter)
-            for name, parameter in self._parameters.items()
-        ]
-        present = [tensor for tensor in older if tensor is not None]
-        self._weights.set_older(present if present and len(present) == len(older) else None)
+        older = {name: state.get(f"versions/{name}") for name in self._parameters}
+        self._weights.set_older({name: tensor for name, tensor in older.items() if tensor is not None})
         for name, parameter in self._parameters.items():
             gradient = state.get(f"gradients/{name}")
             parameter.grad = None
@@ -305,10 +287,10 @@ class CopyWeights:
 
     def bytes(self) -> dict[str, int]:
         """Bytes held at most in the pass: the module's parameters; versions or predictions beside; gradients."""
-        own = num_bytes(self._parameters.values())
+        beside = self._weights.num_beside * self._weights.num_bytes()
         return {
             "parameters": num_bytes(self.stage.parameters()),
-            "versions": self._weights.num_beside * own + self.twins.num_bytes(),
+            "versions": beside + sum(each.most * each.num_bytes() for each in self.tied.values()),
             "gradients": self._gradients.peak_bytes,
         }
 
@@ -322,23 +304,8 @@ class CopyWeights:
     def _window(self, m: int) -> int:
         return m // self._windows.window
 
-    def _spot(self, m: int) -> Spot:
-        return Spot(
-            stage=self._index,
-            num_stages=self._num_stages,
-            window_size=self._windows.window,
-            window=self._first + self._window(m),
-            newest=self.num_updates,
-            oldest=self._weights.oldest,
-            ahead=self._ahead.get(m, 0),
-        )
-
-    def _read_by(self, m: int) -> tuple[Read, int]:
-        if m not in self._reads:
-            raise RuntimeFailure(
-                f"a backward of microbatch {m} on stage {self._index}, and no forward of it is in flight there"
-            )
-        return self._reads[m]
+    def _all(self) -> list[VersionedParameters]:
+        return [self._weights, *self.tied.values()]
 
     def _predict(self, out: Tensor, master: Parameter, num_steps: int) -> None:
         if self._optimizer is None or id(master) not in self._groups:

@@ -16,8 +16,7 @@ under every rule.
 
 from __future__ import annotations
 
-from penstock.runtime.parameters.versions.read import Read, Spot
-from penstock.runtime.parameters.versions.rule import VersionRule
+from penstock.runtime.parameters.versions.rule import Read, Spot, VersionRule
 
 
 class DoubleBuffer(VersionRule):

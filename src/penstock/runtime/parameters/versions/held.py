@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.parameters.versions.read import Read
+from penstock.runtime.parameters.versions.rule import Read
 from penstock.runtime.tensors.dtensor import is_sharded, local, memory
 
 

@@ -12,8 +12,7 @@ Reference: "AMDP: asynchronous multi-directional pipeline parallelism for large-
 
 from __future__ import annotations
 
-from penstock.runtime.parameters.versions.read import Read, Spot
-from penstock.runtime.parameters.versions.rule import VersionRule
+from penstock.runtime.parameters.versions.rule import Read, Spot, VersionRule
 
 
 class Newest(VersionRule):

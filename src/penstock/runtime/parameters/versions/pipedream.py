@@ -12,8 +12,7 @@ stashing, without its optional vertical sync, so stages may read versions of dif
 
 from __future__ import annotations
 
-from penstock.runtime.parameters.versions.read import Read, Spot
-from penstock.runtime.parameters.versions.rule import VersionRule
+from penstock.runtime.parameters.versions.rule import Read, Spot, VersionRule
 
 
 class Stashing(VersionRule):

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.parameters.versions.read import Read, Spot
-from penstock.runtime.parameters.versions.rule import VersionRule, require_state_everywhere
+from penstock.runtime.parameters.versions.rule import Read, Spot, VersionRule, require_state_everywhere
 from penstock.schedule import Schedule
 from penstock.schedule.staleness import backward_steps, forward_steps
 

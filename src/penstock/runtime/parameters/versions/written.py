@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from penstock.runtime.parameters.versions.read import Read
+from penstock.runtime.parameters.versions.rule import Read
 from penstock.runtime.tensors.dtensor import is_sharded, local, memory
 
 Predict = Callable[[Tensor, Parameter, int], None]
