@@ -35,7 +35,7 @@ def test_both_runtimes_agree_and_are_timed(tmp_path: Path, capsys: pytest.Captur
     assert str(tmp_path) not in out.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_is_measured_in_a_launch_of_one_side() -> None:
     job = RankJob("tiny", "1f1b", 2, 8, "frozen", ("ours",), 1, 1, "", 120.0)
     assert all(rank["peak_bytes"] > 0 for rank in launch(job))

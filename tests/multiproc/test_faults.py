@@ -28,7 +28,10 @@ DELEGATE = "penstock.runtime.transport.delegate"
             Fault("delegating", f"{DELEGATE}.process:DelegateProcess._begin", 2, "after", 0),
             marks=pytest.mark.nightly,
         ),
-        Fault("delegating", f"{DELEGATE}.transport:DelegateTransport.send", 3, "after", 1, "kill delegates"),
+        pytest.param(
+            Fault("delegating", f"{DELEGATE}.transport:DelegateTransport.send", 3, "after", 1, "kill delegates"),
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             Fault("handing over", "penstock.runtime.checkpoint.state_transfer:_exchange", 1, "before", 1),
             marks=pytest.mark.nightly,
@@ -41,7 +44,7 @@ def test_what_is_killed_goes_on_with_the_same_losses(fault: Fault, tmp_path: Pat
     assert wrong(fault, apart(fault, tmp_path / "struck"), expected) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not may_mount(), reason="needs mounts: a disk that fills is a tmpfs of its own")
 def test_a_full_disk_ends_with_one_message_and_the_older_checkpoint_goes_on(tmp_path: Path) -> None:
     fault = Fault("handing over", "penstock.runtime.checkpoint.state_transfer:_exchange", 1, "before", 0, "fill")

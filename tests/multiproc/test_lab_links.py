@@ -31,7 +31,7 @@ def links() -> ModuleType:
     [
         ("gloo", "pp", 0, "interface", 1),
         pytest.param("delegate", "pp x dp", 0, "interface", 1, marks=pytest.mark.nightly),  # the cut may be too late
-        pytest.param("gloo", "pp x dp", 0, "silent", 1, marks=pytest.mark.slow),
+        pytest.param("gloo", "pp x dp", 0, "silent", 1, marks=pytest.mark.nightly),
         # In the second, the kernel does not end a connection with much under way by itself.
         pytest.param("delegate", "pp", 1, "silent", 2, marks=pytest.mark.slow),
     ],

@@ -61,7 +61,7 @@ def test_a_run_changes_its_mesh_on_the_way(text: Path, tmp_path: Path) -> None:
     assert [(line["pp"], line["dp"], line["tp"]) for line in metrics(folder)] == [(2, 2, 1)] * 3 + [(2, 1, 2)] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_updates_among_the_ops_of_replicas(text: Path, tmp_path: Path) -> None:
     """Without mismatch both are the synchronous run; embedding and head share their weight."""
     options = f"{GPT} --schedule amdp --tied --max-mismatch 0 --steps 4 --drain-every 2 --sample 0 --data {text}"
