@@ -142,7 +142,7 @@ def build_pipeline(inputs: Inputs, steering: AdaptOptions | None = None, mesh: D
             settings.transport,
             depth=settings.link_depth,
             links=settings.link_conditions(),
-            delegates=settings.travel.delegate_options(),
+            delegates=settings.delegate_options(),
         ),
     )
 

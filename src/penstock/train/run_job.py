@@ -103,7 +103,7 @@ def _check(order: TrainJob) -> Inputs:
     inputs = gather_inputs(order.settings)
     if inputs.data.corpus is not None:
         check_tokens(inputs.data.corpus)
-    check_interfaces(order.settings.travel)
+    check_interfaces(order.settings)
     check_store(order.settings.store)
     return inputs
 

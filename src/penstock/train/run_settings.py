@@ -5,42 +5,81 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 from penstock.cost import Links
+from penstock.dispatch import Dispatch
 from penstock.schedule import Schedule
 from penstock.train.asynchronous import check_updates
-from penstock.train.checks import SettingsError, check_known, read_links, read_schedule
+from penstock.train.checks import (
+    SettingsError,
+    check_choices,
+    check_known,
+    check_numbers,
+    read_links,
+    read_schedule,
+)
 from penstock.train.passes import Passes
 from penstock.train.transport_settings import Travel
 
 
-class RunSettings:
-    """The base of dataclasses that have these fields, and those of `Travel`."""
+@dataclass(frozen=True)
+class RunSettings(Travel):
+    """Settings that any run has, and those of `Travel`.
 
-    ranks: int
-    microbatches: int
-    schedule: str
-    stages: int | None
-    warmup: Sequence[int] | None
-    link: str | None
-    store: str | None
-    dispatch: str
-    adapt: bool
-    window: int | None
-    max_mismatch: int | None
-    drain_every: int | None
-    sharding: str
+    Attributes:
+        schedule: a library schedule's name, or a schedule file.
+        ranks, microbatches, stages, warmup: what the schedule is built for.
+        dispatch: "frozen", "hinted", "dynamic", or "auto": the fastest of them by simulation.
+        steps: to run.
+        sharding: what the holders of a stage share out, see `ParallelOptions`.
+        device: what ops run on.
+        in_process: all ranks in one process; else a process each.
+        timeout: seconds any wait may last.
+        link: conditions to inject into links, like "0:1=latency:30ms 1:2=loss:1%"; None for none.
+        window: of an asynchronous schedule, the microbatches an update gathers; None: updates are no ops of the
+            schedule. max_mismatch: most updates between a forward and its backward; None: the schedule's own bound.
+        drain_every: steps of a pass, after which the pipeline drains; see `Passes`.
+    """
+
+    schedule: str = "1f1b"
+    ranks: int = 4
+    microbatches: int = 8
+    stages: int | None = None
+    warmup: tuple[int, ...] | None = None
+    dispatch: str = "frozen"
+    steps: int = 400
+    sharding: str = "copies"
+    device: str = "cpu"
+    in_process: bool = False
+    timeout: float = 60.0
+    link: str | None = None
+    window: int | None = None
+    max_mismatch: int | None = None
+    drain_every: int | None = None
+
+    def check_run(
+        self,
+        counts: Sequence[str] = (),
+        amounts: Sequence[str] = (),
+        above_zero: Sequence[str] = (),
+        choices: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Checks what any run has, and some fields of a kind of run: those of at least 1, and of at least 0, those
+        above 0, and those that take certain words alone. Raises SettingsError.
+        """
+        common = ("ranks", "microbatches", "steps", "link_depth", "delegates", "window", "drain_every")
+        least = dict.fromkeys((*common, *counts), 1) | dict.fromkeys(("max_mismatch", *amounts), 0)
+        check_numbers(self, least=least, above_zero=("timeout", *above_zero))
+        check_choices(self, {"dispatch": (*map(str, Dispatch), "auto"), **(choices or {})})
+        check_updates(self)
+        self.link_conditions()
+        self.check_travel()
 
     def link_conditions(self) -> Links | None:
         """The conditions to inject. Raises SettingsError for those that make no sense."""
         return read_links(self.link, self.ranks)
-
-    @property
-    def travel(self) -> Travel:
-        """How messages travel. Raises SettingsError for options that do not go together."""
-        names = (field.name for field in dataclasses.fields(Travel))
-        return Travel(**{name: getattr(self, name) for name in names})
 
     @property
     def is_asynchronous(self) -> bool:
@@ -51,10 +90,6 @@ class RunSettings:
     def passes(self) -> Passes:
         """How steps, windows and passes lie. Without updates in the schedule, all three are a step."""
         return Passes(self.microbatches, self.drain_every or 1, self.window or self.microbatches)
-
-    def check_updates(self) -> None:
-        """Raises SettingsError for options about updates that do not go together."""
-        check_updates(self)
 
     def build_schedule(self) -> Schedule:
         """The schedule of a pass, checked. Raises ScheduleError."""
@@ -75,7 +110,7 @@ class RunSettings:
         """All but the store's password, which whoever goes on with the run gives again."""
         from penstock.runtime.adapt.store.store import without_password  # here, for settings are read before torch is
 
-        values: dict[str, Any] = dataclasses.asdict(self)  # type: ignore[call-overload]
+        values = dataclasses.asdict(self)
         if self.store is not None:
             values["store"] = without_password(self.store)
         return json.dumps(values, indent=2)

@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cost import Costs, Links
-from penstock.dispatch import Dispatch
 from penstock.schedule import Schedule
 from penstock.train.checks import (
     SettingsError,
-    check_choices,
-    check_numbers,
     read_links,
     read_schedule,
 )
@@ -33,10 +30,8 @@ class Settings(RunSettings):
     """Settings of a run; every field has a value that works.
 
     Attributes:
-        schedule: a library schedule's name, or a schedule file.
-        ranks, microbatches, stages, warmup: what the schedule is built for.
         dp, tp: replicas of the pipeline, and processes that share each layer; ranks * dp * tp processes in all.
-        sharding: what the holders of a stage share out, see `ParallelOptions`: "none", "copies", "zero1" or "fsdp".
+        sharding: "none", "copies", "zero1" or "fsdp".
         cut: how many layers each stage holds; None for stages of about equal cost.
         model: "gpt", "bert", "clip", the path of a Hugging Face folder or config.json, or "FILE.py:NAME".
         model_options: arguments of a model of one's own.
@@ -57,30 +52,15 @@ class Settings(RunSettings):
         precision: "float32", or "bfloat16": autocast with float32 master weights.
         recompute: activation checkpointing of every block.
         evaluate_every, save_every: in steps; 0 for at the end only. keep: checkpoints kept.
-        dispatch: "frozen", "hinted", "dynamic", or "auto": the fastest of them by simulation.
         device: "cpu" or "cuda".
-        timeout: seconds any wait may last.
         threads: of each rank; None for its share of the cores. A resumed run keeps them, since the last digits
             of a sum can depend on them.
         sample: tokens of text written at the end.
-        in_process: all ranks in one process, in turn.
-        link: conditions to inject into links, like "0:1=latency:30ms 1:2=loss:1%"; None for none.
-        transport, link_depth, delegates, interfaces, adapt, store, host_memory: see `Travel`.
-        window: of an asynchronous schedule, the microbatches an update gathers; None: updates are no ops of the
-            schedule. max_mismatch: most updates between a forward and its backward; None: the schedule's own bound.
-        drain_every: steps of a pass, after which the pipeline drains; see `Passes`.
     """
 
-    schedule: str = "1f1b"
-    ranks: int = 4
     dp: int = 1
     tp: int = 1
-    sharding: str = "copies"
-    microbatches: int = 8
-    stages: int | None = None
-    warmup: tuple[int, ...] | None = None
     cut: tuple[int, ...] | None = None
-    dispatch: str = "frozen"
     model: str = "gpt"
     model_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     preset: str = "tiny"
@@ -96,7 +76,6 @@ class Settings(RunSettings):
     packing: str = WINDOWS
     length_costs: str = "sizes"
     microbatch_tokens: int | None = None
-    steps: int = 400
     batch: int = 16
     lr: float = 4e-3
     lr_decay: str = "cosine"
@@ -110,35 +89,17 @@ class Settings(RunSettings):
     evaluate_every: int = 100
     save_every: int = 100
     keep: int = 2
-    device: str = "cpu"
-    timeout: float = 60.0
     threads: int | None = None
     sample: int = 160
-    in_process: bool = False
-    link: str | None = None
-    transport: str = "host"
-    link_depth: int | None = None
-    delegates: int | None = None
-    interfaces: str | None = None
-    adapt: bool = False
-    store: str | None = None
-    host_memory: str | None = None
-    window: int | None = None
-    max_mismatch: int | None = None
-    drain_every: int | None = None
 
     def __post_init__(self) -> None:
-        counts = ["ranks", "dp", "tp", "microbatches", "steps", "batch", "keep", "threads", "link_depth", "delegates"]
-        counts += ["window", "drain_every", "microbatch_tokens"]
-        amounts = ("lr_warmup", "evaluate_every", "save_every", "sample", "clip", "max_mismatch")
-        least = dict.fromkeys(counts, 1) | dict.fromkeys(amounts, 0)
-        check_numbers(self, least=least, above_zero=("lr", "timeout"))
-        check_choices(
-            self,
-            {
+        self.check_run(
+            counts=("dp", "tp", "batch", "keep", "threads", "microbatch_tokens"),
+            amounts=("lr_warmup", "evaluate_every", "save_every", "sample", "clip"),
+            above_zero=("lr",),
+            choices={
                 "lr_decay": ("cosine", "constant"),
                 "precision": ("float32", "bfloat16"),
-                "dispatch": (*map(str, Dispatch), "auto"),
                 "device": ("cpu", "cuda"),
                 "transport": ("host", "gloo", "direct", "delegate", "nccl"),
                 "sharding": ("none", "copies", "zero1", "fsdp"),
@@ -146,9 +107,7 @@ class Settings(RunSettings):
         )
         check_model(self.model, self.towers)
         check_own(self)
-        self.check_updates()
-        self.link_conditions()
-        _ = self.travel, self.host_units
+        _ = self.host_units
         check_mesh(self)
         check_packing(self)
         if self.in_process and self.transport != "host":

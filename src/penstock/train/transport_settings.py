@@ -33,9 +33,6 @@ class Travel:
         adapt: change schedule, dispatch and delegated links where measured links make that faster.
         store: redis://HOST:PORT or tcp://HOST:PORT for the ranks' reports; None: the job's own.
         host_memory: what may wait in each host's memory while a link is delegated, in words: activations, or bytes.
-
-    Raises:
-        SettingsError: options that do not go together.
     """
 
     transport: str = "host"
@@ -46,7 +43,8 @@ class Travel:
     store: str | None = None
     host_memory: str | None = None
 
-    def __post_init__(self) -> None:
+    def check_travel(self) -> None:
+        """Raises SettingsError for options that do not go together."""
         for name in ("delegates", "interfaces"):
             if getattr(self, name) is not None and not self.may_delegate:
                 raise SettingsError(

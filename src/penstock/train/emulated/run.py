@@ -114,7 +114,7 @@ class EmulatedRun:
             timeout=settings.timeout,
             adapt=self._steering(),
             transport=TransportOptions(
-                settings.transport, depth=settings.link_depth, delegates=settings.travel.delegate_options()
+                settings.transport, depth=settings.link_depth, delegates=settings.delegate_options()
             ),
         )
 

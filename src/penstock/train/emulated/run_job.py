@@ -92,7 +92,7 @@ def _check(order: EmulatedJob) -> tuple[Schedule, Costs]:
     schedule = order.settings.build_schedule()
     costs = order.settings.read_costs(schedule)
     order.settings.host_units(costs)
-    check_interfaces(order.settings.travel)
+    check_interfaces(order.settings)
     check_store(order.settings.store)
     return schedule, costs
 

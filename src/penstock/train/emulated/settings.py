@@ -6,15 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 
 from penstock.cost import CostError, Costs
-from penstock.dispatch import Dispatch
 from penstock.formats.costs import read_costs
 from penstock.schedule import Schedule
 from penstock.schedule.op import UPDATE
-from penstock.train.checks import (
-    SettingsError,
-    check_choices,
-    check_numbers,
-)
+from penstock.train.checks import SettingsError
 from penstock.train.run_settings import RunSettings
 from penstock.train.transport_settings import host_memory_of, read_size
 
@@ -24,14 +19,11 @@ class EmulatedSettings(RunSettings):
     """Settings of a run on emulated devices; every field has a value that works.
 
     Attributes:
-        schedule, ranks, microbatches, stages, warmup, dispatch, link, timeout: as of a training run.
+        steps: iterations; of an asynchronous schedule each is a pass.
         costs: a preset's name, or a file of costs or of a profile.
-        steps: iterations.
         stretch: slows ops and links down alike, so that the machine's own noise weighs less.
         message_cap: most bytes of a message, in words; what is larger is sent, and simulated, as so many.
         in_process: ranks are threads of this process and hand messages over; else processes that send them.
-        transport, link_depth, delegates, interfaces, adapt, store, host_memory: see `Travel`.
-        window, max_mismatch, drain_every, sharding: as of a training run; an iteration is a pass.
         device: always "emulated".
 
     Raises:
@@ -39,48 +31,20 @@ class EmulatedSettings(RunSettings):
     """
 
     schedule: str = "zb"
-    ranks: int = 4
     microbatches: int = 12
-    stages: int | None = None
-    warmup: tuple[int, ...] | None = None
     dispatch: str = "auto"
-    costs: str = "gpt2-7b"
     steps: int = 20
+    device: str = "emulated"
+    costs: str = "gpt2-7b"
     stretch: float = 1.0
     message_cap: str = "1MB"
-    link: str | None = None
-    transport: str = "host"
-    link_depth: int | None = None
-    delegates: int | None = None
-    interfaces: str | None = None
-    adapt: bool = False
-    store: str | None = None
-    host_memory: str | None = None
-    timeout: float = 60.0
-    in_process: bool = False
-    device: str = "emulated"
-    window: int | None = None
-    max_mismatch: int | None = None
-    drain_every: int | None = None
-    sharding: str = "copies"
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(
-            ("ranks", "microbatches", "steps", "link_depth", "delegates", "window", "drain_every"), 1
+        self.check_run(
+            above_zero=("stretch",),
+            choices={"transport": ("host", "gloo", "direct", "delegate"), "sharding": ("none", "copies")},
         )
-        least["max_mismatch"] = 0
-        check_numbers(self, least=least, above_zero=("stretch", "timeout"))
-        check_choices(
-            self,
-            {
-                "dispatch": (*map(str, Dispatch), "auto"),
-                "transport": ("host", "gloo", "direct", "delegate"),
-                "sharding": ("none", "copies"),
-            },
-        )
-        self.check_updates()
-        self.link_conditions()
-        _ = self.travel, self.most_bytes
+        _ = self.most_bytes
         if self.in_process and self.transport == "delegate":
             raise SettingsError("delegates are processes beside a rank's; leave out --in-process")
 
