@@ -27,7 +27,8 @@ DEFAULTS, EMULATED = Settings(), EmulatedSettings()
 GROUPS: dict[str, tuple[str, ...]] = {
     "Schedule": ("schedule", "ranks", "microbatches", "stages", "warmup", "cut", "dispatch", "in_process"),
     "Mesh": ("pp", "dp", "tp", "sharding"),
-    "Model": ("model", "model_options", "preset", "tower", "depth", "width", "heads", "context", "dropout", "tied"),
+    "Model": ("model", "model_options", "lora", "preset", "tower", "depth", "width", "heads", "context", "dropout",
+              "tied"),
     "Data": (
         "data", "tokenizer", "batch", "packing", "microbatch_tokens", "length_costs", "sample",
     ),
@@ -47,9 +48,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """The options of training as the help groups them, by the names of parameters."""
 
 COMMON = {
-    "schedule", "ranks", "microbatches", "dispatch", "dp", "tp", "sharding", "model", "preset", "data", "tokenizer",
-    "batch", "steps", "lr", "precision", "recompute", "seed", "link", "adapt", "device", "out", "resume", "export",
-    "as_json", "help_all", "help",
+    "schedule", "ranks", "microbatches", "dispatch", "dp", "tp", "sharding", "model", "lora", "preset", "data",
+    "tokenizer", "batch", "steps", "lr", "precision", "recompute", "seed", "link", "adapt", "device", "out", "resume",
+    "export", "as_json", "help_all", "help",
 }  # fmt: skip
 """The options that most runs need, which `--help` shows; `--help-all` shows the others too."""
 
@@ -97,6 +98,13 @@ def train(
         ),
     ] = None,
     model_options: Annotated[str | None, _option("Arguments of your own model, as JSON.", metavar="JSON")] = None,
+    lora: Annotated[
+        str | None,
+        _option(
+            "Train adapters of a Hugging Face model: peft's LoraConfig as JSON, or a folder.",
+            metavar="JSON|DIR",
+        ),
+    ] = None,
     preset: Annotated[str | None, _option("Sizes of the model.", "preset")] = None,
     tower: Annotated[
         list[str] | None,

@@ -18,6 +18,7 @@ from penstock.models import parallelize
 from penstock.runtime import Pipeline, RuntimeFailure
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
+from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.versions.rules import rule_of
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
@@ -99,6 +100,17 @@ def optimizer_class(settings: Settings) -> Callable[..., torch.optim.Optimizer]:
     return build
 
 
+def over_trained(build: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """The same, made over those parameters that learn: of adapters on a frozen model, the adapters."""
+
+    def made(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = optimizer_of(build, [parameter for parameter in parameters if parameter.requires_grad])
+        assert optimizer is not None
+        return optimizer
+
+    return made
+
+
 def _try(build: Callable[..., torch.optim.Optimizer], settings: Settings) -> None:
     """Makes an optimizer over a weight and a bias and runs it once. Raises SettingsError for what it refuses."""
     parameters = [torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))]
@@ -122,7 +134,7 @@ def build_pipeline(inputs: Inputs, steering: AdaptOptions | None = None, mesh: D
         task.stages(),
         inputs.schedule,
         loss_fn=loss_of(inputs),
-        optimizer=optimizer_class(settings),
+        optimizer=over_trained(optimizer_class(settings)),
         mesh=mesh or mesh_of(settings),
         dispatch=settings.dispatch,
         seed=settings.seed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,6 +84,34 @@ def check_model(model: str, towers: str | None) -> None:
     asked = read_towers(towers)
     if asked and model != CLIP:
         raise SettingsError(f"--tower {next(iter(asked))}=... is for models of several towers; add --model clip")
+
+
+def check_lora(settings: Settings) -> None:
+    """Raises SettingsError for adapters that make no sense, or on a model that takes none."""
+    if settings.lora is None:
+        return
+    if not is_hugging_face(settings.model):
+        raise SettingsError(
+            f"--lora is for Hugging Face models, and --model is {settings.model}; leave it out, or give a folder or "
+            "config.json"
+        )
+    if settings.tp > 1:
+        raise SettingsError(
+            f"--tp {settings.tp} shares layers out, and those with adapters stay whole; leave it out with --lora"
+        )
+    _ = lora_of(settings)
+
+
+def lora_of(settings: Settings) -> Mapping[str, Any] | str | None:
+    """The arguments of a LoraConfig, or the folder of an adapter. Raises SettingsError."""
+    text = settings.lora
+    if text is None or not text.lstrip().startswith("{"):
+        return text
+    try:
+        value: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"--lora {text!r} is not JSON: {error}") from None
+    return value
 
 
 def check_own(settings: Settings) -> None:

@@ -115,6 +115,8 @@ def order_of(
         paths.append("packing")
     if given.get("length_costs", SIZES) not in (SIZES, MEASURED):
         paths.append("length_costs")
+    if not given.get("lora", "{").lstrip().startswith("{"):
+        paths.append("lora")
     for name in paths:  # a run may be resumed from another folder
         if name in given:
             given[name] = os.path.abspath(given[name])

@@ -53,14 +53,15 @@ class Profiled(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How good the model is, most bytes of each rank, what of them the weights take, and the model's size; of stages
-    whose backward is split, what of it waits for W.
+    """How good the model is, most bytes of each rank, what of them the weights take, the model's size and how much of
+    it learns; of stages whose backward is split, what of it waits for W.
     """
 
     quality: Quality
     peak_memory: list[int]
     state: list[dict[str, int]]
     num_parameters: int
+    num_trained: int
     deferred: list[dict[str, Any]]
 
 
@@ -260,9 +261,13 @@ class RankRun:
         """What all ranks together know at the end."""
         quality = self.inputs.task.judge(self.pipe, self.inputs.data, loss)
         memory = [peak for part in self.pipe.gather(_peak_memory(self.inputs.settings)) for peak in part]
-        sizes: dict[str, int] = {}
-        for part in self.pipe.gather({name: p.numel() for name, p in self.pipe.named_parameters()}):
+        sizes: dict[str, tuple[int, bool]] = {}
+        for part in self.pipe.gather(
+            {name: (p.numel(), p.requires_grad) for name, p in self.pipe.named_parameters()}
+        ):
             sizes |= part  # replicas and shards tell of the same parameters
+        count = sum(size for size, _ in sizes.values())
+        trained = sum(size for size, learns in sizes.values() if learns)
         deferred = [
             {
                 "stage": stage,
@@ -271,7 +276,7 @@ class RankRun:
             }
             for stage, each in self.pipe.deferred_share().items()
         ]
-        return Ending(quality, memory, self.pipe.state_bytes(), sum(sizes.values()), deferred)
+        return Ending(quality, memory, self.pipe.state_bytes(), count, trained, deferred)
 
     def _report(
         self,
@@ -295,6 +300,7 @@ class RankRun:
             dispatch=self._dispatch,
             num_ranks=inputs.schedule.num_ranks,
             num_parameters=ending.num_parameters,
+            num_trained=ending.num_trained,
             steps=steps,
             interrupted=self.interrupted,
             train_loss=loss,

@@ -43,6 +43,7 @@ class Report:
         updating: of a run whose updates were among its ops; None for others.
         deferred: of each stage whose backward is split the share of the work on weight gradients that waited for W,
             and why which parameters' did not.
+        num_trained: of the parameters those that learn; None where a report does not say.
         state: by rank, bytes of parameters, gradients, older versions and the optimizer's state.
     """
 
@@ -69,6 +70,7 @@ class Report:
     mesh: dict[str, int] = field(default_factory=dict)
     sharding: str = "copies"
     samples_per_second: float | None = None
+    num_trained: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self) | {"steered": None if self.steered is None else self.steered.to_json()}
@@ -89,6 +91,10 @@ class Report:
         value |= {"quality": Quality.take(value)}
         return cls(**{**value, "timing": TimingReport(**value["timing"])})
 
+    def _trained(self) -> str:
+        frozen = self.num_trained is not None and self.num_trained < self.num_parameters
+        return f", of which {self.num_trained:,} learn" if frozen else ""
+
     def to_text(self) -> str:
         timing = self.timing
         ended = "interrupted after " if self.interrupted else ""
@@ -100,7 +106,7 @@ class Report:
         rows = [
             ("run", f"{ended}{self.steps} steps of {self.schedule}, {self.dispatch}, on {self.num_ranks} ranks"),
             *self._mesh_rows(),
-            ("model", f"{self.num_parameters:,} parameters"),
+            ("model", f"{self.num_parameters:,} parameters{self._trained()}"),
             *self.quality.rows(self.loss),
             ("speed", speed),
             (one, f"{timing.measured_makespan:.1f} ms measured, {timing.simulated_makespan:.1f} ms simulated"),

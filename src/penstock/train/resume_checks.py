@@ -158,6 +158,6 @@ def _sizes_of(saved: Settings, now: Settings) -> Mapping[str, Any]:
     """The sizes that a run began with, cut as it goes on; none where its config is not there any more."""
     if not is_there(saved.model):
         return {}
-    names = ("model", "model_options", "preset", "depth", "width", "heads", "context", "tied")
+    names = ("model", "model_options", "lora", "preset", "depth", "width", "heads", "context", "tied")
     settings = dataclasses.replace(now, cut=None, **{name: getattr(saved, name) for name in names})
     return open_task(settings, settings.build_schedule()).sizes

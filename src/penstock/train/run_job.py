@@ -28,6 +28,7 @@ from penstock.train.rank import RankRun
 from penstock.train.report import Report
 from penstock.train.resume_checks import GoingOn, check_resume
 from penstock.train.run_inputs import hand_over, take_over
+from penstock.train.settings import SettingsError
 from penstock.train.start import INTERRUPTED, RunFailed, check_interfaces, check_port, check_store, start_ranks
 from penstock.train.tasks.text import check_tokens
 
@@ -99,6 +100,10 @@ def run_joined(order: TrainJob) -> int:
 def _check(order: TrainJob) -> Inputs:
     if order.export is not None:
         export = Path(order.export)
+        if order.settings.lora is not None and not is_folder(export):
+            raise SettingsError(
+                f"--export {export}: adapters are written as a folder; give a name without .safetensors"
+            )
         check_place(export, "--export", folder=is_hugging_face(order.settings.model) and is_folder(export))
     inputs = gather_inputs(order.settings)
     if inputs.data.corpus is not None:

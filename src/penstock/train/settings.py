@@ -17,7 +17,7 @@ from penstock.train.checks import (
     read_links,
     read_schedule,
 )
-from penstock.train.kinds import CLIP, check_model, check_own
+from penstock.train.kinds import CLIP, check_lora, check_model, check_own
 from penstock.train.learning_rate import learning_rate
 from penstock.train.mesh_sizes import check_mesh
 from penstock.train.packing import WINDOWS, check_packing, is_record
@@ -35,6 +35,8 @@ class Settings(RunSettings):
         cut: how many layers each stage holds; None for stages of about equal cost.
         model: "gpt", "bert", "clip", the path of a Hugging Face folder or config.json, or "FILE.py:NAME".
         model_options: arguments of a model of one's own.
+        lora: of a Hugging Face model, adapters that train in its place: arguments of peft's LoraConfig as JSON, or a
+            folder with a saved adapter; None for none.
         preset: sizes of the model (see `penstock.models`); depth, width, heads, context, dropout and tied change
             single ones of them.
         towers: of a model of several what is asked for single ones, see `TowerOptions`; None for nothing.
@@ -63,6 +65,7 @@ class Settings(RunSettings):
     cut: tuple[int, ...] | None = None
     model: str = "gpt"
     model_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    lora: str | None = None
     preset: str = "tiny"
     towers: str | None = None
     depth: int | None = None
@@ -107,6 +110,7 @@ class Settings(RunSettings):
         )
         check_model(self.model, self.towers)
         check_own(self)
+        check_lora(self)
         _ = self.host_units
         check_mesh(self)
         check_packing(self)

@@ -5,6 +5,16 @@ Needs the extra `hf` (transformers), which is imported only when a decoder is ma
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, examine
 from penstock.models.huggingface.decoder import Decoder
+from penstock.models.huggingface.lora import AdapterError
 from penstock.models.huggingface.loss import NextTokenLoss, WithRouterLoss, inputs_and_targets
 
-__all__ = ["Anatomy", "Decoder", "DecoderError", "NextTokenLoss", "WithRouterLoss", "examine", "inputs_and_targets"]
+__all__ = [
+    "AdapterError",
+    "Anatomy",
+    "Decoder",
+    "DecoderError",
+    "NextTokenLoss",
+    "WithRouterLoss",
+    "examine",
+    "inputs_and_targets",
+]

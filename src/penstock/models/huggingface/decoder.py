@@ -11,18 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.models.dividing import ParallelError
 from penstock.models.huggingface.anatomy import DecoderError, examine, has_routers
 from penstock.models.huggingface.compare import require_equal, sample_batch, small_model
 from penstock.models.huggingface.export import write_folder
+from penstock.models.huggingface.lora import Adapters
 from penstock.models.huggingface.loss import NextTokenLoss, WithRouterLoss
 from penstock.models.huggingface.pieces import Piece, build_pieces
 from penstock.models.huggingface.routers import Routers, routers_of
 from penstock.models.huggingface.shards import Shards, shards_of
-from penstock.models.huggingface.weights import Drawn, Given, Source, Stored, shapes_of, tied_groups
+from penstock.models.huggingface.weights import (
+    Adapted,
+    Drawn,
+    Given,
+    Source,
+    Stored,
+    folder_of,
+    shapes_of,
+    tied_groups,
+)
 from penstock.models.loss import CrossEntropy
 from penstock.runtime import PartitionError, Stage, partition
 from penstock.runtime.checkpoint import Reader
 from penstock.runtime.tensor_parallel import Sharding
+from penstock.runtime.tensors.digest import hash_of
 
 __all__ = ["Decoder"]
 
@@ -44,6 +56,8 @@ class Decoder:
         blocks: path of the list of blocks in the model, where it can't be found.
         seed: for the weights of a config: each module's follow from it and the module's name alone.
         dtype: of the weights of a config or a folder.
+        lora: adapters of peft to train in place of the weights: a LoraConfig, its arguments, or a folder with a saved
+            adapter. A PeftModel as `source` has its own.
         compare: train a small copy of the config for a step, as a whole and cut into stages, and refuse an
             architecture whose loss or gradients differ in a bit. Of a model, its own logits are compared too.
 
@@ -64,12 +78,23 @@ class Decoder:
         blocks: str | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        lora: Any = None,
         compare: bool = True,
     ) -> None:
         _require_transformers()
         from transformers import PreTrainedConfig, PreTrainedModel
 
         self._source: Source
+        self.adapters: Adapters | None = None
+        if hasattr(source, "peft_config") and hasattr(source, "get_base_model"):
+            if lora is not None:
+                raise DecoderError("the model has an adapter already, so lora= is one too many; leave it out")
+            self.adapters = Adapters.on(source)
+            source = self.adapters.model
+        elif lora is not None and isinstance(source, PreTrainedModel):
+            raise DecoderError(
+                "a model that is there gets its adapters by peft: give Decoder(get_peft_model(model, config))"
+            )
         if isinstance(source, PreTrainedModel):
             self._model: Any = source
             self._source = Given(source)
@@ -84,11 +109,16 @@ class Decoder:
                 f"no decoder can be made of a {type(source).__name__}; give a folder, a config of transformers or a "
                 "model"
             )
+        if lora is not None:
+            self.adapters = Adapters(self._model, lora, seed)
+            self._source, self._model = Adapted(self._source, self.adapters), self.adapters.model
         self.config = self._model.config
         self.anatomy = examine(self._model, blocks)
         self._routers: Routers | None = None
         if compare or has_routers(self.config):
             small = small_model(self._model, self.anatomy)
+            if self.adapters is not None:
+                self.adapters.on_small(small, self.anatomy)
             anatomy = examine(small, blocks)
             self._routers = routers_of(small, anatomy, sample_batch(small, 0))
             if compare:
@@ -154,7 +184,10 @@ class Decoder:
                 if path not in modules:
                     modules[path] = module
                     numbers.append(index)
-        return _DecoderStage(modules, numbers, _Calling(pieces))
+        stage = _DecoderStage(modules, numbers, _Calling(pieces))
+        if self.adapters is not None:
+            stage.constants = {name: hash_of(p) for name, p in stage.named_parameters() if not p.requires_grad}
+        return stage
 
     def stages(self, num_stages: int, cut: Sequence[int] | None = None) -> list[Stage | Callable[[], Stage]]:
         """For `ps.Pipeline`: the stages of a model that is there, else for each a function that builds it.
@@ -170,7 +203,7 @@ class Decoder:
         return [lambda part=part: self.stage(part) for part in parts]  # type: ignore[misc]
 
     def export(self, target: Path, checkpoint: Reader, tokenizer: Path | None = None) -> Path:
-        """Writes a checkpoint of it as a folder that `from_pretrained` opens; see `write_folder`.
+        """Writes a checkpoint of it as a folder that `from_pretrained` opens; of adapters that of `PeftModel`.
 
         Args:
             tokenizer: a folder whose tokenizer goes along; by default the one that it comes from.
@@ -178,7 +211,9 @@ class Decoder:
         Raises:
             CheckpointError: of another model, or the disk refuses.
         """
-        source = tokenizer or (self._source.folder if isinstance(self._source, Stored) else None)
+        source = tokenizer or folder_of(self._source)
+        if self.adapters is not None:
+            return self.adapters.write_folder(Path(target), checkpoint, source)
         return write_folder(Path(target), checkpoint, self._model, self.anatomy.blocks, source)
 
     def costs(self) -> list[float]:
@@ -244,7 +279,9 @@ class _DecoderStage(Stage):
         self.__dict__["_pieces"] = calling.pieces
 
     def shard_over(self, sharding: Sharding) -> None:
-        """Shards its layers in place."""
+        """Shards its layers in place. Raises ParallelError for layers with adapters."""
+        if self.constants:
+            raise ParallelError("layers with adapters are not shared out over tensor-parallel ranks; give tp 1")
         for piece in self.__dict__["_pieces"]:
             piece.shard_over(sharding)
 

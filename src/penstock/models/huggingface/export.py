@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from penstock.models.huggingface.weights import tied_groups
 from penstock.runtime.checkpoint import CheckpointError, Reader
 
-__all__ = ["write_folder"]
+__all__ = ["copy_kept", "folder_in_place", "write_folder"]
 
 MODEL = "model/"
 """What the names of a model's tensors begin with in a checkpoint."""
@@ -43,19 +44,24 @@ def write_folder(target: Path, checkpoint: Reader, shapes: Any, blocks: str, sou
     Raises:
         CheckpointError: a checkpoint of another model, or the disk refuses. Nothing is there then.
     """
+    with folder_in_place(target) as folder:
+        config = shapes.config
+        config.architectures = [type(shapes).__name__]
+        config.dtype = torch.float32  # which the weights are trained in
+        config.save_pretrained(folder)
+        copy_kept(source, folder)
+        _write_weights(folder, checkpoint, shapes, blocks)
+    return target
+
+
+@contextmanager
+def folder_in_place(target: Path) -> Iterator[Path]:
+    """A folder beside `target` to write into, which takes its name when all is there. Raises CheckpointError."""
     beside = target.with_name(f".{target.name}.writing")
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-        config = shapes.config
-        config.architectures = [type(shapes).__name__]
-        config.dtype = torch.float32  # which the weights are trained in
-        config.save_pretrained(beside)
-        kept = [] if source is None else [file for pattern in KEPT for file in source.glob(pattern)]
-        for file in kept:
-            if file.is_file():
-                shutil.copyfile(file, beside / file.name)
-        _write_weights(beside, checkpoint, shapes, blocks)
+        yield beside
         if target.is_dir():
             target.rmdir()
         os.replace(beside, target)
@@ -63,7 +69,13 @@ def write_folder(target: Path, checkpoint: Reader, shapes: Any, blocks: str, sou
         raise CheckpointError(f"{target} could not be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    return target
+
+
+def copy_kept(source: Path | None, folder: Path) -> None:
+    """Copies what goes along with weights as it is: the tokenizer, settings of generation."""
+    for file in [] if source is None else [file for pattern in KEPT for file in source.glob(pattern)]:
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
 
 
 def _write_weights(folder: Path, checkpoint: Reader, shapes: Any, blocks: str) -> None:

@@ -41,7 +41,7 @@ class Piece(nn.Module):
         super().__init__()
         self.__dict__["modules_at"] = dict(modules)
         for path, module in modules.items():
-            _place(self, path, module)
+            place_at(self, path, module)
 
     @property
     def first(self) -> nn.Module:
@@ -222,7 +222,8 @@ def _same(known: Sequence[Any], key: Sequence[Any]) -> bool:
     )
 
 
-def _place(root: nn.Module, path: str, module: nn.Module) -> None:
+def place_at(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Puts a module at a path, under folders that hold nothing else."""
     *folders, last = path.split(".")
     for folder in folders:
         if folder not in root._modules:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
@@ -23,6 +23,9 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.models.huggingface.anatomy import DecoderError
 from penstock.models.seeded import generator_of
+
+if TYPE_CHECKING:
+    from penstock.models.huggingface.lora import Adapters
 
 OVER_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 """Ends of the names of classes whose loss is over tokens."""
@@ -155,6 +158,23 @@ class Stored:
         with safe_open(self._files[source], framework="pt") as file:
             tensor: Tensor = file.get_tensor(source)
         return tensor
+
+
+class Adapted:
+    """Modules of another source, given adapters."""
+
+    def __init__(self, source: Source, adapters: Adapters) -> None:
+        self.base = source
+        self._adapters = adapters
+
+    def module(self, path: str) -> nn.Module:
+        return self._adapters.module(path, self.base.module(path))
+
+
+def folder_of(source: Source) -> Path | None:
+    """The folder that weights are read from."""
+    base = source.base if isinstance(source, Adapted) else source
+    return base.folder if isinstance(base, Stored) else None
 
 
 class _Origin(NamedTuple):

@@ -1,6 +1,7 @@
 """A pipeline's state as plain named tensors, under any schedule and number of ranks.
 
     model/layers.3.mlp.up.weight             parameters and persistent buffers, by their names in the whole model
+    constants/layers.3.mlp.up.weight         in place of a parameter that never changes, a number of its values
     buffers/layers.3.mask                    other buffers
     extra/layers.3#json                      what a module's `get_extra_state` gave, see `checkpoint.plain`
     extra/layers.3@1.0.0#json                the same of one holder, where those of a stage differ
@@ -18,6 +19,7 @@ from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -44,6 +46,7 @@ from penstock.schedule.updates import OWNER
 
 MODEL = "model/"
 BUFFERS = "buffers/"
+CONSTANTS = "constants/"
 EXTRA = "extra/"
 FIRST = "0.0.0"
 """The holder of extra state that stands for one which a checkpoint does not know."""
@@ -107,9 +110,16 @@ class State:
         """Stored name, with its prefix -> each parameter and buffer here that has it."""
         self._answers: set[str] = set()
         self._names: dict[Tensor, str] = {}
+        self._constants: dict[str, Tensor] = {}
+        """Of parameters that never change, by stored name, the number that stands for each."""
         for index, stage in stages.items():
             for name, parameter in stage.named_parameters():
                 stored = ties.owned_name(name)
+                if (number := stage.constants.get(name)) is not None:
+                    self._constants[CONSTANTS + name] = torch.from_numpy(np.array(number, np.uint64).view(np.int64))
+                    if answers(index, parameter):
+                        self._answers.add(name)
+                    continue
                 self._tensors.append((MODEL + stored, parameter))
                 self._names.setdefault(parameter, stored)
                 if not ties.is_elsewhere(name) and answers(index, parameter):
@@ -176,6 +186,7 @@ class State:
         tensors: dict[str, Tensor] = {}
         for name, tensor in self._tensors:
             tensors.setdefault(name, tensor.detach())
+        tensors |= self._constants
         if self._updating is None:
             for stage in self._model.stages.values():
                 for name, parameter in stage.named_parameters():
@@ -216,6 +227,7 @@ class State:
         waiting = {self._stored_as(name) for name in mine}
         there = set(names)
         found = {name for name in self.expected() if name in there or name.startswith(MODEL)}
+        found |= self._constants.keys() & there
         for name in names:
             kind, _, rest = name.partition("/")
             if (kind == "optimizer" and rest.rpartition("/")[0] in optimizer) or (
@@ -261,6 +273,7 @@ class State:
             assert value is not None
             for target in targets[name]:
                 values.append((local(target.detach()), local(own_shard(value, target))))
+        self._require_constants(source, there)
         optimizer = None if self.optimizer is None else stage_optimizer(self.optimizer, self._names, source)
         extras = self._stage_extras(source, there, notices)
         if self._updating is None:
@@ -268,6 +281,16 @@ class State:
         else:
             gradients, put = [], self._stage_updating(source, names, num_updates)
         return Staged(self._model, values, optimizer, gradients, put, extras, notices)
+
+    def _require_constants(self, source: TensorSource, there: set[str]) -> None:
+        """Raises CheckpointError where parameters that never change have other values than when it was written."""
+        known = [name for name in self._constants if name in there]
+        for name, number in source.load(known).items() if known else ():
+            if not torch.equal(number, self._constants[name]):
+                raise CheckpointError(
+                    f"checkpoint {source.path} holds adapters alone, and {name.removeprefix(CONSTANTS)} under them "
+                    "is not what it was when they were trained: give the model that they were trained on"
+                )
 
     def _stage_extras(self, source: TensorSource, there: set[str], notices: list[str]) -> list[tuple[Extra, Any]]:
         found: list[tuple[Extra, Any]] = []

@@ -248,7 +248,8 @@ def rows_per_part(num: int, num_parts: int) -> int:
 def _has_own_memory(parameter: Parameter) -> bool:
     """Whether a parameter's memory is its own, so that it may be given up; gives a plain one its own."""
     value = local(parameter.data)
-    if value.untyped_storage().nbytes() == value.numel() * value.element_size():
+    memory = value.untyped_storage()  # that numpy has seen, or has given, keeps its size
+    if memory.resizable() and memory.nbytes() == value.numel() * value.element_size():
         return True
     if not is_sharded(parameter):
         parameter.data = value.clone()

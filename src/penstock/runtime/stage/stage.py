@@ -22,7 +22,13 @@ class Stage(nn.Module):
         layers: name in the whole model ("layers.3", or "3" for a sequential's fourth) -> the layer.
         indices: each layer's number in the whole model: what its random seed is made of.
         calling: how a layer is called with what the one before it returned.
+
+    Attributes:
+        constants: parameters that never change and come from elsewhere, by name, each with a number made of its
+            values. A checkpoint has that number in place of the values, and a load holds the stage to it.
     """
+
+    constants: Mapping[str, int] = {}
 
     def __init__(
         self, layers: Mapping[str, nn.Module], indices: Sequence[int], calling: Calling | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -12,12 +13,12 @@ from torch import nn
 
 from penstock.data import Corpus
 from penstock.models import CrossEntropy
-from penstock.models.huggingface import Decoder, DecoderError, WithRouterLoss
+from penstock.models.huggingface import AdapterError, Decoder, DecoderError, WithRouterLoss
 from penstock.runtime import Pipeline
 from penstock.runtime.checkpoint import Reader
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
-from penstock.train.kinds import place_of
+from penstock.train.kinds import lora_of, place_of
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.chain import chain_bytes
@@ -54,7 +55,7 @@ class DecoderTask:
         folder, has_weights = find(settings.model)
         self.decoder = decoder = decoder_of(folder, has_weights, settings)
         self.config = config = decoder.config.get_text_config(decoder=True)
-        self.sizes = sizes_in(folder)
+        self.sizes = sizes_in(folder) | ({} if decoder.adapters is None else {"lora": decoder.adapters.sizes})
         most = int(getattr(config, "max_position_embeddings", None) or USUAL_CONTEXT)
         self.num_tokens = settings.context or min(USUAL_CONTEXT, most)
         if self.num_tokens > most:
@@ -137,9 +138,11 @@ def decoder_of(folder: Path, has_weights: bool, settings: Settings) -> Decoder:
         raise SettingsError(
             f"--model {settings.model} needs transformers; install it with: python -m pip install 'penstock[hf]'"
         ) from None
+    if settings.lora is not None and importlib.util.find_spec("peft") is None:
+        raise SettingsError("--lora needs peft; install it with: python -m pip install 'penstock[peft]'")
     try:
         if has_weights:
-            return Decoder(folder)
+            return Decoder(folder, lora=lora_of(settings), seed=settings.seed)
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except DecoderError as error:
         raise _refused(settings, error) from None
@@ -149,7 +152,7 @@ def decoder_of(folder: Path, has_weights: bool, settings: Settings) -> Decoder:
             f"{folder / 'config.json'}: transformers knows no such model: {reason}\n{BY_HAND}"
         ) from None
     try:
-        return Decoder(config, seed=settings.seed)
+        return Decoder(config, lora=lora_of(settings), seed=settings.seed)
     except DecoderError as error:
         raise _refused(settings, error) from None
 
@@ -159,5 +162,5 @@ def _refused(settings: Settings, error: DecoderError) -> SettingsError:
     reason = " ".join(str(error).split())
     if len(reason) > MOST:
         reason = reason[:MOST].rsplit(" ", 1)[0] + " ..."
-    by_hand = "" if "ps.Pipeline" in reason else "\n" + BY_HAND
+    by_hand = "" if "ps.Pipeline" in reason or isinstance(error, AdapterError) else "\n" + BY_HAND
     return SettingsError(f"--model {settings.model}: {reason}{by_hand}")
