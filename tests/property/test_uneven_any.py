@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
+from penstock.dispatch import Policy
+from penstock.engine.tolerance import slack
 from penstock.passes import reorder_microbatches
 from penstock.planning.microbatch_order import OrderSearch
 from penstock.planning.uneven import uneven_bound
 from penstock.simulation.runner import Runner
+from penstock.simulation.transport import Decoupled
 
 NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb", "zb-v", "v-half", "chimera", "hanayo", "dualpipe")
 POLICIES = ("frozen", "hinted", "hinted:0.5", "hinted:1", "dynamic")
@@ -68,6 +71,25 @@ def test_a_run_under_a_cap_that_its_order_fits_ends_and_keeps_it(policy: str, se
     lowest = [peak * 0.99 for peak in peaks]
     with pytest.raises(ps.ScheduleError, match="raise memory_limit"):
         ps.simulate(schedule, costs, links=links, dispatch=policy, memory_limit=lowest)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_run_within_a_limit_is_the_whole_run_or_sure_to_be_above_it(compile: bool, seed: int) -> None:
+    """Also where runs over other times come before it, in the same space."""
+    schedule, costs, links, draw = runs(seed)
+    runner = Runner(costs, compile=compile)
+    order = runner.order(schedule)
+    for policy in ("frozen", "hinted", "dynamic"):
+        prepared = runner.prepared(order, links, Policy.of(policy), Decoupled(), order.peaks)
+        for _ in range(4):
+            duration = order.duration * draw.uniform(0.5, 2, order.num_ops)
+            whole = prepared.run(duration, order.change).makespan
+            for share in (0.3, 0.9, 0.999, 1, 1.5, np.inf):
+                found = prepared.makespan_within(share * whole + slack(whole), duration, order.change)
+                assert found == whole or (share < 1 and found == np.inf)
+        assert prepared.makespan_within(0.3 * whole, duration, order.change) == np.inf
 
 
 @settings(max_examples=40, deadline=None)

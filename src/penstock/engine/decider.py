@@ -67,9 +67,15 @@ def decide(
     the order of its rank, those of the stream among the others, and then of each rank what the ops under way on it
     and its stream free when they end.
     """
+    op = next_frozen[rank]
+    is_next_ready = op < first[rank + 1] and missing[op] == 0
     if policy == FROZEN:
-        op = next_frozen[rank]
-        return op if op < first[rank + 1] and missing[op] == 0 else NOTHING
+        return op if is_next_ready else NOTHING
+    if policy == HINTED and is_next_ready and (warmup_left[rank] == 0 or priority[op] == 1):
+        if memory_change[op] <= 0:  # the earliest of all, and nothing holds it back
+            return op
+        if beside is None and fits(rank, op, done, next_frozen, memory_change, held, cap):
+            return op
     best = NOTHING
     for q in range(queue_rank_first[rank], queue_rank_first[rank + 1]):
         if head[q] == queue_first[q + 1]:

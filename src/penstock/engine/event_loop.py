@@ -1,21 +1,26 @@
 """The event loop: drives the decision core through time. Plain arrays, so that it also runs compiled.
 
 All that happens at one moment is taken in before any rank decides, so ties never depend on event order.
-Ranks then decide in rank order: those that may decide otherwise than the last time.
+Ranks then decide in rank order: those that may decide otherwise than the last time. A row runs one op at a time, so
+when its op ends stands in a tree of minima over rows; a heap has only the messages under way and ranks that wait.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from typing import Any
 
-from penstock.engine import decider
+from penstock.engine import decider, min_tree
 from penstock.engine.decider import Array, decide, finish, note_under_way, start, wait_until
+from penstock.engine.min_tree import least_of, sift
 
-COMPILED_WITH = (decider,)
+COMPILED_WITH = (decider, min_tree)
 
 IDLE, BUSY, BLOCKED, GATHERING, ASLEEP = 0, 1, 2, 3, 4
 """Asleep is a rank that could start nothing: it is idle again when something reaches it."""
+NEVER = math.inf
+TOO_LATE = -1
 
 
 def run(
@@ -65,10 +70,14 @@ def run(
     late_ms: Array,
     line_free: Array,
     line_last: Array,
+    ends: Array,
+    left: Array,
+    limit: float,
     beside: Any = None,
     arrival: Any = None,
 ) -> int:
-    """Runs to the end or until nothing can go on; returns how many ops ended.
+    """Runs to the end or until nothing can go on; returns how many ops ended. It stops, and returns TOO_LATE,
+    where the run is sure to end after `limit` ms, since what is left of a row takes too long.
 
     Rows are the ranks and, where ops are asynchronous, as many streams, which use the ranks' memory.
 
@@ -81,18 +90,24 @@ def run(
     go on (later than its end where a full link blocked it); `peak` activations per rank; `turn` per op,
     how many ops started before it (ops that take no time start together, but one after the other).
     Working space: `wake[rank]` is when its wait ends, `unsent[rank]` the next edge of a blocked rank; `gathered[g]`
-    how many ranks stand ready for gang g, which starts with the last of them; `missing` and the rest are the core's
-    state.
+    how many ranks stand ready for gang g, which starts with the last of them; `ends` is the tree of when each
+    row ends, NEVER in all its places at first; `left` is ms that each row has still to run, which only a limit needs;
+    `missing` and the rest are the core's state.
     """
     num_ops, num_rows, num_edges = len(duration), len(first) - 1, len(edge_to)
     started = ended = 0
     time = 0.0
     last_on = [-1] * num_rows
-    # A heap of (time, code): an op's end, then an edge's arrival, then the end of a rank's wait.
+    # A heap of (time, code): an edge's arrival, then the end of a rank's wait.
     events = [(0.0, 0)]
     events.pop()
+    leaves = len(ends) // 2
+    # Only rows between those that something has reached can decide otherwise than the last time. Where ranks wait, or
+    # streams change what they may hold, it is any.
+    asks_all = wait > 0 or beside is not None
+    low, high = 0, num_rows
     while True:
-        for rank in range(num_rows):
+        for rank in range(low, high):
             if state[rank] != IDLE:
                 continue
             op = decide(
@@ -108,7 +123,7 @@ def run(
                 if until > time:
                     if wake[rank] != until:
                         wake[rank] = until
-                        heapq.heappush(events, (until, num_ops + num_edges + rank))
+                        heapq.heappush(events, (until, num_edges + rank))
                     continue
             start(rank, op, done, first, next_frozen, head, queue_of, priority, memory_change, held, warmup_left)
             if beside is None:
@@ -120,11 +135,14 @@ def run(
             turn[op] = started
             started += 1
             last_on[rank] = op
+            if time + left[rank] > limit:
+                return TOO_LATE
+            left[rank] -= duration[op]
             if gang[op] < 0:
                 start_time[op] = time
                 end_time[op] = time + duration[op]
                 state[rank] = BUSY
-                heapq.heappush(events, (end_time[op], op))
+                sift(ends, leaves + rank, end_time[op])
                 continue
             state[rank] = GATHERING
             gathered[gang[op]] += 1
@@ -135,30 +153,43 @@ def run(
                 start_time[together] = time
                 end_time[together] = time + duration[together]
                 state[rank_of[together]] = BUSY
-                heapq.heappush(events, (end_time[together], together))
-        if len(events) == 0:
+                sift(ends, leaves + rank_of[together], end_time[together])
+        time = ends[1]
+        if len(events) > 0 and events[0][0] < time:
+            time = events[0][0]
+        if time == NEVER:
             return ended
-        time = events[0][0]
+        low, high = num_rows, 0
+        while ends[1] == time:
+            rank = least_of(ends, leaves)
+            sift(ends, leaves + rank, NEVER)
+            op = last_on[rank]
+            finish(rank, op, memory_change, held)
+            if beside is not None:
+                note_under_way(rank, -min(memory_change[op], 0.0), num_rows, num_ops, beside)
+            ended += 1
+            unsent[rank] = edge_first[op]
+            state[rank] = BLOCKED
+            low, high = min(low, rank), max(high, rank + 1)
+        sends_from, sends_to = low, high
         while len(events) > 0 and events[0][0] == time:
-            code = heapq.heappop(events)[1]
-            if code < num_ops:
-                rank = rank_of[code]
-                finish(rank, code, memory_change, held)
-                if beside is not None:
-                    note_under_way(rank, -min(memory_change[code], 0.0), num_rows, num_ops, beside)
-                ended += 1
-                unsent[rank] = edge_first[code]
-                state[rank] = BLOCKED
-            elif code < num_ops + num_edges:
-                edge = code - num_ops
-                target = edge_to[edge]
-                missing[target] -= 1
-                if state[rank_of[target]] == ASLEEP:
-                    state[rank_of[target]] = IDLE
-                arrival_time[edge] = time
-                if bounded:
-                    in_transit[edge_link(edge, num_rows, rank_of, edge_first, edge_to)] -= 1
-        for rank in range(num_rows):
+            edge = heapq.heappop(events)[1]
+            if edge >= num_edges:
+                continue
+            target = edge_to[edge]
+            missing[target] -= 1
+            row = rank_of[target]
+            if state[row] == ASLEEP:
+                state[row] = IDLE
+                low, high = min(low, row), max(high, row + 1)
+            arrival_time[edge] = time
+            if bounded:
+                in_transit[edge_link(edge, num_rows, rank_of, edge_first, edge_to)] -= 1
+        if bounded:
+            sends_from, sends_to = 0, num_rows
+        if bounded or asks_all:
+            low, high = 0, num_rows
+        for rank in range(sends_from, sends_to):
             if state[rank] != BLOCKED:
                 continue
             op = last_on[rank]
@@ -185,12 +216,14 @@ def run(
                     arrives = time + delay[link]
                 if arrives == time:
                     missing[target] -= 1
-                    if state[rank_of[target]] == ASLEEP:
-                        state[rank_of[target]] = IDLE
+                    row = rank_of[target]
+                    if state[row] == ASLEEP:
+                        state[row] = IDLE
+                        low, high = min(low, row), max(high, row + 1)
                     arrival_time[edge] = time
                     in_transit[link] -= 1
                 else:
-                    heapq.heappush(events, (arrives, num_ops + edge))
+                    heapq.heappush(events, (arrives, edge))
             if state[rank] == IDLE:
                 free_time[op] = time
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -56,20 +57,31 @@ class Timer:
             row: of each place of the rows, the queue whose next op runs there.
             duration: ms of each queue's ops, an array; those of the network where not given.
         """
-        num_rows = self._network.num_ranks
-        sizes = (self._num_queues, num_rows, num_rows, 2 * num_rows, num_rows)
-        start: Array = np.zeros(self._num_ops)
-        space: list[Array] = [np.zeros(size, np.int64) for size in sizes]
-        space[2] = np.zeros(num_rows)
-        row = np.asarray(row, np.int64)
-        if not self._compile:
-            start, row, space = start.tolist(), row.tolist(), [each.tolist() for each in space]
-        network = self._network
+        space = self._new_space()
+        makespan = self._earliest(row, duration, space)
+        reached = np.asarray(space[2]) - np.asarray(self._network.row_first)[:-1]
+        return Timed(space[0], reached.tolist(), makespan)
+
+    def makespan(self, row: Array, duration: Array | None = None) -> float:
+        """The makespan alone, in space that is used again; args as of `time`."""
+        return self._earliest(row, duration, self._space)
+
+    def _earliest(self, row: Array, duration: Array | None, space: list[Array]) -> float:
+        row, network = np.asarray(row, np.int64), self._network
         if duration is not None:
             network = network._replace(duration=duration if self._compile else duration.tolist())
-        makespan = self._sweep.earliest(network, self._irregular, row, start, *space)
-        reached = np.asarray(space[1]) - np.asarray(self._network.row_first)[:-1]
-        return Timed(start, reached.tolist(), float(makespan))
+        return float(self._sweep.earliest(network, self._irregular, row if self._compile else row.tolist(), *space))
+
+    @cached_property
+    def _space(self) -> list[Array]:
+        return self._new_space()
+
+    def _new_space(self) -> list[Array]:
+        """What the sweep writes: starts, then what it works in."""
+        num_rows, ints = self._network.num_ranks, np.int64
+        sizes = (self._num_ops, float), (self._num_queues, ints), (num_rows, ints), (num_rows, float)
+        space: list[Array] = [np.zeros(*each) for each in (*sizes, (2 * num_rows, ints), (num_rows, ints))]
+        return space if self._compile else [each.tolist() for each in space]
 
     def _taken(self, arrays: Any) -> Any:
         """The arrays as the sweep takes them: compiled, as arrays; else as lists."""

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from numbers import Real
 
 import numpy as np
@@ -259,11 +259,13 @@ class OrderSearch:
         """
         rule = f"{best.rule}, moved"
         order, makespan = best.order, best.makespan
-        for tried in self._moves(order, until, seed):
-            lowered = self._over(moved := tried(order))
-            if (moved == order).all() or not self.fits(lowered):
+        for move in _moves(len(order), seed):
+            if time.perf_counter() > until:
+                break
+            moved = self._by_pipeline(order.take(move))
+            if np.array_equal(moved, order) or not self.fits(lowered := self._over(moved)):
                 continue
-            found = self._run(moved, rule, lowered, best.dispatch)
+            found = self._run(moved, rule, lowered, best.dispatch, makespan + slack(makespan))
             if found.makespan <= makespan:
                 order, makespan = moved, found.makespan
                 if makespan < best.makespan - slack(makespan):
@@ -272,34 +274,17 @@ class OrderSearch:
             return best
         starts = [self._run(order, rule, self._over(order), Dispatch.FROZEN) for rule, order in self._rules()]
         walk = min(starts, key=self._price)
-        for tried in self._moves(walk.order, until, seed + 1):
-            moved = tried(walk.order)
-            found = self._run(
-                moved, f"{walk.rule.removesuffix(', moved')}, moved", self._over(moved), Dispatch.FROZEN
-            )
-            if self._price(found) <= self._price(walk):
-                walk = found
+        rule, price = f"{walk.rule}, moved", self._price(walk)
+        for move in _moves(len(walk.order), seed + 1):
+            if time.perf_counter() > until:
+                break
+            moved = self._by_pipeline(walk.order.take(move))
+            found = self._run(moved, rule, self._over(moved), Dispatch.FROZEN)
+            if (asked := self._price(found)) <= price:
+                walk, price = found, asked
                 if walk.makespan < best.makespan - slack(walk.makespan) and self.fits(walk.lowered):
                     best = walk
         return best
-
-    def _moves(self, order: Array, until: float, seed: int) -> Iterator[Callable[[Array], Array]]:
-        draw, num = np.random.default_rng(seed), len(order)
-        for _ in range(NUM_MOVES if num > 1 else 0):
-            if time.perf_counter() > until:
-                return
-            a, b = draw.integers(0, num, 2).tolist()
-            yield partial(self._swapped if draw.random() < 0.5 else self._inserted, a, b)
-
-    def _swapped(self, a: int, b: int, order: Array) -> Array:
-        moved = order.copy()
-        moved[a], moved[b] = order[b], order[a]
-        return self._by_pipeline(moved)
-
-    def _inserted(self, a: int, b: int, order: Array) -> Array:
-        moved = order.tolist()
-        moved.insert(b, moved.pop(a))
-        return self._by_pipeline(np.array(moved))
 
     def _price(self, candidate: OrderCandidate) -> float:
         """The makespan, longer by the share by which the caps are exceeded."""
@@ -335,28 +320,39 @@ class OrderSearch:
     def _over(self, order: Array) -> Order:
         """The schedule over the costs in another order of microbatches."""
         base = self._lowered
-        at = self._row + order[self._microbatch]
+        at = self._row + order.take(self._microbatch)
         duration = base.duration * self._times.take(at)
         change = base.change * self._sizes.take(at) if self._counts_sizes else base.change
         found = Order(base.schedule, base.graph, base.base, base.ints, base.missing, duration, change)
         found.__dict__.update(self._known)
         return found
 
-    def _run(self, order: Array, rule: str, lowered: Order, dispatch: Dispatch) -> OrderCandidate:
+    def _run(
+        self, order: Array, rule: str, lowered: Order, dispatch: Dispatch, limit: float = math.inf
+    ) -> OrderCandidate:
+        """What comes of an order; a makespan of infinity where that is known to be above the limit."""
         if dispatch is Dispatch.FROZEN and self._timer is not None:
-            makespan = max(self._timer.time(np.arange(lowered.num_ops), lowered.duration).makespan, 0.0)
+            makespan = max(self._timer.makespan(lowered.base, lowered.duration), 0.0)
+        elif (prepared := self._prepared_for(lowered, dispatch)) is not None:
+            makespan = prepared.makespan_within(limit, lowered.duration, lowered.change)
         else:
             makespan = self._ran(order, lowered, dispatch).makespan
         return OrderCandidate(order, rule, dispatch, lowered, makespan)
 
+    def _prepared_for(self, lowered: Order, dispatch: Dispatch) -> Prepared | None:
+        """What all orders' runs of a dispatch begin with; None where that differs from order to order."""
+        if dispatch is Dispatch.FROZEN or not self._links.is_constant:
+            return None
+        if dispatch not in self._prepared:
+            policy = Policy.of(dispatch)
+            self._prepared[dispatch] = self._runner.prepared(lowered, self._links, policy, self._transport, self.caps)
+        return self._prepared[dispatch]
+
     def _ran(self, order: Array, lowered: Order, dispatch: Dispatch) -> Ran:
         caps = None if dispatch is Dispatch.FROZEN else self.caps
-        if self._links.is_constant and dispatch is not Dispatch.FROZEN:
-            if dispatch not in self._prepared:
-                self._prepared[dispatch] = self._runner.prepared(
-                    lowered, self._links, Policy.of(dispatch), self._transport, caps
-                )
-            return replace(self._prepared[dispatch].run(lowered.duration, lowered.change), order=lowered)
+        prepared = self._prepared_for(lowered, dispatch)
+        if prepared is not None:
+            return replace(prepared.run(lowered.duration, lowered.change), order=lowered)
         runner = self._runner
         if self.costs.factors.message:
             sizes = {
@@ -410,6 +406,21 @@ def mixed(by_work: Array, share: float) -> Array:
     turns = np.empty_like(middle)
     turns[0::2], turns[1::2] = middle[::-1][:half], middle[: len(middle) - half]
     return np.concatenate([slopes[: num // 2], turns, slopes[num // 2 :]])
+
+
+@lru_cache(maxsize=16)
+def _moves(num: int, seed: int) -> Array:
+    """Moves of `num` microbatches, as permutations: two change places, or one goes elsewhere."""
+    draw, moves = np.random.default_rng(seed), np.empty((NUM_MOVES if num > 1 else 0, num), np.int64)
+    for each in moves:
+        a, b = draw.integers(0, num, 2).tolist()
+        places = list(range(num))
+        if draw.random() < 0.5:
+            places[a], places[b] = b, a
+        else:
+            places.insert(b, places.pop(a))
+        each[:] = places
+    return moves
 
 
 def in_order(schedule: Schedule, order: Array) -> Schedule:

@@ -94,6 +94,7 @@ const runs = (() => {
       if (a < rows && b < rows) delay[a * rows + b] = ms;
     }
     const ints = (size) => new Int32Array(size), floats = (size) => new Float64Array(size);
+    const leaves = 2 ** Math.ceil(Math.log2(Math.max(1, rows)));
     return {
       ...graph, delay, wait: 0, due: floats(1), wake: floats(rows), bounded: false, depth: ints(rows * rows),
       warmup_left: Int32Array.from(options.warmup || new Array(rows).fill(0)), rank_of: graph.rank,
@@ -102,7 +103,8 @@ const runs = (() => {
       start_time: floats(num), end_time: floats(num), arrival_time: floats(graph.edge_to.length), free_time: floats(num),
       peak: floats(rows), turn: ints(num), gang: ints(num).fill(-1), gang_first: ints(1), gang_ops: ints(0), gathered: ints(1),
       lines: false, base: 0, busy: floats(1), late_first: ints(1), late_from: floats(1), late_ms: floats(1),
-      line_free: floats(1), line_last: floats(1), beside: null, arrival: null,
+      line_free: floats(1), line_last: floats(1), ends: floats(2 * leaves).fill(Infinity), left: floats(rows),
+      limit: Infinity, beside: null, arrival: null,
     };
   }
 

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -71,6 +72,8 @@ class Ran:
 class Prepared:
     """An order, and all that its runs begin with but what its ops take.
 
+    What a run changes lies in one array of ints and one of floats, so that another run begins with two copies.
+
     Args: as of `Runner.run`.
     """
 
@@ -91,11 +94,12 @@ class Prepared:
         streams = num_rows - order.num_ranks
         self._kept: dict[str, Array] = {
             **order.ints,
+            **through.arrays,
             "depth": depths(order, transport),
             "cap": np.array([*([math.inf] * order.num_ranks if caps is None else caps), *[math.inf] * streams]),
             "due": np.zeros(1) if due is None else np.asarray(due),
         }
-        self._changed: dict[str, Array] = {
+        changed: dict[str, Array] = {
             "missing": order.missing,
             "head": order.ints["queue_first"][:-1],
             "next_frozen": order.ints["first"][:-1],
@@ -103,14 +107,16 @@ class Prepared:
             "warmup_left": np.array([*(warmup or [0] * order.num_ranks), *[0] * streams], np.int64),
             "in_transit": np.zeros(num_rows**2, np.int64),
             "arrival_time": np.zeros(len(order.ints["edge_to"])),
-            **through.arrays,
+            **{name: through.arrays[name] for name in ("line_free", "line_last")},
             **{name: np.zeros(num_ops, np.int64) for name in ("done", "turn")},
             **{name: np.zeros(num_rows, np.int64) for name in ("state", "unsent")},
             **{name: np.zeros(num_ops) for name in ("start_time", "end_time", "free_time")},
-            **{name: np.zeros(num_rows) for name in ("held", "peak", "wake")},
+            **{name: np.zeros(num_rows) for name in ("held", "peak", "wake", "left")},
+            "ends": np.full(2 << max(0, num_rows - 1).bit_length(), event_loop.NEVER),
         }
         if streams:
-            self._changed["beside"] = np.array(order.graph.beside)
+            changed["beside"] = np.array(order.graph.beside, np.float64)
+        self._at_first = [_one_behind_the_other(changed, kind) for kind in (np.int64, np.float64)]
 
     def run(self, duration: Array, change: Array) -> Ran:
         """Runs it to its end.
@@ -121,18 +127,47 @@ class Prepared:
         Raises:
             ScheduleError: as of `Runner.run`.
         """
-        order, policy, num_ops = self._order, self._policy, self._order.num_ops
-        arrays: dict[str, Any] = {
-            **self._kept,
-            **{name: array.copy() for name, array in self._changed.items()},
-            "duration": duration,
-            "memory_change": change,
-        }
-        loop: ModuleType = event_loop
+        arrays = self._begun(duration, change)
+        self._drive(arrays, math.inf)
+        return Ran(self._order, arrays)
+
+    def makespan_within(self, limit: float, duration: Array, change: Array) -> float:
+        """The makespan alone (ms) of a run whose first op starts at once; infinity where it is sure to be above
+        `limit`, which is often known long before the end.
+
+        Args and Raises: as of `run`.
+        """
         if self._compile:
-            loop = compiled(event_loop)
+            arrays, wholes = self._again
+            for whole, (first, _) in zip(wholes, self._at_first, strict=True):
+                whole[:] = first
+            arrays |= {"duration": duration, "memory_change": change}
         else:
-            arrays = {name: array.tolist() for name, array in arrays.items()}
+            arrays = self._begun(duration, change)
+        left = np.bincount(self._kept["rank_of"], duration, self._order.num_rows)
+        arrays["left"][:] = left if self._compile else left.tolist()
+        return Ran(self._order, arrays).makespan if self._drive(arrays, limit) else math.inf
+
+    @cached_property
+    def _again(self) -> tuple[dict[str, Any], list[Array]]:
+        """The arrays of runs of which nothing is kept, and those that they are parts of."""
+        wholes = [first.copy() for first, _ in self._at_first]
+        return self._kept | self._parts_of(wholes), wholes
+
+    def _begun(self, duration: Array, change: Array) -> dict[str, Any]:
+        """All arrays as a run begins with them."""
+        parts = self._parts_of([first.copy() for first, _ in self._at_first])
+        arrays = self._kept | parts | {"duration": duration, "memory_change": change}
+        return arrays if self._compile else {name: array.tolist() for name, array in arrays.items()}
+
+    def _parts_of(self, wholes: list[Array]) -> dict[str, Array]:
+        places = (places for _, places in self._at_first)
+        return {name: whole[place] for whole, each in zip(wholes, places, strict=True) for name, place in each}
+
+    def _drive(self, arrays: dict[str, Any], limit: float) -> bool:
+        """Drives the event loop to its end; returns whether that may be within the limit."""
+        order, policy, num_ops = self._order, self._policy, self._order.num_ops
+        loop: ModuleType = compiled(event_loop) if self._compile else event_loop
         ended = loop.run(
             policy.dispatch.code,
             policy.wait,
@@ -140,8 +175,11 @@ class Prepared:
             lines=self._through.lines,
             base=self._through.base,
             arrival=self._through.arrival,
+            limit=limit,
             **arrays,
         )
+        if ended == event_loop.TOO_LATE:
+            return False
         if ended < num_ops:
             if self._warmup is not None:
                 _refuse_warmup(order, arrays, self._warmup)
@@ -155,7 +193,14 @@ class Prepared:
                 rank=rank,
                 op=op,
             )
-        return Ran(order, arrays)
+        return True
+
+
+def _one_behind_the_other(arrays: dict[str, Array], kind: type) -> tuple[Array, list[tuple[str, slice]]]:
+    """The arrays of a kind of numbers as one, and where in it each is."""
+    chosen = {name: array for name, array in arrays.items() if array.dtype == kind}
+    ends = np.cumsum([0, *map(len, chosen.values())]).tolist()
+    return np.concatenate([*chosen.values()]), list(zip(chosen, map(slice, ends, ends[1:]), strict=False))
 
 
 def durations(schedule: Schedule, graph: Graph, costs: Costs) -> Array:
