@@ -1,6 +1,7 @@
 # make train    builds what is needed and trains a GPT over four pipeline ranks on this machine
 # make test     runs the tests; TIER=push only the quick ones, TIER=nightly also those that take minutes each
-# make lint     ruff, mypy and the layers' import contracts
+# make lint     ruff, mypy, the layers' import contracts, spelling and the words of the project
+# make site     builds the documentation into build/site, with no network; open build/site/index.html
 #
 # All that is needed beforehand is git, make and python3 (3.11 or newer, with its venv module).
 
@@ -30,7 +31,7 @@ tier := $(tier_$(TIER))
 # ARGS may choose tests of one phase only; pytest says 5 when it finds none in the other.
 none_is_fine := || [ $$? -eq 5 ]
 
-.PHONY: train test lint format install clean
+.PHONY: train test lint format site install clean
 
 train: $(INSTALLED)
 	$(BIN)/penstock train $(ARGS)
@@ -45,6 +46,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+site: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "wrote build/site/index.html"
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +32,22 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium, without a window. Tests that use it are in the group `browser`, so that one is started."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs chromium to open pages")
+    if importlib.util.find_spec("playwright") is None:
+        pytest.skip("needs playwright to act in pages")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as started:
+        running = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        yield running
+        running.close()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 Blocks of one page run in order, in one folder and one namespace, so that a later one may use what an earlier one
 made. A block's language says what is done with it:
 
-    python              runs; a comment behind a print is what it must print
+    python              runs; a comment behind a print, and those right below a loop, are what it must print
     python file=net.py  a file that lies in the folder of every page's examples, if it is one of docs/train.md
     python torchrun=2   runs under torchrun, where `blocks` is asked for these
     sh                  commands that must work; training and benchmarks are stopped before they start
@@ -21,8 +21,9 @@ import tokenize
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from itertools import pairwise
+from functools import cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import pairwise, takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +43,8 @@ from penstock.train.job import TrainJob
 from penstock.train.tasks.open import open_task
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+SITE = ROOT / "docs" / "site"
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -241,10 +243,18 @@ def run_command(words: list[str], block: Block, capsys: pytest.CaptureFixture[st
 
 
 def run_python(block: Block, namespace: dict[str, Any]) -> None:
-    """Runs an example statement by statement and compares what it prints with the comments that say so."""
+    """Runs an example statement by statement and compares what it prints with the comments that say so.
+
+    A comment behind a print says what that prints; lines of comments right below a loop say what it prints.
+    """
     said = dict(print_comments(block.text))
+    lines_of_text = block.text.splitlines()
     for node in ast.parse(block.text).body:
-        expected = [said[line] for line in range(node.lineno, (node.end_lineno or node.lineno) + 1) if line in said]
+        end = node.end_lineno or node.lineno
+        expected = [said[line] for line in range(node.lineno, end + 1) if line in said]
+        if isinstance(node, ast.For):
+            below = takewhile(lambda line: line.startswith("# "), lines_of_text[end:])
+            expected += [line.removeprefix("# ") for line in below]
         ast.increment_lineno(node, block.line - 1)
         printed = io.StringIO()
         with redirect_stdout(printed):
@@ -296,9 +306,22 @@ def broken_links(page: Path) -> list[str]:
     for link in links(page):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
+        if target in made_by_the_site():
+            continue  # and whether its anchors are there, the strict build of the site says
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     return broken
+
+
+@cache
+def made_by_the_site() -> frozenset[Path]:
+    """Pages that are there only where the site has been built: the gallery, the reference, the playground."""
+    spec = spec_from_file_location("site_pages", SITE / "pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    pages = module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    return frozenset(SITE.parent / name for name in pages.NAMES)
 
 
 def missing_paths(page: Path) -> list[str]:

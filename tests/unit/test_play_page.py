@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +11,7 @@ import pytest
 import penstock as ps
 from penstock.play import save
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-HAS_PLAYWRIGHT = importlib.util.find_spec("playwright") is not None
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("browser"),
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium to open the page"),
-    pytest.mark.skipif(not HAS_PLAYWRIGHT, reason="needs playwright to act in the page"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +19,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("play") / "play.html"
     save(path)
     return path.as_uri()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as started:
-        running = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield running
-        running.close()
 
 
 class Playground:

@@ -61,4 +61,7 @@ def test_links_and_paths_exist() -> None:
 
 
 def test_every_page_is_linked() -> None:
+    """Tutorials are linked by the page that the site begins with."""
     assert all(f"docs/{page.name}" in TEXT for page in (ROOT / "docs").glob("*.md"))
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert all(f"tutorials/{page.name}" in index for page in (ROOT / "docs" / "tutorials").glob("*.md"))

@@ -31,16 +31,21 @@ LEAST = 2.0
 
 
 class Orchestrator:
-    """Attributes:
-    mesh, now: where nodes lie and what runs, as far as told.
-    late: ms that each late link takes besides what links take as a rule.
-    news: what the latest round of probes verified.
+    """Says when nodes should change places: it is fed what short messages between all nodes take.
+
+    Attributes:
+        mesh: where nodes lie, as far as the orchestrator has been informed.
+        now: what runs, as far as it has been informed.
+        late: ms that each late link takes besides what links take as a rule.
+        news: what the latest round of probes verified.
 
     Args:
         job: costs with `gradient_bytes` or `weight_bytes`; what may change; the smallest delay that matters.
-        ring: how rings move bytes. usual: what holds for all links besides, their bandwidth say.
+        ring: how rings move bytes.
+        usual: what holds for all links besides, such as their bandwidth.
         moving: charges a move for the state that nodes must fetch.
-        absorb, allowed: see `rerank`.
+        absorb: whether the order may change with the places, see `rerank`.
+        allowed: which meshes may be chosen, see `rerank`.
     """
 
     def __init__(

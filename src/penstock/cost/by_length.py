@@ -207,7 +207,8 @@ def fit_costs(
 
     Args:
         samples: those of kinds other than F, B, I and W are passed over.
-        activation, message_bytes: as `CostsByLength` takes them.
+        activation: what a forward keeps, a line per stage, as `CostsByLength` takes it.
+        message_bytes: what a stage sends on, a line per stage, as `CostsByLength` takes it.
 
     Raises:
         CostError: no sample of some stage's forward or backward, times below 0, or a stage that is not there.

@@ -47,8 +47,10 @@ class PairedSamples:
     Every `num_combinations` numbers in a row are all combinations, each once.
 
     Args:
-        forms: modality -> how it is told.
-        num_factors, num_values: of a sample. noise: its amplitude in vectors, where a pattern's is 1.
+        forms: modality -> the form in which it shows the factors.
+        num_factors: factors of a sample.
+        num_values: values that each factor can have.
+        noise: its amplitude in vectors, where a pattern's is 1.
 
     Raises:
         DataError: a length or a vocabulary too small to tell the factors.

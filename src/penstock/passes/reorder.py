@@ -30,7 +30,10 @@ def reorder_microbatches(
     leave room for them: 1F1B has no third forward before its first backward. Gradients are summed in the new order.
 
     Args:
-        forward, backward, stages, pipelines: as in `declare_order`.
+        forward: the order of the forwards, as in `declare_order`.
+        backward: the order of the backwards.
+        stages: the stages whose order it is; all where not given.
+        pipelines: the pipelines whose order it is; all where not given.
 
     Raises:
         ScheduleError: what `declare_order` refuses; a schedule that is not valid; or a result that is not, as an op

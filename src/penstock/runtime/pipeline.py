@@ -520,7 +520,7 @@ class Pipeline:
         Raises:
             RuntimeFailure: a batch that can't be cut, a stage or loss that returned what it should not.
             DeadlineExceeded, PeerLost: another rank is late or gone. After an error in the middle of a step between
-            processes the pipeline is broken, and says so from then on.
+                processes the pipeline is broken, and says so from then on.
         """
         self._life.require_open()
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):

@@ -167,9 +167,12 @@ def declare_order(
         rank 1 | .  F0 F1 F2 B2 B1 B0
 
     Args:
-        forward, backward: "ascending", "reversed", or microbatches, each once. One permutation of all microbatches
-            does for all queues: with several pipelines each takes its own from it. None leaves what is declared.
-        stages, pipelines: whose; all where not given.
+        forward: the order of the forwards: "ascending", "reversed", or microbatches, each once. One permutation of
+            all microbatches does for all queues: with several pipelines each takes its own from it. None leaves what
+            is declared.
+        backward: the order of the backwards, given alike.
+        stages: the stages whose order it is; all where not given.
+        pipelines: the pipelines whose order it is; all where not given.
 
     Raises:
         ScheduleError: an order that is no permutation of a queue's microbatches, or a stage or pipeline that is not

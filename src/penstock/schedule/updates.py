@@ -178,7 +178,8 @@ def with_updates(schedule: Schedule, window: int, max_mismatch: int | None = Non
 
     Args:
         window: microbatches that an update gathers.
-        max_mismatch, rule: as in `Updates`.
+        max_mismatch: most updates between a forward and its backward, as in `Updates`.
+        rule: which weights ops read, as in `Updates`.
 
     Raises:
         ScheduleError: several pipelines (whose copies wait for one another: a matter of time), updates that are

@@ -93,7 +93,9 @@ def simulate_mesh(
             kind "U" costs.
         links: between nodes, not ranks. Each serves what `mesh.use` says.
         ring: how rings move bytes.
-        dispatch, transport, memory_limit: of every replica, as in `simulate`; delegated links are pairs of ranks.
+        dispatch: of every replica, as in `simulate`.
+        transport: of every replica, as in `simulate`; delegated links are pairs of ranks.
+        memory_limit: of every replica, as in `simulate`.
         links_at: when the iteration begins, in ms of the links' own time.
 
     Raises:

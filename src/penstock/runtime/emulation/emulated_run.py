@@ -108,7 +108,14 @@ def emulate(
 
     Args:
         num_steps: times to run it, one after the other.
-        links, dispatch, memory_limit, stretch, timeout, mesh, transport, adapt: see `EmulatedPipeline`.
+        links: delays between ranks, see `EmulatedPipeline`, which takes all that follows.
+        dispatch: how ranks choose what to run next.
+        memory_limit: most activations per rank, where not frozen.
+        stretch: how many times as long as its costs say each op takes.
+        timeout: seconds that a rank waits for a message.
+        mesh: the processes it runs over; all ranks are threads of this process where there are none.
+        transport: what carries messages.
+        adapt: that links are measured, and slow ones answered.
 
     Raises:
         ScheduleError: the schedule is not valid, or a cap is below what it needs.

@@ -1,0 +1,269 @@
+"""The gallery: a picture of every schedule of the library, its numbers, what it is for, and where it comes from.
+
+All but the words is made by the library itself when the site is built, so nothing here can go stale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import penstock as ps
+from penstock.draw import to_svg
+from penstock.draw.panel import panels
+from penstock.library import ASYNCHRONOUS
+
+RANKS = 4
+WIDTH = 960
+NOT_IN_THE_PLAYGROUND = ("distmm", "mllm", *ASYNCHRONOUS)
+"""It draws neither branches, nor stages that ranks share, nor updates as ops."""
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """One schedule of the gallery: when to use it, its source, and how it is made for the picture."""
+
+    name: str
+    use: str
+    source: str
+    microbatches: int = 8
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> ps.Schedule:
+        return ps.build(self.name, RANKS, self.microbatches, **self.options)
+
+    @property
+    def line(self) -> str:
+        """The line of Python that makes it."""
+        options = "".join(f", {key}={value!r}" for key, value in self.options.items())
+        return f'ps.build("{self.name}", num_ranks={RANKS}, num_microbatches={self.microbatches}{options})'
+
+
+ZERO_BUBBLE = "Qi et al., *Zero Bubble Pipeline Parallelism*, ICLR 2024"
+CONTROLLABLE = "Qi et al., *Pipeline Parallelism with Controllable Memory*, NeurIPS 2024"
+MEGATRON = "Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters*, SC 2021"
+FLEXPIPE = "FlexPipe, see [the three papers](papers.md#flexpipe)"
+
+FAMILIES: dict[str, tuple[Exhibit, ...]] = {
+    "One stage per rank": (
+        Exhibit(
+            "gpipe",
+            "The simplest schedule, to start with and to compare with. Every rank holds the activations of all "
+            "microbatches.",
+            "Huang et al., *GPipe*, NeurIPS 2019",
+        ),
+        Exhibit(
+            "1f1b",
+            "The default of `penstock train`. The bubble is GPipe's, and a rank holds at most as many microbatches "
+            "as there are ranks from it to the end.",
+            "Fan et al., *DAPPLE*, PPoPP 2021; Narayanan et al., *Memory-Efficient Pipeline-Parallel DNN Training*, "
+            "ICML 2021",
+        ),
+    ),
+    "Several stages per rank": (
+        Exhibit(
+            "interleaved-1f1b",
+            "A smaller bubble where links are fast: with v stages per rank the bubble is v times smaller, and there "
+            'are v times as many messages. `backward="split"` makes the bubble smaller still.',
+            MEGATRON,
+        ),
+        Exhibit(
+            "looped-bfs",
+            "The bubble of interleaved 1F1B where weights have to be gathered before use (FSDP): each stage's "
+            "weights are used once in each direction. It needs the memory of GPipe.",
+            "Lamy-Poirier, *Breadth-First Pipeline Parallelism*, MLSys 2023",
+        ),
+        Exhibit(
+            "hanayo",
+            "A small bubble with one copy of the weights. The stages go down the ranks and back up, twice by default "
+            "(`waves`).",
+            "Liu et al., *Hanayo*, SC 2023",
+        ),
+    ),
+    "Zero bubble: backwards in two halves": (
+        Exhibit(
+            "zb-h1",
+            "The memory of 1F1B with a third of its bubble, where F, I and W take as long as each other. A good "
+            "first step away from 1F1B.",
+            ZERO_BUBBLE,
+        ),
+        Exhibit(
+            "zb-h2",
+            "No bubble between the first and the last op of a rank, for about twice the memory of 1F1B.",
+            ZERO_BUBBLE,
+        ),
+        Exhibit(
+            "zb",
+            "Links that are late. Each warm-up count says how many forwards a rank runs first. The more two "
+            "neighbouring counts differ, the later the link between these ranks may be.",
+            "PipeMorph, see [the three papers](papers.md#pipemorph)",
+            options={"warmup": [7, 5, 3, 1]},
+        ),
+        Exhibit(
+            "zb-v",
+            "No bubble between the first and the last op of a rank, with the memory of 1F1B. Every rank hosts two "
+            "stages, which lie in a V.",
+            CONTROLLABLE,
+        ),
+        Exhibit(
+            "v-half",
+            "Less memory: with p ranks, at most p/2 + 1 activations on a rank, where 1F1B has p. The bubble is "
+            "half of 1F1B's.",
+            CONTROLLABLE,
+        ),
+        Exhibit(
+            "v-min",
+            "The least memory: with p ranks, about p/3 + 1 activations on a rank, where 1F1B has p. The bubble is "
+            "two thirds of 1F1B's.",
+            CONTROLLABLE,
+        ),
+    ),
+    "Two directions": (
+        Exhibit(
+            "chimera",
+            "Half of the bubble of 1F1B where there is room for two copies of the weights: one pipeline goes down "
+            "the ranks, the other one up.",
+            "Li and Hoefler, *Chimera*, SC 2021",
+        ),
+        Exhibit(
+            "bitpipe",
+            "Half of the bubble of Chimera: two stages per rank in each direction.",
+            "Wu et al., *BitPipe*, 2024",
+        ),
+        Exhibit("vchimera", "As BitPipe, with stages in a V in each direction.", FLEXPIPE),
+        Exhibit(
+            "dualpipe",
+            "A forward and a backward of different microbatches lie next to each other nearly all the time, so that "
+            "the communication of one can hide behind the computation of the other.",
+            "DeepSeek-AI, *DeepSeek-V3 Technical Report*, 2024",
+        ),
+        Exhibit(
+            "dualpipe-v",
+            "As DualPipe, with one copy of the weights: the ranks host a V.",
+            "DeepSeek-AI and Sea AI Lab, *DualPipeV*, 2025",
+        ),
+    ),
+    "Models that are no chain": (
+        Exhibit(
+            "distmm",
+            "Towers that are compared by a contrastive loss, like CLIP. Each tower has ranks of its own, and a "
+            "gather brings their outputs together.",
+            "Huang et al., *DistMM*, NSDI 2024",
+        ),
+        Exhibit(
+            "mllm",
+            "Large vocabularies. All ranks share the embedding and the head; the other stages lie on one rank each.",
+            "Lin et al., *Tessel*, HPCA 2024; " + FLEXPIPE,
+        ),
+    ),
+    "Asynchronous: the pipeline is never drained": (
+        Exhibit(
+            "pipedream",
+            "The oldest asynchronous schedule. Each rank keeps the weights that its forwards read, one version for "
+            "every microbatch in flight.",
+            "Narayanan et al., *PipeDream*, SOSP 2019",
+            16,
+            {"window": 1},
+        ),
+        Exhibit(
+            "pipedream-2bw",
+            "Two versions of the weights on every rank, and gradients that are one update late.",
+            "Narayanan et al., *Memory-Efficient Pipeline-Parallel DNN Training*, ICML 2021",
+            16,
+            {"window": 4},
+        ),
+        Exhibit(
+            "spectrain",
+            "Forwards and backwards read weights that are predicted from the momentum.",
+            "Chen et al., *Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU "
+            "Platform*, 2018",
+            16,
+            {"window": 1},
+        ),
+        Exhibit(
+            "xpipe",
+            "Forwards read weights that are predicted from Adam's next step. Backwards read the newest.",
+            "Guan et al., *XPipe*, 2019",
+            16,
+            {"window": 4},
+        ),
+        Exhibit(
+            "vnag",
+            "PipeDream's order with an optimizer (NAdam) that looks ahead, which makes up for the delay.",
+            "Ajanthan et al., *Nesterov Method for Asynchronous Pipeline Parallel Optimization*, ICML 2025",
+            16,
+            {"window": 1},
+        ),
+        Exhibit(
+            "amdp",
+            "Ranks that are busy nearly all the time while each microbatch meets at most one update. It needs the "
+            "weights of p/2 stages on each of p ranks.",
+            "AMDP, see [the three papers](papers.md#amdp)",
+            16,
+            {"window": 4},
+        ),
+    ),
+}
+
+HEAD = """# Gallery of schedules
+
+Every schedule of the library, drawn over four ranks. A row is a rank, the colour is the kind of op, the number is the
+microbatch, and grey is a bubble. Hover over an op in a picture that you open by itself to see what it waited for.
+
+A forward, an input gradient and a weight gradient of a rank's whole share of the model take 1 each, and an update
+half of that, so the pictures compare. **Bubble** is the share of the time in which ranks wait. **Memory** is what the
+fullest rank holds at most. Its unit is what one microbatch leaves in a rank's share of the model. I gives half of
+that back and W the other half. A schedule with several pipelines holds a copy of the weights for each, which is not
+counted here.
+
+A synchronous schedule gives the same gradients as a plain loop. An asynchronous one updates the weights while
+microbatches are on their way, so it trains differently. [The tutorial](tutorials/asynchronous.md) says how much.
+"""
+
+
+def exhibits() -> list[Exhibit]:
+    return [one for family in FAMILIES.values() for one in family]
+
+
+def share_of_a_rank(schedule: ps.Schedule) -> float:
+    """What one stage is of a rank's share of the model."""
+    return ps.Costs.assumed(schedule.num_ranks, schedule.placement).f[0]
+
+
+def gallery() -> tuple[str, dict[str, str]]:
+    """The page in Markdown, and its pictures by their names in the folder `gallery/`."""
+    table = ["| schedule | bubble | memory | copies of the weights | updates |", "|---|---|---|---|---|"]
+    body: list[str] = []
+    pictures: dict[str, str] = {}
+    for family, shown in FAMILIES.items():
+        body += [f"## {family}", ""]
+        for one in shown:
+            schedule = one.build()
+            timeline = panels(schedule)[0].timeline  # that of the picture
+            bubble = f"{timeline.bubble_ratio:.1%}"
+            peak = f"{max(timeline.peak_activations) * share_of_a_rank(schedule):.3g}"
+            copies = schedule.placement.num_pipelines
+            updates = "asynchronous" if one.name in ASYNCHRONOUS else "synchronous"
+            table.append(f"| [`{one.name}`](#{one.name}) | {bubble} | {peak} | {copies} | {updates} |")
+            pictures[f"{one.name}.svg"] = to_svg(schedule, width=WIDTH)
+            body += [
+                f"### {one.name}",
+                "",
+                one.use,
+                "",
+                f"[![{one.name} over {RANKS} ranks](gallery/{one.name}.svg)](gallery/{one.name}.svg){{ .schedule }}",
+                "",
+                f"**Bubble** {bubble} · **memory** {peak} · **source** {one.source}",
+                "",
+                "```python",
+                one.line,
+                "```",
+                "",
+            ]
+            if one.name not in NOT_IN_THE_PLAYGROUND:
+                options = "".join(
+                    f"&o.{key}={','.join(map(str, value))}" for key, value in one.options.items() if key == "warmup"
+                )
+                address = f"playground.html#s={one.name}&p={RANKS}&n={one.microbatches}{options}"
+                body += [f"[Change it in the playground]({address})", ""]
+    return "\n".join([HEAD, *table, "", *body]), pictures

@@ -1,0 +1,44 @@
+"""What mkdocs calls while it builds the site: adds the generated pages, the playground and what pages link to."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from gallery import gallery
+from mkdocs.structure.files import File, Files
+from pages import generated
+from repository import DOCS, linked_files, relinked
+
+from penstock.play import page as playground
+
+_LANGUAGE = re.compile(r"^```(python|sh) (?:file|torchrun)=\S+$|^```python \w+$", re.MULTILINE)
+_FRAME = """
+<div class="playground" markdown="0">
+<p><a class="md-button" href="playground.html" target="_blank">Open the playground in a page of its own</a></p>
+<iframe src="playground.html" title="The playground" loading="lazy"></iframe>
+</div>
+"""
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds all that does not lie in docs/."""
+    made, pictures = gallery()
+    texts = {"gallery.md": made, "playground.html": playground(), **generated()}
+    texts |= {f"gallery/{name}": picture for name, picture in pictures.items()}
+    for name, text in texts.items():
+        files.append(File.generated(config, name, content=text))
+    for name, path in linked_files().items():
+        files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Links as the site has them, and fences whose language is followed by what tests read."""
+    here = page.file.src_uri
+    if here == "play.md":
+        title, _, rest = markdown.partition("\n")
+        markdown = f"{title}\n{_FRAME}\n{rest}"
+    markdown = _LANGUAGE.sub(lambda match: f"```{match[0][3:].split()[0]}", markdown)
+    is_ours = (DOCS / here).is_file() or here.startswith("repository/")
+    return relinked(markdown, here) if is_ours else markdown

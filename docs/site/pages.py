@@ -1,0 +1,138 @@
+"""The pages that the site makes by itself: the reference of the interface and of the command line."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.main import get_command
+
+import penstock as ps
+from penstock.cli.app import app
+
+PACKAGE = Path(ps.__file__).parent
+
+MODULES: dict[str, tuple[str, str]] = {
+    "schedule": ("Schedules", "../schedule.md"),
+    "cost": ("Costs and links", "../cost.md"),
+    "simulation": ("Simulation", "../simulation.md"),
+    "program": ("Programs", "../program.md"),
+    "passes": ("Passes", "../passes.md"),
+    "library": ("Library", "../library.md"),
+    "planning": ("Planning", "../planning.md"),
+    "formats": ("Files", "../formats.md"),
+    "draw": ("Pictures", "../draw.md"),
+    "analyze": ("Analysis of traces", "../analyze.md"),
+    "control": ("Control", "../control.md"),
+    "runtime": ("Runtime", "../runtime.md"),
+    "models": ("Models", "../models.md"),
+    "data": ("Data", "../train.md"),
+    "lab": ("Lab", "../lab.md"),
+}
+"""Submodules with a page in the reference: its title, and the guide that explains it."""
+
+PLACEMENTS = "placements"
+"""The one public name that is a module itself."""
+
+
+def public_names(module: str) -> list[str]:
+    """What `__all__` of a submodule lists. It is read and not imported, since the runtime would import torch."""
+    for node in ast.parse((PACKAGE / module / "__init__.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return [str(each.value) for each in getattr(node.value, "elts", []) if isinstance(each, ast.Constant)]
+    return []
+
+
+def home(name: str) -> str:
+    """The submodule whose page documents a name of the top level."""
+    return next(module for module in MODULES if name in public_names(module))
+
+
+def interface() -> dict[str, str]:
+    """The pages of the reference of the interface, by their places in the site."""
+    pages = {f"reference/{module}.md": _module_page(module) for module in MODULES}
+    lines = [
+        "# The interface",
+        "",
+        "What planning, proving, drawing and running need lies at the top level, `import penstock as ps`. All else "
+        "lies in the submodules in the navigation, such as `ps.passes` or `ps.control`. Times are milliseconds. "
+        "Memory is in bytes, or in activations where a model is abstract.",
+        "",
+        "| name | see |",
+        "|---|---|",
+    ]
+    for name in ps.__all__:
+        module = home(name)
+        lines.append(f"| [`ps.{name}`][penstock.{module}.{name}] | {MODULES[module][0]} |")
+    return {"reference/index.md": "\n".join(lines) + "\n", **pages}
+
+
+def _module_page(module: str) -> str:
+    title, guide = MODULES[module]
+    lines = [f"# {title}", "", f"`ps.{module}` is explained in [its guide]({guide}).", ""]
+    for name in sorted(public_names(module), key=str.lower):
+        shown = f"ps.{name}" if name in ps.__all__ else f"ps.{module}.{name}"
+        lines += [f"::: penstock.{module}.{name}", "    options:", f'      heading: "{shown}"']
+        if name == PLACEMENTS:
+            lines += ["      members: true", "      show_root_members_full_path: false"]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def commands() -> str:
+    """The page of the command line, from what `--help` is made from."""
+    root: Any = get_command(app)
+    lines = [
+        "# The command line",
+        "",
+        "Every verb takes `--json`, which prints one JSON object and nothing else to stdout. The exit code is 0 when "
+        "the work is done, 1 when the schedule or the run is invalid, and 2 when the command was misused.",
+        "",
+    ]
+    for name, command in root.commands.items():
+        lines += _command(command, f"penstock {name}", 2)
+    return "\n".join(lines)
+
+
+def _command(command: Any, path: str, level: int) -> list[str]:
+    context = typer.Context(command, info_name=path)
+    usage = " ".join([path, *command.collect_usage_pieces(context)])
+    lines = [f"{'#' * level} {path}", "", *_description(command.help or ""), "", "```text", usage, "```", ""]
+    records = [record for each in command.get_params(context) if (record := each.get_help_record(context))]
+    if records:
+        lines += ["| option | what it does |", "|---|---|"]
+        lines += [f"| `{_cell(names)}` | {_cell(said, quote=True)} |" for names, said in records]
+        lines.append("")
+    for name, below in getattr(command, "commands", {}).items():
+        lines += _command(below, f"{path} {name}", level + 1)
+    return lines
+
+
+def _description(text: str) -> list[str]:
+    """Paragraphs as they are; what is indented is shown as it is typed."""
+    return [_escaped(line) if not line.startswith("    ") else line for line in text.replace("\b", "").splitlines()]
+
+
+def _cell(text: str, quote: bool = False) -> str:
+    text = " ".join(text.split())
+    return (_escaped(text) if quote else text).replace("|", "\\|")
+
+
+def _escaped(text: str) -> str:
+    for mark in "\\*_<>[]":
+        text = text.replace(mark, "\\" + mark)
+    return text
+
+
+def generated() -> dict[str, str]:
+    """All pages in Markdown that are made here, by their places in the site."""
+    return {**interface(), "reference/commands.md": commands()}
+
+
+NAMES = frozenset(
+    {"gallery.md", "playground.html", "examples.md", "reference/index.md", "reference/commands.md"}
+    | {f"reference/{module}.md" for module in MODULES}
+)
+"""What a link may lead to that is only there when the site is built."""

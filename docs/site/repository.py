@@ -1,0 +1,74 @@
+"""Links from the pages to files of the repository: what a page links to goes along with the site.
+
+In the repository a link leads to the file itself (`../benchmarks/tune/README.md`), as everybody expects there.
+The site has these files below `repository/`, Markdown as pages and all else as it is, and links lead there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+AWAY = "repository"
+
+_LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>\))")
+_FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+
+
+def linked_files() -> dict[str, Path]:
+    """The files outside docs/ that pages link to, and what those link to, by their places in the site."""
+    found: dict[str, Path] = {}
+    waiting = [ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "LICENSE", *sorted(DOCS.rglob("*.md"))]
+    seen: set[Path] = set()
+    while waiting:
+        page = waiting.pop()
+        if page in seen or not page.is_file():
+            continue
+        seen.add(page)
+        if DOCS not in page.parents:
+            found[place(page)] = page
+        if page.suffix == ".md":
+            text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+            waiting += [_file(page, match["target"]) for match in _LINK.finditer(text) if _is_ours(match["target"])]
+    return found
+
+
+def place(file: Path) -> str:
+    """Where the site has a file of the repository."""
+    inside = DOCS in file.parents
+    return file.relative_to(DOCS).as_posix() if inside else f"{AWAY}/{file.relative_to(ROOT).as_posix()}"
+
+
+def relinked(text: str, here: str) -> str:
+    """The Markdown of the page that the site has at `here`, with its links as the site needs them."""
+    is_away = here.startswith(f"{AWAY}/")
+    page = ROOT / here.removeprefix(f"{AWAY}/") if is_away else DOCS / here
+
+    def moved(match: re.Match[str]) -> str:
+        target = match["target"]
+        if not _is_ours(target):
+            return match[0]
+        file = _file(page, target)
+        if ROOT not in file.parents or not file.is_file():
+            return match[0]
+        link = os.path.relpath(place(file), os.path.dirname(here) or ".")
+        return f"{match['before']}{link}{match['anchor'] or ''}{match['after']}"
+
+    pieces, end = [], 0
+    for fence in _FENCE.finditer(text):
+        pieces += [_LINK.sub(moved, text[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*pieces, _LINK.sub(moved, text[end:])])
+
+
+def _is_ours(target: str) -> bool:
+    return "://" not in target and not target.startswith(("mailto:", "/"))
+
+
+def _file(page: Path, target: str) -> Path:
+    """What the link leads to; of a folder its README."""
+    file = (page.parent / target).resolve()
+    return file / "README.md" if file.is_dir() else file

@@ -1,0 +1,127 @@
+"""The site: it builds strictly and with no network, and its pages are whole in a browser at both widths."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from documents import ROOT, SITE
+
+PLAIN = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT / "src"), "FORCE_COLOR": ""}
+SHOWN = ("index.html", "gallery.html", "play.html", "tutorials/own-model.html", "reference/schedule.html",
+         "reference/commands.html", "library.html", "faq.html")  # fmt: skip
+
+
+ELSEWHERE = re.compile(r"""src(?:set)?=["']?https?://[^"'> ]+|<link[^>]+href=["']https?://[^"']+|url\(["']?https?:""")
+
+
+def of_site(name: str) -> ModuleType:
+    """A module of docs/site."""
+    spec = importlib.util.spec_from_file_location(f"site_{name}", SITE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for themselves
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, **PLAIN},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout + done.stderr
+    return folder
+
+
+def test_the_gallery_has_every_schedule_of_the_library() -> None:
+    gallery = of_site("gallery")
+    assert sorted(one.name for one in gallery.exhibits()) == sorted(ps.library.SCHEDULES)
+    for one in gallery.exhibits():
+        assert eval(one.line, {"ps": ps}) == one.build(), "the line that it shows makes what it draws"
+
+
+def test_every_public_name_has_its_place_in_the_reference() -> None:
+    pages = of_site("pages")
+    for module in pages.MODULES:
+        assert pages.public_names(module), module
+    assert {pages.home(name) for name in ps.__all__} <= set(pages.MODULES)
+
+
+def test_links_out_of_the_pages_lead_to_what_the_site_has() -> None:
+    repository = of_site("repository")
+    fenced = "\n```sh\n[a](../LICENSE)\n```\n"
+    text = "[tune](../benchmarks/tune/README.md#x), [code](../src/penstock/planning/warmup.py)"
+    assert repository.relinked(text + fenced, "tune.md") == (
+        "[tune](repository/benchmarks/tune/README.md#x), [code](repository/src/penstock/planning/warmup.py)" + fenced
+    )
+    back = repository.relinked("[lab](../../docs/lab.md) [raw](results.json)", "repository/benchmarks/tune/README.md")
+    assert back == "[lab](../../../lab.md) [raw](results.json)"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("browser")
+def test_the_site_asks_for_nothing_from_elsewhere(built: Path) -> None:
+    """No page, style or script of the site loads anything by an address of the web."""
+    for page in [*built.rglob("*.html"), *built.glob("site/*.css")]:
+        text = page.read_text(encoding="utf-8")
+        assert ELSEWHERE.findall(text) == [], page
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("browser")
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (400, "dark")])
+def test_pages_are_whole_in_a_browser(built: Path, browser: Any, width: int, scheme: str) -> None:
+    """No console error, no request but for files, nothing wider than the page; every picture is there."""
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page, errors, asked = context.new_page(), [], []
+    page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    for name in SHOWN:
+        page.goto((built / name).as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+        broken = "[...document.images].filter(each => each.complete && !each.naturalWidth).map(each => each.src)"
+        assert page.evaluate(broken) == [], name
+    context.close()
+    assert errors == []
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("browser")
+def test_search_works_from_files_alone(built: Path, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    page.goto((built / "index.html").as_uri())
+    page.locator("input.md-search__input").click()
+    page.keyboard.type("simulate_mesh")
+    page.locator("a.md-search-result__link", has_text="ps.simulation.simulate_mesh").wait_for(timeout=30_000)
+    page.close()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("browser")
+def test_a_schedule_of_the_gallery_opens_in_the_playground(built: Path, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    page.goto((built / "gallery.html").as_uri())
+    address = page.locator("a[href*='s=zb&']").first.get_attribute("href")
+    page.goto((built / "gallery.html").as_uri().replace("gallery.html", str(address)))
+    page.locator("#proof", has_text="Proved").wait_for(timeout=30_000)
+    assert page.input_value("#grid") == str(ps.build("zb", 4, 8, warmup=[7, 5, 3, 1]))
+    page.close()
