@@ -129,7 +129,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.train.compare import run as comparing
     from penstock.tune import session
 
-    def only_check(order: TrainJob, port: int | None) -> int:
+    def only_check(order: TrainJob, port: int | None, is_program: bool) -> int:
         settings, folder = order.settings, RunFolder(Path(order.folder))
         open_task(settings, settings.build_schedule())
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
             folder.file("control.jsonl").write_text(rehearsed_log(), encoding="utf-8")
         return 0
 
-    def only_check_emulated(order: EmulatedJob, port: int | None) -> int:
+    def only_check_emulated(order: EmulatedJob, port: int | None, is_program: bool) -> int:
         order.settings.read_costs(order.settings.build_schedule())
         return 0
 

@@ -142,7 +142,7 @@ def test_the_best_schedule_trains(
     assert (schedule.num_ranks, schedule.num_microbatches) == (2, best["num_microbatches"])
     monkeypatch.chdir(tmp_path)
     orders: list[TrainJob] = []
-    monkeypatch.setattr(train_command, "_carry_out", lambda order, port: orders.append(order) or 0)
+    monkeypatch.setattr(train_command, "_carry_out", lambda order, *_: orders.append(order) or 0)
     assert main(shlex.split(result["train"])[1:]) == 0
     settings = orders[0].settings
     assert list(settings.cut or ()) == best["cut"]
@@ -311,7 +311,7 @@ def test_copies_and_several_pipelines_are_recommended_where_they_are_fastest(
     # The runtime runs both, so neither is marked, and the fastest of all is what to train with.
     monkeypatch.chdir(tmp_path)
     orders: list[TrainJob] = []
-    monkeypatch.setattr(train_command, "_carry_out", lambda order, port: orders.append(order) or 0)
+    monkeypatch.setattr(train_command, "_carry_out", lambda order, *_: orders.append(order) or 0)
     for extra in (["--dp", "2"], ["--pp", "2", "--dp", "1", "--schedule", "chimera"]):
         result = told(capsys, "tune", *FAST, "--ranks", "2", *extra)
         choice = result["choice"]
