@@ -37,9 +37,8 @@ from penstock.control import Configuration, Controller, Job, rehearse
 from penstock.lab.layout import Layout
 from penstock.lab.links import read_change, read_links
 from penstock.train import command as train_command
-from penstock.train.emulated.job import EmulatedJob
 from penstock.train.folder import RunFolder
-from penstock.train.job import TrainJob
+from penstock.train.job import EmulatedJob, TrainJob
 from penstock.train.tasks.open import open_task
 
 ROOT = Path(__file__).parents[1]
@@ -129,7 +128,10 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.train.compare import run as comparing
     from penstock.tune import session
 
-    def only_check(order: TrainJob, port: int | None, is_program: bool) -> int:
+    def only_check(order: TrainJob | EmulatedJob, port: int | None, is_program: bool) -> int:
+        if isinstance(order, EmulatedJob):
+            order.settings.check_plan()
+            return 0
         settings, folder = order.settings, RunFolder(Path(order.folder))
         open_task(settings, settings.build_schedule())
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -138,12 +140,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
             folder.file("control.jsonl").write_text(rehearsed_log(), encoding="utf-8")
         return 0
 
-    def only_check_emulated(order: EmulatedJob, port: int | None, is_program: bool) -> int:
-        order.settings.read_costs(order.settings.build_schedule())
-        return 0
-
     monkeypatch.setattr(train_command, "_carry_out", only_check)
-    monkeypatch.setattr(train_command, "_carry_out_emulated", only_check_emulated)
     really_tune, really_compare = session.tune, comparing.compare
 
     class NoLab:

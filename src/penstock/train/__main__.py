@@ -14,10 +14,6 @@ def main(argv: list[str]) -> int:
         from penstock.train.run_job import run_ordered
 
         run_ordered(Path(argv[1]))
-    if argv[:1] == ["--emulated"]:
-        from penstock.train.emulated.run_job import run_ordered as run_emulated
-
-        run_emulated(Path(argv[1]))
     from penstock.train.command import run_command
 
     return run_command(argv)

@@ -11,15 +11,13 @@ import typer
 from penstock.cost.presets import PRESETS
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.launch_jobs import emulated_order_of, order_of, read_given
-from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.runtime.launch import RankOrder, WaitingServer
-    from penstock.train.emulated.job import EmulatedJob
-    from penstock.train.job import TrainJob
+    from penstock.train.job import EmulatedJob, TrainJob
 
 DEFAULTS, EMULATED = Settings(), EmulatedSettings()
 
@@ -215,30 +213,18 @@ def train(
     if given.get("device") == "emulated":
         if fallback:
             given["fallback"] = True  # which only training takes
-        return _carry_out_emulated(emulated_order_of(given, out, resume, export, as_json), port, is_program)
+        return _carry_out(emulated_order_of(given, out, resume, export, as_json), port, is_program)
     return _carry_out(order_of(given, out, resume, export, as_json, fallback), port, is_program)
 
 
-def _carry_out(order: TrainJob, port: int | None, is_program: bool) -> int | RankOrder:
+def _carry_out(order: TrainJob | EmulatedJob, port: int | None, is_program: bool) -> int | RankOrder:
     # Light checks first: most mistakes are told before torch is loaded.
-    order.settings.build_schedule()
+    order.settings.check_plan()
     from penstock.train import run_job as run_job
 
     if "RANK" in os.environ:
         return run_job.run_joined(order)
-    own = is_own(order.settings.model) or is_own(order.settings.data)  # that may have run already, and left anything
-    forks = is_program and not own and not order.settings.in_process
-    return _over_ranks(forks, run_job.__name__, lambda waiting: run_job.run_job(order, port, waiting))
-
-
-def _carry_out_emulated(order: EmulatedJob, port: int | None, is_program: bool) -> int | RankOrder:
-    # As in training: what is wrong with the plan or its costs is told before torch is loaded.
-    order.settings.read_costs(order.settings.build_schedule())
-    from penstock.train.emulated import run_job as run_job
-
-    if "RANK" in os.environ:
-        return run_job.run_joined(order)
-    forks = is_program and not order.settings.in_process
+    forks = is_program and not order.settings.in_process and not order.settings.has_own_code
     return _over_ranks(forks, run_job.__name__, lambda waiting: run_job.run_job(order, port, waiting))
 
 

@@ -14,10 +14,9 @@ from penstock.cost.presets import is_preset
 from penstock.formats import load
 from penstock.train.asynchronous import ASYNCHRONOUS, completed
 from penstock.train.checks import SettingsError, is_schedule_file
-from penstock.train.emulated.job import EmulatedJob
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder, free_folder
-from penstock.train.job import TrainJob
+from penstock.train.job import EmulatedJob, TrainJob
 from penstock.train.kinds import GPT, check_model, is_path, usual_of
 from penstock.train.mesh_sizes import share_out
 from penstock.train.own_file import is_own, own_name
@@ -78,7 +77,7 @@ def emulated_order_of(
     folder = _new_folder(out, f"emulated-{Path(settings.schedule).stem}-{settings.ranks}")
     if folder.metrics.exists():
         raise SettingsError(f"{folder.path} holds a run; give another --out")
-    return EmulatedJob(settings, str(folder.path), as_json)
+    return EmulatedJob(settings=settings, folder=str(folder.path), as_json=as_json)
 
 
 def _new_folder(out: str | None, name: str) -> RunFolder:
@@ -139,7 +138,14 @@ def order_of(
         known = {**dataclasses.asdict(saved), **_cleared(given), **given}
         settings = Settings.from_mapping(completed(known | _ranks_here(given, known)))
     settings = dataclasses.replace(settings, threads=settings.num_threads)
-    return TrainJob(settings, str(folder.path), resume is not None, export, as_json, fallback=fallback)
+    return TrainJob(
+        settings=settings,
+        folder=str(folder.path),
+        resume=resume is not None,
+        export=export,
+        as_json=as_json,
+        fallback=fallback,
+    )
 
 
 def _completed(

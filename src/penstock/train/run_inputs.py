@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from penstock.data import Corpus
-from penstock.train.job import TrainJob
+from penstock.train.emulated.settings import EmulatedSettings
+from penstock.train.job import EmulatedJob, RunJob, TrainJob
 from penstock.train.settings import Settings
 
 ROWS = ("train", "validation", "train_starts", "validation_starts")
 
 
-def hand_over(folder: Path, order: TrainJob, corpus: Corpus | None) -> None:
+def hand_over(folder: Path, order: RunJob, corpus: Corpus | None) -> None:
     """Writes what `take_over` reads."""
     (folder / "order.json").write_text(json.dumps(dataclasses.asdict(order)), encoding="utf-8")
     if corpus is None or any(isinstance(getattr(corpus, name), np.memmap) for name in ROWS):
@@ -32,15 +33,17 @@ def hand_over(folder: Path, order: TrainJob, corpus: Corpus | None) -> None:
         np.save(folder / f"{name}.npy", getattr(corpus, name), allow_pickle=False)
 
 
-def take_over(folder: Path) -> tuple[TrainJob, Corpus | None]:
+def take_over(folder: Path) -> tuple[TrainJob | EmulatedJob, Corpus | None]:
     """The order and the corpus, mapped; None for one that a rank opens by itself.
 
     The folder may be removed once every rank has taken over: what is mapped stays readable.
     """
     value: dict[str, Any] = json.loads((folder / "order.json").read_text(encoding="utf-8"))
-    value |= {"settings": Settings.from_mapping(value["settings"]), "notices": tuple(value["notices"])}
-    value["damaged"] = tuple(value["damaged"])
-    order = TrainJob(**value)
+    settings = value.pop("settings")
+    if settings["device"] == "emulated":
+        return EmulatedJob(settings=EmulatedSettings.from_mapping(settings), **value), None
+    value |= {name: tuple(value[name]) for name in ("notices", "damaged")}
+    order = TrainJob(settings=Settings.from_mapping(settings), **value)
     if not (folder / "corpus.json").exists():
         return order, None
     plain = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))

@@ -1,4 +1,7 @@
-"""Carries out an order: checks everything, starts one process a rank, and hands back the report."""
+"""Carries out an order: checks everything, starts one process a rank, and hands back the report.
+
+order --> CheckedTraining or CheckedEmulation --> in this process, or a process a rank, or one under torchrun
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,9 +21,10 @@ from penstock.data import Corpus
 from penstock.runtime.checkpoint import UNWRITTEN, CheckpointError
 from penstock.runtime.launch import WaitingServer, init_process, watch
 from penstock.train.bounds import bound, proved_mismatch
+from penstock.train.emulated.run import CheckedEmulation
 from penstock.train.folder import RunFolder, check_place, is_folder
 from penstock.train.inputs import Inputs, gather_inputs
-from penstock.train.job import TrainJob
+from penstock.train.job import EmulatedJob, RunJob, TrainJob
 from penstock.train.kinds import is_hugging_face
 from penstock.train.malloc_warmup import settle_memory
 from penstock.train.mesh_sizes import mesh_words
@@ -30,10 +34,53 @@ from penstock.train.resume_checks import GoingOn, check_resume
 from penstock.train.run_inputs import hand_over, take_over
 from penstock.train.settings import SettingsError
 from penstock.train.start import INTERRUPTED, RunFailed, check_interfaces, check_port, check_store, start_ranks
+from penstock.train.stop import StopRequest
 from penstock.train.tasks.text import check_tokens
 
 
-def run_job(order: TrainJob, port: int | None, waiting: WaitingServer | None = None) -> int:
+class RankOfRun(Protocol):
+    """A run as one process sees it, when it has ended.
+
+    Attributes:
+        interrupted: a signal ended it early. report: what it came to, on rank 0's process.
+    """
+
+    folder: RunFolder
+    stop: StopRequest
+    interrupted: bool
+
+    @property
+    def report(self) -> Any:
+        """A `RunReport` of its kind."""
+
+
+class CheckedRun(Protocol):
+    """A job of which all was checked that can be, on one kind of device.
+
+    Attributes:
+        job: with what was found out about it. corpus: what its ranks are handed besides.
+    """
+
+    job: Any
+    corpus: Corpus | None
+
+    def announcement(self) -> str:
+        """What is said before it starts."""
+
+    def run(self, first: bool) -> RankOfRun:
+        """Runs it, as one process sees it; `first`: rank 0's."""
+
+    def read(self, path: Path) -> Any:
+        """The report that it left, None where there is none."""
+
+    def show(self, report: Any, folder: RunFolder) -> None:
+        """Prints it."""
+
+    def way_on(self, folder: RunFolder, said: str) -> str:
+        """How to go on after a failure, where there is something to go on from."""
+
+
+def run_job(order: TrainJob | EmulatedJob, port: int | None, waiting: WaitingServer | None = None) -> int:
     """Runs the order on this machine and prints the report; returns the exit code.
 
     `waiting` is the process that ranks are forked from, where it was forked ahead.
@@ -43,25 +90,22 @@ def run_job(order: TrainJob, port: int | None, waiting: WaitingServer | None = N
         RunFailed: a rank failed.
     """
     check_port(port)
-    inputs = _check(order)
-    folder = RunFolder(Path(order.folder))
-    goes_on = check_resume(inputs, folder, order.fallback) if order.resume else None
-    order, inputs = _whole(order, inputs, goes_on)
+    checked = _checked(order)
+    order, folder = checked.job, RunFolder(Path(order.folder))
     with folder.made():
         if not order.as_json:
-            print(_announcement(order, inputs, goes_on), file=sys.stderr, flush=True)
+            print(checked.announcement(), file=sys.stderr, flush=True)
         if order.settings.in_process:
-            torch.set_num_threads(order.settings.num_threads)
-            run = _run(order, inputs, first=True)
+            run = checked.run(first=True)
             report, code, said = run.report, run.stop.exit_code if run.interrupted else 0, ""
         else:
-            code, said = launch_order(order, inputs.data.corpus, port, waiting)
-            report = Report.read(folder.report)
+            code, said = launch_order(order, checked.corpus, port, waiting)
+            report = checked.read(folder.report)
         if report is None:
-            raise RunFailed(said + _way_on(folder, said), code or 1)
+            raise RunFailed(said + checked.way_on(folder, said), code or 1)
         if said:
             print(said if code == 0 else f"penstock: {said}", file=sys.stderr, flush=True)
-        _show(report, folder, order.as_json)
+        checked.show(report, folder)
         return code or (INTERRUPTED if report.interrupted else 0)
 
 
@@ -69,13 +113,16 @@ def run_ordered(handover: Path) -> NoReturn:
     """What a rank started by `run_job` does. It ends the process."""
     watch()
     order, corpus = take_over(handover)
-    inputs = gather_inputs(order.settings, corpus)
-    torch.set_num_threads(order.settings.num_threads)
+    checked: CheckedRun
+    if isinstance(order, EmulatedJob):
+        checked = CheckedEmulation(order)
+    else:
+        checked = CheckedTraining(order, gather_inputs(order.settings, corpus))
     settle_memory()
     rank, _ = init_process(order.settings.timeout)
     if rank == 0:
         shutil.rmtree(handover, ignore_errors=True)  # all have taken over, or they would not have joined
-    _run(order, inputs, first=rank == 0)
+    checked.run(first=rank == 0)
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -83,18 +130,40 @@ def run_ordered(handover: Path) -> NoReturn:
     os._exit(0)
 
 
-def run_joined(order: TrainJob) -> int:
+def run_joined(order: TrainJob | EmulatedJob) -> int:
     """What a rank under torchrun does: all of them check, as they may lie on several hosts."""
-    inputs = _check(order)
-    folder = RunFolder(Path(order.folder))
-    order, inputs = _whole(order, inputs, check_resume(inputs, folder, order.fallback) if order.resume else None)
-    torch.set_num_threads(order.settings.num_threads)
+    checked = _checked(order)
     settle_memory()
     rank, _ = init_process(order.settings.timeout)
-    run = _run(order, inputs, first=rank == 0)
+    run = checked.run(first=rank == 0)
     if run.report is not None:
-        _show(run.report, run.folder, order.as_json)
+        checked.show(run.report, run.folder)
     return run.stop.exit_code if run.interrupted else 0
+
+
+def launch_order(
+    order: RunJob, corpus: Corpus | None, port: int | None, waiting: WaitingServer | None = None
+) -> tuple[int, str]:
+    """One process for each place in the mesh; the exit code, and what the launcher said of a failure."""
+    settings = order.settings
+    RunFolder(Path(order.folder)).report.unlink(missing_ok=True)  # an earlier part of the run's
+    with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
+        hand_over(Path(handover), order, corpus)
+        count, env = settings.num_processes, settings.environment
+        return start_ranks(["--order", handover], count, port, __name__, waiting, env)
+
+
+def _checked(order: TrainJob | EmulatedJob) -> CheckedRun:
+    checked: CheckedRun
+    if isinstance(order, EmulatedJob):
+        checked = CheckedEmulation(order)
+    else:
+        inputs = _check(order)
+        goes_on = check_resume(inputs, RunFolder(Path(order.folder)), order.fallback) if order.resume else None
+        checked = CheckedTraining(*_whole(order, inputs, goes_on), goes_on)
+    check_interfaces(order.settings)
+    check_store(order.settings.store)
+    return checked
 
 
 def _check(order: TrainJob) -> Inputs:
@@ -108,8 +177,6 @@ def _check(order: TrainJob) -> Inputs:
     inputs = gather_inputs(order.settings)
     if inputs.data.corpus is not None:
         check_tokens(inputs.data.corpus)
-    check_interfaces(order.settings)
-    check_store(order.settings.store)
     return inputs
 
 
@@ -133,68 +200,68 @@ def _whole(order: TrainJob, inputs: Inputs, goes_on: GoingOn | None) -> tuple[Tr
     return replace(order, settings=settings, notices=(*order.notices, notice)), replace(inputs, settings=settings)
 
 
-def _run(order: TrainJob, inputs: Inputs, first: bool) -> RankRun:
-    run = RankRun(inputs, RunFolder(Path(order.folder)), first, order.as_json, order.export, order.notices)
-    if order.resume:
-        run.resume(order.checkpoint, order.damaged)
-    run.run()
-    return run
+class CheckedTraining:
+    """A run that learns.
 
+    Args:
+        goes_on: where it was; None where it starts, and in ranks, whose job has it.
+    """
 
-def launch_order(
-    order: TrainJob, corpus: Corpus | None, port: int | None, waiting: WaitingServer | None = None
-) -> tuple[int, str]:
-    """One process for each place in the mesh; the exit code, and what the launcher said of a failure."""
-    RunFolder(Path(order.folder)).report.unlink(missing_ok=True)  # an earlier part of the run's
-    with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
-        hand_over(Path(handover), order, corpus)
-        env = {"OMP_NUM_THREADS": str(order.settings.num_threads)}
-        return start_ranks(["--order", handover], order.settings.num_processes, port, __name__, waiting, env)
+    def __init__(self, job: TrainJob, inputs: Inputs, goes_on: GoingOn | None = None) -> None:
+        self.job, self._inputs, self._goes_on = job, inputs, goes_on
+        self.corpus = inputs.data.corpus
 
+    def run(self, first: bool) -> RankRun:
+        order, inputs = self.job, self._inputs
+        torch.set_num_threads(order.settings.num_threads)
+        run = RankRun(inputs, RunFolder(Path(order.folder)), first, order.as_json, order.export, order.notices)
+        if order.resume:
+            run.resume(order.checkpoint, order.damaged)
+        run.run()
+        return run
 
-def _announcement(order: TrainJob, inputs: Inputs, goes_on: GoingOn | None) -> str:
-    settings, schedule = inputs.settings, inputs.schedule
-    where = "in one process" if settings.in_process else "one process each"
-    samples = settings.batch / (settings.dp * settings.microbatches)
-    lines = [
-        f"data    {inputs.data.description}",
-        f"plan    {schedule.name} over {mesh_words(settings)} ({where}), {settings.microbatches} microbatches "
-        f"of {samples:g} samples{' each' if settings.dp > 1 else ''}, {settings.dispatch}",
-        *_of_updates(inputs),
-        f"folder  {order.folder}",
-    ]
-    if goes_on is not None:
-        lines.append(f"resume  {goes_on.words}")
-    lines += [f"note    {notice}" for notice in order.notices]
-    return "\n".join(lines)
+    def announcement(self) -> str:
+        settings, schedule = self._inputs.settings, self._inputs.schedule
+        where = "in one process" if settings.in_process else "one process each"
+        samples = settings.batch / (settings.dp * settings.microbatches)
+        lines = [
+            f"data    {self._inputs.data.description}",
+            f"plan    {schedule.name} over {mesh_words(settings)} ({where}), {settings.microbatches} microbatches "
+            f"of {samples:g} samples{' each' if settings.dp > 1 else ''}, {settings.dispatch}",
+            *self._of_updates(),
+            f"folder  {self.job.folder}",
+        ]
+        if self._goes_on is not None:
+            lines.append(f"resume  {self._goes_on.words}")
+        lines += [f"note    {notice}" for notice in self.job.notices]
+        return "\n".join(lines)
 
+    def _of_updates(self) -> list[str]:
+        """What is proved of a schedule that has its updates among its ops."""
+        settings, schedule = self._inputs.settings, self._inputs.schedule
+        if schedule.updates is None:
+            return []
+        passes = settings.passes
+        each = "microbatch" if passes.window == 1 else f"{passes.window} microbatches"
+        return [
+            f"updates one every {each}, {bound(proved_mismatch(schedule))} (proved); {settings.steps} steps in "
+            f"passes of {passes.steps}, after which the pipeline drains"
+        ]
 
-def _of_updates(inputs: Inputs) -> list[str]:
-    """What is proved of a schedule that has its updates among its ops."""
-    settings, schedule = inputs.settings, inputs.schedule
-    if schedule.updates is None:
-        return []
-    passes = settings.passes
-    each = "microbatch" if passes.window == 1 else f"{passes.window} microbatches"
-    return [
-        f"updates one every {each}, {bound(proved_mismatch(schedule))} (proved); {settings.steps} steps in passes of "
-        f"{passes.steps}, after which the pipeline drains"
-    ]
+    def read(self, path: Path) -> Report | None:
+        return Report.read(path)
 
+    def show(self, report: Report, folder: RunFolder) -> None:
+        if self.job.as_json:
+            print(json.dumps(report.to_json(), allow_nan=False), flush=True)
+            return
+        text = folder.file("sample.txt").read_text(encoding="utf-8").strip()
+        shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+        print("\n" + report.to_text() + (f"\n\n{shown}" if shown else ""), flush=True)
 
-def _way_on(folder: RunFolder, said: str) -> str:
-    """How to go on after a failure, where there is something to go on from."""
-    if not any(folder.checkpoints.glob("step-*")):
-        return ""
-    if CheckpointError.__name__ in said and UNWRITTEN not in said:  # what it goes on from is at fault
-        return ""
-    return f"\nits last checkpoint is kept: go on with penstock train --resume {folder.path}"
-
-
-def _show(report: Report, folder: RunFolder, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(report.to_json(), allow_nan=False), flush=True)
-        return
-    text = folder.file("sample.txt").read_text(encoding="utf-8").strip()
-    shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    print("\n" + report.to_text() + (f"\n\n{shown}" if shown else ""), flush=True)
+    def way_on(self, folder: RunFolder, said: str) -> str:
+        if not any(folder.checkpoints.glob("step-*")):
+            return ""
+        if CheckpointError.__name__ in said and UNWRITTEN not in said:  # what it goes on from is at fault
+            return ""
+        return f"\nits last checkpoint is kept: go on with penstock train --resume {folder.path}"

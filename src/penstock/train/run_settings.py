@@ -77,6 +77,25 @@ class RunSettings(Travel):
         self.link_conditions()
         self.check_travel()
 
+    @property
+    def num_processes(self) -> int:
+        """Of the whole run."""
+        return self.ranks
+
+    @property
+    def has_own_code(self) -> bool:
+        """Whether it runs its user's code, which may leave anything behind where it is read."""
+        return False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its processes need in their environment."""
+        return {}
+
+    def check_plan(self) -> None:
+        """What is looked at before torch is loaded. Raises SettingsError, ScheduleError."""
+        self.build_schedule()
+
     def link_conditions(self) -> Links | None:
         """The conditions to inject. Raises SettingsError for those that make no sense."""
         return read_links(self.link, self.ranks)

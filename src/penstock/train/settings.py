@@ -20,6 +20,7 @@ from penstock.train.checks import (
 from penstock.train.kinds import CLIP, check_lora, check_model, check_own
 from penstock.train.learning_rate import learning_rate
 from penstock.train.mesh_sizes import check_mesh
+from penstock.train.own_file import is_own
 from penstock.train.packing import WINDOWS, check_packing, is_record
 from penstock.train.run_settings import RunSettings
 from penstock.train.transport_settings import host_memory_of
@@ -128,6 +129,14 @@ class Settings(RunSettings):
     def num_processes(self) -> int:
         """Of the whole mesh."""
         return self.ranks * self.dp * self.tp
+
+    @property
+    def has_own_code(self) -> bool:
+        return is_own(self.model) or is_own(self.data)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"OMP_NUM_THREADS": str(self.num_threads)}
 
     @property
     def is_packed(self) -> bool:

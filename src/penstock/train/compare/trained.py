@@ -50,7 +50,7 @@ def trained(inputs: Inputs, folder: Path) -> Trained:
         RunFailed: a rank failed.
     """
     place = RunFolder(folder)
-    order = TrainJob(inputs.settings, str(folder), as_json=True)
+    order = TrainJob(settings=inputs.settings, folder=str(folder), as_json=True)
     if inputs.settings.in_process:
         torch.set_num_threads(inputs.settings.num_threads)
         run = RankRun(inputs, place, first=True, quiet=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from penstock.cost import Costs
+from penstock.data import Corpus
 from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
 from penstock.runtime.adapt import AdaptOptions
@@ -17,10 +18,11 @@ from penstock.runtime.mesh.peers import peers_of
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
-from penstock.train.bounds import proved_mismatch
+from penstock.train.bounds import bound, proved_mismatch
 from penstock.train.emulated.report import EmulatedIteration, EmulatedReport, medians
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder, write_whole
+from penstock.train.job import EmulatedJob
 from penstock.train.metrics import Metrics
 from penstock.train.progress import ProgressView
 from penstock.train.settings import num_cores
@@ -193,6 +195,45 @@ class EmulatedRun:
             f"messages come to {rate:.1f} GB/s, which {num_cores()} cores hardly pass on in time; give --message-cap "
             "or more --stretch"
         ]
+
+
+class CheckedEmulation:
+    """A run on emulated devices. Raises what settings say of costs, or of host memory, that do not fit the plan."""
+
+    def __init__(self, job: EmulatedJob) -> None:
+        self.job = job
+        self.corpus: Corpus | None = None
+        self._schedule = job.settings.build_schedule()
+        self._costs = job.settings.read_costs(self._schedule)
+        job.settings.host_units(self._costs)
+
+    def run(self, first: bool) -> EmulatedRun:
+        job = self.job
+        run = EmulatedRun(job.settings, self._schedule, self._costs, RunFolder(Path(job.folder)), job.as_json)
+        run.run()
+        return run
+
+    def announcement(self) -> str:
+        settings, schedule = self.job.settings, self._schedule
+        where = "threads" if settings.in_process else "one process each"
+        lines = [
+            f"plan    {schedule.name} over {settings.ranks} ranks ({where}), {settings.microbatches} microbatches, "
+            f"{settings.dispatch}, {settings.transport} transport",
+            *([] if schedule.updates is None else [f"updates {bound(proved_mismatch(schedule))} (proved)"]),
+            f"costs   {settings.costs}" + ("" if settings.stretch == 1 else f", {settings.stretch:g} times as long"),
+            f"folder  {self.job.folder}",
+        ]
+        return "\n".join(lines)
+
+    def read(self, path: Path) -> EmulatedReport | None:
+        return EmulatedReport.read(path)
+
+    def show(self, report: EmulatedReport, folder: RunFolder) -> None:
+        as_json = self.job.as_json
+        print(json.dumps(report.to_json(), allow_nan=False) if as_json else "\n" + report.to_text(), flush=True)
+
+    def way_on(self, folder: RunFolder, said: str) -> str:
+        return ""  # nothing was learned
 
 
 def _injected(settings: EmulatedSettings) -> list[str]:

@@ -53,6 +53,9 @@ class EmulatedSettings(RunSettings):
         """`message_cap` as a number. Raises SettingsError."""
         return read_size("message_cap", self.message_cap)
 
+    def check_plan(self) -> None:
+        self.read_costs(self.build_schedule())
+
     def read_costs(self, schedule: Schedule) -> Costs:
         """The costs of the schedule's stages, messages cut down to `message_cap`. Raises SettingsError.
 
