@@ -18,6 +18,7 @@ from penstock.cli import (  # noqa: F401  (each registers its verb)
     convert,
     data,
     lab,
+    layout,
     plan,
     play,
     profile,

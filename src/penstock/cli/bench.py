@@ -38,7 +38,6 @@ def split(
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds of the alternation.")] = 15,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Samples.")] = 2,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens a sample.")] = 64,
-    compiled: Annotated[bool, typer.Option("--compiled", help="The stage under torch.compile, both ways.")] = False,
     out: Raw = None,
     json: Json = False,
 ) -> None:
@@ -49,7 +48,7 @@ def split(
     from penstock.bench.machine import machine
 
     torch.set_num_threads(1)
-    rows = measured.run(width or (8, 128, 512), blocks or (1, 4, 16), repeats, batch, tokens, compiled)
+    rows = measured.run(width or (8, 128, 512), blocks or (1, 4, 16), repeats, batch, tokens)
     _give(context, {"machine": machine(), "rows": rows}, measured.table(rows), out, json)
 
 
