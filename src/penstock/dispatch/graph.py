@@ -274,7 +274,9 @@ def _between_gangs(
     num_ranks, apart = schedule.num_ranks, schedule.asynchronous
 
     def at(op: Op, host: int) -> int:
-        return next((n for n in numbers.get(op, ()) if rank[n] % num_ranks == host), number[op])
+        if op not in numbers:
+            return number[op]
+        return next((n for n in numbers[op] if rank[n] % num_ranks == host), number[op])
 
     for producer, consumer in pairs:
         targets = numbers.get(consumer, (number[consumer],))

@@ -142,20 +142,10 @@ def search_space(
     if unknown := [name for name in shapes or () if name not in layouts]:
         raise ScheduleError(f"no placement named {unknown[0]!r} here: there are {', '.join(layouts)}", rule="options")
     points = [
-        (
-            name,
-            Program(
-                placement,
-                num_microbatches,
-                rules,
-                split,
-                fold(costs, placement.num_stages, shared_ends),
-                links,
-                name=name,
-            ),
-        )
+        (name, Program(placement, num_microbatches, rules, split, folded, links, name=name))
         for name, placement in layouts.items()
         if shapes is None or name in shapes
+        for folded in [fold(costs, placement.num_stages, shared_ends)]
         for rules in rules_of(name, placement, num_ranks, num_microbatches, memory_limit, costs, forward_first)
     ]
     best: dict[str, Found] = {}

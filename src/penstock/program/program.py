@@ -351,9 +351,10 @@ class Program:
                 )
             for kind, traversal in ((FORWARD, rules.forward), (BACKWARD, rules.backward), (WEIGHT, rules.backward)):
                 self._traverse(graph, tables, rank * NUM_CLASSES + kind, traversal)
-            for queue, (pipeline, kind_name, stage) in zip(tables.queues, graph.labels, strict=True):
-                if kind_name == "F" and rank in self.placement.hosts(pipeline, stage):
-                    queue.cap = min(queue.cap, rules.cap_of_stage(stage))
+            for q in tables.own[record.own_first : record.own_last]:
+                _, kind_name, stage = graph.labels[q]
+                if kind_name == "F":
+                    tables.queues[q].cap = min(tables.queues[q].cap, rules.cap_of_stage(stage))
         return tables
 
     def _traverse(self, graph: QueueGraph, tables: Tables, slot: int, traversal: Traversal) -> None:

@@ -26,17 +26,18 @@ _MOST_BLOCKS = 250
 """Blocks of a turn above which the bound that counts idle time takes longer than it is worth."""
 
 
-def lower_bound(problem: GraphProblem, sequence: Array) -> float:
+def lower_bound(problem: GraphProblem, sequence: Array, value: float = math.inf) -> float:
     """The best bound on the makespan (ms).
 
     Args:
         sequence: any within the caps.
+        value: its makespan (ms); a bound that meets it is the best, whatever the others say.
     """
-    bound, flow = jackson_bound(problem, sequence), problem.flow
+    bound, flow = 0.0, problem.flow
     if flow.is_whole and min(flow.counts) > 0 and len(flow.flow.blocks) <= _MOST_BLOCKS:
         caps = problem.cap[: flow.flow.num_ranks].tolist()
-        bound = max(bound, flow_bound(flow.flow, flow.counts, caps).makespan)
-    return bound
+        bound = flow_bound(flow.flow, flow.counts, caps).makespan
+    return bound if bound >= value else max(bound, jackson_bound(problem, sequence))
 
 
 def jackson_bound(problem: GraphProblem, sequence: Array) -> float:

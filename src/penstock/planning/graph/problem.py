@@ -108,7 +108,8 @@ class GraphProblem:
         if not timed.complete:
             return None
         queue_of = np.repeat(np.arange(self.graph.num_queues), np.diff(network.op_first))
-        return [int(q) for q in queue_of[np.argsort(timed.start, kind="stable")]]
+        found: list[int] = queue_of[np.argsort(timed.start, kind="stable")].tolist()
+        return found
 
     def serial(self) -> list[int]:
         """One turn after the other: long, but there, and what needs least memory."""

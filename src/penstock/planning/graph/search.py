@@ -13,7 +13,7 @@ from penstock.cost import CostError, Costs, Links
 from penstock.engine.compiled import is_compiled, ready
 from penstock.engine.memory import peaks_in_sequence
 from penstock.engine.network import Array
-from penstock.library import build
+from penstock.library import SCHEDULES
 from penstock.planning.annealing_threads import Annealer, annealed_again
 from penstock.planning.exact import available
 from penstock.planning.graph import sequence as sequences
@@ -88,7 +88,7 @@ def begin(
 
     Args:
         starts: sequences of queue ids, and the names of what made them; those above the caps are left out.
-        more_starts: the same, which are made only as long as there is time.
+        more_starts: the same, which are made only as long as there is time and a gap.
         until: seconds, since it began, from which none of these is made any more.
 
     Raises:
@@ -97,10 +97,13 @@ def begin(
     search = GraphSearch(problem, 0.0, seed, stop_at_gap, None, began)
     for sequence, how in starts:
         search.take(sequence, how)
-    for sequence, how in more_starts:
-        if search.sequence is not None and search.seconds > until:
-            break
+    bounded = search.sequence is not None
+    if bounded:
+        search.improve_bound(lower_bound(problem, search.sequence, search.value))
+    for sequence, how in () if search.closed else more_starts:
         search.take(sequence, how)
+        if search.closed or (search.sequence is not None and search.seconds > until):
+            break
     if search.sequence is None:
         held = _peaks(problem, problem.serial())
         r = int(np.argmax(held - problem.cap))
@@ -111,7 +114,8 @@ def begin(
             rank=r,
         )
     search.on_progress = on_progress
-    search.improve_bound(lower_bound(problem, search.sequence))
+    if not bounded:
+        search.improve_bound(lower_bound(problem, search.sequence, search.value))
     return search
 
 
@@ -158,7 +162,7 @@ def library_starts(problem: GraphProblem, split: bool) -> Iterator[tuple[list[in
             options["distmm"] = {"branches": branches, "gather_every": every, "overlap": first.asynchronous}
     for name, option in options.items():
         try:
-            schedule = build(name, graph.num_ranks, len(graph.microbatch_pipeline), **option)
+            schedule = SCHEDULES[name](graph.num_ranks, len(graph.microbatch_pipeline), **option)  # plans are checked
         except ScheduleError:
             continue
         if schedule.placement != graph.placement or (schedule.stage_graph or None) != stages:
