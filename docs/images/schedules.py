@@ -22,7 +22,7 @@ def picture() -> str:
         ps.simulate(ps.build("zb", RANKS, MICROBATCHES, warmup=[7, 5, 3, 1]), whole),
         ps.simulate(ps.build("zb-v", RANKS, MICROBATCHES), halves),
     ]
-    titles = ["1f1b", "zb, warm-up 7 5 3 1", "zb-v, two stages a rank"]
+    titles = ["1f1b", "zb, warm-up 7 5 3 1", "zb-v, two stages per rank"]
     return to_svg(timelines, titles=titles, comment="made by: python docs/images/schedules.py")
 
 

@@ -27,8 +27,8 @@ def test_numbers_stand_for_every_stage() -> None:
     ("change", "message"),
     [
         ({"i": [10]}, "field 'i' has 1 entries, one a stage is needed: 2"),
-        ({"i": "ten"}, "field 'i': expected a number or one number a stage, got \"ten\""),
-        ({"i": [True, 1]}, "field 'i': expected a number or one number a stage"),
+        ({"i": "ten"}, "field 'i': expected a number or one number per stage, got \"ten\""),
+        ({"i": [True, 1]}, "field 'i': expected a number or one number per stage"),
         ({"i": -1}, "i of stage 0 is -1.0: give a number of at least 0"),
         ({"freed_by_input": 2}, "freed_by_input is 2: give a share from 0 to 1"),
         ({"freed_by_input": True}, "freed_by_input is a yes or no"),

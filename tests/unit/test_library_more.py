@@ -229,7 +229,7 @@ RULE = "give at least two, each of at least 1 rank, that add up to the 4 ranks"
         (4, 8, {"branches": [3, 2]}, f"distmm: branches are [3, 2]; {RULE}"),
         (4, 8, {"branches": [4]}, f"distmm: branches are [4]; {RULE}"),
         (4, 8, {"branches": 2}, "distmm: branches is 2; give the number of ranks of each"),
-        (4, 8, {"gather_every": 0}, "distmm needs at least 1 microbatches a gather, got 0"),
+        (4, 8, {"gather_every": 0}, "distmm needs at least 1 microbatches per gather, got 0"),
         (4, 8, {"gather_every": 3},
             "distmm needs microbatches in a multiple of the 3 that a gather takes, got 8; use 6 or 9"),
     ],
@@ -321,7 +321,7 @@ def test_deepest_first_refuses(name: str, p: int, options: dict, message: str) -
             "distmm",
             8,
             {"gather_every": 2.0},
-            "distmm: the number of microbatches a gather is 2.0; give a whole number",
+            "distmm: the number of microbatches per gather is 2.0; give a whole number",
         ),
         (
             "distmm",

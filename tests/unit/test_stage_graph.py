@@ -125,7 +125,7 @@ def test_what_is_wrong_is_named(schedule: ps.Schedule, rule: str, message: str) 
         (lambda: ps.schedule.StageGraph(3, ((0, 1), (1, 2), (2, 1))), "cycle, 1 -> 2 -> 1"),
         (lambda: ps.schedule.StageGraph(2, ((0, 2),)), "edge 0 -> 2 names a stage that is not there"),
         (lambda: ps.schedule.StageGraph(2, ((0, 1), (0, 1))), "an edge is there twice"),
-        (lambda: ps.schedule.StageGraph(2, ((0, 1),), (4,)), "give one count a stage"),
+        (lambda: ps.schedule.StageGraph(2, ((0, 1),), (4,)), "give one count per stage"),
         (lambda: ps.schedule.Registered("F", 0, 1), "other than F, B"),
         (lambda: ps.schedule.Registered("gather", 0, 1), "upper-case"),
         (lambda: ps.schedule.Registered("GATHER", 0, 0), "has 0 ops: give at least 1"),

@@ -49,9 +49,14 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "a path that is none": ("--model nowhere/model", ["nowhere/model", "there is no config.json"]),
     "an unknown architecture": (
         "--model unknown",
-        ["transformers knows no such model", "frobnicator", "looked for", "one module a stage and give ps.Pipeline"],
+        [
+            "transformers knows no such model",
+            "frobnicator",
+            "looked for",
+            "one module per stage and give ps.Pipeline",
+        ],
     ),
-    "an encoder with a decoder": ("--model t5", ["t5", "looked for", "one module a stage"]),
+    "an encoder with a decoder": ("--model t5", ["t5", "looked for", "one module per stage"]),
     "a config that is no JSON": ("--model broken/config.json", ["broken/config.json", "can't be read"]),
     "a config that is a list": ("--model listed", ["listed/config.json", "no JSON object"]),
     "a decoder's sizes": ("--model llama --width 8", ["--width 8", "config", "leave it out"]),

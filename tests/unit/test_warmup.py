@@ -76,7 +76,7 @@ def test_a_schedule_tells_what_its_links_tolerate(name: str, want: dict[tuple[in
 
 
 def test_tolerances_are_for_one_stage_a_rank() -> None:
-    with pytest.raises(ps.ScheduleError, match="one stage a rank"):
+    with pytest.raises(ps.ScheduleError, match="one stage per rank"):
         tolerances(ps.build("zb-v", 2, 4), ps.Costs.uniform(4))
     with pytest.raises(ps.CostError, match="the costs are for 3 stages"):
         tolerances(ps.build("1f1b", 4, 4), ps.Costs.uniform(3))

@@ -83,7 +83,7 @@ def run(
 def run_processes(
     ranks: Sequence[int], schedules: Sequence[str] = SCHEDULES, steps: int = 2, stretch: float = 1.0
 ) -> list[dict[str, Any]]:
-    """All cases with a process a rank; one launch for each number of ranks."""
+    """All cases with a process per rank; one launch for each number of ranks."""
     rows: list[dict[str, Any]] = []
     for num_ranks in ranks:
         with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:

@@ -3,7 +3,7 @@
     python -m penstock.bench.faults --faults interface --count 20 --out benchmarks/lab/interface.json
 
 One training is run again and again, first without a fault; then one comes at a random moment of each. Links carry
-1 Gbit/s, so that a message of 16 MB takes 134 ms, and the fault comes while one is on its way. Told of each run:
+1 Gbit/s, so that a message of 16 MB takes 134 ms, and the fault comes while one is on its way. The report has:
 
 - the longest that a message took after the fault, in each direction, beside that of the run without faults;
 - the longest step beside the median of the run without faults;

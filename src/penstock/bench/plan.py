@@ -1,6 +1,6 @@
 """How fast the planner lists and times ops, and what gaps it proves on random problems.
 
-Problems: one stage a rank, F ~ U[90, 110] ms, I ~ U[90, 130], W ~ U[70, 110], each stage its own, and one
+Problems: one stage per rank, F ~ U[90, 110] ms, I ~ U[90, 130], W ~ U[70, 110], each stage its own, and one
 neighbouring link, drawn like the rest, with U[100, 300] ms each way. The tight cap is as many activations in flight
 on a rank as there are ranks, freed at W.
 

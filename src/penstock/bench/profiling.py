@@ -2,7 +2,7 @@
 
     python -m penstock.bench.profiling [--ranks 4] [--steps 8] [--blocks 6] [--out FILE.json]
 
-Emulated ranks, a process each over gloo, 4 microbatches a rank, ops of 10 ms, messages of 1 MB. Ops take no
+Emulated ranks, a process each over gloo, 4 microbatches per rank, ops of 10 ms, messages of 1 MB. Ops take no
 processor, so what a rank's process takes is all overhead: the cost is the difference of the two, as a share of the
 iteration. Blocks of steps of both kinds alternate in the same processes. Nothing is slow and no remedy is allowed:
 what is paid for is stamping messages, threads that wait for them, reports by the store, and on rank 0 the controller.

@@ -1,7 +1,7 @@
 """How long the search of the whole space of programs takes, and how good what it finds is.
 
 The space is FlexPipe's (its Table 5 gives the authors' times) and more: every placement, kind rule and traversal,
-gradients separated, over a uniform model (F = I = W), 4 microbatches a rank. Then Tessel's placement with shared
+gradients separated, over a uniform model (F = I = W), 4 microbatches per rank. Then Tessel's placement with shared
 embedding and head, planned from scratch.
 """
 

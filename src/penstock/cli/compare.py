@@ -61,7 +61,7 @@ def compare(
         int | None, typer.Option("--threads", help="Of each rank; else its share of the cores.")
     ] = None,
     processes: Annotated[
-        bool, typer.Option("--processes", help="Train with one process a rank; else all ranks in this one, in turn.")
+        bool, typer.Option("--processes", help="One process per rank; else all ranks run in this one, in turn.")
     ] = False,
     costs: Annotated[
         str | None,

@@ -45,7 +45,7 @@ def plan(
     ] = None,
     memory_limit: Annotated[
         str | None,
-        typer.Option("--memory-limit", metavar="UNITS", help="Most activations a rank, in the unit of --activation."),
+        typer.Option("--memory-limit", metavar="UNITS", help="Most activations per rank, in units of --activation."),
     ] = None,
     placement: Annotated[str, typer.Option("--placement", help="one-to-one, circular or v-shape.")] = "one-to-one",
     stages: Annotated[int | None, typer.Option("--stages", help="Number of stages (circular).")] = None,

@@ -19,7 +19,7 @@ from penstock.program.placements import circular
 from penstock.program.placements import shared_ends as with_shared_ends
 
 PARTS_A_RANK = 4
-"""What divides among one, two and four stages a rank."""
+"""What divides among one, two and four stages per rank."""
 
 
 @app.command(short_help="Search placements, rules and traversals for the shortest schedule.")

@@ -156,7 +156,7 @@ def _schedules(
         yield found
     num = job.num_ranks
     if job.start.schedule.placement != one_to_one(num):
-        return  # Eq. 1 and its algorithms speak of one stage a rank
+        return  # Eq. 1 and its algorithms speak of one stage per rank
     num_microbatches = job.start.schedule.num_microbatches
     for links in ways:
         for rule in Rule:

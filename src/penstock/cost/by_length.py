@@ -53,7 +53,7 @@ class LengthLine:
 
 @dataclass(frozen=True)
 class CostsByLength:
-    """Costs of every stage by the lengths of a microbatch's sequences, one entry a stage.
+    """Costs of every stage by the lengths of a microbatch's sequences, one entry per stage.
 
     Attributes:
         f, i, w: ms of the forward and of the two halves of the backward.

@@ -22,7 +22,7 @@ FREED_BY_INPUT = 0.5
 """Share of a stage's activation that I frees where nothing else is said; W frees the rest."""
 
 BY_MICROBATCH = {"f": "F", "i": "I", "w": "W", "b": "B", "activation": "activation", "message_bytes": "message"}
-"""Rows that may say more than one number a stage, and the factors they then come to."""
+"""Rows that may say more than one number per stage, and the factors they then come to."""
 _OPTIONAL_ROWS = ("update_bytes", "take_over", "weight_bytes", "gradient_bytes", "optimizer_bytes")
 """What stays empty where it is not given."""
 
@@ -31,7 +31,7 @@ def _validated(name: str, values: Sequence[float], length: int | None) -> tuple[
     try:
         result = tuple(float(v) for v in values)
     except (TypeError, ValueError, OverflowError):
-        raise CostError(f"{name} is {reprlib.repr(values)}: give one number a stage") from None
+        raise CostError(f"{name} is {reprlib.repr(values)}: give one number per stage") from None
     if length is not None and len(result) != length:
         raise CostError(f"{name} has {len(result)} entries, one a stage is needed: {length}")
     for stage, value in enumerate(result):
@@ -63,7 +63,7 @@ def _other(given: OtherCosts, num_stages: int) -> tuple[tuple[str, int | None, f
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of every stage, one entry a stage.
+    """Costs of every stage, one entry per stage.
 
     Attributes:
         f, i, w: milliseconds of the forward, the input-gradient and the weight-gradient half.
@@ -163,7 +163,7 @@ class Costs:
 
     @classmethod
     def by_microbatch(cls, **rows: Any) -> Costs:
-        """Costs of single ops, as they were measured: one entry a stage, each a number or one number a microbatch.
+        """Costs of single ops, as they were measured: one entry per stage, a number or one number per microbatch.
 
         Takes what `Costs` takes. Of `f`, `i`, `w`, `b`, `activation` and `message_bytes` a stage may have a number
         for each of its microbatches: the stage then costs their mean, and `uneven` says how each differs from it.
@@ -181,7 +181,7 @@ class Costs:
             try:
                 nested = [isinstance(each, Sequence) and not isinstance(each, str) for each in given]
             except TypeError:
-                raise CostError(f"{name} is {reprlib.repr(given)}: give one entry a stage") from None
+                raise CostError(f"{name} is {reprlib.repr(given)}: give one entry per stage") from None
             if not any(nested):
                 continue
             num = max(len(each) for each, is_row in zip(given, nested, strict=True) if is_row)
@@ -232,7 +232,7 @@ class Costs:
 
     @property
     def factors(self) -> Uneven:
-        """`uneven`, of which nothing is said where all microbatches cost alike."""
+        """`uneven`, which is empty where all microbatches cost the same."""
         return cast("Uneven", self.uneven)
 
     def duration(self, kind: str, stage: int, microbatch: int | None = None, *, owns: bool = True) -> float:

@@ -179,7 +179,7 @@ def _check_kind(what: str, kind: object) -> None:
 def _rows(what: str, given: object) -> Rows:
     if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str):
         raise CostError(
-            f"uneven {what} is {reprlib.repr(given)}: give one number a microbatch, or such rows by stage"
+            f"uneven {what} is {reprlib.repr(given)}: give one number per microbatch, or such rows by stage"
         )
     if len(given) and all(isinstance(each, Sequence | np.ndarray) and not isinstance(each, str) for each in given):
         return tuple(_row(f"uneven {what}", row, f" of stage {stage}") for stage, row in enumerate(given))
@@ -190,7 +190,7 @@ def _row(what: str, given: Any, where: str = "") -> tuple[float, ...]:
     try:
         row = tuple(float(each) for each in given)
     except (TypeError, ValueError, OverflowError):
-        raise CostError(f"{what}{where} is {reprlib.repr(given)}: give one number a microbatch") from None
+        raise CostError(f"{what}{where} is {reprlib.repr(given)}: give one number per microbatch") from None
     for microbatch, value in enumerate(row):
         if not 0 <= value < math.inf:
             raise CostError(f"{what}{where}, microbatch {microbatch} is {value}: give a number of at least 0")

@@ -1,4 +1,4 @@
-"""Costs as JSON: numbers for all stages alike, or lists with one entry a stage.
+"""Costs as JSON: numbers for all stages alike, or lists with one entry per stage.
 
 {"format": "penstock-costs", "version": 1, "f": 10, "i": [10, 10, 12, 12], "w": 10}
 
@@ -114,7 +114,7 @@ def _other_costs(value: Any, num_stages: int) -> dict[str | tuple[str, int], flo
             found[kind] = ms
         else:
             raise CostError(
-                "field 'other': expected the milliseconds of each registered kind, or one number a stage, like "
+                "field 'other': expected the milliseconds of each registered kind, or one number per stage, like "
                 '{"GATHER": 2.5}'
             )
     return found
@@ -157,7 +157,7 @@ def _row(name: str, value: Any, num_stages: int) -> list[Any]:
     values = value if isinstance(value, list) else [value] * num_stages
     each = [v for row in values for v in (row if isinstance(row, list) and name in BY_MICROBATCH else [row])]
     if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in each):
-        raise CostError(f"field {name!r}: expected a number or one number a stage, got {json.dumps(value)[:60]}")
+        raise CostError(f"field {name!r}: expected a number or one number per stage, got {json.dumps(value)[:60]}")
     if len(values) != num_stages:
         raise CostError(f"field {name!r} has {len(values)} entries, one a stage is needed: {num_stages}")
     return values

@@ -1,4 +1,4 @@
-"""Timelines as a trace for ui.perfetto.dev: a process a rank, compute and messages on separate tracks.
+"""Timelines as a trace for ui.perfetto.dev: a process per rank, compute and messages on separate tracks.
 
 The trace is Chrome's JSON, which Perfetto, chrome://tracing and other viewers open, plain or gzipped. A slice
 is named by its kind and microbatch ("F 3"): the Perfetto UI gives slices whose names differ by numbers

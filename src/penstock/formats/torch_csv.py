@@ -1,4 +1,4 @@
-"""torch's CSV of a schedule: what `torch.distributed.pipelining` reads and writes, a line a rank, a cell an action.
+"""torch's CSV of a schedule: what `torch.distributed.pipelining` reads and writes, a line per rank, a cell an action.
 
     0F0,0F1,,,0B0,,0B1              compute only; an empty cell is a bubble
     ,1F0,1B0,,1F1,1B1

@@ -1,6 +1,6 @@
 """AMDP's order of forwards and backwards: every rank takes, of what is ready, the earliest block's first.
 
-Run from event to event over times a stage. Where there are updates it is run twice. Without them ranks fall
+Run from event to event over times per stage. Where there are updates it is run twice. Without them ranks fall
 into a pattern that leaves hardly a bubble, but an op that must wait for an update throws them out of it, and by
 the rule of blocks they do not find back. So the second time ranks take, of what is ready, what came first
 without updates. These take no time here and run as soon as they can, so that what they hold up is only what may
@@ -31,7 +31,7 @@ Pipelines = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds a stage, and those of a message between ranks: of an activation or gradient of one, and of a
+    """Milliseconds per stage, and those of a message between ranks: of an activation or gradient of one, and of a
     stage's gradients or parameters."""
 
     f: Sequence[float]

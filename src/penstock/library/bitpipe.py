@@ -1,4 +1,4 @@
-"""BitPipe (Wu et al. 2024) and vChimera (FlexPipe, section 7.1): Chimera with two stages a rank each way."""
+"""BitPipe (Wu et al. 2024) and vChimera (FlexPipe, section 7.1): Chimera with two stages per rank each way."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def distmm(
     B2 ... So gathers that take no longer than these cost nothing; peak min(i + 2k, N).
 
     Args:
-        branches: ranks of each branch, one stage a rank; by default two, halves of the ranks.
+        branches: ranks of each branch, one stage per rank; by default two, halves of the ranks.
         gather_every: k, a divisor of N; by default the largest up to 4.
         overlap: whether gathers run beside the computation.
     """
@@ -60,7 +60,7 @@ def distmm(
         )
     if gather_every is None:
         gather_every = max(k for k in range(1, _MOST_A_GATHER + 1) if num_microbatches % k == 0)
-    at_least("distmm", "microbatches a gather", gather_every, 1)
+    at_least("distmm", "microbatches per gather", gather_every, 1)
     whole_multiple("distmm", "microbatches", num_microbatches, "that a gather takes", gather_every)
 
     ends = [end - 1 for end in accumulate(sizes)]

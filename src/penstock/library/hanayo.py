@@ -9,7 +9,7 @@ from penstock.schedule import Schedule
 
 
 def hanayo(num_ranks: int, num_microbatches: int, waves: int = 2, backward: Backward = "whole") -> Schedule:
-    """2W stages a rank, down the ranks and back up W times.
+    """2W stages per rank, down the ranks and back up W times.
 
     Two ranks, stages 0 1 1 0 0 1 1 0 going down and up twice:
 

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B (Narayanan et al. 2021, Megatron-LM): several stages a rank, smaller bubbles; and with split
+"""Interleaved 1F1B (Narayanan et al. 2021, Megatron-LM): several stages per rank, smaller bubbles; and with split
 backwards (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"; torch's InterleavedZeroBubble)."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.schedule.columns import B, Columns, F, I, W
 def interleaved(
     num_ranks: int, num_microbatches: int, num_stages: int | None = None, backward: Backward = "whole"
 ) -> Schedule:
-    """1F1B over v stages a rank, stage s on rank s mod p, microbatches in groups of p.
+    """1F1B over v stages per rank, stage s on rank s mod p, microbatches in groups of p.
 
     Two ranks, four stages (`2F0` is stage 2):
 

@@ -1,4 +1,4 @@
-"""Looped breadth-first (Lamy-Poirier 2023): several stages a rank, each stage's microbatches all at once."""
+"""Looped breadth-first (Lamy-Poirier 2023): several stages per rank, each stage's microbatches all at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLLM (Tessel, Lin et al. 2024; FlexPipe, Figure 1): embedding and head on all ranks, the rest one stage a rank."""
+"""MLLM (Tessel, Lin et al. 2024; FlexPipe, Figure 1): embedding and head on all ranks, else one stage per rank."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def at_least(name: str, what: str, count: int, lowest: int) -> None:
 def warmup_counts(name: str, warmup: Sequence[int], num_ranks: int, num_microbatches: int) -> list[int]:
     """The counts, each at most the number of microbatches.
 
-    Raises ScheduleError unless there is one count a rank, each at least 1 and none above the one before it
+    Raises ScheduleError unless there is one count per rank, each at least 1 and none above the one before it
     (PipeMorph, Lemma 1).
     """
     counts = list(warmup)

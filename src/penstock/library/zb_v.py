@@ -1,4 +1,4 @@
-"""ZB-V (Qi et al. 2024): two stages a rank in a V, so that no bubble costs no more memory than 1F1B."""
+"""ZB-V (Qi et al. 2024): two stages per rank in a V, so that no bubble costs no more memory than 1F1B."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The zero-bubble family on one stage a rank: ZB-H1, ZB-H2 (Qi et al. 2023) and PipeMorph's ZB.
+"""The zero-bubble family on one stage per rank: ZB-H1, ZB-H2 (Qi et al. 2023) and PipeMorph's ZB.
 
 The backward is split: I passes the gradient on at once, W waits for a moment when nothing else can run.
 """
@@ -85,7 +85,7 @@ def zb(
 def greedy(
     name: str, num_ranks: int, num_microbatches: int, warmup: Sequence[int], max_in_flight: float | None
 ) -> Schedule:
-    """Runs the decision core over unit costs from an order that holds just `warmup` activations a rank, and
+    """Runs the decision core over unit costs from an order that holds just `warmup` activations per rank, and
     keeps the order in which the ops ran."""
     counts = [min(count, num_microbatches) for count in warmup]
     rows = []

@@ -135,7 +135,7 @@ clip_presets: dict[str, CLIPConfig] = {
 """Named sizes. FlexPipe's table 4 has the towers (3B, 1.7B and 5.5B parameters, which these sizes give) and models of
 4.7B, 8.2B and 9.7B, without saying of which towers. Audio and text are 4.8B with the embeddings that we assume (16 x
 16 patches of a spectrogram, CLIP's 49,408 words, 2 x 14 x 14 patches of a film in three colours); audio and video are
-8.6B and all three 10.3B: no choice of the towers gives 8.2B or 9.7B."""
+8.6B and all three 10.3B: no combination of the towers adds up to 8.2B or 9.7B."""
 
 
 class TowerEmbedding(nn.Module):

@@ -35,9 +35,9 @@ def repeat_windows(schedule: Schedule, num_windows: int) -> Schedule:
                  rank 1 | .  F0 B0 F1 B1                           rank 1 | .  F0 B0 F1 B1 U0 .  .  F2 B2 F3 B3 U1
 
     Ranks run each window in the order they were given. When a rank has run a whole window, the owners among its
-    stages update, the one whose forward comes first first. Not before: with several pipelines their sums need other
-    ranks' copies, and those may need what this rank has still to run. Another copy takes an update over just before
-    its next forward.
+    stages update, beginning with the one whose forward comes first. Not before: with several pipelines their sums
+    need other ranks' copies, and those may need what this rank has still to run. Another copy takes an update over
+    just before its next forward.
 
     No update falls between a forward and its backward on any copy (`max_mismatch` is 0, and proved), so the numbers
     are those of as many synchronous steps. Peaks stay as they were. `retime` then fits the order to given costs.

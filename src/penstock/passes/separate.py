@@ -47,7 +47,7 @@ def separate_gradients(
     Decided beyond the paper, which gives the idea and a figure, on a chain of actors with even times:
 
     - any costs and links: bubbles are those of the timed schedule, not empty cells of a grid;
-    - any schedule: several stages a rank, several pipelines, stage graphs; other ops stay in their order;
+    - any schedule: several stages per rank, several pipelines, stage graphs; other ops stay in their order;
       backwards that several ranks run together stay whole;
     - the chain is followed through rows as well as through messages, to the start of the step: what a rank did
       before is as much a cause as what it waited for;

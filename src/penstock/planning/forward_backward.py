@@ -91,7 +91,7 @@ def trials(
     After every list scheduling it looks whether it is to stop.
 
     Args:
-        classes: several rows of priority classes, one entry a queue, to start from.
+        classes: several rows of priority classes, one entry per queue, to start from.
         scale: ms, what waits and noise are drawn in proportion to.
         stop: see `justify`.
     """

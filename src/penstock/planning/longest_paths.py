@@ -27,7 +27,7 @@ def heads(
 
     Args:
         order: queues, each after those that it waits for.
-        release, lag: two rows, one entry a queue; release is -1 where there is none.
+        release, lag: two rows, one entry per queue; release is -1 where there is none.
         floor: per queue, when a path may begin there (NEVER: not at all); first_only: at its first op only.
         behind: op j of queue q comes after op `j - behind[q, k]` of the k-th queue of its rank; then an op also
             waits for all that must run before it on its rank. Without rows that is left out.

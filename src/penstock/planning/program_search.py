@@ -183,7 +183,7 @@ def search_space(
 def placements_of(num_ranks: int, num_parts: int, shared_ends: bool = False) -> dict[str, Placement]:
     """The placements by name over a model of `num_parts` equal parts, as far as they divide it.
 
-    one-to-one, circular (2 or more stages a rank), v-shape, wave, and each of them in both directions.
+    one-to-one, circular (2 or more stages per rank), v-shape, wave, and each of them in both directions.
     """
     a_rank = num_parts // num_ranks
     plain: dict[str, Placement] = {"one-to-one": placements.one_to_one(num_ranks)}
@@ -302,7 +302,7 @@ def _words(traversal: Traversal) -> str:
 
 
 def _warmups(placement: Placement, num_ranks: int, num_microbatches: int) -> list[list[int] | None]:
-    """No warm-up counts, and where one pipeline runs, those of ZB-H2 and (with several stages a rank) ZB-V."""
+    """No warm-up counts, and where one pipeline runs, those of ZB-H2 and (with several stages per rank) ZB-V."""
     if placement.num_pipelines > 1 or placement.shared:
         return [None]
     return [None, [min(num_microbatches, 2 * (num_ranks - rank) - 1) for rank in range(num_ranks)]]

@@ -70,7 +70,7 @@ def flushed_schedules(
         memory_limit: most memory a rank may hold, in the unit of the costs' activations.
         fits: whether a schedule may be taken, by the frozen timeline of one window; for limits that also count the
             weights, of which schedules with several pipelines hold more.
-        plan_seconds: also search an order for the span (`ps.plan`), this long for each of one and two stages a rank.
+        plan_seconds: also search an order for the span (`ps.plan`), so long for each of one and two stages per rank.
 
     Raises:
         ScheduleError: nothing fits.

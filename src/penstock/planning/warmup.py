@@ -13,7 +13,7 @@ So the link's delay is absorbed as long as (Eq. 1)
     t_i^F + t_i^B + 2 c <= s (t_(i+1)^F + t_(i+1)^B).
 
 Past that every round trip is late and the lateness adds up over the microbatches (Theorem 1). The statement is
-about one stage a rank, in strict alternation of backward and forward (see `slow_links`).
+about one stage per rank, in strict alternation of backward and forward (see `slow_links`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def tolerances(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], float]
     too small even without delay.
 
     Raises:
-        ScheduleError: a rank hosts more than one stage: Eq. 1 speaks of one stage a rank.
+        ScheduleError: a rank hosts more than one stage: Eq. 1 speaks of one stage per rank.
         CostError: costs for another number of stages.
     """
     if costs.num_stages != schedule.num_stages:
@@ -78,7 +78,7 @@ def tolerances(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], float]
     hosts = schedule.placement.pipelines[0]
     if schedule.placement.num_pipelines > 1 or len(set(hosts)) != len(hosts):
         raise ScheduleError(
-            f"tolerances: Eq. 1 speaks of one stage a rank, but {schedule.name} places its stages on ranks "
+            f"tolerances: Eq. 1 speaks of one stage per rank, but {schedule.name} places its stages on ranks "
             f"{schedule.placement.pipelines}; simulate it with ps.Links instead",
             rule="placement",
         )
@@ -244,7 +244,7 @@ def _check_counts(num_stages: int, num_microbatches: int) -> None:
 
 
 def _each(name: str, value: float | Sequence[float], num_stages: int) -> list[float]:
-    """One number a stage, at least 0."""
+    """One number per stage, at least 0."""
     values = [value] * num_stages if isinstance(value, Real) else list(value)  # type: ignore[arg-type]
     if len(values) != num_stages:
         raise CostError(f"{name} has {len(values)} entries, one a stage is needed: {num_stages}")

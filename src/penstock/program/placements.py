@@ -38,12 +38,12 @@ def circular(num_ranks: int, num_stages: int) -> Placement:
 
 
 def v_shape(num_ranks: int) -> Placement:
-    """Two stages a rank, down the ranks and back up."""
+    """Two stages per rank, down the ranks and back up."""
     return _v_shape(_at_least_one(num_ranks))
 
 
 def wave(num_ranks: int, num_waves: int) -> Placement:
-    """The V repeated: 2 * num_waves stages a rank (Hanayo)."""
+    """The V repeated: 2 * num_waves stages per rank (Hanayo)."""
     down = tuple(range(_at_least_one(num_ranks)))
     if num_waves < 1:
         raise ScheduleError(f"a wave placement has {num_waves} waves: give at least 1", rule="placement")

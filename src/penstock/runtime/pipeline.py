@@ -93,7 +93,7 @@ class Pipeline:
         pipe = ps.Pipeline(model, ps.build("1f1b", 4, 8), loss_fn=nn.MSELoss(), optimizer=torch.optim.AdamW)
         result = pipe.step(inputs, targets)
 
-    All ranks run in this process, in turn, unless torch.distributed is set up with one process a rank.
+    All ranks run in this process, in turn, unless torch.distributed is set up with one process per rank.
     Either way every rank makes the same calls with the same whole batch.
 
     Args:
@@ -507,7 +507,7 @@ class Pipeline:
 
         Args:
             inputs: a tensor, or tuple (positional arguments) or dict (keyword arguments) of tensors with the
-                samples in dimension 0, cut into microbatches; or a list with one such entry a microbatch. The whole
+                samples in dimension 0, cut into microbatches; or a list with one such entry per microbatch. The whole
                 batch, unless `ParallelOptions.batches` says that each replica gives its part.
             targets: alike; each goes to `loss_fn` with its microbatch's output.
             update: False to only add to the gradients, as several `backward` calls would; `update()` follows. Where

@@ -74,7 +74,7 @@ def joined(
     streams: Sequence[Sequence[Op]],
     after: Mapping[tuple[Op, int], Op] | None = None,
 ) -> tuple[tuple[Op, ...], ...]:
-    """The rows of ranks and of their streams as one row a rank, each asynchronous op as early as it may be.
+    """The rows of ranks and of their streams as one row per rank, each asynchronous op as early as it may be.
 
     Args:
         after: by (asynchronous op, rank) what else of the rank's row it comes after.

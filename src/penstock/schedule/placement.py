@@ -95,6 +95,6 @@ def circular(num_ranks: int, num_stages: int) -> Placement:
 
 
 def v_shape(num_ranks: int) -> Placement:
-    """Two stages a rank, down the ranks and back up: the last rank hosts the two middle stages."""
+    """Two stages per rank, down the ranks and back up: the last rank hosts the two middle stages."""
     down = tuple(range(num_ranks))
     return Placement((down + down[::-1],))

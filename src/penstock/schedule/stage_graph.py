@@ -179,7 +179,8 @@ class StageGraph:
             len(self.num_microbatches) != self.num_stages or min(self.num_microbatches) < 1
         ):
             raise ScheduleError(
-                f"num_microbatches is {self.num_microbatches}: give one count a stage, each at least 1", rule="stages"
+                f"num_microbatches is {self.num_microbatches}: give one count per stage, each at least 1",
+                rule="stages",
             )
         if cycle := _cycle(self.targets):
             path = " -> ".join(map(str, cycle))

@@ -97,7 +97,7 @@ class Lister:
         return Listed(self.graph, self._rows, self.row_first, self._start_time, done, makespan)
 
     def time_rows(self, rows: Any) -> Listed:
-        """Times rows laid out rank by rank, or one list a rank."""
+        """Times rows laid out rank by rank, or one list per rank."""
         if isinstance(rows, list) and rows and isinstance(rows[0], list):
             rows = [q for row in rows for q in row]
         timed = self._timer.time(rows)

@@ -53,7 +53,7 @@ def simulate(
             `Policy`; its planned times are those of the frozen run over the same costs and links. "auto" tries these
             (`auto.POLICIES`) and takes the fastest, which the timeline names.
         transport: "decoupled", or `Blocking(depth)`.
-        memory_limit: most activations a rank (or each rank) may hold, in the units of the costs. By default a rank
+        memory_limit: most activations per rank (or each rank) may hold, in the units of the costs. By default a rank
             of a
             run that is not frozen is capped at its own peak in the frozen run without delays. A cap below that is
             refused, as a rank must be able to finish in its frozen order; so in a frozen run it changes nothing else.

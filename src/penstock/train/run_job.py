@@ -1,6 +1,6 @@
-"""Carries out an order: checks everything, starts one process a rank, and hands back the report.
+"""Carries out an order: checks everything, starts one process per rank, and hands back the report.
 
-order --> CheckedTraining or CheckedEmulation --> in this process, or a process a rank, or one under torchrun
+order --> CheckedTraining or CheckedEmulation --> in this process, or a process per rank, or one under torchrun
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Asked:
         num_ranks: at most; None for as many as can work at the same time here.
         pp, dp, microbatch_sizes, schedules: what to try; None for all. recompute: None for where memory asks.
         programs: whether to search schedules of no name too, where no library schedules are given.
-        memory_limit: bytes a rank. num_best: candidates to keep. num_verified: of them, to run for real.
+        memory_limit: bytes per rank. num_best: candidates to keep. num_verified: of them, to run for real.
     """
 
     settings: Settings

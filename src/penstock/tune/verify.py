@@ -1,4 +1,4 @@
-"""Runs the best candidates for real, one process a rank, and sets measured beside predicted."""
+"""Runs the best candidates for real, one process per rank, and sets measured beside predicted."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def run_job(
     say: Callable[[str], None] | None = None,
     keep: Callable[[int, WorkerAnswer], None] | None = None,
 ) -> list[WorkerAnswer]:
-    """Starts one process a rank on this machine, lets them do the tasks, and returns their answers.
+    """Starts one process per rank on this machine, lets them do the tasks, and returns their answers.
 
     Args:
         say: gets the text of each task before the ranks start.

@@ -63,7 +63,7 @@ H800 = Accelerator(
 )
 """The paper's device. The peak and the memory are the maker's. Shares and group_gb are such that stages take about
 the whole milliseconds which the authors' profiler found (PipeMorph, artifact, experiments/single): F, I and W 9, 10
-and 6 ms for 14B, and 11, 13 and 6 for 60B with 4 devices a stage."""
+and 6 ms for 14B, and 11, 13 and 6 for 60B with 4 devices per stage."""
 
 A100 = Accelerator(
     tflops=312, share_f=0.6, share_i=0.56, share_w=0.7, memory=80e9, group_gb=230, hbm_gb=1600, link_gb=300

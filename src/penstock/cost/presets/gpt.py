@@ -1,6 +1,6 @@
 """What the layers of a GPT cost, by formulas: operations, bytes, parameters. Pure numbers, no device yet.
 
-With s tokens a sample, b samples a microbatch, width h, a heads, vocabulary V and t devices that share each layer:
+With s tokens a sample, b samples per microbatch, width h, a heads, vocabulary V and t devices that share each layer:
 
     block      F  sbh(24h + 4s) / t     I  sbh(24h + 8s) / t     W  sbh 24h / t
     head       F  2 sbhV / t            I  2 sbhV / t            W  2 sbhV / t

@@ -102,7 +102,7 @@ class CostPreset:
         return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
     def costs(self, num_stages: int | None = None) -> Costs:
-        """Milliseconds, bytes of activations, of messages and of the model's state, one entry a stage.
+        """Milliseconds, bytes of activations, of messages and of the model's state, one entry per stage.
 
         Raises:
             CostError: fewer layers than stages.

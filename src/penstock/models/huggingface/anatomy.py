@@ -18,8 +18,8 @@ from penstock.models.huggingface.frame import Catcher, Stopped, hollow, stand_in
 __all__ = ["Anatomy", "DecoderError", "examine"]
 
 BY_HAND = (
-    "name the list yourself, Decoder(..., blocks='transformer.h'), or write one module a stage and give ps.Pipeline "
-    "the list of them"
+    "name the list yourself, Decoder(..., blocks='transformer.h'), or write one module per stage and give "
+    "ps.Pipeline the list of them"
 )
 
 

@@ -266,7 +266,7 @@ class Decoder:
         if value.shape != whole.shape or not torch.allclose(value, whole, rtol=1e-3, atol=1e-5):
             raise DecoderError(
                 f"{type(self._model).__name__} ({self.config.model_type}): its layers in a row do not give its "
-                "own logits, so its forward does more than call them in order. Write one module a stage and give "
+                "own logits, so its forward does more than call them in order. Write one module per stage and give "
                 "ps.Pipeline the list of them"
             )
 

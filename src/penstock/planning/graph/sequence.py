@@ -67,8 +67,8 @@ def placed(
         cause: out, per place of the sequence, the place of what it waited for last; -1 where it began at 0.
         ahead: out, per place, that of the op before it on one of its rows, -1 where it is the first.
         number: out, per place, which op of its queue it is. position: out, per op, its place.
-        head, last, free, held: working space of one entry a queue, and of one entry a row; behind its rows `last` has
-            one more, out: the place of what ends last.
+        head, last, free, held: working space of one entry per queue, and of one entry per row; behind its rows `last`
+            has one more, out: the place of what ends last.
     """
     num_rows = len(cap)
     head[:] = 0
@@ -209,7 +209,7 @@ def walk(
     Args:
         sequence: in and out.
         ints: working space of eight rows of one entry an op.
-        queues: working space of three rows of one entry a queue.
+        queues: working space of three rows of one entry per queue.
         rows: working space of two rows of one entry a row.
         hot, cold: temperatures (ms). target: the makespan at which it may stop.
         best, best_sequence: the shortest so far, rewritten when a shorter one is found.

@@ -3,7 +3,7 @@
     run = ps.emulate(ps.build("1f1b", 8, 16), ps.Costs.uniform(8, 10, 10, 10), links=conditions)
     run.timelines[0].makespan, run.simulated[0].makespan, run.median_error
 
-One thread a rank in this process; or one process a rank where torch.distributed is set up with several. A rank
+One thread per rank in this process; or one process per rank where torch.distributed is set up with several. A rank
 sleeps through its ops, so that two cores stand for sixteen accelerators.
 """
 

@@ -75,7 +75,7 @@ KEYWORDS = {
 
 
 class EmulatedPipeline:
-    """Emulated devices, a thread a rank; or a process a rank where torch.distributed is set up with several.
+    """Emulated devices, a thread per rank; or a process per rank where torch.distributed is set up with several.
 
     Between processes every rank makes the same calls and gets the same results.
 

@@ -1,4 +1,4 @@
-"""Emulated devices with one process a rank, started from here: messages then pass through gloo.
+"""Emulated devices with one process per rank, started from here: messages then pass through gloo.
 
 `emulate_processes` is the parent's side; `python -m penstock.runtime.emulation.processes FOLDER` a rank's.
 """
@@ -21,7 +21,7 @@ ORDER, RESULT = "order", "result"
 
 
 def emulate_processes(schedule: Schedule, costs: Costs, *, timeout: float = 60.0, **options: Any) -> Emulation:
-    """As `emulate`, with one process a rank, which end with it.
+    """As `emulate`, with one process per rank, which end with it.
 
     Raises:
         RuntimeFailure: a rank failed; what it said is on stderr.

@@ -77,7 +77,7 @@ class Retried(Protocol):
 
 
 class GroupPeers:
-    """One process a rank.
+    """One process per rank.
 
     Args:
         timeout: seconds that any wait may last.

@@ -1,4 +1,4 @@
-"""The copies of stages in this process: one of each stage a pipeline, where the schedule has several pipelines.
+"""The copies of stages in this process: one of each stage per pipeline, where the schedule has several pipelines.
 
     pipeline 0   stage 0 on rank 0, stage 1 on rank 1      the owners: what is saved, named and clipped
     pipeline 1   stage 1 on rank 0, stage 0 on rank 1      copies: their gradients go to the owner, values come back

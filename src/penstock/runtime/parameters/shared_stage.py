@@ -67,7 +67,7 @@ def _meshes_of_shared(placement: Placement, mesh: ProcessMesh) -> dict[int, Any]
     if mesh.shards is None:
         groups = groups_of(sets, peers)
     else:
-        # A row a rank: the processes that hold its other stages together.
+        # A row per rank: the processes that hold its other stages together.
         rows = peers.gather(dist.get_process_group_ranks(mesh.shards.get_group()))
         inside = {ranks: [process for rank in ranks for process in rows[rank]] for ranks in sets}
         groups = groups_of_processes(inside, peers.timeout, whole=False)

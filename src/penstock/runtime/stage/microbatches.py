@@ -37,8 +37,8 @@ class Microbatches:
     """A batch, cut.
 
     Attributes:
-        inputs: by the stage that they go into, one entry a microbatch of it.
-        targets: one entry a microbatch of the stage with the loss, whose microbatches scales and windows count too;
+        inputs: by the stage that they go into, one entry per microbatch of it.
+        targets: one entry per microbatch of the stage with the loss, whose microbatches scales and windows count too;
             all None without a loss.
         weighed: gives the weight of each microbatch's loss, see `scales`.
         signatures: per microbatch.
@@ -137,7 +137,7 @@ def _num_samples(leaves: Sequence[Tensor], what: str) -> int:
 def split(value: Any, num_microbatches: int, what: str) -> Sequence[Any]:
     """Cuts a batch along dimension 0, as evenly as possible, the larger microbatches first.
 
-    A list is taken as cut already, one entry a microbatch.
+    A list is taken as cut already, one entry per microbatch.
 
     Raises:
         RuntimeFailure: fewer samples than microbatches, a list of another length, or tensors that disagree.
@@ -146,7 +146,7 @@ def split(value: Any, num_microbatches: int, what: str) -> Sequence[Any]:
         if len(value) != num_microbatches:
             raise RuntimeFailure(
                 f"{len(value)} {what} given as a list, the schedule runs {num_microbatches} microbatches; "
-                f"give one entry a microbatch, or one tensor to be cut"
+                f"give one entry per microbatch, or one tensor to be cut"
             )
         return value
     leaves, skeleton = flatten(value)
@@ -317,8 +317,8 @@ def _require_matching(inputs: Any, cut_inputs: Sequence[Any], targets: Any, cut_
         num_targets, num = _num_samples(flatten(targets)[0], "targets"), sum(max(size, default=0) for size in sizes)
         if num_targets != num:
             raise RuntimeFailure(
-                f"the targets have {num_targets} samples and the inputs {num}; give as many, or lists with one entry "
-                "a microbatch of each"
+                f"the targets have {num_targets} samples and the inputs {num}; give as many, or lists with one "
+                "entry of each per microbatch"
             )
     for m, (size, value) in enumerate(zip(sizes, cut_targets, strict=True)):
         if other := sorted(_sizes(value) - size):

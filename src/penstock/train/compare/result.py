@@ -116,7 +116,7 @@ class Comparison:
         trained = f"; trained {self.steps} steps on the same batches" if self.steps else "; nothing was trained"
         lines = [
             f"{self.ranks} ranks, {self.microbatches} microbatches a step, batches of {self.batch}{trained}",
-            f"speed, busy and memory by simulation over {self.costs}, a device a rank, without delays on links",
+            f"speed, busy and memory by simulation over {self.costs}, a device per rank, without delays on links",
         ]
         drained = {row.drain_every for row in self.rows if row.drain_every > 1}
         if drained:

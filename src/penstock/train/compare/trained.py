@@ -1,4 +1,4 @@
-"""One contender for real: a run like any other, in this process or in one process a rank."""
+"""One contender for real: a run like any other, in this process or in one process per rank."""
 
 from __future__ import annotations
 

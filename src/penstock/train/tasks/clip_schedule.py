@@ -25,7 +25,7 @@ from penstock.train.tasks.layers import require_one_end
 from penstock.train.towers import CONTRAST, MIXED, STYLES, TowerOptions, check_towers, read_towers
 
 INTERLEAVED = 2
-"""Stages a rank of an interleaved tower, where its layers are enough."""
+"""Stages per rank of an interleaved tower, where its layers are enough."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ def _placed(config: CLIPConfig, settings: Settings, asked: Mapping[str, TowerOpt
         if not len(own) <= stages <= layers:
             raise SettingsError(
                 f"tower {name!r} in {stages} stages over {len(own)} ranks; it has {layers} layers, and needs a stage "
-                f"a rank: give --tower {name}=stages:{min(max(stages, len(own)), layers)}, fewer ranks, or --depth"
+                f"per rank: give --tower {name}=stages:{min(max(stages, len(own)), layers)}, fewer ranks, or --depth"
             )
         if wanted.schedule is None and stages == len(own) and style == "interleaved-1f1b":
-            style = "1f1b"  # a stage a rank: there is nothing to interleave
+            style = "1f1b"  # a stage per rank: there is nothing to interleave
         count = (wanted.microbatches or settings.microbatches) * settings.replicas_here
         found[name] = Tower(own, stages, count, style)
     return found

@@ -30,7 +30,7 @@ from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 
 BY_HAND = (
     "looked for a causal language model of transformers with one list of blocks between an embedding and a head; to "
-    "cut another one by hand, write one module a stage and give ps.Pipeline the list of them"
+    "cut another one by hand, write one module per stage and give ps.Pipeline the list of them"
 )
 MOST = 300
 """Letters of a reason that are told."""

@@ -208,7 +208,7 @@ class Fleet:
         return any(number in self._others for number, _ in self._voices.poll(max(0.0, seconds)))
 
     def hush(self) -> None:
-        """Resets the wake-ups, before what was told is read."""
+        """Resets the wake-ups, before the news are read."""
         for delegate in self._delegates.values():
             delegate.hush()
 
