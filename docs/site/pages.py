@@ -132,7 +132,7 @@ def generated() -> dict[str, str]:
 
 
 NAMES = frozenset(
-    {"gallery.md", "playground.html", "examples.md", "reference/index.md", "reference/commands.md"}
+    {"gallery.md", "playground.html", "reference/index.md", "reference/commands.md"}
     | {f"reference/{module}.md" for module in MODULES}
 )
 """What a link may lead to that is only there when the site is built."""
