@@ -191,6 +191,25 @@ def test_any_schedule_of_a_chain_is_replayed(tmp_path: Path, name: str) -> None:
     assert found.run.replayed[0] == pytest.approx(run.makespan, rel=1e-4)
 
 
+@pytest.mark.xfail(
+    strict=True, reason="each rank's part of a shared op is replayed by itself, and a rank's own output sent"
+)
+@pytest.mark.parametrize(("ranks", "num"), [(2, 3), (4, 8), (5, 6)])
+def test_stages_that_ranks_share_are_replayed_together(tmp_path: Path, ranks: int, num: int) -> None:
+    uneven = [1 + 0.4 * (m % 3) for m in range(num)]
+    times = [3.0, *(5.0 + stage % 2 for stage in range(ranks)), 4.0]
+    costs = ps.Costs(times, times, times, uneven=uneven)
+    run = ps.simulate(ps.build("mllm", ranks, num), costs, links=ps.Links({(0, 1): 3.0}, default=0.25))
+    save_picture(run, tmp_path / "timeline.json")
+    found = analyze_trace(read_trace(tmp_path / "timeline.json"))
+    assert found.run.replayed[0] == pytest.approx(run.makespan, rel=1e-4)
+    assert found.replay_error < 1e-4
+    assert found.fit is not None
+    assert found.fit.name == "mllm"
+    again = ps.simulate(found.fit.schedule, found.fit.costs(0, 0), links=found.fit.links)
+    assert again.makespan == pytest.approx(run.makespan, rel=1e-3)
+
+
 def test_stages_that_branch_are_refused(tmp_path: Path) -> None:
     save_picture(ps.simulate(ps.build("distmm", 4, 8)), tmp_path / "timeline.json")
     with pytest.raises(TraceError, match="do they branch"):
