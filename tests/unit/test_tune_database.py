@@ -14,7 +14,7 @@ from penstock.tune import meter as meter_module
 from penstock.tune.database import Database, default_path
 from penstock.tune.errors import DatabaseError
 from penstock.tune.meter import Meter, NeededProfile
-from penstock.tune.session import config_of
+from penstock.tune.tuned_model import tuned_model
 
 pytestmark = pytest.mark.unit
 
@@ -31,7 +31,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> tune_models.Ranks:
 
 def measured(path: Path, settings: Settings = SMALL, fresh: bool = False) -> Meter:
     with Database(path) as database:
-        meter = Meter("nano", settings, config_of(settings), database, fresh=fresh)
+        meter = Meter(tuned_model(settings), settings, database, fresh=fresh)
         meter.prepare(NEEDS, [1, 2])
     return meter
 

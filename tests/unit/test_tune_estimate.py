@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from penstock.models import gpt_costs, presets
+from penstock.runtime import partition
 from penstock.train.settings import Settings
 from penstock.tune.errors import TuneError
 from penstock.tune.estimate import estimate
@@ -60,8 +61,8 @@ def test_every_layer_is_timed_in_every_way(rank: int) -> None:
     share = Share(settings, CONFIG, 1, False, rank, 2, 0.0)
     meetings: list[None] = []
     told = measure_layers(share, lambda: meetings.append(None))
-    assert told["layers"] == list(share.own_layers)
-    labels = {f"{layer} {kind}" for layer in (*share.own_layers, -1) for kind in ("f", "b", "f_split", "i", "w")}
-    assert set(told["times"]) == labels | {f"{layer} update" for layer in share.own_layers}
+    assert told["layers"] == list(partition(gpt_costs(CONFIG), 2)[rank])
+    labels = {f"{layer} {kind}" for layer in (*told["layers"], -1) for kind in ("f", "b", "f_split", "i", "w")}
+    assert set(told["times"]) == labels | {f"{layer} update" for layer in told["layers"]}
     assert all(value > 0 for label, value in told["times"].items() if not label.startswith("-1"))
     assert len(meetings) == 4  # before and after each way of running backwards

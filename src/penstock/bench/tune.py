@@ -22,7 +22,6 @@ from typing import Any
 
 from penstock.bench.machine import machine
 from penstock.library import build
-from penstock.models import GPTConfig
 from penstock.runtime import partition
 from penstock.train.settings import Settings
 from penstock.tune.database import Database
@@ -30,8 +29,8 @@ from penstock.tune.device import Clock, num_devices, others
 from penstock.tune.meter import Meter, NeededProfile
 from penstock.tune.predict import predict
 from penstock.tune.search import TuneCandidate
-from penstock.tune.session import config_of
 from penstock.tune.space import Shape, TunePlan
+from penstock.tune.tuned_model import TunedModel, tuned_model
 from penstock.tune.verify import measured_of, trial_task
 from penstock.tune.work import run_job
 
@@ -77,13 +76,13 @@ def run(
         `{"machine": ..., "rows": [...]}`; a row has medians and every round's numbers.
     """
     told = Settings(preset=MODEL, microbatches=1, ranks=1, threads=1)
-    config = config_of(told)
+    model = tuned_model(told)
     raw: dict[Setting, list[dict[str, Any]]] = {setting: [] for setting in settings}
     for number in range(rounds * MOST_ROUNDS):
         left = [setting for setting in settings if len(_quiet(raw[setting])) < rounds]
         for setting in left if number % 2 == 0 else left[::-1]:
             _await_quiet(patience)
-            found = _round(setting, told, config, steps, seconds)
+            found = _round(setting, told, model, steps, seconds)
             raw[setting].append(found)
             print(
                 f"{setting.schedule} pp {setting.pp}, microbatches of {setting.microbatch_size}: "
@@ -95,13 +94,13 @@ def run(
     return {"machine": machine(), "model": MODEL, "rows": [_row(setting, raw[setting]) for setting in settings]}
 
 
-def _round(setting: Setting, told: Settings, config: GPTConfig, steps: int, seconds: float) -> dict[str, Any]:
+def _round(setting: Setting, told: Settings, model: TunedModel, steps: int, seconds: float) -> dict[str, Any]:
     schedule = build(setting.schedule, setting.pp, setting.num_microbatches)
     with (
         tempfile.TemporaryDirectory(prefix="penstock-bench-") as name,
         Database(Path(name) / "new.sqlite") as database,
     ):
-        meter = Meter(MODEL, told, config, database, seconds)
+        meter = Meter(model, told, database, seconds)
         need = NeededProfile(setting.microbatch_size, setting.pp, False)
         meter.prepare([need], [setting.pp])
     profile, transfer = meter.profiles[need], meter.transfers[setting.pp]
@@ -109,7 +108,7 @@ def _round(setting: Setting, told: Settings, config: GPTConfig, steps: int, seco
     prediction = predict(schedule, cut, profile, transfer, num_devices=num_devices(told))
     shape = Shape(setting.pp, 1, setting.microbatch_size, setting.num_microbatches)
     candidate = TuneCandidate(shape, TunePlan(setting.schedule, schedule), tuple(cut), False)
-    answer = run_job([trial_task(candidate, told, config, steps)], setting.pp, 1)[0]
+    answer = run_job([trial_task(candidate, told, model, steps)], setting.pp, 1)[0]
     measured = measured_of([answer])
     return {
         "predicted_ms": prediction.step,

@@ -39,18 +39,20 @@ def compare(
     ] = None,
     ranks: Annotated[int, typer.Option("--ranks", help="Pipeline ranks.")] = DEFAULTS.ranks,
     microbatches: Annotated[int, typer.Option("--microbatches", help="Microbatches a step.")] = DEFAULTS.microbatches,
-    batch: Annotated[int, typer.Option("--batch", help="Samples a step.")] = DEFAULTS.batch,
+    batch: options.Batch = None,
     steps: Annotated[int, typer.Option("--steps", min=0, help="Steps to train; 0 to simulate alone.")] = STEPS,
     window: Annotated[int | None, typer.Option("--window", help="As in penstock train.")] = None,
     max_mismatch: Annotated[int | None, typer.Option("--max-mismatch", help="As in penstock train.")] = None,
     drain_every: Annotated[int | None, typer.Option("--drain-every", help="As in penstock train.")] = None,
     sharding: Annotated[str | None, typer.Option("--sharding", help="As in penstock train.")] = None,
+    model: options.Model = None,
+    model_options: options.ModelOptions = None,
     preset: Annotated[str, typer.Option("--preset", help="Sizes of the model.")] = DEFAULTS.preset,
     depth: options.Depth = None,
     width: options.Width = None,
     heads: options.Heads = None,
     context: options.Context = None,
-    data: Annotated[str | None, typer.Option("--data", help="Text, as in penstock train.")] = None,
+    data: Annotated[str | None, typer.Option("--data", help="As in penstock train.")] = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate of all.")] = None,
     lr_warmup: Annotated[int | None, typer.Option("--lr-warmup", help="Steps up to the peak.")] = None,
     optimizer: Annotated[str | None, typer.Option("--optimizer", help="Of all; else what is usual for each.")] = None,
@@ -85,10 +87,11 @@ def compare(
     asked = contenders(
         schedules or (),
         {
-            "ranks": ranks, "microbatches": microbatches, "batch": batch, "steps": steps or STEPS, "window": window,
+            **options.own_model(model, model_options, data, batch, seed),
+            "ranks": ranks, "microbatches": microbatches, "steps": steps or STEPS, "window": window,
             "max_mismatch": max_mismatch, "drain_every": drain_every, "sharding": sharding, "preset": preset,
             "depth": depth, "width": width, "heads": heads, "context": context,
-            "data": data and os.path.abspath(data), "lr": lr, "lr_warmup": lr_warmup, "optimizer": optimizer,
+            "lr": lr, "lr_warmup": lr_warmup, "optimizer": optimizer,
             "clip": clip, "seed": seed, "threads": threads,
             "optimizer_options": options.json_object("--optimizer-options", optimizer_options) or None,
             "in_process": not processes, "sample": 0, "evaluate_every": 0, "save_every": 0,
@@ -133,14 +136,12 @@ def _given(costs: str) -> CostSource:
             )
         return read
 
-    return CostSource(f"the costs of {costs}", False, costing)
+    return CostSource(f"the costs of {costs}", None, costing)
 
 
 def _measured(settings: Settings, database: Path, seconds: float, fresh: bool, quiet: bool) -> CostSource:
     """What the model's layers take here, one rank at a time."""
-    from penstock.models import gpt_costs
     from penstock.train.compare.run import CostSource
-    from penstock.train.tasks.gpt import gpt_config
     from penstock.train.tasks.layers import stage_layers
     from penstock.tune.compared import costs_of
     from penstock.tune.session import Measuring, measure
@@ -150,11 +151,11 @@ def _measured(settings: Settings, database: Path, seconds: float, fresh: bool, q
         settings, Measuring(database, seconds, fresh), 1, [size], settings.recompute, None if quiet else _say
     )
     (profile,) = meter.profiles.values()
-    config = gpt_config(settings, 256)
+    model = meter.model
     return CostSource(
-        f"what the layers of {settings.preset} take here (microbatches of {size})",
-        True,
-        lambda schedule: costs_of(schedule, stage_layers(gpt_costs(config), schedule), profile),
+        f"what the layers of {model.name} take here (microbatches of {size})",
+        model.num_tokens,
+        lambda schedule: costs_of(schedule, stage_layers(model.costs, schedule), profile),
     )
 
 

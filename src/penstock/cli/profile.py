@@ -18,6 +18,10 @@ from penstock.cli.output import print_json
 
 @app.command(short_help="Measure a model's layers and messages here.")
 def profile(
+    model: options.Model = None,
+    model_options: options.ModelOptions = None,
+    data: options.Data = None,
+    batch: options.Batch = None,
     preset: options.Preset = "tiny",
     depth: options.Depth = None,
     width: options.Width = None,
@@ -52,6 +56,7 @@ def profile(
     from penstock.tune.session import Measuring, measure
 
     settings = Settings(
+        **options.measured_model(model, model_options, data, batch),
         preset=preset, depth=depth, width=width, heads=heads, context=context, dropout=dropout, tied=tied,
         tokenizer=tokenizer, microbatches=1, ranks=1, precision=precision, optimizer=optimizer,
         optimizer_options=options.json_object("--optimizer-options", optimizer_options), clip=clip, device=device,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json as json_module
+import os
 import re
 import shlex
 import signal
@@ -43,6 +44,13 @@ OptimizerOptions = Annotated[
 ModelOptions = Annotated[
     str | None, typer.Option("--model-options", metavar="JSON", help="Arguments of your own model, as JSON.")
 ]
+Model = Annotated[
+    str | None, typer.Option("--model", metavar="FILE.py:NAME", help="Your own model, in place of a preset.")
+]
+Data = Annotated[
+    str | None, typer.Option("--data", metavar="FILE.py:NAME", help="What your own model learns from, or text.")
+]
+Batch = Annotated[int | None, typer.Option("--batch", min=1, help="Samples a step; else 16, or your own data's.")]
 Clip = Annotated[float, typer.Option("--clip", min=0, help="Most the gradient's norm may be; 0 for none.")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Threads = Annotated[int, typer.Option("--threads", min=1, help="Threads of each rank.")]
@@ -61,6 +69,9 @@ _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
 
 @app.command(short_help="Find the fastest way to train a model.")
 def tune(
+    model: Model = None,
+    model_options: ModelOptions = None,
+    data: Data = None,
     preset: Preset = "tiny",
     depth: Depth = None,
     width: Width = None,
@@ -69,7 +80,7 @@ def tune(
     dropout: Dropout = None,
     tied: Tied = None,
     tokenizer: Tokenizer = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Samples a step.")] = 16,
+    batch: Batch = None,
     precision: Precision = "float32",
     optimizer: Optimizer = "AdamW",
     optimizer_options: OptimizerOptions = None,
@@ -125,8 +136,9 @@ def tune(
 
     options = json_object("--optimizer-options", optimizer_options)
     settings = Settings(
+        **measured_model(model, model_options, data, batch),
         preset=preset, depth=depth, width=width, heads=heads, context=context, dropout=dropout, tied=tied,
-        tokenizer=tokenizer, batch=batch, microbatches=1, ranks=1, precision=precision, optimizer=optimizer,
+        tokenizer=tokenizer, microbatches=1, ranks=1, precision=precision, optimizer=optimizer,
         optimizer_options=options, clip=clip, device=device, threads=threads, dispatch=dispatch,
     )  # fmt: skip
     if out is not None and Path(out).suffix not in (".json", ".txt"):
@@ -149,7 +161,7 @@ def tune(
     say = None if json else say_line
     outcome = run(asked, say, _Counter() if say is not None and sys.stderr.isatty() else None)
     choice = outcome.choice
-    if out is None and choice is not None and choice.candidate.plan.program and outcome.config is not None:
+    if out is None and choice is not None and choice.candidate.plan.program and outcome.trained is not None:
         out = _place_of(choice.candidate)
     if out is not None and choice is not None:
         from penstock.formats import save
@@ -166,6 +178,38 @@ def tune(
             print(command)
     if outcome.interrupted:
         raise typer.Exit(128 + signal.SIGINT)
+
+
+def measured_model(model: str | None, options: str | None, data: str | None, batch: int | None) -> dict[str, Any]:
+    """The same, where a preset is measured on random tokens."""
+    if model is None and data is not None:
+        raise Misuse(
+            f"--data {data} is for a model of your own, --model FILE.py:NAME; a preset is measured on random tokens"
+        )
+    return own_model(model, options, data, batch)
+
+
+def own_model(
+    model: str | None, options: str | None, data: str | None, batch: int | None, seed: int = 0
+) -> dict[str, Any]:
+    """The settings of a model of one's own; without one, those of text alone. Paths are from anywhere."""
+    from penstock.train.own_file import is_own
+    from penstock.train.settings import Settings
+
+    paths = {name: os.path.abspath(path) for name, path in (("model", model), ("data", data)) if path is not None}
+    if model is None or not is_own(model):
+        found: dict[str, Any] = {**paths, "batch": batch or Settings.batch}
+        found |= {"model": model} if model is not None else {}
+        return found | ({"model_options": json_object("--model-options", options)} if options is not None else {})
+    if batch is None and is_own(data):
+        from penstock.train.tasks.own_data import own_batch  # here, as it loads torch
+
+        batch = own_batch(paths["data"], seed, 1)
+    return {
+        **paths,
+        "model_options": json_object("--model-options", options),
+        "batch": batch or Settings.batch,
+    }
 
 
 def database_path(given: str | None) -> Path:

@@ -10,27 +10,31 @@ there are ranks, then clipping and the optimizer:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from penstock.library import build
 from penstock.models import CrossEntropy, GPTConfig, build_layers, gpt_costs
-from penstock.runtime import Stage, partition
+from penstock.runtime import Stage, partition, split
 from penstock.runtime.mesh.peers import LocalPeers
 from penstock.runtime.parameters.clip import global_norm, scale_gradients
 from penstock.runtime.stage.microbatches import cut_batch
 from penstock.runtime.stage.ops import Purpose, StageRunner, StepSettings
 from penstock.runtime.stage.split_backward import SplitReport, Tape, prepare, unprepare
 from penstock.runtime.tensors.message import Payload
+from penstock.runtime.tensors.pytree import flatten, unflatten
 from penstock.runtime.tensors.rng import mix
-from penstock.train.inputs import device_of, optimizer_class
+from penstock.train.inputs import device_of, optimizer_class, over_trained
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed
+from penstock.train.tasks.own import OwnTask
+from penstock.tune.errors import TuneError
 
 NUM_MICROBATCHES = 4
 """Of a measured step: the first fills gradients, the others add to them."""
@@ -47,20 +51,87 @@ Times = dict[tuple[int, str], list[float]]
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank measures: its share of the layers, for one microbatch size."""
+    """What one rank measures, for one microbatch size: of a GPT its share of the layers, of a person's own all of
+    them, which it holds anyway.
+
+    Attributes:
+        config: of a GPT; None for a model of one's own.
+    """
 
     settings: Settings
-    config: GPTConfig
+    config: GPTConfig | None
     microbatch_size: int
     recompute: bool
     rank: int
     num_ranks: int
     seconds: float
 
-    @property
-    def own_layers(self) -> range:
-        """The layers this rank would hold in a pipeline of all ranks."""
-        return partition(gpt_costs(self.config), self.num_ranks)[self.rank]
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers of a model, each a stage of its own.
+
+    Attributes:
+        stages: by number. num_layers: of the whole model. again: those that keep only their input where asked for.
+        inputs, targets: of `NUM_MICROBATCHES` microbatches. loss: of one.
+        hidden: what passes between two layers of a GPT, or as many numbers.
+        tied: bytes of what the first and the last layer share.
+    """
+
+    stages: dict[int, Stage]
+    num_layers: int
+    again: Collection[int]
+    inputs: Any
+    targets: Any
+    loss: Callable[..., Tensor]
+    hidden: Tensor
+    tied: int = 0
+
+
+def gpt_layers(share: Share, config: GPTConfig) -> Layers:
+    """Those that this rank would hold in a pipeline of all ranks."""
+    own = partition(gpt_costs(config), share.num_ranks)[share.rank]
+    layers = dict(zip(own, build_layers(config, own, share.settings.seed)))
+    draws = torch.Generator().manual_seed(1)
+    shape = share.microbatch_size * NUM_MICROBATCHES, config.context
+    tokens, targets = (torch.randint(0, config.vocab_size, shape, generator=draws) for _ in range(2))
+    return Layers(
+        {index: Stage({f"layers.{index}": layer}, [index]) for index, layer in layers.items()},
+        config.num_layers,
+        range(1, config.num_layers - 1),
+        tokens,
+        targets,
+        CrossEntropy(),
+        torch.randn((share.microbatch_size, config.context, config.width), generator=draws),
+        4 * config.vocab_size * config.width if config.tied else 0,
+    )
+
+
+def own_layers(share: Share) -> Layers:
+    """All layers of a person's own model, on the first samples of their data.
+
+    Raises:
+        TuneError: batches of fewer samples.
+    """
+    task = OwnTask(replace(share.settings, recompute=share.recompute), build("gpipe", 1, 1))
+    tried = task.tried()
+    leaves, skeleton = flatten((tried.inputs, tried.targets))
+    size = share.microbatch_size
+    if len(leaves[0]) < size:
+        raise TuneError(
+            f"--data gives batches of {len(leaves[0])} samples, and microbatches of {size} were to be measured; give "
+            "a smaller --microbatch-size, or a larger --batch"
+        )
+    first, _ = unflatten([leaf[:size] for leaf in leaves], skeleton)
+    repeated = [leaf[:size].repeat(NUM_MICROBATCHES, *[1] * (leaf.dim() - 1)) for leaf in leaves]
+    inputs, targets = unflatten(repeated, skeleton)
+    cut = split(tried.model, example=first)
+    stages = dict(enumerate(cut))
+    assert cut.sent is not None, "on an example"
+    ends = [{id(p): p.nbytes for p in cut[place].parameters()} for place in (0, -1)]
+    tied = sum(size for key, size in ends[0].items() if key in ends[1]) if len(cut) > 1 else 0
+    numbers = max(1, max(cut.sent) // 4)
+    return Layers(stages, len(cut), range(len(cut)), inputs, targets, task.loss, torch.randn(numbers), tied)
 
 
 def measure_layers(share: Share, meet: Callable[[], None]) -> dict[str, Any]:
@@ -69,33 +140,33 @@ def measure_layers(share: Share, meet: Callable[[], None]) -> dict[str, Any]:
     Args:
         meet: returns when all ranks have called it, so that they measure side by side.
     """
-    own, config = share.own_layers, share.config
-    blocks = range(1, config.num_layers - 1)
-    layers = dict(zip(own, build_layers(config, own, share.settings.seed)))
-    sizes = {index: _bytes_of(share, index, layer) for index, layer in layers.items()}
-    if share.recompute:
-        layers = {index: recomputed(layer) if index in blocks else layer for index, layer in layers.items()}
+    layers = own_layers(share) if share.config is None else gpt_layers(share, share.config)
+    sizes = _bytes_of(share, layers)
+    for index, stage in layers.stages.items() if share.recompute else ():
+        for layer in stage.in_order if index in layers.again else ():
+            recomputed(layer)
     device = device_of(share.settings)
-    stages = {index: Stage({f"layers.{index}": layer}, [index]).to(device) for index, layer in layers.items()}
-    chain = Chain(share, stages, device)
+    layers = replace(layers, stages={index: stage.to(device) for index, stage in layers.stages.items()})
+    chain = Chain(share, layers, device)
     times: Times = {}
-    for split in (False, True):
-        if split:
+    for split_backward in (False, True):
+        if split_backward:
             chain.prepare()
         for _ in range(WARM_UPS):
-            chain.step(split, None)
+            chain.step(split_backward, None)
         meet()
         end = time.perf_counter() + share.seconds / 2
         while True:
-            chain.step(split, times)
+            chain.step(split_backward, times)
             if time.perf_counter() >= end:
                 break
         meet()
     return {
-        "layers": list(own),
-        "step": middle_mean([chain.norm_time(config) for _ in range(9)]),
+        "layers": list(layers.stages),
+        "step": middle_mean([chain.norm_time() for _ in range(9)]),
         "times": {f"{layer} {kind}": middle_mean(values) for (layer, kind), values in times.items()},
-        "bytes": {str(index): {**sizes[index], "state": chain.state_bytes(index)} for index in own},
+        "bytes": {str(index): {**sizes[index], "state": chain.state_bytes(index)} for index in layers.stages},
+        "tied": layers.tied,
     }
 
 
@@ -109,26 +180,21 @@ def middle_mean(values: Sequence[float]) -> float:
 class Chain:
     """The layers of one rank, one stage each, and an empty stage beside them."""
 
-    def __init__(self, share: Share, stages: dict[int, Stage], device: torch.device) -> None:
-        settings, config = share.settings, share.config
+    def __init__(self, share: Share, layers: Layers, device: torch.device) -> None:
+        settings = share.settings
         self._device, self._clip, self._seed = device, settings.clip, settings.seed
-        self._stages = stages
+        self._stages, self._loss = layers.stages, layers.loss
         self._in_flight = min(share.num_ranks, NUM_MICROBATCHES)
-        draws = torch.Generator().manual_seed(1)
-        num_samples = share.microbatch_size * NUM_MICROBATCHES
-        shape = (num_samples, config.context)
-        tokens, targets = (torch.randint(0, config.vocab_size, shape, generator=draws) for _ in range(2))
-        self._batch = cut_batch(tokens, targets, NUM_MICROBATCHES, CrossEntropy())
-        hidden = share.microbatch_size, config.context, config.width
-        self._activation = torch.randn(hidden, generator=draws).to(device)
-        self._gradient = (torch.randn(hidden, generator=draws) * 1e-3).to(device)
+        self._batch = cut_batch(layers.inputs, layers.targets, NUM_MICROBATCHES, layers.loss)
+        self._activation = layers.hidden.to(device)
+        self._gradient = (layers.hidden * 1e-3).to(device)
         self._autocast = torch.bfloat16 if settings.precision == "bfloat16" else None
-        self._last = config.num_layers - 1
-        self._num_layers = config.num_layers
-        self._runners = {index: self._runner(stage, index, None) for index, stage in stages.items()}
-        self._empty = self._runner(Stage({}, []), 1, None)
-        build = optimizer_class(settings)
-        self._optimizers = {index: build(list(stage.parameters())) for index, stage in stages.items()}
+        self._last = layers.num_layers - 1
+        self._num_layers = layers.num_layers
+        self._runners = {index: self._runner(stage, index, None) for index, stage in self._stages.items()}
+        self._empty = self._runner(Stage({}, []), NO_LAYER, None)
+        made = over_trained(optimizer_class(settings))
+        self._optimizers = {index: made(list(stage.parameters())) for index, stage in self._stages.items()}
         self._num_steps = 0
         # One thread of compute never waits, so its own time is what the op takes, also on a machine that others use.
         alone = device.type == "cpu" and torch.get_num_threads() == 1
@@ -139,16 +205,18 @@ class Chain:
         self._runners = {index: self._runner(stage, index, prepare(stage)) for index, stage in self._stages.items()}
 
     def state_bytes(self, index: int) -> int:
-        """What the optimizer keeps for a layer."""
-        kept = [value for state in self._optimizers[index].state.values() for value in state.values()]
+        """What an optimizer keeps for a layer's parameters; of those that layers share each counts it."""
+        own = set(self._stages[index].parameters())
+        states = {p: each.state[p] for each in self._optimizers.values() for p in own & each.state.keys()}
+        kept = [value for state in states.values() for value in state.values()]
         return sum(value.nbytes for value in kept if isinstance(value, Tensor))
 
-    def norm_time(self, config: GPTConfig) -> float:
+    def norm_time(self) -> float:
         """Milliseconds that a rank takes to bring together the norms of the whole model's parameters."""
         if not self._clip:
             return 0.0
         here = sum(1 for stage in self._stages.values() for _ in stage.parameters())
-        everywhere = here * config.num_layers // len(self._stages)
+        everywhere = here * self._num_layers // len(self._stages)
         names = {str(number): torch.float32 for number in range(everywhere)}
         start = time.perf_counter()
         global_norm(names, {}, {}, LocalPeers(1))
@@ -174,7 +242,7 @@ class Chain:
 
     def _runner(self, stage: Stage, index: int, report: SplitReport | None) -> StageRunner:
         last = index == self._num_layers - 1
-        runner = StageRunner(stage, index, last, self._device, CrossEntropy(), self._autocast)
+        runner = StageRunner(stage, index, last, self._device, self._loss, self._autocast)
         if report is not None and report.can_split:
             runner.may_split(report.shared)
         return runner
@@ -206,10 +274,10 @@ class Chain:
 
     def _update(self, times: Times | None) -> None:
         for index, stage in self._stages.items():
-            named = dict(stage.named_parameters())
+            named = {name: p for name, p in stage.named_parameters() if p.grad is not None}
             parameters = list(named.values())
             with self._timed(times, index, "update"):
-                if self._clip:
+                if self._clip and named:
                     norm = global_norm({name: p.dtype for name, p in named.items()}, named, named, LocalPeers(1))
                     scale_gradients(parameters, self._clip, norm)
                 self._optimizers[index].step()
@@ -235,13 +303,37 @@ class Chain:
             times.setdefault((layer, kind), []).append((end - start) / 1e6)
 
 
-def _bytes_of(share: Share, index: int, layer: nn.Module) -> dict[str, float]:
-    """Bytes of a layer's weights, of what a microbatch keeps of it, and of what it sends on."""
-    settings, config = share.settings, share.config
-    recompute = share.recompute and 0 < index < config.num_layers - 1
-    shape = (share.microbatch_size, config.context)
-    value: Tensor = torch.zeros(shape, dtype=torch.int64) if index == 0 else torch.zeros(*shape, config.width)
-    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+def _bytes_of(share: Share, layers: Layers) -> dict[int, dict[str, float]]:
+    """By layer the bytes of its weights, of what a microbatch keeps of it, and of what it sends on."""
+    batch = cut_batch(layers.inputs, layers.targets, NUM_MICROBATCHES, layers.loss)
+    inputs, targets = _alone(batch.into(0)[0]), _alone(batch.targets[0])
+    value: Any = layers.hidden
+    found = {}
+    for index, stage in layers.stages.items():
+        entered = inputs if index == 0 else _entering(value)
+        loss = None if index < layers.num_layers - 1 else lambda output: layers.loss(output, targets)
+        recompute = share.recompute and index in layers.again
+        found[index], value = _bytes_of_layer(stage, entered, loss, share.settings, recompute)
+    return found
+
+
+def _alone(value: Any) -> Any:
+    """A microbatch in memory of its own, so that keeping it keeps no other."""
+    leaves, skeleton = flatten(value)
+    return unflatten([leaf.clone() for leaf in leaves], skeleton)
+
+
+def _entering(value: Any) -> Any:
+    """What a layer gets of the one before, as a stage does: without its graph, but wanting gradients."""
+    leaves, skeleton = flatten(value)
+    return unflatten([leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in leaves], skeleton)
+
+
+def _bytes_of_layer(
+    stage: Stage, entered: Any, loss: Callable[[Any], Tensor] | None, settings: Settings, recompute: bool
+) -> tuple[dict[str, float], Any]:
+    """Bytes of one layer, and what it returns."""
+    own = {p.untyped_storage().data_ptr() for p in stage.parameters()}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -250,28 +342,30 @@ def _bytes_of(share: Share, index: int, layer: nn.Module) -> dict[str, float]:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    stage = Stage({f"layers.{index}": layer}, [index])
     prepare(stage)
     tape = Tape()
     autocast = torch.bfloat16 if settings.precision == "bfloat16" else None
-    entered = value if index == 0 else value.requires_grad_()
     casting = torch.autocast("cpu", dtype=autocast, enabled=autocast is not None)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), casting, tape.recording():
         output = stage(entered)
-        sent = output.nbytes
-        if index == config.num_layers - 1:
-            output, sent = CrossEntropy()(output, torch.zeros(shape, dtype=torch.int64)), 0
+        sent = sum(leaf.nbytes for leaf in flatten(output)[0])
+        returned = output
+        if loss is not None:
+            output, sent = loss(output), 0
     whole = float(sum(kept.values()))
-    tape.backward_input([output], [torch.ones_like(output)])
-    held = float(tape.deferred_bytes)
-    tape.backward_weight()
-    for parameter in layer.parameters():
+    ends = [leaf for leaf in flatten(output)[0] if leaf.requires_grad]
+    held = 0.0
+    if ends:
+        tape.backward_input(ends, [torch.ones_like(end) for end in ends])
+        held = float(tape.deferred_bytes)
+        tape.backward_weight()
+    for parameter in stage.parameters():
         parameter.grad = None
     unprepare(stage)
     return {
-        "weight": float(sum(p.nbytes for p in layer.parameters())),
-        "activation": float(value.nbytes) if recompute else whole,
+        "weight": float(sum(p.nbytes for p in stage.parameters())),
+        "activation": float(sum(leaf.nbytes for leaf in flatten(entered)[0])) if recompute else whole,
         "held": held,
         "output": float(sent),
         "transient": whole if recompute else 0.0,
-    }
+    }, returned

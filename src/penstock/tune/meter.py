@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -12,16 +10,16 @@ from typing import Any
 
 import torch
 
-from penstock.models import GPTConfig
 from penstock.train.settings import Settings
 from penstock.tune.database import Database
 from penstock.tune.device import device_name
 from penstock.tune.errors import DatabaseError, TuneError
 from penstock.tune.layers import NO_LAYER
 from penstock.tune.profile import KINDS, MessageCosts, Profile
+from penstock.tune.tuned_model import TunedModel
 from penstock.tune.work import Task, WorkerAnswer, run_job
 
-VERSION = 1
+VERSION = 2
 """Of how we measure; measurements of another version are not used."""
 
 BUSY = 0.2
@@ -46,15 +44,15 @@ class Meter:
         say: gets a line before something is measured.
 
     Attributes:
+        model: that is measured.
         profiles, transfers: what was prepared; transfers by number of ranks.
         num_measured, num_reused: of both.
     """
 
     def __init__(
         self,
-        name: str,
+        model: TunedModel,
         settings: Settings,
-        config: GPTConfig,
         database: Database,
         seconds: float = 1.0,
         fresh: bool = False,
@@ -62,7 +60,7 @@ class Meter:
     ) -> None:
         self.num_measured = self.num_reused = 0
         self._disturbed: list[tuple[float, str]] = []
-        self._name, self._settings, self._config = name, settings, config
+        self.model, self._settings = model, settings
         self._database, self._seconds, self._fresh = database, seconds, fresh
         self._say = say or (lambda line: None)
         self._threads = settings.threads or 1
@@ -119,10 +117,11 @@ class Meter:
     def _layers_task(self, need: NeededProfile) -> tuple[Task, Callable[[WorkerAnswer], None], dict[str, Any]]:
         task = {
             "do": "layers",
-            "text": f"measuring {self._name}, microbatches of {need.microbatch_size}, {_ranks(need.num_parallel)}"
-            f"{' at a time' if need.num_parallel > 1 else ''}{', recompute' if need.recompute else ''}",
+            "text": f"measuring {self.model.name}, microbatches of {need.microbatch_size}, "
+            f"{_ranks(need.num_parallel)}{' at a time' if need.num_parallel > 1 else ''}"
+            f"{', recompute' if need.recompute else ''}",
             "settings": dataclasses.asdict(self._settings),
-            "vocab_size": self._config.vocab_size,
+            "vocab_size": self.model.config and self.model.config.vocab_size,
             "microbatch_size": need.microbatch_size,
             "recompute": need.recompute,
             "seconds": self._seconds,
@@ -130,7 +129,7 @@ class Meter:
         key = self._layers_key(need)
 
         def keep(answer: WorkerAnswer) -> None:
-            profile = profile_of(self._name, self._config, need, answer.ranks)
+            profile = profile_of(self.model, need, answer.ranks)
             self.profiles[need] = profile
             self._keep(key, profile.to_json(), answer, str(task["text"]))
 
@@ -177,7 +176,7 @@ class Meter:
         return {
             **self._machine_key(),
             "what": "layers",
-            "model": model_digest(self._config),
+            "model": self.model.digest,
             "precision": settings.precision,
             "optimizer": settings.optimizer,
             "optimizer_options": dict(settings.optimizer_options),
@@ -197,46 +196,36 @@ class Meter:
         }
 
 
-def model_digest(config: GPTConfig) -> str:
-    """A number that tells the structure of one GPT from another's."""
-    text = json.dumps(dataclasses.asdict(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def profile_of(name: str, config: GPTConfig, need: NeededProfile, told: Sequence[dict[str, Any]]) -> Profile:
-    """The profile from what the ranks told. Blocks are all alike: each gets the mean of all.
+def profile_of(model: TunedModel, need: NeededProfile, told: Sequence[dict[str, Any]]) -> Profile:
+    """The profile from what the ranks told. A layer that several measured gets their mean, and so do alike blocks.
 
     A layer was timed as a stage of its own; what an empty stage takes is taken off, as it comes once a stage.
     """
-    times: dict[tuple[int, str], float] = {}
-    overheads: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    times: dict[tuple[int, str], list[float]] = {}
     sizes: dict[int, dict[str, float]] = {}
     for rank in told:
         sizes |= {int(index): values for index, values in rank["bytes"].items()}
         for label, value in rank["times"].items():
             layer, kind = label.split()
-            if int(layer) == NO_LAYER:
-                overheads[kind].append(value)
-            else:
-                times[int(layer), kind] = value
-    op_overhead = {kind: fmean(values) if values else 0.0 for kind, values in overheads.items()}
-    blocks = range(1, config.num_layers - 1)
+            times.setdefault((int(layer), kind), []).append(value)
+    op_overhead = {kind: fmean(times.get((NO_LAYER, kind), [0.0])) for kind in KINDS}
     rows: dict[str, list[float]] = {}
     for kind in (*KINDS, "update"):
-        own = [max(0.0, times[layer, kind] - op_overhead.get(kind, 0.0)) for layer in range(config.num_layers)]
-        alike = fmean(own[layer] for layer in blocks)
-        rows[kind] = [own[0], *[alike for _ in blocks], own[-1]]
+        overhead = op_overhead.get(kind, 0.0)
+        own = [max(0.0, fmean(times[layer, kind]) - overhead) for layer in range(model.num_layers)]
+        alike = fmean(own[layer] for layer in model.blocks) if model.blocks else 0.0
+        rows[kind] = [alike if layer in model.blocks else each for layer, each in enumerate(own)]
     for what in ("activation", "held", "output", "weight", "state"):
-        rows[what] = [sizes[layer][what] for layer in range(config.num_layers)]
+        rows[what] = [sizes[layer][what] for layer in range(model.num_layers)]
     return Profile(
-        model=name,
-        layers=["embedding", *[f"block {number}" for number in range(config.depth)], "head"],
+        model=model.name,
+        layers=list(model.layers),
         microbatch_size=need.microbatch_size,
         num_parallel=need.num_parallel,
         op_overhead=op_overhead,
         recompute=need.recompute,
         transient=max(values["transient"] for values in sizes.values()),
-        tied=sizes[0]["weight"] - 4.0 * config.context * config.width if config.tied else 0.0,
+        tied=max(float(rank.get("tied", 0.0)) for rank in told),
         step=fmean(rank["step"] for rank in told),
         **rows,  # type: ignore[arg-type]
     )

@@ -45,7 +45,7 @@ def _do(task: dict[str, Any], rank: int, num_ranks: int) -> Any:
     if task["do"] == "transfer":
         return transfer.measure_transfer(rank, num_ranks, task["steps"], _meet)
     settings = Settings.from_mapping(task["settings"])
-    config = gpt_config(settings, task["vocab_size"])
+    config = None if task["vocab_size"] is None else gpt_config(settings, task["vocab_size"])
     if task["do"] == "layers":
         return layers.measure_layers(
             layers.Share(

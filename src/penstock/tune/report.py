@@ -117,11 +117,11 @@ def train_command(outcome: TuneOutcome, schedule_file: str | None = None) -> str
     Args:
         schedule_file: holds its schedule; needed for a program, which has no name.
     """
-    if outcome.choice is None or outcome.config is None:
+    if outcome.choice is None or outcome.trained is None:
         return None
     candidate = outcome.choice.candidate
     shape = candidate.shape
-    words = ["penstock", "train", "--preset", outcome.model, "--batch", str(outcome.space.batch)]
+    words = ["penstock", "train", *outcome.trained.options, "--batch", str(outcome.space.batch)]
     words += ["--schedule", schedule_file or candidate.plan.name, "--pp", str(shape.pp)]
     if shape.dp > 1:
         words += ["--dp", str(shape.dp)]
@@ -136,7 +136,7 @@ def train_command(outcome: TuneOutcome, schedule_file: str | None = None) -> str
 
 def _print_table(outcome: TuneOutcome, title: str, rows: Sequence[Ranked]) -> None:
     verified = any(ranked.candidate in outcome.measured for ranked in rows)
-    speed = "samples/s" if outcome.config is None else "tokens/s"
+    speed = "samples/s" if _num_tokens(outcome) is None else "tokens/s"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("schedule")
     heads = ["pp", "dp", "microbatches", "layers", "step ms", speed, "bubbles", "memory per rank"]
@@ -177,7 +177,13 @@ def _cut(candidate: TuneCandidate) -> str:
 
 
 def _tokens(outcome: TuneOutcome, ranked: Ranked) -> float | None:
-    return None if outcome.config is None else ranked.samples_per_second * outcome.config.context
+    tokens = _num_tokens(outcome)
+    return None if tokens is None else ranked.samples_per_second * tokens
+
+
+def _num_tokens(outcome: TuneOutcome) -> int | None:
+    """Of a sample."""
+    return None if outcome.trained is None else outcome.trained.num_tokens
 
 
 def _summary(outcome: TuneOutcome) -> str:

@@ -15,7 +15,9 @@ from typing import Any
 from penstock.dispatch import Dispatch
 from penstock.runtime import RuntimeFailure, partition
 from penstock.runtime.compatibility import require_runnable
+from penstock.train.own_file import is_own
 from penstock.train.settings import Settings, SettingsError
+from penstock.train.tasks.own import OwnTask
 from penstock.tune.errors import TuneError
 from penstock.tune.memory import memory_of
 from penstock.tune.predict import Prediction, predict, stage_costs
@@ -208,6 +210,8 @@ def refusal(candidate: TuneCandidate, settings: Settings) -> str | None:
     """Why `penstock train` would refuse a candidate; None where it runs it. The checks are the run's own."""
     try:
         require_runnable(candidate.plan.schedule)
+        if is_own(settings.model):
+            OwnTask(settings_of(candidate, settings), candidate.plan.schedule)
     except (SettingsError, RuntimeFailure) as error:
         return str(error)
     return None

@@ -7,11 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.data import ByteTokenizer, load_tokenizer
-from penstock.models import GPTConfig
-from penstock.train.inputs import device_of, optimizer_class
 from penstock.train.settings import Settings
-from penstock.train.tasks.gpt import gpt_config
 from penstock.tune.costs_file import CostsFile, load_costs_file
 from penstock.tune.database import Database
 from penstock.tune.device import num_devices
@@ -21,6 +17,7 @@ from penstock.tune.meter import Meter, NeededProfile
 from penstock.tune.profile import MessageCosts, Profile
 from penstock.tune.search import Ranked, SearchFound, TuneCandidate, search
 from penstock.tune.space import Shape, TuneSpace
+from penstock.tune.tuned_model import TunedModel, tuned_model
 from penstock.tune.verify import MeasuredCandidate, verify
 
 
@@ -84,14 +81,14 @@ class TuneOutcome:
     """What came of it.
 
     Attributes:
-        settings: asked for. config: of the GPT; None for a model that is only a file of costs.
+        settings: asked for. trained: the model; None for one that is only a file of costs, which nothing trains.
         num_measured, num_reused: measurements made now, and taken from the database.
         measured: of the candidates that were run.
     """
 
     model: str
     settings: Settings
-    config: GPTConfig | None
+    trained: TunedModel | None
     space: TuneSpace
     found: SearchFound
     num_measured: int = 0
@@ -150,41 +147,35 @@ def measure(
     Raises:
         TuneError, SettingsError, DatabaseError, RanksFailed.
     """
-    config = config_of(settings)
+    model = tuned_model(settings)
+    model.require_again(recompute)
     if wrong := [size for size in microbatch_sizes if size < 1]:
         raise TuneError(f"microbatches of {wrong[0]} samples hold nothing; give at least 1")
-    if num_ranks > config.num_layers:
-        raise TuneError(f"{settings.preset} has {config.num_layers} layers, too few for {num_ranks} ranks")
+    if num_ranks > model.num_layers:
+        raise TuneError(f"{model.name} has {model.num_layers} layers, too few for {num_ranks} ranks")
     with Database(source.database) as database:
-        meter = Meter(settings.preset, settings, config, database, source.seconds, source.fresh, say)
+        meter = Meter(model, settings, database, source.seconds, source.fresh, say)
         meter.prepare([NeededProfile(size, num_ranks, recompute) for size in microbatch_sizes], [min(2, num_ranks)])
     return meter
-
-
-def config_of(settings: Settings) -> GPTConfig:
-    """The model that the settings ask for, checked with its optimizer and device. Raises SettingsError, DataError."""
-    tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else ByteTokenizer()
-    device_of(settings)
-    optimizer_class(settings)
-    return gpt_config(settings, tokenizer.vocab_size)
 
 
 def _tune_here(
     asked: Asked, source: Measuring, say: Callable[[str], None] | None, progress: Callable[[SearchFound], None] | None
 ) -> TuneOutcome:
     settings = asked.settings
-    config = config_of(settings)
+    model = tuned_model(settings)
+    model.require_again(asked.recompute)
     devices = num_devices(settings)
-    space = _space(asked, asked.num_ranks or devices, asked.microbatch_sizes, _recompute(asked, True))
-    shapes = [shape for shape in space.shapes() if shape.pp <= config.num_layers]
+    space = _space(asked, asked.num_ranks or devices, asked.microbatch_sizes, _recompute(asked, not model.not_again))
+    shapes = [shape for shape in space.shapes() if shape.pp <= model.num_layers]
     if not shapes:
-        raise TuneError(f"{settings.preset} has {config.num_layers} layers, so pp is at most {config.num_layers}")
+        raise TuneError(f"{model.name} has {model.num_layers} layers, so pp is at most {model.num_layers}")
 
     def need(shape: Shape, recompute: bool) -> NeededProfile:
-        return NeededProfile(shape.microbatch_size, min(shape.pp * shape.dp, devices, config.num_layers), recompute)
+        return NeededProfile(shape.microbatch_size, min(shape.pp * shape.dp, devices, model.num_layers), recompute)
 
     with Database(source.database) as database:
-        meter = Meter(settings.preset, settings, config, database, source.seconds, source.fresh, say)
+        meter = Meter(model, settings, database, source.seconds, source.fresh, say)
         needs = list(dict.fromkeys(need(shape, again) for shape in shapes for again in space.recompute))
         several = any(shape.pp * shape.dp > 1 for shape in shapes)
         alone = any(shape.pp * shape.dp == 1 for shape in shapes)
@@ -202,11 +193,11 @@ def _tune_here(
             interrupted,
         )  # fmt: skip
     outcome = TuneOutcome(
-        settings.preset, settings, config, space, found, meter.num_measured, meter.num_reused, notices=meter.notices,
+        model.name, settings, model, space, found, meter.num_measured, meter.num_reused, notices=meter.notices,
         interrupted=found.interrupted or interrupted,
     )  # fmt: skip
     if asked.num_verified and not outcome.interrupted:
-        _verify(asked, outcome, config, say)
+        _verify(asked, outcome, model, say)
     return outcome
 
 
@@ -235,7 +226,11 @@ def _tune_estimated(
     asked: Asked, source: Estimating, num_ranks: int, progress: Callable[[SearchFound], None] | None
 ) -> TuneOutcome:
     settings = asked.settings
-    config = config_of(settings)
+    model = tuned_model(settings)
+    if (config := model.config) is None:
+        raise TuneError(
+            f"--tflops estimates by the sizes of a GPT, and {model.name} is your own; leave it out, to measure"
+        )
     space = _space(asked, num_ranks, asked.microbatch_sizes, _recompute(asked, True))
     transfer = MessageCosts.assumed(source.latency, source.bandwidth)
 
@@ -246,7 +241,7 @@ def _tune_estimated(
         )  # fmt: skip
 
     found = _searched(asked, space, profile_of, lambda shape: transfer, None, progress)
-    return TuneOutcome(settings.preset, settings, config, space, found, interrupted=found.interrupted)
+    return TuneOutcome(model.name, settings, model, space, found, interrupted=found.interrupted)
 
 
 def _space(asked: Asked, num_ranks: int, sizes: Sequence[int] | None, recompute: Sequence[bool]) -> TuneSpace:
@@ -276,12 +271,12 @@ def _searched(
     )  # fmt: skip
 
 
-def _verify(asked: Asked, outcome: TuneOutcome, config: GPTConfig, say: Callable[[str], None] | None) -> None:
+def _verify(asked: Asked, outcome: TuneOutcome, model: TunedModel, say: Callable[[str], None] | None) -> None:
     chosen = outcome.found.best[: asked.num_verified]
     if len(chosen) < asked.num_verified:
         outcome.notices.append(f"{asked.num_verified} candidates were to be verified; {len(chosen)} were found")
     with contextlib.suppress(KeyboardInterrupt):  # seen below: some are missing
-        outcome.measured = verify(chosen, asked.settings, config, asked.num_steps, say=say)
+        outcome.measured = verify(chosen, asked.settings, model, asked.num_steps, say=say)
     outcome.interrupted = len(outcome.measured) < len(chosen)
     disturbed = [each for each in outcome.measured.values() if not each.quiet]
     if disturbed:

@@ -3,64 +3,50 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from penstock.formats.native import from_json
-from penstock.models import CrossEntropy, GPTConfig, gpt_stage, tied_parameters
-from penstock.runtime import Pipeline
-from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
+from penstock.models import GPTConfig
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.simulation import Timeline
-from penstock.train.inputs import device_of, optimizer_class
-from penstock.train.mesh import mesh_of
+from penstock.train.inputs import Inputs, build_pipeline
 from penstock.train.settings import Settings
-from penstock.train.tasks.layers import recomputed
+from penstock.train.tasks.open import open_task
+from penstock.train.tasks.task import Data, Example
 from penstock.tune.device import Clock
 
 WARM_UPS = 3
 
 
 def run(
-    settings: Settings, config: GPTConfig, task: dict[str, Any], rank: int, meet: Callable[[], None]
+    settings: Settings, config: GPTConfig | None, task: dict[str, Any], rank: int, meet: Callable[[], None]
 ) -> dict[str, Any]:
-    """Steps of `task["schedule"]` on every replica of the settings' mesh, on random tokens, with updates.
+    """Steps of `task["schedule"]` on every replica of the settings' mesh, with updates: of a GPT on random tokens, of
+    a person's own model on their data.
 
     Ranks start each step together (`meet`), as they do in training, where a step ends for all at its loss.
     Returns milliseconds and clocks of every step on this rank, the steps' makespans, and on rank 0 the mean op times
     by stage.
     """
     schedule = from_json(task["schedule"])
-    parts = ranges(settings.cut or ())
-    wrap = recomputed if settings.recompute else None
-    pipe = Pipeline(
-        [lambda part=part: gpt_stage(config, part, settings.seed, wrap=wrap) for part in parts],  # type: ignore[misc]
-        schedule,
-        loss_fn=CrossEntropy(),
-        optimizer=optimizer_class(settings),
-        mesh=mesh_of(settings),
-        dispatch=settings.dispatch,
-        seed=settings.seed,
-        timeout=settings.timeout,
-        precision=PrecisionOptions(
-            autocast=torch.bfloat16 if settings.precision == "bfloat16" else None, clip_norm=settings.clip or None
-        ),
-        parallel=ParallelOptions(
-            device=device_of(settings), tied=tied_parameters(config), sharding=settings.sharding
-        ),
+    model = open_task(settings, schedule)
+    data = (
+        model.read(None)
+        if config is None
+        else _random_tokens(config, task["microbatch_size"] * schedule.num_microbatches * settings.dp)
     )
-    draws = torch.Generator().manual_seed(1)
-    shape = task["microbatch_size"] * schedule.num_microbatches * settings.dp, config.context
-    inputs, targets = (torch.randint(0, config.vocab_size, shape, generator=draws) for _ in range(2))
+    pipe = build_pipeline(Inputs(settings, schedule, model, data))
     timelines: list[Timeline] = []
     steps: list[float] = []
     clocks: list[dict[str, float | None]] = []
     for number in range(WARM_UPS + task["steps"]):
+        batch = data.batches[number]
         meet()
         start, before = time.perf_counter(), Clock.now()
-        pipe.step(inputs, targets)
+        pipe.step(batch.inputs, batch.targets)
         elapsed, clock = (time.perf_counter() - start) * 1e3, Clock.now().since(before)
         if number >= WARM_UPS:
             steps.append(elapsed)
@@ -77,10 +63,19 @@ def run(
     }
 
 
-def ranges(cut: Sequence[int]) -> list[range]:
-    """The layers of each stage, from how many each holds."""
-    found, start = [], 0
-    for count in cut:
-        found.append(range(start, start + count))
-        start += count
-    return found
+def _random_tokens(config: GPTConfig, num_samples: int) -> Data:
+    """The same batch again and again."""
+    draws = torch.Generator().manual_seed(1)
+    shape = num_samples, config.context
+    batch = Example(*(torch.randint(0, config.vocab_size, shape, generator=draws) for _ in range(2)))
+    return Data("random tokens", "", _Always(batch), [batch])
+
+
+class _Always:
+    """One batch in every step."""
+
+    def __init__(self, batch: Example) -> None:
+        self._batch = batch
+
+    def __getitem__(self, step: int) -> Example:
+        return self._batch

@@ -9,10 +9,10 @@ from statistics import fmean, median
 from typing import Any
 
 from penstock.formats.native import to_json
-from penstock.models import GPTConfig
 from penstock.train.settings import Settings, num_cores
 from penstock.tune.device import others
 from penstock.tune.search import Ranked, TuneCandidate, settings_of
+from penstock.tune.tuned_model import TunedModel
 from penstock.tune.work import WorkerAnswer, run_job
 
 DISTURBED = 0.25
@@ -50,7 +50,7 @@ class MeasuredCandidate:
 def verify(
     best: Sequence[Ranked],
     settings: Settings,
-    config: GPTConfig,
+    model: TunedModel,
     num_steps: int = 10,
     rounds: int = 2,
     say: Callable[[str], None] | None = None,
@@ -70,7 +70,7 @@ def verify(
         for num_ranks, group in by_ranks.items():
             order = [candidate for turn in range(rounds) for candidate in (group if turn % 2 == 0 else group[::-1])]
             run_job(
-                [trial_task(candidate, settings, config, num_steps) for candidate in order],
+                [trial_task(candidate, settings, model, num_steps) for candidate in order],
                 num_ranks,
                 settings.threads or 1,
                 None if say is None else lambda text: say(f"running {text}"),
@@ -82,13 +82,13 @@ def verify(
     return {candidate: measured_of(told) for candidate, told in answers.items()}
 
 
-def trial_task(candidate: TuneCandidate, settings: Settings, config: GPTConfig, num_steps: int) -> dict[str, Any]:
+def trial_task(candidate: TuneCandidate, settings: Settings, model: TunedModel, num_steps: int) -> dict[str, Any]:
     """The task that runs a candidate."""
     return {
         "do": "run",
         "text": str(candidate),
         "settings": dataclasses.asdict(settings_of(candidate, settings)),
-        "vocab_size": config.vocab_size,
+        "vocab_size": model.config and model.config.vocab_size,
         "schedule": to_json(candidate.plan.schedule),
         "microbatch_size": candidate.shape.microbatch_size,
         "steps": num_steps,

@@ -8,6 +8,8 @@ from typing import Any
 
 from penstock.train.asynchronous import ASYNCHRONOUS, completed
 from penstock.train.checks import SettingsError, is_schedule_file
+from penstock.train.kinds import usual_of
+from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
 
 USUAL = ("1f1b", "zb-v", "amdp", "pipedream-2bw")
@@ -42,6 +44,7 @@ def contenders(names: Sequence[str], given: Mapping[str, Any]) -> list[Settings]
             f"({', '.join(ASYNCHRONOUS)}), and none is compared; leave it out"
         )
     own = {field.name: field.default for field in dataclasses.fields(Settings) if field.name in _ALWAYS}
+    own |= {"lr": usual_of(given["model"])["lr"]} if is_own(given.get("model")) else {}
     found = []
     for name in names:
         alike = {k: v for k, v in given.items() if name in ASYNCHRONOUS or k not in OF_UPDATES}

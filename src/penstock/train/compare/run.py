@@ -24,10 +24,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CostSource:
-    """Where the costs come from, in words; whether they are of the model that is trained; and what they are."""
+    """Where the costs come from, in words; of a model on text, the tokens of a sample; and what they are."""
 
     words: str
-    of_model: bool
+    num_tokens: int | None
     costing: Costing
 
 
@@ -55,10 +55,7 @@ def compare(
     if trains:
         rows = _train(rows, inputs, out, say)
     first = contenders[0]
-    tokens = None
-    if costs.of_model:
-        context = _context(first, inputs)
-        tokens = None if context is None else context * first.batch / first.microbatches
+    tokens = None if costs.num_tokens is None else costs.num_tokens * first.batch / first.microbatches
     found = Comparison(
         rows,
         costs.words,
@@ -106,15 +103,6 @@ def _folder(out: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="penstock-compare-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
-
-
-def _context(settings: Settings, inputs: Sequence[Inputs]) -> int | None:
-    """Tokens of a sample; None where it is no row of tokens."""
-    if inputs:
-        return inputs[0].task.num_tokens
-    from penstock.train.tasks.gpt import gpt_config
-
-    return gpt_config(settings, 256).context
 
 
 def _notices(contenders: Sequence[Settings], trains: bool) -> list[str]:

@@ -1,0 +1,129 @@
+"""What is tuned: a GPT by its sizes, or a model of a person's own, in layers as `penstock train` cuts them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.data import ByteTokenizer, load_tokenizer
+from penstock.library import build
+from penstock.models import GPTConfig, gpt_costs
+from penstock.runtime import split
+from penstock.runtime.stage.statistics import GATHERS
+from penstock.runtime.tensors.pytree import flatten
+from penstock.train.inputs import device_of, optimizer_class
+from penstock.train.kinds import GPT
+from penstock.train.own_file import is_own, own_name
+from penstock.train.settings import Settings
+from penstock.train.tasks.gpt import gpt_config
+from penstock.train.tasks.own import OwnTask
+from penstock.tune.errors import TuneError
+
+
+@dataclass(frozen=True)
+class TunedModel:
+    """A model in layers.
+
+    Attributes:
+        name: of it. layers: their names, first to last. costs: of each, by which a run cuts them unless told how.
+        num_tokens: of a sample; None where a sample is no row of tokens.
+        options: of `penstock train`, that say which model it is.
+        structure: what its times and bytes depend on, as plain data.
+        config: of a GPT. blocks: layers of it that are all alike.
+        not_again: why its forwards cannot be run again in the backward; empty where they can.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    costs: tuple[float, ...]
+    num_tokens: int | None
+    options: tuple[str, ...]
+    structure: Mapping[str, Any]
+    config: GPTConfig | None = None
+    blocks: range = field(default=range(0))
+    not_again: str = ""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def digest(self) -> str:
+        """A number that tells its structure from another's."""
+        return hashlib.sha256(json.dumps(self.structure, sort_keys=True).encode()).hexdigest()[:32]
+
+    def require_again(self, recompute: bool | None) -> None:
+        """Raises TuneError where recomputation is asked for and not right."""
+        if recompute and self.not_again:
+            raise TuneError(f"--recompute: {self.not_again}; leave it out")
+
+
+def tuned_model(settings: Settings) -> TunedModel:
+    """The model that the settings ask for, checked with its optimizer and device.
+
+    Raises:
+        TuneError: a model of a kind that is not tuned.
+        SettingsError, DataError, PartitionError: what the run itself would raise.
+    """
+    device_of(settings)
+    optimizer_class(settings)
+    if is_own(settings.model):
+        return _own(settings)
+    if settings.model != GPT:
+        raise TuneError(
+            f"--model {settings.model} is not measured layer by layer yet; GPTs are, by --preset, and models of your "
+            "own, by --model FILE.py:NAME"
+        )
+    tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else ByteTokenizer()
+    return gpt_model(settings.preset, gpt_config(settings, tokenizer.vocab_size))
+
+
+def gpt_model(name: str, config: GPTConfig) -> TunedModel:
+    """A GPT of some sizes."""
+    return TunedModel(
+        name=name,
+        layers=("embedding", *(f"block {number}" for number in range(config.depth)), "head"),
+        costs=tuple(gpt_costs(config)),
+        num_tokens=config.context,
+        options=("--preset", name),
+        structure=dataclasses.asdict(config),
+        config=config,
+        blocks=range(1, config.num_layers - 1),
+    )
+
+
+def _own(settings: Settings) -> TunedModel:
+    """A person's own, built and tried once, on a whole batch."""
+    task = OwnTask(settings, build("gpipe", 1, 1))
+    tried = task.tried()
+    cut = split(tried.model, example=tried.inputs)
+    own = own_name(settings.model)
+    norm = next((type(module).__name__ for module in tried.model.modules() if isinstance(module, GATHERS)), None)
+    files = {own.path, *([own_name(settings.data or "").path] if is_own(settings.data) else [])}
+    leaves = flatten((tried.inputs, tried.targets))[0]
+    options = ["--model", settings.model]
+    if settings.model_options:
+        options += ["--model-options", json.dumps(dict(settings.model_options))]
+    if settings.data is not None:
+        options += ["--data", settings.data]
+    return TunedModel(
+        name=own.name,
+        layers=tuple(path for paths in cut.layers for path in paths),
+        costs=tuple(cut.costs),
+        num_tokens=task.num_tokens,
+        options=tuple(options),
+        structure={
+            "name": own.name,
+            "options": dict(settings.model_options),
+            "files": sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in files),
+            "batch": [(str(leaf.dtype), list(leaf.shape[1:])) for leaf in leaves],
+            "parameters": [(name, list(p.shape)) for name, p in tried.model.named_parameters()],
+        },
+        not_again=""
+        if norm is None
+        else f"{norm} gathers statistics, and a forward that runs again gathers them twice",
+    )

@@ -1,0 +1,166 @@
+"""`penstock profile`, `tune` and `compare` with a model of one's own: what is measured, printed and refused."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.cli import main
+from penstock.runtime import split
+from penstock.train.settings import Settings
+from penstock.train.tasks.own import built
+from penstock.tune.errors import TuneError
+from penstock.tune.layers import NO_LAYER, Share, measure_layers
+from penstock.tune.profile import KINDS
+from penstock.tune.tuned_model import tuned_model
+
+pytestmark = pytest.mark.unit
+
+FILE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(nn.Module):
+    '''Skips, a layer without weights, a weight that the first and the last layer share.'''
+
+    def __init__(self, depth=3, norm=False):
+        super().__init__()
+        self.words = nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+        self.act, self.norm = nn.Tanh(), nn.BatchNorm1d(6) if norm else nn.Identity()
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens, mask):
+        first = x = self.words(tokens) * mask[..., None]
+        for block in self.blocks:
+            x = x + self.act(block(x))
+        return self.head(self.norm(x + first))
+
+
+def loss_fn(output, targets):
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def data(train=True):
+    draws = torch.Generator().manual_seed(1)
+    tokens = torch.randint(20, (32, 6), generator=draws)
+    return TensorDataset(tokens, torch.ones(32, 6), tokens.roll(1, 1))
+
+
+def batches():
+    return DataLoader(data(), 4)
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "net.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "net.py"
+
+
+def settings_of(net: Path, data: str = "data", **more: Any) -> Settings:
+    given = {"batch": 8, "microbatches": 1, "ranks": 1, "threads": 1, **more}
+    return Settings(model=f"{net}:Net", data=f"{net}:{data}", **given)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_layer_is_measured(net: Path, recompute: bool) -> None:
+    settings = settings_of(net)
+    model = tuned_model(settings)
+    found = measure_layers(Share(settings, None, 2, recompute, 0, 1, 0.0), lambda: None)
+    cut = split(built(settings.model, {}, 0), example=(torch.zeros(2, 6, dtype=torch.long), torch.ones(2, 6)))
+    assert list(model.layers) == [path for paths in cut.layers for path in paths]
+    assert found["layers"] == list(range(model.num_layers)) == list(range(9))
+    kinds = {(layer, kind) for layer in found["layers"] for kind in (*KINDS, "update")}
+    assert {tuple(key.split()) for key in found["times"]} == {
+        (str(layer), kind) for layer, kind in kinds | {(NO_LAYER, kind) for kind in KINDS}
+    }
+    weights = [found["bytes"][str(layer)]["weight"] for layer in found["layers"]]
+    assert weights == [4.0 * count for count in cut.num_parameters]
+    assert found["tied"] == 4 * 20 * 8
+    state = [found["bytes"][str(layer)]["state"] for layer in found["layers"]]
+    assert all((kept > 0) == (weight > 0) for kept, weight in zip(state, weights, strict=True))
+    assert all(found["bytes"][str(layer)]["output"] > 0 for layer in found["layers"][:-1])
+    kept = [found["bytes"][str(layer)]["activation"] for layer in found["layers"]]
+    assert all(each > 0 for each, weight in zip(kept, weights, strict=True) if weight)
+    assert (max(each["transient"] for each in found["bytes"].values()) > 0) == recompute
+
+
+def test_another_file_or_other_arguments_are_measured_anew(net: Path) -> None:
+    first = tuned_model(settings_of(net)).digest
+    assert tuned_model(settings_of(net)).digest == first
+    assert tuned_model(settings_of(net, model_options={"depth": 4})).digest != first
+    assert tuned_model(settings_of(net, batch=4)).digest == first
+    net.with_name("other.py").write_text(FILE.replace("torch.tanh", "torch.relu").replace("Tanh", "ReLU"))
+    assert tuned_model(settings_of(net.with_name("other.py"))).digest != first
+
+
+def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> None:
+    settings = settings_of(net, "batches", batch=4)
+    with pytest.raises(TuneError, match="batches of 4 samples, and microbatches of 5"):
+        measure_layers(Share(settings, None, 5, False, 0, 1, 0.0), lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("profile --model nothing.py:Net --data net.py:data", "nothing.py:Net: there is no file"),
+        ("tune --model net.py:Nett --data net.py:data", "has no 'Nett'"),
+        ("tune --model bert", "--model bert is not measured layer by layer yet"),
+        ("profile --data net.py:data", "--data net.py:data is for a model of your own"),
+        (
+            "tune --model net.py:Net --data net.py:data --tflops 1 --ranks 2",
+            "--tflops estimates by the sizes of a GPT",
+        ),
+        ("tune --model net.py:Net --data net.py:data --depth 3", "--depth is for models of ours"),
+        ('profile --model net.py:Net --data net.py:data --recompute --model-options {"norm":true}', "BatchNorm1d"),
+        ("profile --model net.py:Net --data net.py:data --ranks 20", "Net has 9 layers, too few for 20 ranks"),
+    ],
+)
+def test_what_is_refused_says_why(net: Path, line: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    assert why in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_profile_and_a_comparison(net: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "profile --model net.py:Net --data net.py:data --microbatch-size 2 --seconds 0.05 --json"
+    assert main(line.split()) == 0
+    (profile,) = json.loads(capsys.readouterr().out)["profiles"]
+    assert profile["layers"][0] == "words"
+    assert profile["model"] == "Net"
+    line = "compare 1f1b zb-h1 --model net.py:Net --data net.py:data --batch 8 --microbatches 4 --ranks 2 --steps 2"
+    assert main(f"{line} --seconds 0.05 --json".split()) == 0
+    found = json.loads(capsys.readouterr().out)["schedules"]
+    assert [each["name"] for each in found] == ["1f1b", "zb-h1"]
+    assert found[0]["trained"]["losses"] == found[1]["trained"]["losses"]
+    assert found[0]["simulated"]["tokens_per_second"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_the_closing_line_trains(net: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the best verified, which ranks in processes of their own ran."""
+    line = 'tune --model net.py:Net --data net.py:batches --model-options {"depth":4} --ranks 2 --pp 2'
+    line += " --microbatch-size 1 --seconds 0.05 --verify 1 --steps 2 --json"
+    assert main(line.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["batch"] == 4, "the data's own"
+    assert found["choice"]["measured"]["step_ms"] > 0
+    program, *words = shlex.split(found["train"])
+    assert program == "penstock"
+    assert main([*words, "--steps", "2", "--out", "run", "--in-process", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["steps"], report["num_ranks"]) == (2, 2)
