@@ -343,7 +343,7 @@ class _Switches:
         self.pipe.reconfigure(then)
 
     def delegates(self) -> Iterator[int]:
-        yield from self.pipe._transport._delegates.pids.values()
+        yield from self.pipe._local.transport._delegates.pids.values()
 
 
 class _Moves:

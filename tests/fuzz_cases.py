@@ -758,7 +758,7 @@ def _differences(case: Case, pipe: Any, model: Any, want: Seen) -> Iterator[str]
 
 
 def buffers_here(pipe: Any) -> dict[str, Tensor]:
-    return {n: whole(b) for stage in pipe._model.stages.values() for n, b in stage.named_buffers()}
+    return {n: whole(b) for stage in pipe._local.model.stages.values() for n, b in stage.named_buffers()}
 
 
 def _far(want: dict[str, Tensor | None], got: dict[str, Tensor | None], what: str, tolerance: float) -> Iterator[str]:

@@ -84,11 +84,11 @@ def training(rank: int, case: LinkCase) -> dict[str, Any]:
                 losses.append(pipe.evaluate(x, x.sum(1, keepdim=True)).losses)
         state = [p.detach().clone() for p in pipe.parameters()]
         state = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in state]
-        transport: Any = pipe._transport
+        transport: Any = pipe._local.transport
         return {
             "losses": torch.cat(losses),
             "state": state,
-            "number": pipe._failover.number if pipe._failover is not None else None,
+            "number": pipe._local.failover.number if pipe._local.failover is not None else None,
             "counters": vars(transport.counters) if hasattr(transport, "counters") else {},
             "notices": pipe.notices,
         }
@@ -111,10 +111,10 @@ def watched(point: str, method: Any, counts: dict[str, int], mine: dict[tuple[st
         counts[point] += 1
         after = mine.get((point, counts[point]))
         if after is False:
-            pipe._failover._want(pipe._failover.number + 1, "the test says so")
+            pipe._local.failover._want(pipe._local.failover.number + 1, "the test says so")
         result = method(*args)
         if after:
-            pipe._failover._want(pipe._failover.number + 1, "the test says so")
+            pipe._local.failover._want(pipe._local.failover.number + 1, "the test says so")
         return result
 
     return call

@@ -135,7 +135,7 @@ def wrong(
         mine = {n: p.detach() for n, p in pipe.named_parameters()}
         found += [f"after the updates: {d}" for d in differences({n: values[n] for n in mine}, mine)]
         kept = dict(whole.named_buffers())
-        own = {n: b for stage in pipe._model.stages.values() for n, b in stage.named_buffers()}
+        own = {n: b for stage in pipe._local.model.stages.values() for n, b in stage.named_buffers()}
         found += [f"buffer: {d}" for d in differences({n: kept[n] for n in own}, own)]
     finally:
         slot_module.MERGE_WORK = before

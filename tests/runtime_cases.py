@@ -115,7 +115,7 @@ def compare_case(made: Case, schedule: ps.Schedule, dispatch: str, plain: Plain 
     pipe.update()
     mine = {n: p.detach() for n, p in pipe.named_parameters()}
     found += [f"after the update: {d}" for d in differences({n: plain.parameters[n] for n in mine}, mine)]
-    own = {n: b for stage in pipe._model.stages.values() for n, b in stage.named_buffers()}
+    own = {n: b for stage in pipe._local.model.stages.values() for n, b in stage.named_buffers()}
     found += [f"buffer: {d}" for d in differences({n: plain.buffers[n] for n in own}, own)]
     pipe.close()
     return found

@@ -133,7 +133,7 @@ def evaluation_changes_nothing(ranks: int) -> None:
     pipe = build(model, ps.build("interleaved-1f1b", ranks, 4 * ranks) if ranks > 1 else ps.build("1f1b", 1, 4))
     x, y = batches(4 * ranks, 8)[0]
     pipe.step(x, y, update=False)
-    stages = nn.ModuleList(pipe._model.stages.values())
+    stages = nn.ModuleList(pipe._local.model.stages.values())
     state, modes = copy.deepcopy(stages.state_dict()), [m.training for m in stages.modules()]
     grads, rng = copy.deepcopy(own_gradients(pipe)), torch.get_rng_state()
     plain = copy.deepcopy(model)
@@ -234,7 +234,7 @@ def stages_built_by_functions_with_named_ties(ranks: int) -> None:
             optimizer=partial(torch.optim.SGD, lr=0.1),
             parallel=ps.ParallelOptions(tied=names if ranks > 1 else ()),
         )
-        assert built == sorted(pipe._model.stages)
+        assert built == sorted(pipe._local.model.stages)
         plain = copy.deepcopy(tied if ranks > 1 else stages)
         optimizer = torch.optim.SGD(nn.ModuleList(plain).parameters(), lr=0.1)
         for number, (x, y) in enumerate(token_steps(4, [3, 4]), start=1):
@@ -243,7 +243,7 @@ def stages_built_by_functions_with_named_ties(ranks: int) -> None:
             optimizer.zero_grad()
             pipe.step(x, y)
             assert_equal_values(pipe, nn.ModuleList(plain))
-        last = pipe._model.stages.get(ranks - 1)
+        last = pipe._local.model.stages.get(ranks - 1)
         if ranks > 1 and last is not None:
             table = dict(last.named_parameters())[f"{ranks - 1}.layers.2.weight"]
             assert torch.equal(table, plain[0].layers[1].weight)
@@ -290,7 +290,8 @@ def another_sequence_length_each_step_leaves_no_buffers(ranks: int) -> None:
     for length in (3, 5, 3, 9, 2):
         x = torch.randn(4, length, 8)
         pipe.step(x, x, update=False)
-    ends = [*pipe._transport._incoming.values(), *pipe._transport._outgoing.values()] if pipe._transport else []
+    transport = pipe._local.transport
+    ends = [*transport._incoming.values(), *transport._outgoing.values()] if transport else []
     for end in ends:
         assert sum(bool(known.spare) for known in end.known.values()) <= 1
 

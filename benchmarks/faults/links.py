@@ -136,7 +136,7 @@ def train(job: LinkJob, run: int, rank: int) -> tuple[dict[str, Any], dict[str, 
         state = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
         state["losses"] = torch.cat(losses)
         told = {"run": run, "rank": rank, "steps": steps, "notices": pipe.notices}
-        counters = getattr(pipe._transport, "counters", None)
+        counters = getattr(pipe._local.transport, "counters", None)
         told["counters"] = {} if counters is None else {key: n for key, n in asdict(counters).items() if n}
     return told, state
 

@@ -118,7 +118,7 @@ def work(given: argparse.Namespace, rank: int, folder: Path) -> None:
     if given.side == "torch":
         watch_torch(parts, side)
     else:
-        watch_ours(parts, side._pipe._transport)
+        watch_ours(parts, side._pipe._local.transport)
     run(side, 3)
     parts.spent = dict.fromkeys(parts.spent, 0)
     run(side, given.steps)

@@ -7,6 +7,7 @@ for each microbatch, alike on all its ops; its seed is [number of the draw, 10 t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -57,9 +58,40 @@ is then asked for, and the most that a draw of ORDER may take over frozen in ord
 
 CHANGED = (Cell("zb-v", 8, 0.6, 2.0), Cell("zb-v", 16, 0.6, 2.4))
 """RRFP's language setting with a change of schedule: planned by rules, over 1f1b frozen in order of arrival, at
-1f1b's memory by count. Its 1.77 at one schedule is for 1f1b, 16 ranks and sigma 0.6 of ORDER. Its multi-modal setting
-is not run: encoders are not packed here."""
+1f1b's memory by count. Its 1.77 at one schedule is for 1f1b, 16 ranks and sigma 0.6 of ORDER."""
 SAME_SCHEDULE = 1.77
+
+
+class Towers(NamedTuple):
+    """A model with an encoder before its decoder, how it is run, and how many times as fast it is to be, if it is.
+
+    Attributes:
+        how: "order", "changed" or "spread".
+    """
+
+    how: str
+    num_ranks: int
+    sigma: float
+    aim: float | None
+
+
+TOWERS = tuple(
+    Towers(how, num_ranks, sigma, aim)
+    for how, aims in (("order", (None, None)), ("changed", (1.7, 2.0)), ("spread", (2.77, 2.77)))
+    for num_ranks, aim in zip((8, 16), aims, strict=True)
+    for sigma in (0.6, 1.0)
+)
+"""RRFP's multi-modal setting. Its abstract names only speedups and up to 128 GPUs, so what follows is assumed. The
+encoder is the first quarter of the model's work. A microbatch is one sample, with a factor for its text and one for
+its images, drawn alike and apart; the encoder's ops take the images' factor, and the decoder's, whose sequence has
+both, the mean of the two. All are over 1f1b with an even cut, frozen in order of arrival.
+
+order    1f1b in its best order, its own memory by count
+changed  zb-v in its best order, in 1f1b's memory by count: the most that one of its ranks holds
+spread   the encoder runs on all ranks at once, each with its part of the images, before and after a zb-v of the
+         decoder in the same memory. What it holds beside that is kept, by count; the other encoders run again."""
+ENCODER = 0.25
+"""The encoder's share of the work."""
 
 REPLICAS, RANKS, EACH = 32, 4, 8
 """Replicas, ranks of each, microbatches of each."""
@@ -103,6 +135,13 @@ def factors(sigma: float, num: int, draw: int) -> list[float]:
     return found
 
 
+def tower_factors(sigma: float, num: int, draw: int) -> tuple[list[float], list[float]]:
+    """Of the encoder's ops and of the decoder's, by microbatch; the mean of the draws is 1."""
+    source = np.random.default_rng([draw, round(sigma * 10), 4])
+    images, text = source.lognormal(-(sigma**2) / 2, sigma, (2, num))
+    return images.tolist(), ((images + text) / 2).tolist()
+
+
 def predicted(real: Sequence[float], sigma: float, draw: int) -> list[float]:
     error = np.random.default_rng([draw, round(sigma * 10), 99]).lognormal(0, ERROR, len(real))
     found: list[float] = (np.array(real) * error).tolist()
@@ -114,6 +153,40 @@ def even_costs(schedule: ps.Schedule) -> ps.Costs:
     share = schedule.num_ranks / schedule.num_stages
     times = [MS * share] * schedule.num_stages
     return ps.Costs(times, times, times, activation=[share] * schedule.num_stages)
+
+
+def tower_costs(schedule: ps.Schedule, encoder: Sequence[float], decoder: Sequence[float]) -> ps.Costs:
+    """Of a chain cut evenly, whose first quarter is the encoder."""
+    first = round(schedule.num_stages * ENCODER)
+    rows = [list(encoder)] * first + [list(decoder)] * (schedule.num_stages - first)
+    return replace(even_costs(schedule), uneven=rows)
+
+
+def spread(num_ranks: int, num_microbatches: int) -> ps.Schedule:
+    """Stage 0, the encoder, on all ranks at once: first all its forwards, then zb-v, then all its backwards.
+
+    The microbatches in the middle, where the longest run, are those whose encoder is kept.
+    """
+    decoder = ps.build("zb-v", num_ranks, num_microbatches)
+    kept = num_ranks  # each holds ENCODER on every rank, and the decoder leaves ENCODER of 1f1b's `num_ranks` free
+    first = (num_microbatches - kept) // 2
+    forward = [ps.Op("F", 0, m) for m in range(num_microbatches)]
+    backward = [
+        op
+        for m in range(num_microbatches)
+        for op in ([] if first <= m < first + kept else [ps.Op("R", 0, m)]) + [ps.Op("B", 0, m)]
+    ]
+    rows = [[*forward, *(op._replace(stage=op.stage + 1) for op in row), *backward] for row in decoder.order]
+    placement = ps.Placement(((0, *decoder.placement.pipelines[0]),), ((0, tuple(range(num_ranks))),))
+    return ps.Schedule.of("spread", placement, rows, num_microbatches)
+
+
+def spread_costs(schedule: ps.Schedule, encoder: Sequence[float], decoder: Sequence[float]) -> ps.Costs:
+    share = (1 - ENCODER) * schedule.num_ranks / (schedule.num_stages - 1)
+    times = [MS * ENCODER] + [MS * share] * (schedule.num_stages - 1)
+    rows = [list(encoder)] + [list(decoder)] * (schedule.num_stages - 1)
+    activation = [ENCODER] + [share] * (schedule.num_stages - 1)
+    return ps.Costs(times, times, times, activation=activation, uneven=rows)
 
 
 def assigned_work(longest: float, draw: int) -> list[float]:

@@ -84,6 +84,30 @@ def changed(cell: protocol.Cell) -> list[list[float]]:
     return found
 
 
+def towers(cell: protocol.Towers) -> list[list[float]]:
+    """Of each draw: 1f1b frozen in order of arrival over planned by rules and after moves, and over its work."""
+    num = 4 * cell.num_ranks
+    before = ps.build("1f1b", cell.num_ranks, num)
+    cap: float | None = max(ps.simulate(before, protocol.even_costs(before)).peak_activations)
+    after, costs_of = before, protocol.tower_costs
+    if cell.how == "order":
+        cap = None
+    elif cell.how == "changed":
+        after = ps.build("zb-v", cell.num_ranks, num)
+    else:
+        after, costs_of = protocol.spread(cell.num_ranks, num), protocol.spread_costs
+    found = []
+    for draw in range(protocol.NUM_DRAWS):
+        each = protocol.tower_factors(cell.sigma, num, draw)
+        was, now = protocol.tower_costs(before, *each), costs_of(after, *each)
+        arrival = ps.simulate(before, was)
+        rules = order_microbatches(after, now, memory_limit=cap, compile=True)
+        moved = order_microbatches(after, now, memory_limit=cap, compile=True, time_limit=MOVES_S)
+        over_work = arrival.makespan * cell.num_ranks / sum(arrival.busy)
+        found.append([arrival.makespan / rules.makespan, arrival.makespan / moved.makespan, over_work])
+    return found
+
+
 def assigned(cell: protocol.Tail) -> list[list[float]]:
     """Of each step: the busiest replica's work over the mean by arrival and assigned, and how many times as fast."""
     schedule = ps.build(cell.name, protocol.RANKS, protocol.EACH)
@@ -126,6 +150,7 @@ PARTS: dict[str, tuple[Callable[..., list[list[float]]], tuple[object, ...]]] = 
     "bytes": (in_bytes, protocol.BYTES),
     "errors": (errors, protocol.ORDER),
     "changed": (changed, protocol.CHANGED),
+    "towers": (towers, protocol.TOWERS),
     "assigned": (assigned, protocol.ASSIGNED),
     "documents": (documents, protocol.DOCUMENTS),
 }

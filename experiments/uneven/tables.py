@@ -64,6 +64,22 @@ def errors() -> list[str]:
     return lines
 
 
+def towers() -> list[str]:
+    found = read_cells("towers")
+    lines = head("", "ranks", "sigma", "arrival over the work", "by rules", "after moves", "least", "aim", "met")
+    for number, cell in enumerate(protocol.TOWERS):
+        if str(number) in found:
+            rules, moved, over = zip(*found[str(number)]["draws"], strict=True)
+            aim = "" if cell.aim is None else f"{cell.aim:.2f}"
+            lines.append(
+                row(
+                    cell.how, cell.num_ranks, cell.sigma, f"{fmean(over):.2f}", f"{fmean(rules):.2f}",
+                    f"{fmean(moved):.2f}", f"{min(moved):.2f}", aim, verdict(fmean(moved), cell.aim),
+                )
+            )  # fmt: skip
+    return lines
+
+
 def assigned() -> list[str]:
     found = read_cells("assigned")
     lines = head("", "longest", "busiest, arrival", "busiest", "in any step", "faster", "aim", "met")
@@ -138,6 +154,7 @@ def text() -> str:
         "Another schedule in the same memory, over frozen 1f1b (RRFP's language setting)": speeds(
             "changed", protocol.CHANGED
         ),
+        "An encoder before the decoder, over frozen 1f1b (RRFP's multi-modal setting)": towers(),
         "32 replicas of 4 ranks, 8 microbatches each": assigned(),
         "Whole documents over 32 replicas": documents(),
         "On emulated devices": emulated(),

@@ -79,7 +79,7 @@ def train(pipe: ps.Pipeline, steps: range) -> list[float]:
 
 
 def seen(pipe: ps.Pipeline) -> list[Tensor]:
-    return [m.seen for stage in pipe._model.every_stage() for m in stage.modules() if isinstance(m, Counted)]
+    return [m.seen for stage in pipe._local.model.every_stage() for m in stage.modules() if isinstance(m, Counted)]
 
 
 def snapshot(pipe: ps.Pipeline) -> str:
@@ -195,7 +195,7 @@ def replicas(rank: int, folder: str) -> dict[str, Any]:
     found["same"] = [each.position for each in fresh.values()] == [5, 10 + replica, 20 + rank]
     found["losses"] = train(again, range(2, 4)) == expected
     found["extra"] = extra == [
-        m.seen for s in again._model.every_stage() for m in s.modules() if isinstance(m, Counted)
+        m.seen for s in again._local.model.every_stage() for m in s.modules() if isinstance(m, Counted)
     ]
     wide = pipeline(ranks=4, layers=4)
     found["other mesh"] = refused(wide, lambda: wide.load(Path(folder) / "a", stateful={"replica": Loader(0)}))

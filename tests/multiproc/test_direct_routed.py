@@ -119,9 +119,9 @@ def train(rank: int, second: str, dispatch: str) -> list[bool]:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)))
         schedule = ps.build("zb-v", 3, 6)
         pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=20)
-        way = routed(second, pipe._tags, "0:1=latency:5ms 1:2=occupancy:1ms", 2) if both else None
+        way = routed(second, pipe._local.tags, "0:1=latency:5ms 1:2=occupancy:1ms", 2) if both else None
         if way is not None:
-            pipe._transport = way.whole
+            pipe._local.transport = way.whole
         numbers = []
         for size, delegated in zip((12, 7, 18, 12, 7), ways, strict=True):
             if way is not None:

@@ -43,11 +43,11 @@ def through_lines(rank: int, names: list[str]) -> dict[str, list[str]]:
         schedule = ps.build(name, 4, 8)
         plain, model = tied_model(schedule.num_stages), tied_model(schedule.num_stages)
         pipe = ps.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss)
-        assert isinstance(pipe._peers, GroupPeers)
-        channels = lines_of(wire(schedule, [tie.stages for tie in pipe._model.ties]))
-        group = pipe._peers.group
+        assert isinstance(pipe._local.peers, GroupPeers)
+        channels = lines_of(wire(schedule, [tie.stages for tie in pipe._local.model.ties]))
+        group = pipe._local.peers.group
         lines = DeviceLines(group, channels, "gloo", 30.0, torch.device("cpu"))
-        pipe._transport = GlooTransport(group, pipe._tags, 30.0, lines=lines)
+        pipe._local.transport = GlooTransport(group, pipe._local.tags, 30.0, lines=lines)
         wrong = []
         for step, rows in enumerate((19, 26, 19), start=1):  # shapes that come and go
             torch.manual_seed(step)

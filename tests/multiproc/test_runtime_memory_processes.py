@@ -56,7 +56,7 @@ class Peaks:
 
 def slots(pipe: ps.Pipeline) -> int:
     """Pieces of shared memory that a rank has sent from."""
-    return sum(len(free) for channel in pipe._transport._channels.values() for free in channel.slots.values())
+    return sum(len(free) for channel in pipe._local.transport._channels.values() for free in channel.slots.values())
 
 
 def measure(rank: int) -> dict[str, dict[int, dict[str, int]]]:

@@ -64,10 +64,10 @@ def compare(name: str, dispatch: str, lines: bool) -> list[str]:
     ops = functions(schedule, function)
     pipe = ps.Pipeline(model(schedule.num_stages), schedule, loss_fn=LOSS, dispatch=dispatch, ops=ops, timeout=30)
     if lines:
-        assert isinstance(pipe._peers, GroupPeers)
+        assert isinstance(pipe._local.peers, GroupPeers)
         made = lines_of(wire(schedule))
-        lines = DeviceLines(pipe._peers.group, made, "gloo", 30.0, torch.device("cpu"))
-        pipe._transport = GlooTransport(pipe._peers.group, pipe._tags, 30.0, lines=lines)
+        lines = DeviceLines(pipe._local.peers.group, made, "gloo", 30.0, torch.device("cpu"))
+        pipe._local.transport = GlooTransport(pipe._local.peers.group, pipe._local.tags, 30.0, lines=lines)
     wrong = []
     for (step, rows), loss in zip(STEPS, losses, strict=True):
         x, y = batch(step, rows)

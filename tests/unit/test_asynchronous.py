@@ -55,7 +55,7 @@ def test_zero_or_not_the_parameters_are_the_same() -> None:
         for step in range(3):
             pipe.step(*runs.batch_of(16, step))
         found.append({n: p.detach() for n, p in pipe.named_parameters()})
-        copies = pipe._model.copies.here
+        copies = pipe._local.model.copies.here
         for (_, stage), module in copies.items():
             for own, owners in zip(module.parameters(), copies[0, stage].parameters(), strict=True):
                 assert torch.equal(own, owners)

@@ -77,7 +77,7 @@ def test_towers_that_are_updated_in_the_order() -> None:
         for each in (schedule, runs.schedule_of("two towers"))
     ]
     for pipe in pipes:
-        for stage in pipe._model.every_stage():
+        for stage in pipe._local.model.every_stage():
             stage.eval()
     (a, b), (x, y) = runs.batch_of("two towers", 1), runs.batch_of("two towers", 2)
     pipes[0].step({stage: torch.cat([a[stage], x[stage]]) for stage in a}, torch.cat([b, y]))

@@ -72,7 +72,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def snapshot(pipe: ps.Pipeline) -> str:
-    stages = pipe._model.every_stage()
+    stages = pipe._local.model.every_stage()
     assert pipe.optimizer is not None
     tensors = [(n, t, t.grad) for s in stages for n, t in (*s.named_parameters(), *s.named_buffers())]
     extra = [m.get_extra_state() for s in stages for m in s.modules() if isinstance(m, Remembering)]

@@ -85,8 +85,23 @@ def test_costs_of_microbatches_are_those_of_their_lengths() -> None:
     assert sum(timeline.busy) == pytest.approx(work.sum())
 
 
-def test_they_are_read_as_they_were_written() -> None:
-    costs = fit_costs(samples(0.1), 2, activation=[LengthLine(per_token=3.0)] * 2).costs
+def test_stages_take_the_lengths_of_their_tower() -> None:
+    lines = [LengthLine(1.0, 0.02), LengthLine(2.0, 0.01, 1e-5)]
+    costs = CostsByLength(lines, lines, lines, towers=("images", "text"))
+    of_lengths = costs.of({"text": [[100, 200], [300]], "images": [[], [50]]})
+    assert [of_lengths.duration("F", 0, m) for m in (0, 1)] == pytest.approx([1.0, 2.0])
+    assert [of_lengths.duration("F", 1, m) for m in (0, 1)] == pytest.approx([2 + 3 + 0.5, 2 + 3 + 0.9])
+    assert of_lengths.memory_change("F", 1, 0) == pytest.approx(300)
+    sums = costs.sums({"text": [[100, 200], [300]], "images": [[], [50]]})
+    assert costs.work_by_tower(sums).sum(axis=1) == pytest.approx(costs.work(sums))
+    with pytest.raises(CostError, match="give the name of each stage's tower, 2 in all"):
+        CostsByLength(lines, lines, lines, towers=("images",))
+
+
+@pytest.mark.parametrize("towers", [(), ("images", "text")])
+def test_they_are_read_as_they_were_written(towers: tuple[str, ...]) -> None:
+    costs = fit_costs(samples(0.1), 2, activation=[LengthLine(per_token=3.0)] * 2, towers=towers).costs
+    assert costs.towers == towers
     assert CostsByLength.from_json(json.loads(json.dumps(costs.to_json()))) == costs
 
 
@@ -100,6 +115,8 @@ def test_they_are_read_as_they_were_written() -> None:
         ({"i": [{"per_token": -1.0}]}, "per_token of a cost by length is -1.0"),
         ({"w": []}, "w has 0 entries, one a stage is needed: 1"),
         ({"f": 3}, "fixed, per_token and per_square"),
+        ({"towers": 3}, "the name of each stage's tower"),
+        ({"towers": ["text", "text"]}, "the name of each stage's tower, 1 in all"),
     ],
 )
 def test_a_damaged_file_is_refused_by_its_field(change: dict[str, object], message: str) -> None:

@@ -92,7 +92,7 @@ def test_a_closed_pipeline_says_so(tmp_path: Any) -> None:
         with pytest.raises(RuntimeFailure, match=r"this pipeline was closed; make a new one"):
             call()
     assert pipe.timeline().source == "measured"
-    again = ps.Pipeline(copy.deepcopy(list(pipe._model.stages.values())), ps.build("1f1b", 2, 4), loss_fn=MSE)
+    again = ps.Pipeline(copy.deepcopy(list(pipe._local.model.stages.values())), ps.build("1f1b", 2, 4), loss_fn=MSE)
     again.step(x, y, update=False)
 
 

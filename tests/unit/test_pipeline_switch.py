@@ -78,7 +78,7 @@ def test_every_step_after_a_switch_is_the_plain_loops(monkeypatch: pytest.Monkey
         theirs.step()
         theirs.zero_grad()
         pipe.update()
-    split = [pipe._model.stages[s] for s in range(3)]
+    split = [pipe._local.model.stages[s] for s in range(3)]
     pipe.close()
     assert all("_penstock_split" not in module.__dict__ for stage in split for module in stage.modules())
 

@@ -186,3 +186,100 @@ def test_what_cannot_be_planned_is_refused() -> None:
         plan_batch([5] * 4, schedule, by_length(schedule), num_replicas=0)
     with pytest.raises(CostError, match="for 2 stages, the schedule has 4"):
         plan_batch([5] * 8, ps.build("1f1b", 4, 8), by_length(schedule))
+
+
+# Towers
+
+
+def of_towers() -> CostsByLength:
+    """An encoder of images in one stage, whose images do not see each other, and a decoder in three."""
+    encoder, decoder = LengthLine(0.1, 0.02, 4e-5), LengthLine(0.05, 0.01, 1e-5)
+    rows = [encoder] + [decoder] * 3
+    return CostsByLength(rows, rows, rows, towers=["images", "text", "text", "text"])
+
+
+def samples_of_towers(num: int, seed: int) -> dict[str, list[list[int]]]:
+    """A text has its own tokens and those of its images, of which there are none, one or some."""
+    draw = np.random.default_rng(seed)
+    images = [draw.integers(50, 600, k).tolist() for k in draw.poisson(1.5, num)]
+    text = [[int(length) + sum(own)] for length, own in zip(draw.lognormal(5, 0.8, num) + 1, images, strict=True)]
+    return {"images": images, "text": text}
+
+
+def joined(lengths: dict[str, list[list[int]]], bins: list[list[int]] | tuple[tuple[int, ...], ...]) -> ps.Costs:
+    return of_towers().of(
+        {name: [list(chain(*(own[s] for s in each))) for each in bins] for name, own in lengths.items()}
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_batch_of_towers_is_faster_than_arrival_as_the_simulator_says(replicas: int) -> None:
+    schedule, gains = ps.build("1f1b", 4, 8), []
+    for seed in range(4):
+        lengths = samples_of_towers(32 * replicas, seed)
+        plan = plan_batch(lengths, schedule, of_towers(), num_replicas=replicas, dispatches=("frozen",))
+        assert sorted(chain(*chain(*plan.microbatches))) == list(range(32 * replicas))
+        runs = [ps.simulate(schedule, joined(lengths, own)) for own in plan.microbatches]
+        assert max(each.makespan for each in runs) == pytest.approx(plan.makespan)
+        assert max(max(each.peak_activations) for each in runs) == pytest.approx(plan.peak)
+        arrived = pack_in_turn([sum(own) for own in lengths["text"]], 8 * replicas)
+        before = [ps.simulate(schedule, joined(lengths, arrived[k : k + 8])) for k in range(0, 8 * replicas, 8)]
+        assert max(each.makespan for each in before) == pytest.approx(plan.arrival)
+        gains.append(plan.gain)
+    assert min(gains) >= 0
+    assert np.mean(gains) > 0.1
+
+
+def test_every_tower_gets_even_shares() -> None:
+    """Shares of the whole work alone leave the towers as uneven as they come."""
+    lengths = samples_of_towers(400, 1)
+    work = of_towers().work_by_tower(of_towers().sums(lengths))
+    tokens = [sum(own) for own in lengths["text"]]
+    uneven = {}
+    for name, given in (("one", work.sum(axis=1)), ("each", work)):
+        bins = pack_to_shares(tokens, given, [1] * 8)
+        assert sorted(chain(*bins)) == list(range(400))
+        shares = np.array([work[own].sum(axis=0) for own in bins])
+        uneven[name] = (shares.max(axis=0) / shares.mean(axis=0)).max() - 1
+    assert uneven["each"] < 0.02
+    assert uneven["each"] < uneven["one"] / 3
+
+
+@pytest.mark.parametrize("seed", [2, 10])
+def test_packings_that_some_replica_cannot_hold_leave_the_batch_as_it_arrived(seed: int) -> None:
+    """Packings are compared on the busiest replicas; of those chosen so another one exceeds the cap."""
+    plan = plan_batch(samples_of_towers(96, seed), ps.build("1f1b", 4, 8), of_towers(), num_replicas=3)
+    assert plan.packing == "arrival"
+    assert plan.peak == plan.cap
+
+
+def test_lengths_of_one_tower_are_planned_as_those_without_a_name() -> None:
+    schedule, lengths = ps.build("zb-h1", 4, 8), drawn(40, 5)
+    plain = by_length(schedule)
+    named = CostsByLength(plain.f, plain.i, plain.w, towers=["text"] * 4)
+    assert plan_batch({"text": lengths}, schedule, named) == plan_batch(lengths, schedule, plain)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "message"),
+    [
+        ([5] * 8, CostError, "take lengths of images, text: give those of each"),
+        ({"text": [5] * 8}, CostError, "are given of 'text', and stages take those of 'images', 'text'"),
+        ({"images": [5] * 8, "txt": [5] * 8}, CostError, "'images', 'txt'"),
+        ({"images": [5] * 7, "text": [5] * 8}, CostError, "7 of images, 8 of text"),
+        ({"images": [5] * 8, "text": [0] * 8}, PackingError, "whole numbers above 0"),
+        ({"images": [-1] * 8, "text": [5] * 8}, CostError, "the length of a sample is -1"),
+        ({"images": [[3, 0]] * 8, "text": [5] * 8}, CostError, "lengths of microbatch 0 are"),
+        ({"images": [0] * 3, "text": [5] * 3}, PackingError, "3 sequences can't fill 4 microbatches"),
+    ],
+)
+def test_lengths_of_towers_that_make_no_sense_are_refused(
+    lengths: dict[str, list[int]], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        plan_batch(lengths, ps.build("1f1b", 4, 4), of_towers())
+
+
+def test_samples_without_images_are_planned_too() -> None:
+    plan = plan_batch({"images": [0] * 8, "text": drawn(8, 6)}, ps.build("1f1b", 4, 4), of_towers())
+    assert plan.gain >= 0

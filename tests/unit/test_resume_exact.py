@@ -83,7 +83,7 @@ def train(pipe: ps.Pipeline, steps: range) -> list[Tensor]:
 
 def state_of(pipe: ps.Pipeline) -> dict[str, Any]:
     """All of a pipeline that a load may change, as bytes and text."""
-    stages = pipe._model.copies.here
+    stages = pipe._local.model.copies.here
     found: dict[str, Any] = {"counts": (pipe.num_steps, pipe.num_updates, pipe._seed)}
     for key, stage in stages.items():
         for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):

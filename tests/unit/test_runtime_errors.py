@@ -133,7 +133,7 @@ def test_a_step_after_one_that_failed(name: str, backward: bool) -> None:
     plain[1].calls = 100
     pipe = pipeline(stages, name, 3, optimizer=torch.optim.SGD)
     x, y = batches(4, 8)[0]
-    pipe._devices.runners[0, 1].stage.train()
+    pipe._local.devices.runners[0, 1].stage.train()
     with pytest.raises(ValueError, match="no"):
         pipe.step(x, y)
     assert all(p.grad is None for p in pipe.parameters())

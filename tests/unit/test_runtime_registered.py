@@ -189,7 +189,7 @@ def test_they_are_timed_and_drawn() -> None:
 def test_others_pay_nothing() -> None:
     pipe = pipeline(ps.build("1f1b", NUM_RANKS, NUM_MICROBATCHES))
     pipe.step(*batch(1))
-    _, workers = pipe._last
+    _, workers = pipe._local.last
     assert all(set(worker._backend.handlers) == set("FBIWR") for worker in workers)
 
 

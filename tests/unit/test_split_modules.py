@@ -309,35 +309,6 @@ def test_copies_of_a_prepared_stage_are_their_own() -> None:
 # -- torch.compile ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_compiled_stage_runs_whole(in_place: bool) -> None:
-    stage = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    twin = copy.deepcopy(stage)
-    if in_place:
-        twin.compile(backend="eager")
-        compiled: nn.Module = twin
-    else:
-        compiled = torch.compile(twin, backend="eager")
-    report = prepare(compiled)
-    assert not report.can_split
-    assert "torch.compile" in report.reason
-    x = torch.randn(3, 4)
-    stage(x).sum().backward()
-    tape = Tape()
-    with tape.recording():
-        y = compiled(x)
-    tape.backward_input([y.sum()], [None])
-    assert tape.deferred_bytes == 0
-    tape.backward_weight()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(stage.parameters(), twin.parameters()))
-
-
-def test_a_compiled_block_inside_a_stage_is_left_alone() -> None:
-    stage = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4), backend="eager"), nn.Linear(4, 4))
-    report = prepare(stage)
-    assert report.deferred == ("0.weight", "0.bias", "2.weight", "2.bias")
-
-
 @pytest.mark.slow
 def test_a_stage_compiled_after_it_was_prepared() -> None:
     stage = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))

@@ -87,7 +87,7 @@ def train(
         timeout=job.timeout,
         adapt=None if job.store is None else ps.AdaptOptions(store=job.store),
     )
-    transport: Any = pipe._transport
+    transport: Any = pipe._local.transport
     steps, losses, crossings = [], [], []
     try:
         for step in range(job.num_steps):

@@ -1,6 +1,7 @@
 """What splitting the backward costs: (I + W) / B, ours beside torch's own, measured in alternation in one run.
 
     penstock bench split --out FILE.json
+    penstock bench split --compiled --out FILE.json       the stage compiled by torch.compile, both ways
 
 B is the plain backward of a stage of pre-norm transformer blocks, I + W the two halves of the same backward.
 torch's own are the functions its pipelining package calls for I and W. Each repeat runs the three after one
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.runtime.stage.split_backward import Tape, prepare
+from penstock.runtime.stage.split_backward import SplitStage, Tape, prepare
 from penstock.train.malloc_warmup import settle_memory
 
 Row = dict[str, Any]
@@ -57,25 +58,29 @@ def run(
     repeats: int = 15,
     batch: int = 2,
     tokens: int = 64,
+    compiled: bool = False,
 ) -> list[Row]:
     """One row for each width and number of blocks: medians, and every repeat's times in ms."""
     settle_memory()
-    return [measure(width, num_blocks, repeats, batch, tokens) for width in widths for num_blocks in blocks]
+    sizes = [(width, num_blocks) for width in widths for num_blocks in blocks]
+    return [measure(width, num_blocks, repeats, batch, tokens, compiled) for width, num_blocks in sizes]
 
 
-def measure(width: int, num_blocks: int, repeats: int, batch: int, tokens: int) -> Row:
-    """The three backwards of one stage, `repeats` times in alternation."""
+def measure(width: int, num_blocks: int, repeats: int, batch: int, tokens: int, compiled: bool = False) -> Row:
+    """The three backwards of one stage, `repeats` times in alternation; of a compiled stage torch's has none."""
     torch.manual_seed(0)
     plain = nn.Sequential(*[SplitBlock(width) for _ in range(num_blocks)])
     ours = nn.Sequential(*[SplitBlock(width) for _ in range(num_blocks)])
     ours.load_state_dict(plain.state_dict())
-    prepare(ours)
+    first: Any = torch.compile(plain) if compiled else plain
+    second: Any = torch.compile(ours) if compiled else ours
+    report = prepare(second)
     x, g = torch.randn(batch, tokens, width), torch.randn(batch, tokens, width)
     ways: dict[str, Callable[[], Timing]] = {
-        "plain": lambda: _plain(plain, x, g),
-        "ours": lambda: _ours(ours, x, g),
+        "plain": lambda: _plain(first, x, g),
+        "ours": lambda: _ours(second, report.shared, x, g),
     }
-    peer = _peer()
+    peer = None if compiled else _peer()
     if peer is not None:
         backward_input, backward_weight = peer
         ways["torch"] = lambda: _torch(plain, x, g, backward_input, backward_weight)
@@ -93,6 +98,8 @@ def measure(width: int, num_blocks: int, repeats: int, batch: int, tokens: int) 
                 f, i, w = (min(column) for column in zip(*runs))
                 times[name].append((f, i, w))
     row: Row = {"width": width, "blocks": num_blocks, "batch": batch, "tokens": tokens, "repeats": repeats}
+    share = report.shared.share()
+    row["compiled"], row["deferred_share"] = compiled, 0.0 if share is None else share.share
     row["b_ms"] = median(i for _, i, _ in times["plain"])
     for name in ("ours", "torch"):
         measured = times.get(name)
@@ -118,10 +125,10 @@ def _plain(stage: nn.Module, x: Tensor, g: Tensor) -> Timing:
     return (forward - start) * 1e3, (end - forward) * 1e3, 0.0
 
 
-def _ours(stage: nn.Module, x: Tensor, g: Tensor) -> Timing:
+def _ours(stage: nn.Module, shared: SplitStage, x: Tensor, g: Tensor) -> Timing:
     x = x.detach().requires_grad_()
     start = time.process_time()
-    tape = Tape()
+    tape = Tape(shared)
     with tape.recording():
         y = stage(x)
     forward = time.process_time()

@@ -38,6 +38,7 @@ def split(
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds of the alternation.")] = 15,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Samples.")] = 2,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens a sample.")] = 64,
+    compiled: Annotated[bool, typer.Option("--compiled", help="The stage under torch.compile, both ways.")] = False,
     out: Raw = None,
     json: Json = False,
 ) -> None:
@@ -48,7 +49,7 @@ def split(
     from penstock.bench.machine import machine
 
     torch.set_num_threads(1)
-    rows = measured.run(width or (8, 128, 512), blocks or (1, 4, 16), repeats, batch, tokens)
+    rows = measured.run(width or (8, 128, 512), blocks or (1, 4, 16), repeats, batch, tokens, compiled)
     _give(context, {"machine": machine(), "rows": rows}, measured.table(rows), out, json)
 
 

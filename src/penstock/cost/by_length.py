@@ -7,13 +7,17 @@ only. So two microbatches with as many tokens differ where one has longer sequen
 
     costs = fit_costs(samples, num_stages=4)          measured ops, each with the lengths of its microbatch
     costs.of([[512, 300, 40], [1800]])                ps.Costs of two microbatches, to simulate and plan with
+
+Where a model has towers, like an encoder of images before a decoder of text, each stage takes the lengths of its own:
+
+    costs.of({"images": [[196, 196], []], "text": [[512, 300], [1800]]})
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain, combinations
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,6 +31,8 @@ from penstock.schedule.short_repr import short_repr
 
 Lengths = Sequence[int]
 """Of the sequences of one microbatch, tokens each."""
+Microbatches = Sequence[Lengths] | Mapping[str, Sequence[Lengths]]
+"""Lengths by microbatch; by tower where there are several."""
 
 KINDS = {"F": "f", "I": "i", "W": "w", "B": "b"}
 """Kinds of op, and the fields with their costs."""
@@ -61,6 +67,7 @@ class CostsByLength:
         activation: bytes, or units, that a forward keeps.
         message_bytes: that a forward sends on.
         freed_by_input: as in `Costs`.
+        towers: the name of each stage's tower, whose lengths it takes; where not given, all stages take the same.
 
     Raises:
         CostError: rows of different lengths, or none.
@@ -73,6 +80,7 @@ class CostsByLength:
     activation: Sequence[LengthLine] = ()
     message_bytes: Sequence[LengthLine] = ()
     freed_by_input: float = 0.5
+    towers: Sequence[str] = ()
 
     __repr__ = short_repr
 
@@ -88,18 +96,51 @@ class CostsByLength:
             if len(lines) != num:
                 raise CostError(f"{name} has {len(lines)} entries, one a stage is needed: {num}")
             object.__setattr__(self, name, tuple(lines))
+        names = tuple(self.towers)
+        if names and (len(names) != num or not all(isinstance(name, str) for name in names)):
+            raise CostError(f"towers are {names!r}: give the name of each stage's tower, {num} in all")
+        object.__setattr__(self, "towers", names)
 
     @property
     def num_stages(self) -> int:
         return len(self.f)
 
-    def of(self, microbatches: Sequence[Lengths]) -> Costs:
+    @property
+    def tower_names(self) -> tuple[str, ...]:
+        """Each tower once, in the order of its first stage; empty where all stages take the same lengths."""
+        return tuple(dict.fromkeys(self.towers))
+
+    def sums(self, microbatches: Microbatches) -> Array:
+        """`length_sums` of each tower side by side, [M, 3 T]; of microbatches by tower where there are several.
+
+        Raises:
+            CostError: lengths of other towers, of different numbers of microbatches, or no whole numbers above 0.
+        """
+        names = self.tower_names
+        if not isinstance(microbatches, Mapping):
+            if len(names) > 1:
+                raise CostError(f"the stages take lengths of {', '.join(names)}: give those of each, by its name")
+            return length_sums(microbatches)
+        if set(microbatches) != set(names):
+            raise CostError(
+                f"lengths are given of {', '.join(map(repr, microbatches))}, and stages take those of "
+                f"{', '.join(map(repr, names)) or 'no tower by name'}"
+            )
+        if len({len(own) for own in microbatches.values()}) > 1:
+            told = ", ".join(f"{len(own)} of {name}" for name, own in microbatches.items())
+            raise CostError(f"lengths of {told} microbatches: give each tower's, empty where it has none")
+        return np.concatenate([length_sums(microbatches[name]) for name in names], axis=1)
+
+    def of(self, microbatches: Microbatches) -> Costs:
         """The costs of microbatches of these lengths, op by op.
 
         Raises:
-            CostError: a length that is no whole number above 0.
+            CostError: as of `sums`.
         """
-        sums = length_sums(microbatches)
+        return self.of_sums(self.sums(microbatches))
+
+    def of_sums(self, sums: Array) -> Costs:
+        """The costs of microbatches by their `sums`."""
         rows: dict[str, Any] = {name: self._table(name, sums).tolist() for name in KINDS.values()}
         rows["activation"] = self._table("activation", sums).tolist()
         if any(any(line.row) for line in self.message_bytes):
@@ -107,12 +148,31 @@ class CostsByLength:
         return Costs.by_microbatch(**rows, freed_by_input=self.freed_by_input)
 
     def work(self, sums: Array) -> Array:
-        """Ms of all ops of each microbatch, on all stages: of `length_sums`, [M, 3], one number each."""
-        total: Array = sums @ np.array([line.row for line in (*self.f, *self.b)]).sum(axis=0)
+        """Ms of all ops of each microbatch, on all stages: of `sums`, one number each."""
+        total: Array = sums @ (self._lines("f") + self._lines("b")).sum(axis=0)
         return total
 
+    def work_by_tower(self, sums: Array) -> Array:
+        """Ms of all ops of each microbatch on the mean stage of each tower, [M, T]."""
+        lines, names = self._lines("f") + self._lines("b"), self.towers or ("",) * self.num_stages
+        means = [lines[[name == tower for name in names]].mean(axis=0) for tower in dict.fromkeys(names)]
+        found: Array = sums @ np.array(means).T
+        return found
+
+    def _lines(self, name: str) -> Array:
+        """The parts of each stage's line, in the columns of its tower, (S, 3 T)."""
+        rows = np.array([line.row for line in getattr(self, name)])
+        names = self.tower_names
+        if len(names) < 2:
+            return rows
+        placed = np.zeros((len(rows), 3 * len(names)))
+        for stage, tower in enumerate(self.towers):
+            first = 3 * names.index(tower)
+            placed[stage, first : first + 3] = rows[stage]
+        return placed
+
     def _table(self, name: str, sums: Array) -> Array:
-        table: Array = np.array([line.row for line in getattr(self, name)]) @ sums.T  # stages, microbatches
+        table: Array = self._lines(name) @ sums.T  # stages, microbatches
         return table
 
     def to_json(self) -> dict[str, Any]:
@@ -128,12 +188,14 @@ class CostsByLength:
             raise CostError(f"{where}: unknown field {unknown[0]!r}")
         if missing := [name for name in ("f", "i", "w") if name not in given]:
             raise CostError(f"{where}: field {missing[0]!r} is missing")
-        share = given.pop("freed_by_input", 0.5)
+        share, towers = given.pop("freed_by_input", 0.5), given.pop("towers", ())
+        if not isinstance(towers, list | tuple):
+            raise CostError(f"{where}: towers are {towers!r}: give the name of each stage's tower")
         try:
             rows = {name: tuple(LengthLine(**each) for each in row) for name, row in given.items()}
         except TypeError as error:
             raise CostError(f"{where}: a cost is fixed, per_token and per_square of each stage ({error})") from None
-        return cls(**rows, freed_by_input=share)
+        return cls(**rows, freed_by_input=share, towers=towers)
 
 
 FORMAT, VERSION = "penstock-costs-by-length", 1
@@ -198,6 +260,7 @@ def fit_costs(
     *,
     activation: Sequence[LengthLine] = (),
     message_bytes: Sequence[LengthLine] = (),
+    towers: Sequence[str] = (),
 ) -> FittedCosts:
     """Costs by length from ops that were measured, of a few lengths at least.
 
@@ -206,9 +269,10 @@ def fit_costs(
     one for I and half for W.
 
     Args:
-        samples: those of kinds other than F, B, I and W are passed over.
+        samples: those of kinds other than F, B, I and W are passed over. Lengths are those of the stage's tower.
         activation: what a forward keeps, a line per stage, as `CostsByLength` takes it.
         message_bytes: what a stage sends on, a line per stage, as `CostsByLength` takes it.
+        towers: the name of each stage's tower, as `CostsByLength` takes it.
 
     Raises:
         CostError: no sample of some stage's forward or backward, times below 0, or a stage that is not there.
@@ -231,7 +295,8 @@ def fit_costs(
         off = np.abs(sums @ line.row - ms) / np.maximum(ms, _LEAST_MS)
         total = abs(float((sums @ line.row).sum() / max(ms.sum(), _LEAST_MS)) - 1)
         errors.append(FitError(kind, stage, len(own), float(np.median(off)), float(off.max()), total))
-    return FittedCosts(_whole(lines, num_stages, activation, message_bytes), tuple(errors))
+    found = _whole(lines, num_stages, activation, message_bytes)
+    return FittedCosts(replace(found, towers=towers), tuple(errors))
 
 
 _LEAST_MS = 1e-9

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.given_optimizer import require_steps_alone
+from penstock.runtime.parameters.optimizer_state import GivenOptimizer
 from penstock.runtime.parameters.shared_stage import Parallelize
+from penstock.runtime.stage.registered_ops import OpFunction
+from penstock.runtime.stage.stage import StageSource
+from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
 from penstock.schedule.short_repr import short_repr
 
@@ -129,6 +134,23 @@ KEYWORDS = {
     "steering": "adapt=ps.AdaptOptions(...)",
 }
 """Keywords of `ps.Pipeline` before 0.2, each with what to write instead."""
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineArguments:
+    """All that a pipeline was given but its mesh and how ranks pick ops, with what stands for what was left out."""
+
+    model: nn.Module | Sequence[StageSource]
+    schedule: Schedule
+    loss_fn: Callable[..., Tensor] | None
+    optimizer: GivenOptimizer
+    ops: Mapping[str, OpFunction]
+    seed: int
+    timeout: float
+    precision: PrecisionOptions
+    parallel: ParallelOptions
+    transport: TransportOptions
+    adapt: AdaptOptions | None
 
 
 def require_arguments(

@@ -9,14 +9,14 @@ that by prediction no plan is slower.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.cost import Costs
-from penstock.cost.by_length import CostsByLength, length_sums
+from penstock.cost import CostError, Costs
+from penstock.cost.by_length import CostsByLength
 from penstock.cost.links import Links
 from penstock.dispatch import Dispatch
 from penstock.engine.tolerance import is_within, slack
@@ -77,8 +77,12 @@ class BatchPlan:
         return self.arrival / self.makespan - 1 if self.makespan else 0.0
 
 
+Lengths = Sequence[int] | Mapping[str, Sequence[int | Sequence[int]]]
+"""Of samples: tokens each; or by tower tokens each, or of each the lengths of its parts, like images."""
+
+
 def plan_batch(
-    lengths: Sequence[int],
+    lengths: Lengths,
     schedule: Schedule,
     costs: CostsByLength,
     *,
@@ -93,13 +97,18 @@ def plan_batch(
 ) -> BatchPlan:
     """The packing, assignment and order of a step's sequences that is predicted to be fastest.
 
-    Where there are as many sequences as microbatches, each is one, and only assignment and order are planned.
+    Where there are as many sequences as microbatches, each is one, and only assignment and order are planned. Where
+    the costs are those of several towers, each microbatch gets an even share of every tower's work.
+
+        lengths = {"images": [[196, 196], [], [196]], "text": [540, 900, 310]}         of three samples
 
     Args:
-        lengths: of the sequences in the order in which they arrive, tokens each.
+        lengths: of the sequences in the order in which they arrive, tokens each. Of several towers by name, in each a
+            sample has its tokens, 0 for none, or the lengths of its parts, of which none sees another.
         schedule: of one replica; all run the same.
-        token_limit: most tokens of a microbatch. memory_limit: most that any rank may hold, in the units of
-            `costs.activation`; by default the most that one holds where the batch runs as it arrived.
+        token_limit: most tokens of a microbatch, in the tower of the last stage. memory_limit: most that any rank may
+            hold, in the units of `costs.activation`; by default the most that one holds where the batch runs as it
+            arrived.
         noise: the gain that a prediction must exceed, 0.05 for 5%; else the batch stays as it arrived.
         dispatches: what is tried.
         moves: seconds for moving microbatches of each replica from where the rules have put them.
@@ -108,15 +117,15 @@ def plan_batch(
     Raises:
         PackingError: fewer sequences than microbatches, lengths below 1, or no packing that keeps the limit.
         ScheduleError: what `order_microbatches` refuses, or no order tried holds the memory limit.
-        CostError: costs for another number of stages.
+        CostError: costs for another number of stages, or of other towers than the lengths.
     """
     began = time.perf_counter()
     if num_replicas < 1:
         raise ScheduleError(f"{num_replicas} replicas; give at least 1", rule="options")
     num = schedule.num_microbatches
-    tokens = as_lengths(lengths, num * num_replicas)
-    work = costs.work(np.stack([np.zeros(len(tokens)), tokens, tokens.astype(np.float64) ** 2], axis=1))
-    problem = _Problem(schedule, costs, links, tokens, num_replicas)
+    tokens, sums = _read(lengths, costs, num * num_replicas)
+    work = costs.work_by_tower(sums)
+    problem = _Problem(schedule, costs, links, tokens, sums, num_replicas)
     in_turn = problem.ready(pack_in_turn(tokens, num * num_replicas), in_turn=True)
     first = [problem.arrived(bins) for bins in in_turn]
     arrival = max(each.makespan for each in first)
@@ -137,20 +146,26 @@ def plan_batch(
             refused = refused or error
             continue
         found.append((max(each.makespan for each in tried), name, packed))
-    if not found:
+    fits = (token_limit is None or problem.most_tokens(in_turn) <= token_limit) and all(
+        is_within(each.peak, cap) for each in first
+    )
+    chosen = None
+    for _, name, packed in sorted(found, key=lambda each: each[0]):
+        try:  # of the replicas that were not tried one may hold more than the cap
+            chosen = name, packed, planned(packed, moves=moves)
+            break
+        except ScheduleError as error:
+            refused = refused or error
+    if chosen is None and not fits:
         raise refused or PackingError(
             f"{len(tokens)} sequences with {tokens.sum()} tokens find no room in {num * num_replicas} microbatches "
             f"of at most {token_limit:g}; raise the limit, or give more microbatches"
         )
-    _, name, packed = min(found, key=lambda each: each[0])
-    best = planned(packed, moves=moves)
+    name, packed, best = chosen or (ARRIVAL, in_turn, first)
     makespan = max(each.makespan for each in best)
-    fits = (token_limit is None or problem.most_tokens(in_turn) <= token_limit) and all(
-        is_within(each.peak, cap) for each in first
-    )
     if fits and arrival - makespan <= max(noise * makespan, slack(makespan)):
         name, packed, best, makespan = ARRIVAL, in_turn, first, arrival
-    sums = np.array([problem.work_of(bins) for bins in packed])
+    loads = np.array([problem.work_of(bins) for bins in packed])
     return BatchPlan(
         microbatches=tuple(
             tuple(tuple(bins[m]) for m in each.order) for bins, each in zip(packed, best, strict=True)
@@ -160,11 +175,37 @@ def plan_batch(
         dispatches=tuple(each.dispatch for each in best),
         makespan=makespan,
         arrival=arrival,
-        busiest=float(sums.max() / sums.mean()),
+        busiest=float(loads.max() / loads.mean()),
         peak=max(each.peak for each in best),
         cap=cap,
         seconds=time.perf_counter() - began,
     )
+
+
+def _read(lengths: Lengths, costs: CostsByLength, num_bins: int) -> tuple[Array, Array]:
+    """The tokens of each sample, (n,), and what its lengths add to a bin's sums, (n, 3 T).
+
+    Raises:
+        PackingError, CostError: as `plan_batch` says.
+    """
+    if not isinstance(lengths, Mapping):
+        tokens = as_lengths(lengths, num_bins)
+        sums = costs.sums([[length] for length in tokens])
+    else:
+        parts = {name: [_parts(each) for each in own] for name, own in lengths.items()}
+        sums = costs.sums(parts)
+        tokens = as_lengths([sum(own) for own in parts[costs.towers[-1]]], num_bins)
+    sums[:, ::3] = 0.0  # what an op takes whatever its lengths comes once in a bin
+    return tokens, sums
+
+
+def _parts(lengths: int | Sequence[int]) -> Sequence[int]:
+    """Of one sample in one tower."""
+    if isinstance(lengths, Sequence | np.ndarray):
+        return lengths
+    if isinstance(lengths, bool) or not isinstance(lengths, int | np.integer) or lengths < 0:
+        raise CostError(f"the length of a sample is {lengths!r}: give a whole number, or the lengths of its parts")
+    return [int(lengths)] if lengths else []
 
 
 def _packings(
@@ -203,10 +244,16 @@ class _Problem:
     """Bins, assigned and ordered over the costs of their lengths."""
 
     def __init__(
-        self, schedule: Schedule, costs: CostsByLength, links: Links | None, tokens: Array, num_replicas: int
+        self,
+        schedule: Schedule,
+        costs: CostsByLength,
+        links: Links | None,
+        tokens: Array,
+        sums: Array,
+        num_replicas: int,
     ) -> None:
         self._schedule, self._costs, self._links = schedule, costs, links
-        self._tokens, self._num_replicas = tokens, num_replicas
+        self._tokens, self._of_sample, self._num_replicas = tokens, sums, num_replicas
 
     def ready(self, bins: Bins, in_turn: bool = False) -> list[Bins]:
         """The bins of each replica: in turn, or such that all have as much work."""
@@ -244,7 +291,9 @@ class _Problem:
         return _Ordered(found.order, found.rule, found.dispatch, found.makespan, max(found.peaks))
 
     def _costs_of(self, bins: Bins) -> Costs:
-        return self._costs.of([self._tokens[own] for own in bins])
+        return self._costs.of_sums(self._sums(bins))
 
     def _sums(self, bins: Bins) -> Array:
-        return length_sums([self._tokens[own] for own in bins])
+        found = np.array([self._of_sample[own].sum(axis=0) for own in bins])
+        found[:, ::3] = 1.0
+        return found

@@ -55,7 +55,8 @@ def pack_to_shares(
         work 8 5 4 3, shares 1 1:  [8 3] [5 4]           shares 1 3:  [4] [8 5 3]
 
     Args:
-        work: ms of each sequence. shares: of the work, by bin; their sum is the whole.
+        work: ms of each sequence, or a row of them with one for each tower: then the bin is taken in which the tower
+            that gets fullest by it lacks most. shares: of the work, by bin; their sum is the whole.
         token_limit: most tokens of a bin; none where not given.
 
     Raises:
@@ -63,14 +64,24 @@ def pack_to_shares(
     """
     wanted = np.asarray(shares, np.float64)
     tokens, ms = as_lengths(lengths, len(wanted)), np.asarray(work, np.float64)
-    if ms.shape != tokens.shape or not np.isfinite(ms).all() or (ms < 0).any() or not (wanted > 0).all():
+    if ms.ndim == 1:
+        ms = ms[:, None]
+    if (
+        ms.ndim != 2
+        or len(ms) != len(tokens)
+        or not ms.shape[1]
+        or not np.isfinite(ms).all()
+        or (ms < 0).any()
+        or not (wanted > 0).all()
+    ):
         raise PackingError("the work of each sequence and the share of each bin are needed, of at least and above 0")
-    lacking = wanted * (ms.sum() / wanted.sum())
+    lacking = wanted[:, None] * (ms.sum(axis=0) / wanted.sum())  # bins, towers
     room = np.full(len(wanted), np.inf if token_limit is None else float(token_limit) * (1 + EPSILON))
     bins: Bins = [[] for _ in wanted]
-    for sequence in np.argsort(-ms, kind="stable").tolist():
-        length = tokens[sequence]
-        k = int(np.argmax(np.where(room >= length, lacking, -np.inf)))
+    for sequence in np.argsort(-ms.max(axis=1), kind="stable").tolist():
+        length, own = tokens[sequence], ms[sequence]
+        left = lacking[:, 0] if len(own) == 1 else (lacking - own)[:, own > 0].min(axis=1, initial=np.inf)
+        k = int(np.argmax(np.where(room >= length, left, -np.inf)))
         if room[k] < length:
             raise PackingError(
                 f"a sequence of {length} tokens finds no bin with room under the limit of {token_limit:g}: "
@@ -78,7 +89,7 @@ def pack_to_shares(
             )
         bins[k].append(sequence)
         room[k] -= length
-        lacking[k] -= ms[sequence]
+        lacking[k] -= own
     for empty in (own for own in bins if not own):
         largest = max(bins, key=len)
         empty.append(largest.pop())  # which came last: the least of them

@@ -256,9 +256,8 @@ class StageRunner:
                     output = self._loss(m, output)
                 if self._note_casts is not None:
                     self._note_casts(self.index, m, output)
-        if tape is not None and not self._defers:
-            self._defers = tape.deferring
-            self._plain.add(self.settings.microbatches.signature(m))
+        if tape is not None:
+            self._note(tape, m)
         if kept is not _NOTHING_KEPT:
             kept.require_same(self.index)
         payload, outputs = self._outgoing(output)
@@ -284,6 +283,18 @@ class StageRunner:
             return Tape(split, defer_small=True)
         known_plain = not self._defers and self.settings.microbatches.signature(m) in self._plain
         return None if known_plain else Tape(split)
+
+    def _note(self, tape: Tape, m: int, ran: bool = False) -> None:
+        """Takes note, until something was put off, of microbatches in which nothing is.
+
+        Args:
+            ran: whether I did: before it nobody knows what compiled parts put off.
+        """
+        if self._defers:
+            return
+        self._defers = tape.deferring
+        if ran or not tape.has_taps:
+            self._plain.add(self.settings.microbatches.signature(m))
 
     def _input(self, m: int, received: Payload | None, copied: bool = False) -> tuple[Any, GraphInputs, Kept]:
         """What the stage is called with, where those of it that want a gradient enter, and what must not change."""
@@ -448,6 +459,7 @@ class StageRunner:
         if outputs:
             if held.tape is not None:
                 held.tape.backward_input(outputs, gradients)
+                self._note(held.tape, m, ran=True)
                 held.deferred = True
             else:
                 run_backward(outputs, gradients)

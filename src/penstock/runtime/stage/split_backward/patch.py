@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import MethodType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,14 @@ from penstock.runtime.tensor_parallel import ColumnLinear, OnShard, RowLinear, V
 
 _SLOT = "_penstock_split"
 
-Found = tuple[str, tuple[nn.Module, ...]]
+
+class Found(NamedTuple):
+    """A module that can be split, by its path, with those that it lies in; and whether it is compiled."""
+
+    path: str
+    around: tuple[nn.Module, ...]
+    rule: SplitRule
+    compiled: bool
 
 
 @dataclass(frozen=True)
@@ -46,25 +54,23 @@ class SplitReport:
 def prepare(stage: nn.Module) -> SplitReport:
     """Patch the modules of `stage` whose weight gradients can wait for W; doing it again is harmless."""
     parameters = dict(stage.named_parameters(remove_duplicate=False))
-    found = [(path, around, rule) for path, around in _eager(stage) if (rule := _rule(around[-1])) is not None]
-    slots = [slot for _, (*_, module), _ in found if (slot := module.__dict__.get(_SLOT)) is not None]
+    found = list(_modules(stage))
+    slots = [slot for each in found if (slot := each.around[-1].__dict__.get(_SLOT)) is not None]
     shared = slots[0].stage if slots else SplitStage()
     deferred: list[str] = []
-    for path, around, rule in found:
+    for path, around, rule, compiled in found:
         module = around[-1]
-        slot = Slot(rule, shared, path, around)
-        module.__dict__.setdefault(_SLOT, slot)  # several stages may have the module
+        slot = Slot(rule, shared, path, around, compiled)
+        own = module.__dict__.setdefault(_SLOT, slot)  # several stages may have the module
         module.__dict__[_patched(module)] = MethodType(forward, module)
         deferred.extend(slot.parameters)
+        if compiled:
+            shared.compiled[own] = None
+            shared.compiled_biases.add(f"{path}.bias" if path else "bias")
     waiting = {id(parameters[name]) for name in deferred}
     shared.others.update((name, p) for name, p in stage.named_parameters() if id(p) not in waiting)
     if deferred:
         reason = ""
-    elif any(is_compiled(module) for module in stage.modules()):
-        reason = (
-            "the stage is compiled by torch.compile, whose backward is one piece, so I runs the full backward "
-            "and W does nothing; compile submodules rather than the whole stage to split what is around them"
-        )
     else:
         reason = (
             "the stage has no linear, convolution or embedding module that can be split, "
@@ -86,8 +92,7 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
     """A prepared module's forward, or `on_shard`; named so that a pickled module finds its plain one."""
     slot: Slot = self.__dict__[_SLOT]
     if torch.compiler.is_compiling():
-        # A traced backward keeps neither what the tape says nor the gradient's strides, which the sums follow.
-        return slot.rule.plain(self, input)
+        return slot.call_compiled(self, input)
     tape = slot.stage.recomputing or recording.get()
     if tape is not None:
         return slot.call(self, tape, input)
@@ -122,14 +127,18 @@ def _is_ours(module: nn.Module) -> bool:
     return getattr(module.__dict__.get(_patched(module)), "__func__", None) is forward
 
 
-def _eager(module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = ()) -> Iterator[Found]:
-    """The module and those below it, each with those that it lies in, without what something else has taken over."""
-    if is_compiled(module) or _reduces(module):
+def _modules(
+    module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = (), compiled: bool = False
+) -> Iterator[Found]:
+    """Of the module and those below it what can be split, without what torch's data parallelism has taken over."""
+    if _reduces(module):
         return
     around = (*around, module)
-    yield path, around
+    compiled = compiled or is_compiled(module)
+    if (rule := _rule(module)) is not None:
+        yield Found(path, around, rule, compiled)
     for name, child in module.named_children():
-        yield from _eager(child, f"{path}.{name}" if path else name, around)
+        yield from _modules(child, f"{path}.{name}" if path else name, around, compiled)
 
 
 def is_compiled(module: nn.Module) -> bool:

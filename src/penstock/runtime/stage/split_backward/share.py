@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ HOOKED = "a hook is to see the gradient"
 HOOKED_MODULE = "a module around has a backward hook"
 USED_OTHERWISE = "used in another way as well"
 UNKNOWN = "of a type, or called in a way, that is not split"
+COMPILED = "computed by the compiled backward: too little work to be worth the delay, or a bias"
 NO_RULE = "not of a linear, convolution or embedding that can be split"
 
 
@@ -52,6 +53,7 @@ class Tally:
         self._stale = False
         self._deferred: Counter[tuple[Slot, torch.Size]] = Counter()
         self._at_once: Counter[tuple[Slot, torch.Size]] = Counter()
+        self._in_graph: Counter[Slot] = Counter()
         self.num_tapes = 0
 
     def begin(self) -> None:
@@ -64,6 +66,7 @@ class Tally:
             self._stale = False
             self._deferred.clear()
             self._at_once.clear()
+            self._in_graph.clear()
             self.num_tapes = 0
         self.num_tapes += 1
 
@@ -75,20 +78,26 @@ class Tally:
         """A call whose weight gradient is computed in I."""
         self._at_once[slot, x.shape] += 1
 
-    def share(self, others: Mapping[str, Tensor]) -> DeferredShare:
+    def in_graph(self, slot: Slot) -> None:
+        """A microbatch in which a compiled backward computed a module's weight gradient, if it was called at all."""
+        self._in_graph[slot] += 1
+
+    def share(self, others: Mapping[str, Tensor], compiled: Collection[str] = ()) -> DeferredShare:
         """What was counted.
 
         Args:
             others: the parameters of no prepared module.
+            compiled: of these the names of biases of prepared modules in compiled parts.
         """
         reasons: dict[str, dict[str, None]] = {}
-        for slot, _ in self._at_once:
+        for slot in [*(slot for slot, _ in self._at_once), *self._in_graph]:
             reasons.setdefault(slot.reason, {}).update(dict.fromkeys(slot.parameters))
         wanted = {name: p for name, p in others.items() if p.requires_grad}
-        if wanted:
-            reasons[NO_RULE] = dict.fromkeys(wanted)
+        for name in wanted:
+            reasons.setdefault(COMPILED if name in compiled else NO_RULE, {})[name] = None
         rows = max((slot.rule.rows(_like(shape)) for slot, shape in [*self._deferred, *self._at_once]), default=0)
         rest = rows * self.num_tapes * sum(p.numel() for p in wanted.values())
+        rest += rows * sum(times * slot.weight.numel() for slot, times in self._in_graph.items())
         return DeferredShare(
             _work(self._deferred),
             _work(self._at_once) + rest,

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.stage.split_backward.cast import autocast
+from penstock.runtime.stage.split_backward.compiled import COMPILED_MERGE_WORK, call_in_graph, tap_for
 from penstock.runtime.stage.split_backward.defer import Deferred
 from penstock.runtime.stage.split_backward.rule import SplitRule
-from penstock.runtime.stage.split_backward.share import HOOKED, HOOKED_MODULE, TOO_SMALL, UNKNOWN
+from penstock.runtime.stage.split_backward.share import COMPILED, HOOKED, HOOKED_MODULE, TOO_SMALL, UNKNOWN
 from penstock.runtime.stage.split_backward.stage import SplitStage
 from penstock.runtime.tensor_parallel import OnShard
 from penstock.runtime.tensors.dtensor import is_sharded, local
@@ -40,14 +41,17 @@ class Slot:
     Args:
         name: of the module in its stage.
         around: the module and those it lies in.
+        compiled: whether one of these is compiled by torch.compile.
 
     Attributes:
         reason: why its weight gradients were last computed in I.
     """
 
-    def __init__(self, rule: SplitRule, stage: SplitStage, name: str, around: tuple[nn.Module, ...]) -> None:
-        self.rule, self.stage, self.name = rule, stage, name
-        self.reason = TOO_SMALL
+    def __init__(
+        self, rule: SplitRule, stage: SplitStage, name: str, around: tuple[nn.Module, ...], compiled: bool = False
+    ) -> None:
+        self.rule, self.stage, self.name, self.compiled = rule, stage, name, compiled
+        self.reason = COMPILED if compiled else TOO_SMALL
         self._around = around
         # An input large enough to be worth deferring was seen.
         self._worth = False
@@ -56,13 +60,17 @@ class Slot:
         self.is_differentiated = False
         self._is_shared = False
         self._was_called = False
+        self.tap: tuple[Tensor, Tensor] | None = None
+        """For compiled parts: the weight, cut off from autograd, and its tap; None where nothing is to wait."""
+        self.defer_small = False
+        """Whether all that can wait there do."""
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Those that the rule is for, by their names in the stage."""
         own = self._around[-1]._parameters
         prefix = f"{self.name}." if self.name else ""
-        names = ("weight", "bias") if self.rule.biased else ("weight",)
+        names = ("weight", "bias") if self.rule.biased and not self.compiled else ("weight",)
         return {prefix + name: p for name in names if (p := own.get(name)) is not None}
 
     @property
@@ -103,6 +111,16 @@ class Slot:
                 self.stage.tally.at_once(self, x)
         return rule.plain(module, x)
 
+    def call_compiled(self, module: nn.Module, x: Tensor) -> Tensor:
+        """The module's forward as torch.compile traces it: nothing here may depend on the tape."""
+        rule, standing = self.rule, self.tap
+        if standing is None or not torch.is_grad_enabled():
+            return rule.plain(module, x)
+        weight, tap = standing  # the parameter itself would become an input of the compiled graph, used or not
+        if weight.dtype not in rule.dtypes or not (self.defer_small or rule.work(x, weight) >= COMPILED_MERGE_WORK):
+            return rule.plain(module, x)
+        return call_in_graph(rule, x, weight, module._parameters.get("bias") if rule.biased else None, tap)
+
     def _deferred(self, tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The op, as one whose weight gradients may wait; None where its rule is not for these types."""
         rule, w, b = self.rule, weight, bias
@@ -130,14 +148,27 @@ class Slot:
         self._was_called = True  # not a count: torch.compile compiles every value
         return tape.choose(self, self._is_deferrable(x, weight, bias, tape.defer_small), turned)
 
-    def _is_deferrable(self, x: Tensor, weight: Tensor, bias: Tensor | None, small: bool) -> bool:
+    def new_tap(self, tape: Tape) -> tuple[Tensor, Tensor] | None:
+        """What compiled parts are given in one microbatch; None where the weight's gradient is not to wait."""
+        weight = self._around[-1]._parameters.get("weight")
+        if type(weight) is not nn.Parameter or not weight.requires_grad or self._is_awaited(weight, None):
+            return None
+        return weight.detach(), tap_for(self, tape, weight)
+
+    def _is_awaited(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether somebody is to see a gradient at the moment autograd has it."""
         if self.stage.is_hooked(weight) or (bias is not None and self.stage.is_hooked(bias)):
             self.reason = HOOKED
-            return False
+            return True
         for module in self._around:
             if module._backward_hooks or module._backward_pre_hooks:
                 self.reason = HOOKED_MODULE
-                return False
+                return True
+        return False
+
+    def _is_deferrable(self, x: Tensor, weight: Tensor, bias: Tensor | None, small: bool) -> bool:
+        if self._is_awaited(weight, bias):
+            return False
         if small:
             return True
         if not self._worth:

@@ -23,12 +23,17 @@ from torch.autograd.graph import get_gradient_edge
 from penstock.runtime.stage.split_backward.share import DeferredShare, Tally
 
 if TYPE_CHECKING:
+    from penstock.runtime.stage.split_backward.slot import Slot
     from penstock.runtime.stage.split_backward.tape import Tape
 
 Tapes: TypeAlias = "weakref.WeakKeyDictionary[Tape, None]"
 
 ACCUMULATE: type[Any] = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 """The type of the node where a leaf's gradient is added to its `.grad`."""
+
+
+class SplitError(RuntimeError):
+    """A tape was used out of order, what it held for W was overwritten, or a compiled part cannot be split."""
 
 
 class WatchedParameter(NamedTuple):
@@ -52,12 +57,15 @@ class SplitStage:
     recomputing: the tape whose I is running. A checkpoint inside the stage then calls the modules again: on CUDA from
         autograd's own thread, where no context variable of ours is seen.
     others: the parameters of no prepared module, by name: their gradients are computed in I.
+    compiled: the prepared modules in parts that torch.compile has taken over; of these, biases are among the others.
     tally: counts what waits and what does not.
     """
 
     def __init__(self) -> None:
         self.recomputing: Tape | None = None
         self.others: dict[str, Tensor] = {}
+        self.compiled: dict[Slot, None] = {}
+        self.compiled_biases: set[str] = set()
         self.tally = Tally()
         # Between their I and W, in the order of their Is. Not held here: a step that broke has no Ws.
         self._tapes: Tapes = weakref.WeakKeyDictionary()
@@ -72,7 +80,7 @@ class SplitStage:
 
     def share(self) -> DeferredShare | None:
         """What the last step put off to W; None before one did."""
-        return self.tally.share(self.others) if self.tally.num_tapes else None
+        return self.tally.share(self.others, self.compiled_biases) if self.tally.num_tapes else None
 
     # -- who sees a gradient ---------------------------------------------------------------------------------
 
@@ -115,6 +123,7 @@ class SplitStage:
             watch.handle.remove()
         self._watches.clear()
         self._watched.clear()
+        self.compiled.clear()
 
     # -- what waits ------------------------------------------------------------------------------------------
 

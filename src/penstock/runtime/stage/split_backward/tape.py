@@ -10,7 +10,7 @@ the graph is gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
@@ -21,13 +21,9 @@ from torch import Tensor
 from penstock.runtime.stage.autograd import run_backward
 from penstock.runtime.stage.split_backward.accumulate import Accumulator
 from penstock.runtime.stage.split_backward.slot import Slot, recording
-from penstock.runtime.stage.split_backward.stage import SplitStage
+from penstock.runtime.stage.split_backward.stage import SplitError, SplitStage
 from penstock.runtime.stage.split_backward.uses import find_uses
 from penstock.runtime.tensors.dtensor import local
-
-
-class SplitError(RuntimeError):
-    """A tape was used out of order, or what it held for W was overwritten."""
 
 
 class Phase(Enum):
@@ -76,6 +72,8 @@ class Tape:
         self._uses: dict[int, int] = {}
         self._counts: dict[int, int] = {}
         self._at_once: set[Slot] = set()
+        self._taps: dict[Slot, tuple[Tensor, Tensor]] = {}
+        self._compiled: Collection[Slot] = ()
         self._stages: list[SplitStage] = []
         if stage is not None:
             self._join(stage)
@@ -93,10 +91,29 @@ class Tape:
         if self._phase is not Phase.RECORDING:
             raise SplitError(f"a tape was recorded {self._phase.value}; use a new Tape for each microbatch")
         token = recording.set(self)
+        for stage in self._stages:
+            for slot in stage.compiled:
+                if slot not in self._taps and (tap := slot.new_tap(self)) is not None:
+                    self._taps[slot] = tap
+        self._give_taps()
         try:
             yield
         finally:
+            self._take_taps()
             recording.reset(token)
+
+    @property
+    def has_taps(self) -> bool:
+        """Whether compiled parts of the stage may let weight gradients wait; I finds out whether they do."""
+        return bool(self._taps)
+
+    def _give_taps(self) -> None:
+        for slot, tap in self._taps.items():
+            slot.tap, slot.defer_small = tap, self.defer_small
+
+    def _take_taps(self) -> None:
+        for slot in self._taps:
+            slot.tap = None
 
     def choose(self, slot: Slot, deferrable: bool, turned: bool) -> bool:
         """Fix whether this microbatch defers `slot`, at its first call; a recomputation adds none."""
@@ -130,17 +147,20 @@ class Tape:
         if len(outputs) != len(grads):
             raise SplitError(f"backward_input got {len(outputs)} outputs and {len(grads)} gradients")
         roots = _roots(outputs, grads)
-        if self._deferring:
+        if self._deferring or self._taps:
             self._sort([output for output, _ in roots])
         self._phase, self.records = Phase.INPUT, False
         for stage in self._stages:
             stage.recomputing = self
             if self._deferring:
                 stage.wait(self)
+        self._give_taps()  # what a checkpoint runs again makes the same graph
         try:
             if roots:
                 run_backward([y for y, _ in roots], [g for _, g in roots])
         finally:
+            self._take_taps()
+            self._taps.clear()
             for stage in self._stages:
                 stage.recomputing = None
             self._phase = Phase.HOLDING
@@ -148,6 +168,7 @@ class Tape:
             self._part_from_grads()
         self.routes.clear()
         self._at_once.clear()
+        self._compiled = ()
 
     def _sort(self, outputs: Sequence[Tensor]) -> None:
         """Finds out which modules cannot wait in this microbatch; what waits of earlier ones is then added first."""
@@ -157,10 +178,23 @@ class Tape:
         for slot in self._at_once:
             if slot.stage.waits:
                 slot.stage.add_first(uses.owners[slot])
+        self._compiled = [slot for slot in self._taps if slot in uses.owners and slot not in self._at_once]
+        self._deferring = self._deferring or bool(self._compiled)
+        for slot in self._taps:
+            if slot not in uses.owners:
+                slot.stage.tally.in_graph(slot)
 
     def defers(self, slot: Slot) -> bool:
         """True while I runs, if the weight gradients of `slot` may wait for W."""
         return self._phase is Phase.INPUT and slot not in self._at_once
+
+    def defers_compiled(self, slot: Slot, num_calls: int) -> bool:
+        """The same of a module in a compiled part, all of whose calls have come."""
+        if self._phase is not Phase.INPUT or slot not in self._compiled:
+            return False
+        for p in slot.parameters.values():  # the search counted one use, that of the tap
+            self._counts[id(p)] += num_calls - 1
+        return True
 
     def hold(
         self,

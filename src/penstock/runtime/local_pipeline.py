@@ -1,0 +1,303 @@
+"""A pipeline as one process runs it, where that lies in the mesh: what is made there, and taken back at the end.
+
+    arguments --refused or alike in every process--> LocalPipeline --build--> model, optimizer, executor, transport
+                                                          |                                              |
+    nodes change places: another one is built there <-----'        run: one step of some kind <----------'
+
+`Pipeline` has one, and another one after its nodes have moved; what it keeps itself depends on no place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from penstock.control import Configuration
+from penstock.cost import Ring
+from penstock.dispatch import Dispatch
+from penstock.runtime.arguments import PipelineArguments
+from penstock.runtime.compatibility import (
+    Combination,
+    check_once,
+    require_compatible,
+    require_dense,
+    require_runnable,
+    steered,
+)
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.execute.active_plan import ActivePlan, dispatch_of, require_switchable, running, start_of
+from penstock.runtime.execute.enable_split import split_stages
+from penstock.runtime.execute.lockstep import lockstep_of
+from penstock.runtime.execute.notices import Notices
+from penstock.runtime.execute.plan import StepPlan
+from penstock.runtime.execute.step_executor import StepExecutor
+from penstock.runtime.execute.torch_devices import TorchDevices
+from penstock.runtime.execute.worker import Worker
+from penstock.runtime.lifetime import Lifetime
+from penstock.runtime.mesh.consistency import require_same, schedule_digest
+from penstock.runtime.mesh.nodes import Nodes
+from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.mesh.process_mesh import read_mesh
+from penstock.runtime.parameters.data_parallel import reductions_of, with_reductions, without_reductions
+from penstock.runtime.parameters.late_rings import LateRing
+from penstock.runtime.parameters.local_model import LocalModel
+from penstock.runtime.parameters.optimizer_state import OptimizerState
+from penstock.runtime.stage.cut import stages_of
+from penstock.runtime.stage.host_memory import SavedTensors
+from penstock.runtime.stage.microbatches import Microbatches, cut_for, num_entries
+from penstock.runtime.stage.offload import functions_for, offloads
+from penstock.runtime.stage.ops import StepSettings
+from penstock.runtime.stage.registered_ops import calls_of, functions_of
+from penstock.runtime.stage.replica_batches import ReplicaBatches
+from penstock.runtime.stage.split_backward import unprepare
+from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.channel import Tags
+from penstock.runtime.transport.choose import TransportChoice
+from penstock.runtime.transport.conditioned import Conditions
+from penstock.runtime.transport.failover import Failover, guard
+from penstock.runtime.transport.wiring import Wiring
+from penstock.schedule.send_recv import remove_communication
+
+
+class LocalPipeline:
+    """Args:
+        given: what the pipeline was given; none of it depends on the place.
+        mesh: where this process lies, as for `Pipeline`. dispatch: how ranks pick ops at first.
+        life: the pipeline's.
+
+    Attributes:
+        mesh, peers, nodes: where this process lies, the ranks of its pipeline, and the nodes that may change places.
+        adapt: what steering may do to the schedule. start: what runs first, without REDUCE ops.
+        running: what the next step runs. last: what the last step or evaluation ran, and its workers.
+        notices: what a person should know.
+        model, learner, devices, executor, transport, failover, conditions: what `build` makes.
+
+    Raises:
+        As `Pipeline`: what cannot run is refused before anything is built.
+    """
+
+    model: LocalModel
+    learner: OptimizerState
+    devices: TorchDevices
+    executor: StepExecutor
+    running: ActivePlan
+
+    def __init__(self, given: PipelineArguments, mesh: Any, dispatch: Dispatch | str, life: Lifetime) -> None:
+        self._given, self._life = given, life
+        schedule = remove_communication(given.schedule)  # the transport places messages
+        parallel, links = given.parallel, given.transport.links
+        self.mesh = place = read_mesh(mesh, schedule.num_ranks, given.timeout, parallel.of_replicas)
+        self.peers = place.pipeline
+        self.is_told = isinstance(place.everyone, GroupPeers)  # whether others must be given the same
+        require_runnable(schedule)
+        self.own_batches: ReplicaBatches | None = None
+        if parallel.batches == "replica":
+            self.own_batches = ReplicaBatches(schedule, place, self._said_by_all)
+        self.adapt = adapt = steered(schedule, given.adapt)
+        apart = isinstance(self.peers, GroupPeers)
+        whole = apart or schedule.num_ranks == 1  # a node has one rank
+        self.nodes = Nodes.of(mesh) if whole and place.num_replicas > 1 else None
+        if links is not None:
+            links.check_ranks(schedule.num_ranks if self.nodes is None else self.nodes.mesh.num_nodes)
+        choice = given.transport.choice(adapt is not None and adapt.may_delegate)
+        self.choice = choice if apart else TransportChoice()
+        facts = {
+            "schedule": schedule_digest(schedule),
+            "dispatch": str(dispatch),
+            "seed": given.seed,
+            "clip_norm": given.precision.clip_norm,
+            "tied": [list(group) for group in parallel.tied],
+            "ops": sorted(given.ops),
+            "transport": choice.shared,
+            "links": str(links),
+            "adapt": adapt is not None,
+            "sharding": parallel.sharding,
+            "batches": parallel.batches,
+        }
+        require_same(place.everyone.gather(facts), "every rank must make the same ps.Pipeline(...)")
+        check_once(schedule, place.everyone)
+        self.costs = adapt.costs if adapt is not None else None
+        chosen = dispatch_of(dispatch, schedule, self.costs, self.choice)
+        self._combination = Combination(
+            schedule,
+            place.num_replicas,
+            place.num_shards,
+            parallel.sharding,
+            chosen.value,
+            self.choice.name,
+            is_late=links is not None,
+            one_process=not apart,
+        )
+        require_compatible(self._combination)
+        self.start = start_of(schedule, chosen, self.costs, adapt)
+        self._schedule = with_reductions(schedule, place)
+        reducing = reductions_of(self._schedule, place, given.ops, lambda stage: self.learner.replicas.start(stage))
+        self.offloads = offloads(self._schedule, given.ops)
+        moving = functions_for(self._saved) if self.offloads else {}
+        self._functions = functions_of(self._schedule, {**given.ops, **reducing, **moving})
+        self._sources = stages_of(given.model, schedule.num_stages, parallel.costs)
+        self.notices = Notices(self.peers)
+        self.transport: Transport | None = None
+        self.failover: Failover | None = None
+        self.conditions: Conditions | None = None
+        self.last: tuple[Wiring, list[Worker]] | None = None
+        self._interfaces = choice.delegates.interfaces
+        self._made = ExitStack()
+
+    def build(self) -> None:
+        """Makes all that a step needs. What is there when it fails, `close` takes back."""
+        given, schedule, place, parallel = self._given, self._schedule, self.mesh, self._given.parallel
+        self.failover = guard(place, self._interfaces, given.timeout)
+        self._made.callback(self._end_failover, self.failover)
+        self.model = held = LocalModel(
+            self._sources, schedule.placement, place, parallel.device, parallel.tied, parallel.parallelize
+        )
+        self._made.callback(_leave, held)
+        tied = {", ".join(tie.names.values()): tie.stages for tie in held.ties}
+        require_compatible(replace(self._combination, schedule=schedule, tied=tied))
+        clip_norm = given.precision.clip_norm
+        require_dense(schedule, held.copies.stages, held.ties, place, clip_norm)
+        late = self._late_links()
+        self.learner = OptimizerState(
+            held, place, schedule, given.optimizer, clip_norm, parallel.one_copy_steps, late
+        )
+        self.tags = Tags.of(schedule, held.ties.stages)
+        start = start_of(schedule, self.start.dispatch, self.costs, self.adapt)
+        self.running = self._worked_out(start)
+        ranks, updating = self.peers.here, self.learner.updating
+        calls = calls_of(schedule, self._functions, held.stages, self.peers, given.timeout)
+        together = lockstep_of(place, schedule.updates is not None, given.timeout)
+        autocast = given.precision.autocast
+        self.devices = TorchDevices(schedule, held, ranks, given.loss_fn, autocast, calls, updating)
+        self.executor = StepExecutor(self.devices, ranks, self.choice, self.conditions, together)
+        self.switch(self.running)
+        self.notices.share()
+        if isinstance(self.peers, GroupPeers):
+            wiring = self.running.plan.wiring
+            self.transport = self.choice.make(
+                self.peers,
+                self.tags,
+                given.timeout,
+                wiring,
+                start.dispatch,
+                held.device,
+                self.conditions,
+                self.failover,
+            )
+            self._made.callback(self.transport.close)
+
+    def _late_links(self) -> LateRing | None:
+        """Injects conditions into the links between ranks; returns those of the ring of its replicas."""
+        links, nodes = self._given.transport.links, self.nodes
+        if links is None:
+            return None
+        here = links if nodes is None else nodes.mesh.links_of(links, self.mesh.replica)
+        self.conditions = Conditions(here)
+        if nodes is None:
+            return None
+        around = nodes.mesh.ring_links(links, self.peers.here[0])
+        return LateRing(Ring() if self.adapt is None else self.adapt.ring, around, self.conditions)
+
+    # What runs.
+
+    def ready(self, configuration: Configuration) -> ActivePlan | Configuration:
+        """Works out what a configuration needs to run, unless that is where nodes lie; any thread may do that.
+
+        Raises:
+            ScheduleError: the schedule is not valid.
+            RuntimeFailure: it cannot take the place of what runs.
+        """
+        first = self.start.schedule
+        plain = without_reductions(configuration.schedule, self.mesh)
+        require_switchable(plain, first)
+        configuration = replace(configuration, schedule=with_reductions(plain, self.mesh))
+        if not {*configuration.schedule.graph.registered} <= {*self.running.schedule.graph.registered}:
+            raise RuntimeFailure(
+                f"{plain.name} has the gradients of more stages complete at one place than {first.name}, with "
+                "which this pipeline was made: start a new one"
+            )
+        self.choice.require_dispatch(configuration.dispatch)
+        self.choice.require_schedule(configuration.schedule, configuration.delegated)
+        if configuration.nodes != self.running.configuration.nodes:
+            return configuration
+        self.choice.prepare(self.transport, configuration.delegated)
+        return self._worked_out(configuration)
+
+    def _worked_out(self, configuration: Configuration) -> ActivePlan:
+        return running(configuration, self.model.ties.stages, self.peers.here[0], self.tags, self.costs)
+
+    def switch(self, then: ActivePlan) -> None:
+        """Runs something else from the next step on."""
+        self.running = then
+        self.notices.note(split_stages(self.devices.runners, then))
+
+    def note_nodes(self, nodes: tuple[int, ...]) -> None:
+        """What runs says from now on where nodes lie: they may change places."""
+        self.running = replace(self.running, configuration=replace(self.running.configuration, nodes=nodes))
+
+    def run(self, settings: StepSettings, plan: StepPlan) -> list[Worker]:
+        """Runs a step of some kind to its end."""
+        with self.devices.step(settings):
+            workers = self.executor.run(self.running, plan, self.transport, settings.training)
+        self.last = plan.wiring, workers
+        return workers
+
+    def sharing(self, doing: str) -> AbstractContextManager[None]:
+        """Around what an error in the middle of would leave other processes waiting for."""
+        return self._life.sharing(doing, self.peers.here[0]) if self.is_told else nullcontext()
+
+    def _saved(self, stage: int, microbatch: int) -> SavedTensors:
+        """What a forward here saved that goes to host memory."""
+        pipeline = self.running.schedule.microbatch_pipeline[microbatch]
+        return self.devices.runners[pipeline, stage].saved(microbatch)
+
+    # Batches.
+
+    def cut(
+        self,
+        inputs: Any,
+        targets: Any,
+        loss_fn: Callable[..., Tensor] | None,
+        windows: Sequence[range],
+        fewer: bool = False,
+    ) -> Microbatches:
+        """This replica's part of a batch, cut; `fewer`: a small one into fewer microbatches than the schedule has."""
+        schedule = self.running.schedule
+        num = schedule.num_microbatches
+        if self.own_batches is not None:
+            return self.own_batches.cut(inputs, targets, loss_fn, windows, num, fewer)
+        if inputs is None:
+            raise RuntimeFailure(
+                "no inputs were given; every process gives the whole batch, or, with "
+                'ps.ParallelOptions(batches="replica"), those with the first stage their replica\'s inputs and those '
+                "with the last one its targets"
+            )
+        if fewer:
+            num = max(1, min(num, num_entries(inputs) // self.mesh.num_replicas))
+        return cut_for(schedule, inputs, targets, loss_fn, windows, num, *self.mesh.part, self.is_told)
+
+    def _said_by_all(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """What every process says of the batch that it was given."""
+        with self.sharing("what each process was given"):
+            return self.mesh.everyone.gather(facts)
+
+    # The end.
+
+    def close(self) -> None:
+        """Takes back what was made, the last first; doing it again does nothing."""
+        self._made.close()
+
+    def _end_failover(self, failover: Failover | None) -> None:
+        if failover is not None:
+            failover.close(parts=not self._life.is_broken)
+
+
+def _leave(model: LocalModel) -> None:
+    """Leaves a model as it was found."""
+    model.close()
+    for stage in model.every_stage():
+        unprepare(stage)

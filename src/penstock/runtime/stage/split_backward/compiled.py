@@ -1,0 +1,200 @@
+"""A prepared module inside a part of a stage that the user compiled with `torch.compile`.
+
+The compiler makes one graph of the part's forward and one of its backward, and no Python of ours runs between their
+ops. So the graphs are given another backward to compile: the weight itself takes no part in it, and a *tap*, a few
+numbers that autograd takes for something differentiable, takes its place. Around the graphs all is eager as ever.
+
+             the tap's node           graph of F                       graph of I
+    weight --> tap --------------> y = x @ weight.T + bias        gx, gb as the compiler makes them
+                                   (weight without gradient)      hold(g, x, tap): copies of g and x are kept
+           <--------------- which calls of `hold` were for it <---------------------
+           keeps (g, x) for W, or computes the gradient at once and passes it on
+
+The tap's node decides as `Deferred` does for an eager module. It is a node of the stage's own graph, so the search
+before I finds it; whoever runs the graph otherwise than through the tape's I gets the weight's gradient at once, and
+hooks see it. The bias is left to the graph: its gradient is a sum that the compiler writes itself, in an order of
+its own, while a weight's is a matrix product that the same library computes in the graph and in W.
+
+`g` and `x` are copied as the compiler may use their memory again within the graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from penstock.runtime.stage.split_backward.stage import SplitError
+
+if TYPE_CHECKING:
+    from penstock.runtime.stage.split_backward.rule import SplitRule
+    from penstock.runtime.stage.split_backward.slot import Slot
+    from penstock.runtime.stage.split_backward.tape import Tape
+
+# A weight gradient of fewer multiply-adds stays in the compiled graph. Measured on one core of an AMD EPYC: a call
+# that waits takes about 60 us more besides its copies; 2**24 multiply-adds of a float32 weight gradient take 400 us.
+COMPILED_MERGE_WORK = 1 << 24
+
+_NUMBERS_IN_TAP, _CALLS_IN_NUMBER, _TIMES = 64, 4, 1 << 13
+"""A tap's gradient says which calls it is of, and how often: where a compiler finds two calls alike it makes one, and
+adds what that gives twice. Each number of the tap counts so many calls, each up to so many times, exactly."""
+_MOST_CALLS = _NUMBERS_IN_TAP * _CALLS_IN_NUMBER
+
+
+class Tap:
+    """What stands for one module's weight in the compiled graphs of one microbatch.
+
+    It lives as long as the node in the graph.
+
+    Attributes:
+        calls: of each call that a compiled backward made, the output's gradient and the input.
+    """
+
+    def __init__(self, slot: Slot, tape: Tape, weight: Tensor) -> None:
+        self.slot, self.tape, self.weight = slot, weakref.ref(tape), weight
+        self.calls: list[tuple[Tensor, Tensor] | None] = []
+        self.number = next(_NUMBERS)
+        _TAPS[self.number] = self
+
+    def take(self, token: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The calls that a gradient of the tap is of, in the order in which they were made."""
+        found = []
+        numbers = list(map(int, token.tolist()))
+        for place, call in enumerate(self.calls):
+            number, unit = _place(place)
+            times = numbers[number] // unit % _TIMES
+            if times and call is not None:
+                numbers[number] -= times * unit
+                self.calls[place] = None
+                found += [call] * times
+        if any(numbers):
+            raise self._lost()
+        return found
+
+    def _lost(self) -> SplitError:
+        name = self.slot.name or "the stage itself"
+        return SplitError(
+            f"the compiled backward around {name!r} ran without calling back, so its weight gradient is lost: a "
+            "graph that is replayed (CUDA graphs, mode='reduce-overhead') cannot be split; compile with another "
+            "mode, or use a schedule without W"
+        )
+
+
+def tap_for(slot: Slot, tape: Tape, weight: Tensor) -> Tensor:
+    """What the compiled forward is given of a module in one microbatch."""
+    tap: Tensor = _TapNode.apply(_NO_INPUT, weight, Tap(slot, tape, weight))
+    return tap
+
+
+_NO_INPUT = torch.empty(0)
+_ZEROS = torch.zeros(_NUMBERS_IN_TAP, dtype=torch.float64)
+_NUMBERS = count(1)
+_TAPS: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary()
+
+
+def call_in_graph(rule: SplitRule, x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor) -> Tensor:
+    """The module's op as the compiler is to see it; the weight has no gradient here, the tap has."""
+    if rule.pads:
+        x = rule.pad(x)
+    if rule.autocasts and torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    y: Tensor = _Mark.apply(rule.op(x, weight, bias), x.detach(), tap)
+    return y
+
+
+class _Mark(torch.autograd.Function):
+    """Changes nothing; its backward has the gradient of a module's output."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, tap: Tensor) -> Tensor:
+        ctx.save_for_backward(x, tap)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, Tensor]:
+        x, tap = ctx.saved_tensors
+        return g, None, torch.ops.penstock.hold(g, x, tap)
+
+
+class _TapNode(torch.autograd.Function):
+    """Stands in the stage's graph between a weight and the compiled graphs that use it.
+
+    Its first input is empty, as a node's first input is what the search before I follows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, no_input: Tensor, weight: Tensor, tap: Tap) -> Tensor:
+        ctx.slot, ctx.tap, ctx.ran = tap.slot, tap, False
+        return _ZEROS + tap.number
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[None, Tensor | None, None]:
+        tap: Tap = ctx.tap
+        slot, tape, weight = tap.slot, tap.tape(), tap.weight
+        if torch.is_grad_enabled():
+            raise SplitError(
+                f"gradients through {slot.name!r} are to be differentiated again (create_graph), and it lies in a "
+                "compiled part of a stage whose backward is split; leave this part uncompiled, or use a schedule "
+                "without W"
+            )
+        calls = tap.take(token)
+        # A second run, of a checkpoint's own backward say, is added by autograd as one of its own.
+        first, ctx.ran = not ctx.ran, True
+        plain = weight.detach()
+        if first and tape is not None and tape.defers_compiled(slot, len(calls)):
+            for g, x in calls:
+                tape.hold(slot, weight, None, g, x, _like(plain, g), (tap, None), (True, False))
+            return None, None, None
+        total: Tensor | None = None
+        for g, x in calls:
+            slot.stage.tally.at_once(slot, x)
+            gw, _ = slot.rule.weight_grads(g, x, _like(plain, g), None, (True, False))
+            total = gw if total is None or gw is None else total + gw
+        return None, None if total is None else total.to(weight.dtype), None
+
+
+def _like(weight: Tensor, g: Tensor) -> Tensor:
+    return weight if weight.dtype is g.dtype else weight.to(g.dtype)
+
+
+def _place(call: int) -> tuple[int, int]:
+    """Where in a tap's gradient a call is counted: the number, and what once is there."""
+    number, power = divmod(call, _CALLS_IN_NUMBER)
+    return number, int(_TIMES**power)
+
+
+@cache
+def _token(call: int) -> Tensor:
+    token = torch.zeros(_NUMBERS_IN_TAP, dtype=torch.float64)
+    number, once = _place(call)
+    token[number] = once
+    return token
+
+
+def _hold(g: Tensor, x: Tensor, tap: Tensor) -> Tensor:
+    here = _TAPS.get(int(tap[0]))
+    if here is None:
+        raise SplitError("a compiled backward ran again after its microbatch's graph was gone")
+    place = len(here.calls)
+    if place >= _MOST_CALLS:
+        raise SplitError(
+            f"{here.slot.name!r} is called more than {_MOST_CALLS} times in one microbatch by a compiled part of a "
+            "stage whose backward is split; leave this part uncompiled, or use a schedule without W"
+        )
+    here.calls.append((g.clone(), x.clone()))
+    return _token(place).clone()
+
+
+_OPS = Library("penstock", "FRAGMENT")
+_OPS.define("hold(Tensor g, Tensor x, Tensor tap) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+_OPS.impl("hold", _hold, "CompositeExplicitAutograd")
+
+
+@register_fake("penstock::hold")
+def _held_shape(g: Tensor, x: Tensor, tap: Tensor) -> Tensor:
+    return torch.empty((_NUMBERS_IN_TAP,), dtype=torch.float64)
