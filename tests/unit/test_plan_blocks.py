@@ -10,8 +10,10 @@ import pytest
 import penstock as ps
 from penstock.engine.list_by_values import ListSpace
 from penstock.library import ASYNCHRONOUS, SCHEDULES
+from penstock.library.v_blocks import from_pattern
+from penstock.planning import search as planning_search
 from penstock.planning.building_blocks import BlockSearch, hosts_several, steps_before
-from penstock.planning.library_starts import STARTS, fits, named
+from penstock.planning.library_starts import STARTS, fits, named, row_of
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, greedy, time_of
 from penstock.program.placements import bidirectional, wave
@@ -117,3 +119,23 @@ def test_the_order_of_a_library_schedule_is_adopted_as_a_block() -> None:
     assert blocks.best <= 1.06 * time_of(problem, row)
     assert fits(problem, blocks.row)
     assert time_of(problem, blocks.row) == blocks.best
+
+
+@pytest.mark.xfail(strict=True, reason="good orders are only changed pair by pair", raises=AttributeError)
+@pytest.mark.parametrize("num_microbatches", [8, 16])
+def test_a_v_with_five_activations_stays_no_longer_than_its_bound(num_microbatches: int) -> None:
+    """4 ranks: sail-sg's building blocks took 560 and 1040, plans 570 and 1050, which neither blocks nor local search
+    left."""
+    problem = posed(v_shape(4), 4, num_microbatches, 5.0)
+    block = from_pattern("v", [(r, 9 - r, 10 + r, 17 - r) for r in range(4)], num_microbatches)
+    row = row_of(problem, block)
+    search = Search(problem, 0.0)
+    search.take(time_of(problem, row), row, "v")
+    assert search.value == {8: 58, 16: 106}[num_microbatches]
+    shaking = planning_search.Shaking(problem, 0)
+    shaking.begin(search, 0.0)
+    stop = np.zeros(1, np.int64)
+    shaking.move(400, 0.0, shaking.HOT, shaking.COLD, {8: 56, 16: 104}[num_microbatches], stop)
+    shaking.bring(search)
+    assert search.value == {8: 56, 16: 104}[num_microbatches]
+    assert fits(problem, search.row)
