@@ -38,7 +38,7 @@ from penstock.planning.joint.problem import pose_joint
 from penstock.planning.limits import Limits
 from penstock.planning.local_search import Walk, walked
 from penstock.planning.problem import Problem, pose
-from penstock.planning.search import Search, Trials, greedy, justified
+from penstock.planning.search import Search, Shaking, Trials, greedy, justified, justified_again, time_of
 from penstock.planning.threads import Threads
 from penstock.schedule import one_to_one
 from penstock.simulation.runner import Runner
@@ -108,6 +108,29 @@ def test_trials_look_whether_to_stop_after_every_listing(monkeypatch: pytest.Mon
     assert listings <= num_looks
     assert num_looks < stop.looked <= num_looks + 2
     assert best <= search.value
+
+
+@pytest.mark.parametrize("num_looks", [0, 1, 2, 7])
+def test_shaking_looks_whether_to_stop_after_every_listing(monkeypatch: pytest.MonkeyPatch, num_looks: int) -> None:
+    listings = 0
+    list_ops = forward_backward.list_ops
+
+    def counted(*args: Any) -> float:
+        nonlocal listings
+        listings += 1
+        return list_ops(*args)
+
+    monkeypatch.setattr(forward_backward, "list_ops", counted)
+    problem = tight()
+    search = begun(problem, 1.0, Clock())
+    shaking = Shaking(problem, 0)
+    shaking._module = forward_backward
+    shaking.begin(search, 1.0)
+    shaking.moves_a_second = 1e6
+    shaking.go(1.0, 0.0, 1.0, 0.0, StopAfter(num_looks))
+    assert listings <= num_looks
+    shaking.bring(search)
+    assert time_of(problem, search.row) == search.value
 
 
 def test_a_walk_ends_where_it_is_stopped() -> None:
@@ -254,6 +277,7 @@ class Begun(Exception):
     ("step", "module", "function"),
     [
         (justified, forward_backward, "trials"),
+        (justified_again, forward_backward, "shaken"),
         (walked, anneal, "anneal"),
         (repeated, repeat, "drawn"),
         (joint.listed, listing, "listed"),

@@ -47,7 +47,7 @@ from penstock.planning.library_starts import named
 from penstock.planning.limits import Limits
 from penstock.planning.local_search import Walk
 from penstock.planning.problem import Problem, pose
-from penstock.planning.search import Search, Trials, greedy, time_of
+from penstock.planning.search import Search, Shaking, Trials, greedy, time_of
 from penstock.planning.threads import LOOK, num_cores
 from penstock.program.placements import bidirectional
 from penstock.schedule import circular, one_to_one, v_shape
@@ -192,7 +192,11 @@ def _build(problem: Problem) -> None:
 
 
 def _justify(problem: Problem) -> None:
-    Trials(_begun(problem), 0).go(0.0, np.zeros(1, np.int64))
+    search, stop = _begun(problem), np.zeros(1, np.int64)
+    Trials(search, 0).go(0.0, stop)
+    shaking = Shaking(problem, 0)
+    shaking.begin(search, 0.0)
+    shaking.go(1e-3, 0.0, 1.0, 0.0, stop)
 
 
 def _walk(problem: Problem) -> None:

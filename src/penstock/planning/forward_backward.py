@@ -5,7 +5,12 @@
     turned back list scheduling in the order in which the ops start there: gaps move to the end, and it is shorter
 
 (Double justification, Valls, Ballestin and Quintanilla 2005.) Each half costs one list scheduling. With waits
-(see `list_by_values`) and from many starts this finds what greedy rules cannot. Written to be compiled.
+(see `list_by_values`) and from many starts this finds what greedy rules cannot.
+
+From a good order the search goes on in the same way (`shaken`): its ends are shaken a little, and what comes out is
+kept as in simulated annealing. Many ops then move a little at once, where local search moves one pair far. Where a
+rank hosts several stages, forwards must mostly keep their turn on the way back: the one that is ready first would
+take the memory that another was to have, and the ranks fall out of step. Written to be compiled.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from penstock.engine import list_by_values, min_tree
 from penstock.engine.list_by_values import list_ops
 from penstock.engine.min_tree import copied
 from penstock.planning import metropolis
+from penstock.planning.metropolis import is_kept
 from penstock.planning.metropolis import seed as seed
 
 COMPILED_WITH = (min_tree, list_by_values, metropolis)
@@ -27,6 +33,9 @@ OPTIONS = {"nogil": True}
 Array = Any
 PATIENCE = 3
 """Rounds without a better schedule after which a start is given up."""
+
+IN_TURN = 0.7
+"""How often what takes memory keeps its turn where an order is shaken."""
 
 
 def ends_reversed(p: Any, start: Array, noise: float, values: Array) -> None:
@@ -117,3 +126,59 @@ def trials(
         if best <= target:
             return best
     return best
+
+
+def shaken(
+    p: Any,
+    back: Any,
+    scale: float,
+    num_moves: int,
+    hot: float,
+    cold: float,
+    target: float,
+    now: float,
+    kept: Array,
+    best: float,
+    best_row: Array,
+    space: Any,
+    stop: Array,
+) -> tuple[float, float, int]:
+    """Shakes a schedule, turns it round and back, and keeps what comes out or what there was, again and again.
+
+    After every list scheduling it looks whether it is to stop, and it does at `target`.
+
+    Args:
+        scale: ms, what waits and noise are drawn in proportion to.
+        hot, cold: the temperatures (ms) between which it anneals.
+        now, kept: the makespan of the schedule to begin with and its starts, which are rewritten.
+        best, best_row: see `justify`. space: `ListSpace`. stop: see `justify`.
+
+    Returns:
+        The makespan of the schedule that was kept last, the best, and how many moves were made.
+    """
+    # For `True` and `False` as they are numba would compile all of `list_ops` once each.
+    forward, turned = num_moves < 0, num_moves >= 0
+    for move in range(num_moves):
+        if stop[0] != 0:
+            return now, best, move
+        wait = scale * np.random.uniform(0.0, 1.2) if np.random.random() < 0.5 else 0.0
+        for r in range(len(space.wait)):
+            space.wait[r] = wait
+        ends_reversed(p, kept, scale * 10.0 ** np.random.uniform(-1.5, 0.5), space.values)
+        if list_ops(back, space, turned, forward) < 0:
+            continue
+        ends_reversed(p, space.start, 0.0, space.values)
+        if stop[0] != 0:
+            return now, best, move
+        makespan = list_ops(p, space, forward, np.random.random() < IN_TURN)
+        if makespan < 0:
+            continue
+        if is_kept(makespan - now, hot, cold, move / num_moves):
+            now = makespan
+            copied(space.start, kept)
+        if makespan < best * (1 - 1e-12):
+            best = makespan
+            copied(space.row, best_row)
+            if best <= target:
+                return now, best, move + 1
+    return now, best, num_moves

@@ -17,6 +17,7 @@ from penstock.engine.compiled import is_compiled, ready
 from penstock.engine.list_by_values import ListSpace
 from penstock.engine.network import Array
 from penstock.planning import forward_backward
+from penstock.planning.annealing_threads import Annealer, annealed
 from penstock.planning.problem import BACKWARD_CLASS, Problem
 from penstock.planning.progress import Incumbent, certain
 from penstock.planning.threads import Threads, awaited
@@ -179,3 +180,44 @@ def justified(search: Search, until: float, num_threads: int | None = None) -> N
             for trials in each:
                 search.take(trials.best, trials.best_row, "justified")
             search.report("justified")
+
+
+class Shaking(Annealer[Search]):
+    """One thread's shaking of the best order so far. Temperatures are shares of the makespan."""
+
+    HOT, COLD = 0.004, 0.00016
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        queues = problem.queues
+        compiled = is_compiled(forward_backward)
+        super().__init__(ready(forward_backward), seed, (1e6 if compiled else 1e4) / max(1, queues.num_ops))
+        self._problem, self._back, self._space = problem, queues.turned(), ListSpace.of(queues)
+        self._scale = float(np.mean(queues.duration)) if len(queues.duration) else 0.0
+        self._kept, self._best_row = np.empty(queues.num_ops), np.empty(queues.num_ops, np.int64)
+        self._now = self._best = float("inf")
+
+    def begin(self, search: Search, until: float) -> None:
+        self._now = self._best = time_of(self._problem, search.row, self._kept)
+        self._best_row[:] = search.row
+
+    def move(self, num_moves: int, done: float, hot: float, cold: float, target: float, stop: Array) -> int:
+        self._now, self._best, moved = self._module.shaken(
+            self._problem.queues, self._back, self._scale, num_moves, hot * self._best, cold * self._best, target,
+            self._now, self._kept, self._best, self._best_row, self._space, stop,
+        )  # fmt: skip
+        return int(moved)
+
+    def bring(self, search: Search) -> None:
+        search.take(self._best, self._best_row, "justified")
+
+
+def justified_again(search: Search, until: float, num_threads: int | None = None) -> None:
+    """Justifies the best order so far, its ends shaken, until `until` (seconds since the search began)."""
+    num_ops = search.problem.queues.num_ops
+    if search.closed or num_ops == 0 or not awaited(forward_backward, num_ops, until - search.seconds):
+        return
+    with Threads(num_threads, is_compiled(forward_backward)) as threads:
+        each = [Shaking(search.problem, search.seed + number) for number in range(threads.num)]
+        for shaking in each:
+            shaking.begin(search, until)
+        annealed(search, each, threads, until - search.seconds, until, "justified")

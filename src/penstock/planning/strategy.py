@@ -19,7 +19,7 @@ from penstock.planning.local_search import walked
 from penstock.planning.objective import Expected
 from penstock.planning.problem import Problem
 from penstock.planning.progress import Progress
-from penstock.planning.search import Search, greedy, justified
+from penstock.planning.search import Search, greedy, justified, justified_again
 from penstock.planning.span_objective import Span, span_of
 from penstock.planning.threads import Threads
 
@@ -28,6 +28,10 @@ JUSTIFIED_SHARE, _REPEATED_SHARE, _WALKED_SHARE = 0.1, 0.3, 0.35
 
 _WALKED_SHARE_IF_SEVERAL = 0.15
 """The same where ranks host several stages."""
+
+_AGAIN_SHARE_IF_SEVERAL = 0.5
+"""The share of the time left in which the best order is justified again and again, where ranks host several stages.
+Where they host one, local search finds as much in that time."""
 
 _MOST_OPS_IF_SEVERAL = 500
 """Above this local search finds more than CP-SAT where ranks host several stages."""
@@ -98,6 +102,8 @@ def run(search: Search, goal: str | Expected = "makespan") -> None:
             repeated(search, search.seconds + _REPEATED_SHARE * search.left)
         justified(search, search.seconds + min(JUSTIFIED_SHARE * search.left, _MOST_JUSTIFIED))
         several, num_ops = hosts_several(search.problem), search.problem.queues.num_ops
+        if several and not search.closed:
+            justified_again(search, search.seconds + _AGAIN_SHARE_IF_SEVERAL * search.left)
         if num_ops <= (_MOST_OPS_IF_SEVERAL if several else exact.MOST_OPS) and exact.available():
             walked(search, search.seconds + (_WALKED_SHARE_IF_SEVERAL if several else _WALKED_SHARE) * search.left)
             if several and search.span is None:

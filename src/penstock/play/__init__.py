@@ -28,14 +28,14 @@ from penstock.engine import (
     tolerance,
 )
 from penstock.formats.files import path_of, write_whole
-from penstock.planning import forward_backward, longest_paths
+from penstock.planning import forward_backward, longest_paths, metropolis
 from penstock.play.to_javascript import bundle
 
 __all__ = ["page", "save", "scripts"]
 
 ENGINE = (
     tolerance, memory_safety, min_tree, decider, event_loop, list_by_rules, list_by_values, longest_paths,
-    forward_backward,
+    metropolis, forward_backward,
 )  # fmt: skip
 SCRIPTS = ("schedule.js", "run.js", "library.js", "plan.js")
 

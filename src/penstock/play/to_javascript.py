@@ -88,11 +88,13 @@ COMPARE = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==="
 CALLS = {"max": "Math.max", "min": "Math.min", "abs": "Math.abs", "round": "roundEven", "len": None, "list": "allOf"}
 ATTRIBUTES = {
     "math.inf": "Infinity",
+    "math.exp": "Math.exp",
     "heapq.heappush": "heapPush",
     "heapq.heappop": "heapPop",
     "np.random.uniform": "uniform",
     "np.random.randint": "randint",
     "np.random.random": "random",
+    "np.random.seed": "seedRandom",
 }
 
 
