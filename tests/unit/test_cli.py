@@ -336,8 +336,8 @@ def test_the_help_of_training_is_in_groups_and_leaves_nothing_out(penstock: Any)
 @pytest.mark.parametrize(
     ("words", "now"),
     [
-        ("tune --model tiny", "--model of penstock tune is --preset since 0.2"),
-        ("profile --model tiny", "--model of penstock profile is --preset since 0.2"),
+        ("tune --model tiny", "sizes by name, like tiny, are given by --preset"),
+        ("profile --model tiny", "sizes by name, like tiny, are given by --preset"),
         ("train --zero off", "--zero of penstock train is --sharding (copies for on, none for off) since 0.2"),
         ("compare amdp --zero off", "--zero of penstock compare is --sharding"),
         ("check 1f1b --memory-limit 3", "--memory-limit of penstock check is --max-in-flight since 0.2"),

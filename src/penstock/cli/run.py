@@ -25,8 +25,6 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """The command line parser's error for misuse; typer exports it under no name of its own."""
 
 RENAMED = {
-    ("tune", "--model"): "--preset",
-    ("profile", "--model"): "--preset",
     ("train", "--zero"): "--sharding (copies for on, none for off)",
     ("compare", "--zero"): "--sharding (copies for on, none for off)",
     ("simulate", "--max-held"): "--memory-limit",

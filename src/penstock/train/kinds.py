@@ -79,7 +79,7 @@ def check_model(model: str, towers: str | None) -> None:
         hint = f"did you mean {near[0]}? Else give" if near else "give"
         raise SettingsError(
             f"no model {model!r}; {hint} {', '.join(KINDS)}, the path of a Hugging Face folder or config.json, or a "
-            "model of your own as FILE.py:NAME"
+            "model of your own as FILE.py:NAME; sizes by name, like tiny, are given by --preset"
         )
     asked = read_towers(towers)
     if asked and model != CLIP:

@@ -89,6 +89,7 @@ class TorchDevices:
         finally:
             for runner in self.runners.values():
                 runner.end()
+            del self._settings  # with the batch
 
     def table(self, rank: int, plan: StepPlan, training: bool, meeting: Gang | None) -> OpTable:
         """The handlers of a rank in a step: those of the step before, where they keep nothing of it."""

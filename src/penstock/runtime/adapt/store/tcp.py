@@ -31,6 +31,8 @@ CONNECT = 5.0
 MARGIN = 0.25
 """Seconds that torch may take to give up by itself."""
 _DESCRIPTORS = Path("/proc/self/fd")
+_NETWORKS = (socket.AF_INET, socket.AF_INET6)
+"""Families of sockets whose other end is a host and a port; one between processes of this host has a name or none."""
 
 
 class TcpStore:
@@ -158,7 +160,7 @@ def _sockets_to(port: int) -> dict[str, int]:
             name = os.readlink(path)
             if name.startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(path.name))) as one:
-                    if one.getpeername()[1] == port:
+                    if one.family in _NETWORKS and one.getpeername()[1] == port:
                         found[name] = int(path.name)
     return found
 

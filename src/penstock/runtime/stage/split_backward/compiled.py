@@ -108,12 +108,16 @@ def call_in_graph(rule: SplitRule, x: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 class _Mark(torch.autograd.Function):
-    """Changes nothing; its backward has the gradient of a module's output."""
+    """Changes nothing; its backward has the gradient of a module's output.
+
+    What it gives is a copy and no view: a stage's output must not depend on whether its backward is split, or a
+    forward that is run again would give another one. A compiler that writes code of its own leaves the copy out.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, tap: Tensor) -> Tensor:
         ctx.save_for_backward(x, tap)
-        return y.view_as(y)
+        return y.clone()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, Tensor]:

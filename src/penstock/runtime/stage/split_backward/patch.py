@@ -26,7 +26,7 @@ from penstock.runtime.tensor_parallel import ColumnLinear, OnShard, RowLinear, V
 _SLOT = "_penstock_split"
 
 
-class Found(NamedTuple):
+class FoundModule(NamedTuple):
     """A module that can be split, by its path, with those that it lies in; and whether it is compiled."""
 
     path: str
@@ -129,14 +129,14 @@ def _is_ours(module: nn.Module) -> bool:
 
 def _modules(
     module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = (), compiled: bool = False
-) -> Iterator[Found]:
+) -> Iterator[FoundModule]:
     """Of the module and those below it what can be split, without what torch's data parallelism has taken over."""
     if _reduces(module):
         return
     around = (*around, module)
     compiled = compiled or is_compiled(module)
     if (rule := _rule(module)) is not None:
-        yield Found(path, around, rule, compiled)
+        yield FoundModule(path, around, rule, compiled)
     for name, child in module.named_children():
         yield from _modules(child, f"{path}.{name}" if path else name, around, compiled)
 
