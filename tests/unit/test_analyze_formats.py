@@ -191,9 +191,6 @@ def test_any_schedule_of_a_chain_is_replayed(tmp_path: Path, name: str) -> None:
     assert found.run.replayed[0] == pytest.approx(run.makespan, rel=1e-4)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="each rank's part of a shared op is replayed by itself, and a rank's own output sent"
-)
 @pytest.mark.parametrize(("ranks", "num"), [(2, 3), (4, 8), (5, 6)])
 def test_stages_that_ranks_share_are_replayed_together(tmp_path: Path, ranks: int, num: int) -> None:
     uneven = [1 + 0.4 * (m % 3) for m in range(num)]

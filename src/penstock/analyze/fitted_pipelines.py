@@ -8,19 +8,22 @@ fit.links                           ps.Links: the median of each
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.analyze.effects import Effects
 from penstock.analyze.replayed_run import ReplayedRun
+from penstock.analyze.step_network import groups
+from penstock.analyze.whole import Steps
 from penstock.cost import Costs, Links
 from penstock.engine.network import Array
-from penstock.formats.traces.run_trace import Scope
+from penstock.formats.traces.run_trace import NONE, Scope
 from penstock.library import build
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, check
 
-NAMED = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b", "looped-bfs", "v-half", "v-min")
+NAMED = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b", "looped-bfs", "v-half", "v-min", "mllm")
 """Library schedules in which a recorded order is looked up."""
 ROWS = {"F": "f", "B": "b", "I": "i", "W": "w"}
 
@@ -73,23 +76,26 @@ class FittedPipelines:
 
 
 def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines | None:
-    """The pipelines of a run; None where replicas or steps differ in their orders, or stages move between ranks."""
+    """The pipelines of a run.
+
+    None where replicas or steps differ in their orders, stages move between ranks, or some ranks run some of a shared
+    stage's ops alone.
+    """
     table = run.table
     compute = np.flatnonzero(table.is_scope(Scope.COMPUTE))
     letters = table.letters()
     if not set(letters[compute].tolist()) <= ROWS.keys():
         return None
     num_stages, num_replicas = table.trace.num_stages, table.trace.num_replicas
-    place = np.full((num_replicas, num_stages), -1)
-    place[table.replica[compute], table.stage[compute]] = table.rank[compute]
-    moved = place[table.replica[compute], table.stage[compute]] != table.rank[compute]
-    if moved.any() or (place != place[0]).any():
+    hosts = _hosts(table, compute)
+    if hosts is None:
         return None
     first = compute[(letters[compute] == "F") & (table.stage[compute] == 0)]
     numbers = []
     for replica in range(num_replicas):
         here = first[table.replica[first] == replica]
-        numbers.append(table.microbatch[here[np.argsort(table.start[0, here])]].tolist())
+        began = table.microbatch[here[np.argsort(table.start[0, here], kind="stable")]].tolist()
+        numbers.append(list(dict.fromkeys(began)))  # once, however many ranks share the stage
     if len({len(each) for each in numbers}) > 1:
         return None
     number = [{microbatch: place for place, microbatch in enumerate(each)} for each in numbers]
@@ -107,7 +113,8 @@ def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines | None:
             orders.add(tuple(map(tuple, rows)))
     if len(orders) > 1:
         return None
-    placement = Placement((tuple(place[0].tolist()),))
+    shared = tuple((stage, ranks) for stage, ranks in enumerate(hosts) if len(ranks) > 1)
+    placement = Placement((tuple(ranks[0] for ranks in hosts),), shared)
     schedule = Schedule.of("recorded", placement, orders.pop(), num_microbatches)
     try:
         check(schedule)
@@ -116,14 +123,33 @@ def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines | None:
     times = {}
     for letter in set(letters[compute].tolist()):
         ops = compute[letters[compute] == letter]
-        rows_of = np.zeros((len(table.steps), num_replicas, num_stages, num_microbatches))
+        shape = num_replicas, num_stages, num_microbatches
         ids = [number[d][m] for d, m in zip(table.replica[ops].tolist(), table.microbatch[ops].tolist())]
-        rows_of[:, table.replica[ops], table.stage[ops], ids] = run.own.ops[:, ops]
-        times[letter] = rows_of
+        place = np.ravel_multi_index((table.replica[ops], table.stage[ops], np.array(ids)), shape)
+        slowest = np.zeros((len(table.steps), int(np.prod(shape))))
+        for in_step, taken in zip(slowest, run.own.ops[:, ops]):
+            np.maximum.at(in_step, place, taken)  # of ranks that share an op the slowest says how long it takes
+        times[letter] = slowest.reshape(len(table.steps), *shape)
     factors = np.stack([effects.by_microbatch[:, d, numbers[d]] for d in range(num_replicas)], axis=1)
     return FittedPipelines(
         schedule, _name(schedule), _links(run), most_held(schedule), times, factors, effects.by_worker
     )
+
+
+def _hosts(table: Steps, compute: Array) -> list[tuple[int, ...]] | None:
+    """The ranks of each stage; None where not all of them run all its microbatches, alike in every replica."""
+    ran: dict[tuple[int, int], Counter[int]] = {}
+    for op in compute.tolist():
+        ran.setdefault((int(table.stage[op]), int(table.replica[op])), Counter())[int(table.rank[op])] += 1
+    found, shared = [], groups(table)
+    for stage in range(table.trace.num_stages):
+        each = [ran[stage, replica] for replica in range(table.trace.num_replicas)]
+        members = shared[compute[table.stage[compute] == stage]]
+        together = len(each[0]) == 1 or (members != NONE).all()
+        if not together or any(own.keys() != each[0].keys() or len(set(own.values())) > 1 for own in each):
+            return None
+        found.append(tuple(sorted(each[0])))
+    return found
 
 
 def _costs(rows: dict[str, Array], activation: float = 1.0) -> Costs:

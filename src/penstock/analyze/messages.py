@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.analyze.step_network import Messages
+from penstock.analyze.step_network import Messages, groups
 from penstock.analyze.whole import Steps
 from penstock.engine.network import Array
 from penstock.formats.traces.run_trace import NONE, Scope, TraceError
@@ -25,30 +25,33 @@ def messages_of(table: Steps) -> Messages:
     """
     letters = table.letters()
     compute = np.flatnonzero(table.is_scope(Scope.COMPUTE))
-    made: dict[tuple[str, int, int, int], int] = {}
+    made: dict[tuple[str, int, int, int], list[int]] = {}  # by all ranks that share the stage
     for op in compute.tolist():
         letter = "B" if letters[op] in BACKWARDS else str(letters[op])
-        made[letter, int(table.replica[op]), int(table.stage[op]), int(table.microbatch[op])] = op
+        key = letter, int(table.replica[op]), int(table.stage[op]), int(table.microbatch[op])
+        made.setdefault(key, []).append(op)
     producer, consumer = [], []
-    for (letter, replica, stage, microbatch), op in made.items():
-        source = made.get((letter, replica, stage + (-1 if letter == "F" else 1), microbatch))
-        if letter in ("F", "B") and source is not None and table.rank[source] != table.rank[op]:
-            producer.append(source)
-            consumer.append(op)
-    sources, targets = np.array(producer, np.int64), np.array(consumer, np.int64)
-    receive = _ends(table, targets, Scope.RECEIVE, made)
-    send = _ends(table, sources, Scope.SEND, made)
+    for (letter, replica, stage, microbatch), ops in made.items():
+        sources = made.get((letter, replica, stage + (-1 if letter == "F" else 1), microbatch), [])
+        have = {int(table.rank[source]) for source in sources}
+        for op in ops if letter in ("F", "B") and sources else ():
+            if int(table.rank[op]) not in have:
+                producer.append(sources[0])
+                consumer.append(op)
+    source_ops, targets = np.array(producer, np.int64), np.array(consumer, np.int64)
+    receive = _ends(table, targets, Scope.RECEIVE)
+    send = _ends(table, source_ops, Scope.SEND)
     if (receive == NONE).all():
-        own = _by_waiting(table, sources, targets)
-        return Messages(sources, targets, send, receive, own, np.full(len(targets), NONE))
-    began = np.where(send == NONE, table.end[:, sources], table.start[:, send])
+        own = _by_waiting(table, source_ops, targets)
+        return Messages(source_ops, targets, send, receive, own, np.full(len(targets), NONE))
+    began = np.where(send == NONE, table.end[:, source_ops], table.start[:, send])
     posted = np.where(receive == NONE, began, table.start[:, receive])
     arrived = np.where(receive == NONE, table.start[:, targets], table.end[:, receive])
     own = np.maximum(arrived - np.maximum(began, posted), 0.0)
-    return Messages(sources, targets, send, receive, own, _posted(table, targets, receive))
+    return Messages(source_ops, targets, send, receive, own, _posted(table, targets, receive))
 
 
-def _ends(table: Steps, ops: Array, scope: Scope, made: dict[tuple[str, int, int, int], int]) -> Array:
+def _ends(table: Steps, ops: Array, scope: Scope) -> Array:
     """The recorded op that sent, or received, what each op has to do with; NONE where none was recorded."""
     found = np.full(len(ops), NONE)
     place = {op: at for at, op in enumerate(ops.tolist())}
@@ -113,12 +116,15 @@ def _by_waiting(table: Steps, producer: Array, consumer: Array) -> Array:
     own = np.full((len(table.steps), len(producer)), np.nan)
     worker = table.replica * table.trace.num_ranks + table.rank
     compute = np.flatnonzero(table.is_scope(Scope.COMPUTE))
+    shared = groups(table)
     for step in range(len(table.steps)):
         start, end = table.start[step], table.end[step]
         order = compute[np.lexsort((start[compute], worker[compute]))]
         free = np.zeros(table.num_ops)
         same = worker[order][1:] == worker[order][:-1]
         free[order[1:][same]] = end[order[:-1][same]]
+        for number in np.unique(shared[consumer][shared[consumer] != NONE]).tolist():
+            free[shared == number] = free[shared == number].max()  # it waits for all members
         gap = start[consumer] - end[producer]
         waited = end[producer] >= free[consumer]
         own[step, waited] = np.maximum(gap[waited], 0.0)

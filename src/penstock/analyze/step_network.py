@@ -4,6 +4,8 @@
     link 0>1        F0 F1 ..                                                a row of the link: messages in order
     stream of 1     reduce 0, reduce 1                                      collectives that run beside the compute
 
+An op that several ranks record for one microbatch of a stage is run by them together, as a collective is.
+
 A message begins when its sender has computed it and its receiver has posted it, and a collective when the last member
 has come. What it takes from there on is its own; all before was waiting, and is not counted as its time.
 """
@@ -164,7 +166,7 @@ class StepNetwork:
         last = np.full(num_workers, -np.inf)
         np.maximum.at(last, worker[compute], table.start[self.steps[0]][compute])
         beside = replicas & (start < last[worker])
-        self._group = _groups(table)
+        self._group = groups(table)
         own_queue = np.full(table.num_ops, NONE)
         begin_queue = np.full(table.num_ops, NONE)
         by_row: defaultdict[int, list[int]] = defaultdict(list)
@@ -187,7 +189,7 @@ class StepNetwork:
                 self._rows[row].append(gang_of[int(self._group[op])])
                 own_queue[op] = self._add(row, op=op)
         self._join_streams(table, by_row, num_workers, start, compute, own_queue, begin_queue)
-        self._send(table, messages, start, own_queue, 2 * num_workers)
+        self._send(table, messages, start, own_queue, begin_queue, 2 * num_workers)
 
     def _queue(self, rows: tuple[int, ...], op: int = NONE, message: int = NONE, arrival: int = NONE) -> int:
         self._ops.append(op)
@@ -234,7 +236,15 @@ class StepNetwork:
             if after:
                 self.needs[begin_queue[after[0]]].append(int(own_queue[stream[-1]]))
 
-    def _send(self, table: Steps, messages: Messages, start: Array, own_queue: Array, first_row: int) -> None:
+    def _send(
+        self,
+        table: Steps,
+        messages: Messages,
+        start: Array,
+        own_queue: Array,
+        begin_queue: Array,
+        first_row: int,
+    ) -> None:
         """Messages in a row for each link and kind where both ends were recorded, else each in a row of its own."""
         letters = table.letters()
         rows: dict[tuple[int, ...] | int, int] = {}
@@ -254,19 +264,26 @@ class StepNetwork:
             self.needs[queue].append(int(own_queue[producer]))
             if messages.posted[place] != NONE:
                 self.needs[queue].append(int(own_queue[messages.posted[place]]))
-            self.needs[own_queue[consumer]].append(queue)
+            self.needs[begin_queue[consumer]].append(queue)
 
 
-def _groups(table: Steps) -> Array:
-    """The collective that each op is a member of; NONE where it is none, or its only member."""
+def groups(table: Steps) -> Array:
+    """The collective, or op of ranks that share its stage, that each op is a member of.
+
+    NONE where it is none, or its only member.
+    """
     found = np.full(table.num_ops, NONE)
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for op in np.flatnonzero(table.is_scope(Scope.REPLICAS, Scope.PIPELINE, Scope.ALL)).tolist():
+    joined: dict[tuple[int, ...], list[int]] = {}
+    together = table.is_scope(Scope.REPLICAS, Scope.PIPELINE, Scope.ALL, Scope.COMPUTE)
+    for op in np.flatnonzero(together).tolist():
         key = table.keys[op]
-        scope = table.trace.kinds[key.kind].scope
-        where = {Scope.REPLICAS: (0, key.rank, key.stage), Scope.PIPELINE: (1, key.replica, 0)}.get(scope, (2, 0, 0))
-        groups.setdefault((*where, key.kind, key.number), []).append(op)
-    for number, members in enumerate(groups.values()):
+        where = {
+            Scope.REPLICAS: (0, key.rank, key.stage),
+            Scope.PIPELINE: (1, key.replica, 0),
+            Scope.COMPUTE: (3, key.replica, key.stage, key.microbatch),
+        }.get(table.trace.kinds[key.kind].scope, (2, 0, 0))
+        joined.setdefault((*where, key.kind, key.number), []).append(op)
+    for number, members in enumerate(joined.values()):
         if len(members) > 1:
             found[members] = number
     return found
@@ -275,7 +292,7 @@ def _groups(table: Steps) -> Array:
 def own_times(table: Steps) -> Array:
     """Ms that each op took by itself, waiting for others left out, (K, M)."""
     own = table.end - table.start
-    group = _groups(table)
+    group = groups(table)
     for number in np.unique(group[group != NONE]).tolist():
         members = np.flatnonzero(group == number)
         came = table.start[:, members].max(axis=1, keepdims=True)
