@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import resource
 import sys
 from collections.abc import Sequence
@@ -14,8 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.control import Configuration
-from penstock.draw import save_picture
-from penstock.formats import save as save_schedule
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.checkpoint import DamagedCheckpointError, Reader, set_aside
 from penstock.runtime.checkpoint.saving import export_model, find
@@ -23,7 +20,7 @@ from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulation import Timeline
 from penstock.train.batch_planner import BatchPlanner
-from penstock.train.folder import RunFolder, is_folder, write_whole
+from penstock.train.folder import RunFolder, is_folder
 from penstock.train.inputs import Inputs, build_pipeline
 from penstock.train.metrics import Metrics
 from penstock.train.packing import ARRIVAL, MEASURED
@@ -33,6 +30,7 @@ from penstock.train.progress import ProgressView
 from penstock.train.quality import Quality
 from penstock.train.report import Report, TimingReport, timing_report
 from penstock.train.resume_checks import way_back
+from penstock.train.run_report import write_plan
 from penstock.train.run_settings import RunSettings
 from penstock.train.settings import Settings, num_cores
 from penstock.train.steered import read_steered
@@ -149,7 +147,7 @@ class RankRun:
             if self.planned is not None:
                 stack.callback(self.planned.close)
             if self.first:
-                self._write_plan()
+                write_plan(self.folder, settings, self.inputs.schedule)
                 metrics = stack.enter_context(Metrics(self.folder.metrics, start, self.folder.file("tensorboard")))
             view = stack.enter_context(ProgressView(start, settings.steps, self.quiet or not self.first))
             while training.steps < settings.steps:
@@ -239,12 +237,6 @@ class RankRun:
             number=self.training.steps,
         )
 
-    def _write_plan(self) -> None:
-        self.folder.path.mkdir(parents=True, exist_ok=True)
-        write_whole(self.folder.settings, self.inputs.settings.to_json() + "\n")
-        save_schedule(self.inputs.schedule, self.folder.file("schedule.txt"))
-        save_picture(self.inputs.schedule, self.folder.file("schedule.svg"))
-
     def _profile_one(self) -> Profiled:
         running = self.pipe.configuration
         self.training.probe()
@@ -292,8 +284,6 @@ class RankRun:
         inputs, folder = self.inputs, self.folder
         settings = inputs.settings
         timing, pictures = self._timing(profile)
-        save_picture(pictures, folder.file("timeline.html"))
-        save_picture(pictures, folder.file("timeline.json"))
         folder.file("sample.txt").write_text(ending.quality.text + "\n", encoding="utf-8")
         report = Report(
             schedule=inputs.schedule.name,
@@ -315,7 +305,7 @@ class RankRun:
                 *self.notices,
                 *self.pipe.notices,
                 *(self.planned.notices if self.planned is not None else ()),
-                *_injected(settings),
+                *settings.injected(),
                 *_crowded(settings),
                 *notices_of(settings),
             ],
@@ -337,7 +327,7 @@ class RankRun:
             mesh={"pp": settings.ranks, "dp": settings.dp, "tp": settings.tp},
             sharding=settings.sharding,
         )
-        write_whole(folder.report, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
+        report.write(folder, pictures)
         return report
 
     def _timing(self, profile: list[Profiled]) -> tuple[TimingReport, list[Timeline]]:
@@ -357,12 +347,6 @@ class RankRun:
 def _due(first: int, steps: int, every: int) -> bool:
     """Whether a multiple of `every` steps was reached by a pass that began after `first` of them."""
     return every > 0 and steps // every > first // every
-
-
-def _injected(settings: Settings) -> list[str]:
-    """What was done to the links; the simulation does the same from its time 0 on."""
-    conditions = settings.link_conditions()
-    return [] if conditions is None else [f"link {text} was injected" for text in conditions.texts()]
 
 
 def _crowded(settings: Settings) -> list[str]:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import textwrap
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from penstock.cost import Costs, Links
 from penstock.simulation import Blocking, Decoupled, Timeline, simulate
 from penstock.train.quality import Quality
-from penstock.train.steered import Steered
+from penstock.train.run_report import RunReport
 from penstock.train.updating import UpdateReport, state_rows
-
-WIDTH = 100
-"""Columns that notes are wrapped to."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +23,9 @@ class TimingReport:
     simulated_bubble_ratio: float
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a run came to.
+@dataclass(frozen=True, kw_only=True)
+class Report(RunReport):
+    """What a run that learns came to.
 
     Attributes:
         model: its kind, or path. mesh: processes along "pp" (ranks), "dp" (replicas) and "tp" (shards of a layer).
@@ -39,7 +34,6 @@ class Report:
             in place of tokens, of a model that knows none.
         loss: on the validation data. quality: what to hold it against; its numbers lie beside the loss in JSON.
         peak_memory: most bytes of each process (or device), by rank.
-        steered: links, decisions and what they saved; None for a run that did not adapt.
         updating: of a run whose updates were among its ops; None for others.
         deferred: of each stage whose backward is split the share of the work on weight gradients that waited for W,
             and why which parameters' did not.
@@ -47,22 +41,13 @@ class Report:
         state: by rank, bytes of parameters, gradients, older versions and the optimizer's state.
     """
 
-    schedule: str
-    dispatch: str
-    num_ranks: int
     num_parameters: int
-    steps: int
-    interrupted: bool
     train_loss: float | None
     loss: float
     quality: Quality
     tokens_per_second: float | None
-    seconds: float
     timing: TimingReport
     peak_memory: list[int]
-    notices: list[str]
-    files: dict[str, str]
-    steered: Steered | None = None
     updating: UpdateReport | None = None
     state: list[dict[str, int]] = field(default_factory=list)
     deferred: list[dict[str, Any]] = field(default_factory=list)
@@ -73,38 +58,29 @@ class Report:
     num_trained: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        values = asdict(self) | {"steered": None if self.steered is None else self.steered.to_json()}
+        values = super().to_json()
         values.pop("quality")
         return values | self.quality.to_json()
 
     @classmethod
-    def read(cls, path: Path) -> Report | None:
-        """The report in a run's folder, None where there is none."""
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        steered = value.get("steered")
-        value |= {"steered": None if steered is None else Steered.from_json(steered)}
+    def from_json(cls, value: dict[str, Any]) -> Self:
         updating = value.get("updating")
         value |= {"updating": None if updating is None else UpdateReport(**updating)}
         value |= {"quality": Quality.take(value)}
-        return cls(**{**value, "timing": TimingReport(**value["timing"])})
+        return super().from_json({**value, "timing": TimingReport(**value["timing"])})
 
     def _trained(self) -> str:
         frozen = self.num_trained is not None and self.num_trained < self.num_parameters
         return f", of which {self.num_trained:,} learn" if frozen else ""
 
-    def to_text(self) -> str:
+    def rows(self) -> list[tuple[str, str]]:
         timing = self.timing
-        ended = "interrupted after " if self.interrupted else ""
         one = "one step" if self.updating is None else "one pass"
         speed = "no step was left to train"
         for rate, unit in ((self.tokens_per_second, "tokens"), (self.samples_per_second, "samples")):
             if rate is not None:
                 speed = f"{rate:,.0f} {unit}/s over {self.seconds:.0f} s of steps"
-        rows = [
-            ("run", f"{ended}{self.steps} steps of {self.schedule}, {self.dispatch}, on {self.num_ranks} ranks"),
+        return [
             *self._mesh_rows(),
             ("model", f"{self.num_parameters:,} parameters{self._trained()}"),
             *self.quality.rows(self.loss),
@@ -124,13 +100,12 @@ class Report:
                 + f" MiB at most, by {'rank' if self.is_flat else 'process'}",
             ),
         ]
-        for notice in self.notices:
-            rows += [("note" if i == 0 else "", line) for i, line in enumerate(textwrap.wrap(notice, WIDTH))]
-        rows += [("wrote", path) for path in self.files.values()]
+
+    def last_rows(self) -> list[tuple[str, str]]:
+        rows = [("wrote", path) for path in self.files.values()]
         if self.interrupted:
             rows.append(("go on", f"penstock train --resume {Path(self.files['metrics']).parent}"))
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+        return rows
 
     @property
     def is_flat(self) -> bool:

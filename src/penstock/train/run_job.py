@@ -32,6 +32,7 @@ from penstock.train.rank import RankRun
 from penstock.train.report import Report
 from penstock.train.resume_checks import GoingOn, check_resume
 from penstock.train.run_inputs import hand_over, take_over
+from penstock.train.run_report import RunReport
 from penstock.train.settings import SettingsError
 from penstock.train.start import INTERRUPTED, RunFailed, check_interfaces, check_port, check_store, start_ranks
 from penstock.train.stop import StopRequest
@@ -50,8 +51,7 @@ class RankOfRun(Protocol):
     interrupted: bool
 
     @property
-    def report(self) -> Any:
-        """A `RunReport` of its kind."""
+    def report(self) -> RunReport | None: ...
 
 
 class CheckedRun(Protocol):
@@ -64,17 +64,18 @@ class CheckedRun(Protocol):
     job: Any
     corpus: Corpus | None
 
+    @property
+    def report_type(self) -> type[RunReport]:
+        """What its report is."""
+
     def announcement(self) -> str:
         """What is said before it starts."""
 
     def run(self, first: bool) -> RankOfRun:
         """Runs it, as one process sees it; `first`: rank 0's."""
 
-    def read(self, path: Path) -> Any:
-        """The report that it left, None where there is none."""
-
-    def show(self, report: Any, folder: RunFolder) -> None:
-        """Prints it."""
+    def below(self, folder: RunFolder) -> str:
+        """What is printed below its report."""
 
     def way_on(self, folder: RunFolder, said: str) -> str:
         """How to go on after a failure, where there is something to go on from."""
@@ -100,12 +101,12 @@ def run_job(order: TrainJob | EmulatedJob, port: int | None, waiting: WaitingSer
             report, code, said = run.report, run.stop.exit_code if run.interrupted else 0, ""
         else:
             code, said = launch_order(order, checked.corpus, port, waiting)
-            report = checked.read(folder.report)
+            report = checked.report_type.read(folder.report)
         if report is None:
             raise RunFailed(said + checked.way_on(folder, said), code or 1)
         if said:
             print(said if code == 0 else f"penstock: {said}", file=sys.stderr, flush=True)
-        checked.show(report, folder)
+        _show(checked, report, folder)
         return code or (INTERRUPTED if report.interrupted else 0)
 
 
@@ -137,7 +138,7 @@ def run_joined(order: TrainJob | EmulatedJob) -> int:
     rank, _ = init_process(order.settings.timeout)
     run = checked.run(first=rank == 0)
     if run.report is not None:
-        checked.show(run.report, run.folder)
+        _show(checked, run.report, run.folder)
     return run.stop.exit_code if run.interrupted else 0
 
 
@@ -151,6 +152,13 @@ def launch_order(
         hand_over(Path(handover), order, corpus)
         count, env = settings.num_processes, settings.environment
         return start_ranks(["--order", handover], count, port, __name__, waiting, env)
+
+
+def _show(checked: CheckedRun, report: RunReport, folder: RunFolder) -> None:
+    if checked.job.as_json:
+        print(json.dumps(report.to_json(), allow_nan=False), flush=True)
+    else:
+        print("\n" + report.to_text() + checked.below(folder), flush=True)
 
 
 def _checked(order: TrainJob | EmulatedJob) -> CheckedRun:
@@ -207,6 +215,8 @@ class CheckedTraining:
         goes_on: where it was; None where it starts, and in ranks, whose job has it.
     """
 
+    report_type = Report
+
     def __init__(self, job: TrainJob, inputs: Inputs, goes_on: GoingOn | None = None) -> None:
         self.job, self._inputs, self._goes_on = job, inputs, goes_on
         self.corpus = inputs.data.corpus
@@ -248,16 +258,10 @@ class CheckedTraining:
             f"passes of {passes.steps}, after which the pipeline drains"
         ]
 
-    def read(self, path: Path) -> Report | None:
-        return Report.read(path)
-
-    def show(self, report: Report, folder: RunFolder) -> None:
-        if self.job.as_json:
-            print(json.dumps(report.to_json(), allow_nan=False), flush=True)
-            return
+    def below(self, folder: RunFolder) -> str:
         text = folder.file("sample.txt").read_text(encoding="utf-8").strip()
         shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-        print("\n" + report.to_text() + (f"\n\n{shown}" if shown else ""), flush=True)
+        return f"\n\n{shown}" if shown else ""
 
     def way_on(self, folder: RunFolder, said: str) -> str:
         if not any(folder.checkpoints.glob("step-*")):

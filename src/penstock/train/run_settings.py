@@ -100,6 +100,11 @@ class RunSettings(Travel):
         """The conditions to inject. Raises SettingsError for those that make no sense."""
         return read_links(self.link, self.ranks)
 
+    def injected(self) -> list[str]:
+        """What is done to the links, in words; the simulation does the same from its time 0 on."""
+        conditions = self.link_conditions()
+        return [] if conditions is None else [f"link {text} was injected" for text in conditions.texts()]
+
     @property
     def is_asynchronous(self) -> bool:
         """Whether the schedule has its updates among the other ops."""

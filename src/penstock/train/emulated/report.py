@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from penstock.simulation import Timeline
 from penstock.train.bounds import bound
-from penstock.train.report import WIDTH
-from penstock.train.steered import Steered
+from penstock.train.run_report import RunReport
 
 
 @dataclass(frozen=True)
@@ -36,30 +32,25 @@ class EmulatedIteration:
         return abs(self.measured / self.simulated - 1) if self.simulated else 0.0
 
 
-@dataclass(frozen=True)
-class EmulatedReport:
+@dataclass(frozen=True, kw_only=True)
+class EmulatedReport(RunReport):
     """What a run came to. Times are ms as if the stretch were 1; medians over iterations.
 
     Attributes:
         measured, simulated: iteration time. median_error: see `Iteration.error`.
         late: how long after its due moment an op ended (median, worst).
         peaks: most activations that each rank held, in the units of the costs.
-        seconds: of all iterations, by the clock. steered: None where nothing was recorded.
         window: microbatches an update gathers, where updates are ops. mismatch: most of them between a microbatch's
             forward and its backward, as proved.
     """
 
-    schedule: str
-    dispatch: str
+    UNIT = "iterations"
+
     costs: str
     transport: str
     adapted: bool
-    num_ranks: int
     num_microbatches: int
     stretch: float
-    steps: int
-    interrupted: bool
-    seconds: float
     measured: float
     simulated: float
     median_error: float
@@ -67,9 +58,6 @@ class EmulatedReport:
     simulated_bubble_ratio: float
     late: tuple[float, float]
     peaks: list[float]
-    steered: Steered | None
-    notices: list[str]
-    files: dict[str, str]
     window: int | None = None
     mismatch: int = 0
 
@@ -79,25 +67,13 @@ class EmulatedReport:
         per_second = self.num_microbatches * 1e3
         return per_second / (self.measured or 1.0), per_second / (self.simulated or 1.0)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"steered": None if self.steered is None else self.steered.to_json()}
-
     @classmethod
-    def read(cls, path: Path) -> EmulatedReport | None:
-        """The report in a run's folder, None where there is none."""
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        steered = value["steered"]
-        value |= {"late": tuple(value["late"]), "steered": None if steered is None else Steered.from_json(steered)}
-        return cls(**value)
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        return super().from_json({**value, "late": tuple(value["late"])})
 
-    def to_text(self) -> str:
-        ended = "interrupted after " if self.interrupted else ""
+    def rows(self) -> list[tuple[str, str]]:
         stretch = "" if self.stretch == 1 else f" (slowed down {self.stretch:g} times; all times as if not)"
-        rows = [
-            ("run", f"{ended}{self.steps} iterations of {self.schedule}, {self.dispatch}, on {self.num_ranks} ranks"),
+        return [
             (
                 "devices",
                 f"emulated, with the costs of {self.costs}{stretch}; nothing is learned, so there is no loss",
@@ -109,14 +85,8 @@ class EmulatedReport:
             ("bubbles", f"{self.measured_bubble_ratio:.1%} measured, {self.simulated_bubble_ratio:.1%} simulated"),
             ("held", f"activations at most, by rank: {', '.join(map(_shown, self.peaks))}"),
             ("sleeping", f"ops ended {self.late[0]:.2f} ms late (median), {self.late[1]:.2f} at most"),
+            *(() if self.steered is None else self.steered.rows(self.adapted)),
         ]
-        if self.steered is not None:
-            rows += self.steered.rows(self.adapted)
-        for notice in self.notices:
-            rows += [("note" if place == 0 else "", line) for place, line in enumerate(textwrap.wrap(notice, WIDTH))]
-        rows += self.files.items()
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
     def _of_updates(self) -> list[tuple[str, str]]:
         if self.window is None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from pathlib import Path
 from statistics import median
 
 from penstock.cost import Costs
 from penstock.data import Corpus
-from penstock.draw import save_picture
-from penstock.formats import save as save_schedule
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.emulation.pipeline import EmulatedPipeline
 from penstock.runtime.mesh.peers import peers_of
@@ -21,10 +18,11 @@ from penstock.simulation import Timeline
 from penstock.train.bounds import bound, proved_mismatch
 from penstock.train.emulated.report import EmulatedIteration, EmulatedReport, medians
 from penstock.train.emulated.settings import EmulatedSettings
-from penstock.train.folder import RunFolder, write_whole
+from penstock.train.folder import RunFolder
 from penstock.train.job import EmulatedJob
 from penstock.train.metrics import Metrics
 from penstock.train.progress import ProgressView
+from penstock.train.run_report import write_plan
 from penstock.train.settings import num_cores
 from penstock.train.steered import read_steered
 from penstock.train.stop import StopRequest
@@ -68,7 +66,7 @@ class EmulatedRun:
             dispatch = pipe.configuration.dispatch.value
             metrics = None
             if self.first:
-                self._write_plan(pipe.configuration.schedule)
+                write_plan(self.folder, settings, pipe.configuration.schedule)
                 metrics = stack.enter_context(Metrics(self.folder.metrics, 0))
             view = stack.enter_context(ProgressView(0, settings.steps, self.quiet or not self.first))
             pictures: list[tuple[float, list[Timeline]]] = []
@@ -128,12 +126,6 @@ class EmulatedRun:
             return AdaptOptions(folder, settings.store, host_memory=settings.host_units(self.costs))
         return AdaptOptions(folder, may_replan=False, may_delegate=False, dispatches=())
 
-    def _write_plan(self, schedule: Schedule) -> None:
-        self.folder.path.mkdir(parents=True, exist_ok=True)
-        write_whole(self.folder.settings, self.settings.to_json() + "\n")
-        save_schedule(schedule, self.folder.file("schedule.txt"))
-        save_picture(schedule, self.folder.file("schedule.svg"))
-
     def _report(
         self,
         iterations: list[EmulatedIteration],
@@ -145,8 +137,6 @@ class EmulatedRun:
         pictures: list[Timeline],
     ) -> EmulatedReport:
         settings, folder = self.settings, self.folder
-        save_picture(pictures, folder.file("timeline.html"))
-        save_picture(pictures, folder.file("timeline.json"))
         report = EmulatedReport(
             schedule=self.schedule.name,
             dispatch=dispatch,
@@ -162,7 +152,7 @@ class EmulatedRun:
             late=(median(late), max(late)) if late else (0.0, 0.0),
             peaks=peaks,
             steered=read_steered(folder.path),
-            notices=[*_injected(settings), *self._cut(), *self._crowded(iterations), *notices],
+            notices=[*settings.injected(), *self._cut(), *self._crowded(iterations), *notices],
             files={
                 "schedule": str(folder.file("schedule.svg")),
                 "timeline": str(folder.file("timeline.html")),
@@ -173,7 +163,7 @@ class EmulatedRun:
             mismatch=proved_mismatch(self.schedule),
             **medians(iterations),
         )
-        write_whole(folder.report, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
+        report.write(folder, pictures)
         return report
 
     def _cut(self) -> list[str]:
@@ -200,6 +190,8 @@ class EmulatedRun:
 class CheckedEmulation:
     """A run on emulated devices. Raises what settings say of costs, or of host memory, that do not fit the plan."""
 
+    report_type = EmulatedReport
+
     def __init__(self, job: EmulatedJob) -> None:
         self.job = job
         self.corpus: Corpus | None = None
@@ -225,17 +217,8 @@ class CheckedEmulation:
         ]
         return "\n".join(lines)
 
-    def read(self, path: Path) -> EmulatedReport | None:
-        return EmulatedReport.read(path)
-
-    def show(self, report: EmulatedReport, folder: RunFolder) -> None:
-        as_json = self.job.as_json
-        print(json.dumps(report.to_json(), allow_nan=False) if as_json else "\n" + report.to_text(), flush=True)
+    def below(self, folder: RunFolder) -> str:
+        return ""
 
     def way_on(self, folder: RunFolder, said: str) -> str:
         return ""  # nothing was learned
-
-
-def _injected(settings: EmulatedSettings) -> list[str]:
-    conditions = settings.link_conditions()
-    return [] if conditions is None else [f"link {text} was injected" for text in conditions.texts()]
