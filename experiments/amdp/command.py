@@ -5,14 +5,14 @@ results/table3.json     a row a trial: its keys, `simulated` and `measured` ktok
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
-from measured import measure_all
-from methods import Trial, simulate
-from results import RESULTS, Row, load, save
+from experiments.amdp import RESULTS
+from experiments.amdp.measured import measure_all
+from experiments.amdp.methods import Trial, simulate
+from experiments.common.command import options
+from experiments.common.results import Row, load, save
 
 Trials = Iterable[tuple[Row, Trial]]
 """Keys by which a row is found again, and what is timed."""
@@ -31,12 +31,10 @@ def command(
         trials: of the paper's table; simulated_only: others, which are not measured.
         lines: what to print of the rows.
     """
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(about, RESULTS, show=True)
     parser.add_argument("--measured", action="store_true", help="run the paper's table on emulated devices too")
-    parser.add_argument("--show", action="store_true", help="only print what was found last")
     parser.add_argument("--stretch", type=float, default=1.0, help="seconds of the clock to one of an op")
     parser.add_argument("--jobs", type=int, default=5, help="measured trials at once")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results")
     given = parser.parse_args()
     if not given.show:
         began = time.perf_counter()
@@ -51,7 +49,7 @@ def command(
         rows += [simulated_row(keys, trial) for keys, trial in (simulated_only or list)()]
         facts = {"stretch": given.stretch, "jobs": given.jobs} if given.measured else {}
         save(given.out, name, rows, seconds=time.perf_counter() - began, **facts)
-    print("\n".join(lines(load(given.out, name)["rows"])))
+    print("\n".join(lines(load(given.out, name))))
 
 
 def simulated_row(keys: Row, trial: Trial) -> Row:

@@ -1,7 +1,7 @@
 """Figure 6: memory of each GPU under all methods, for both models on 4 and 8 GPUs.
 
-    python experiments/amdp/figure6.py              about a minute; figure 8 comes from the same numbers
-    python experiments/amdp/figure6.py --show       what was found last
+    python -m experiments.amdp.figure6              about a minute; figure 8 comes from the same numbers
+    python -m experiments.amdp.figure6 --show       what was found last
 
 What is counted: see memory.py. Of numbers the paper gives none but these: Inter-1F1B's first GPU holds 1.5
 microbatches (d = 4) and 3.5 (d = 8) more than others'. In words, AMDP is the most even, and its peak slightly above
@@ -10,15 +10,14 @@ PipeDream-2BW's and XPipe's.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from memory import DEPTHS, NAMES, PARTS, rows
-from results import RESULTS, Row, find, load, save, table
-from setups import MODELS
-
+from experiments.amdp import RESULTS
+from experiments.amdp.memory import DEPTHS, NAMES, PARTS, rows
+from experiments.amdp.setups import MODELS
+from experiments.common.command import options
+from experiments.common.results import Row, find, load, save, table
 from penstock.draw.chart import Axis, Bars, Figure, Level, bar_chart, save_chart
 
 DEVICE = 80.0
@@ -83,19 +82,16 @@ def chart(rows: Sequence[Row], model: str, d: int) -> Figure:
         levels=[Level(DEVICE, "the device's 80")],
         show="{:.0f}".format,
         width=1080,
-        comment="made by: python experiments/amdp/figure6.py",
+        comment="made by: python -m experiments.amdp.figure6",
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--show", action="store_true", help="only print what was found last")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results and the charts")
-    given = parser.parse_args()
+    given = options(__doc__, RESULTS, show=True).parse_args()
     if not given.show:
         began = time.perf_counter()
         save(given.out, "figure6", list(rows()), parts=PARTS, seconds=time.perf_counter() - began)
-    found = load(given.out, "figure6")["rows"]
+    found = load(given.out, "figure6")
     print("\n".join(lines(found)))
     for model in MODELS:
         for d in DEPTHS:

@@ -1,7 +1,7 @@
 """Figure 7: validation loss by update and by time, every method on the same text.
 
-    python experiments/amdp/figure7.py                       an hour of one core; methods done before are kept
-    python experiments/amdp/figure7.py --only amdp xpipe     these alone, again
+    python -m experiments.amdp.figure7                       an hour of one core; methods done before are kept
+    python -m experiments.amdp.figure7 --only amdp xpipe     these alone, again
 
 A GPT of 8 blocks on 8 stages and the standard library's text as bytes: 1,000 batches of 32 sequences of 16 tokens, a
 sequence a microbatch where an update gathers several. All methods see the same batches in the same order from the
@@ -15,19 +15,18 @@ ranks, by simulation (`timing.py`): two cores can't be eight accelerators.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Literal
 
-from learning import Method, Task, by_method, train
-from results import RESULTS, Row, load, save, shown, table
-from setups import Setup
-from timing import PAPER, batch_seconds
-
+from experiments.amdp import RESULTS
+from experiments.amdp.learning import Method, Task, by_method, shown, train
+from experiments.amdp.setups import Setup
+from experiments.amdp.timing import PAPER, batch_seconds
+from experiments.common.command import options
+from experiments.common.results import Row, facts, load, save, table
 from penstock.draw.chart import Axis, Figure, Line, line_chart, save_chart
 from penstock.draw.charts.parts import Hue
 
@@ -198,21 +197,20 @@ def _losses(rows: Sequence[Row]) -> Axis:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, RESULTS)
     parser.add_argument("--only", nargs="+", choices=[method.name for method in METHODS], help="these methods, again")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results and the charts")
     given = parser.parse_args()
-    facts = {"task": asdict(TASK)}
-    before = load(given.out, "figure7")
-    same = before.get("task") == json.loads(json.dumps(facts["task"]))
-    found = by_method(before["rows"]) if same else {}
+    task = {"task": asdict(TASK)}
+    before = facts(given.out, "figure7")
+    same = before.get("task") == json.loads(json.dumps(task["task"]))
+    found = by_method(load(given.out, "figure7")) if same else {}
     for method in METHODS:
         if method.name not in (given.only or [m.name for m in METHODS if m.name not in found]):
             continue
         began = time.perf_counter()
         (row,) = rows([method], loud=True)
         found[method.name] = row
-        save(given.out, "figure7", [found[m.name] for m in METHODS if m.name in found], **facts)
+        save(given.out, "figure7", [found[m.name] for m in METHODS if m.name in found], seeds=[TASK.seed], **task)
         print(f"({method.name}: {shown(row['final'])}, {time.perf_counter() - began:.0f} s)", flush=True)
     done = [found[m.name] for m in METHODS if m.name in found]
     if SYNC not in found:

@@ -1,6 +1,6 @@
 """Figure 8: how much more memory AMDP takes without ZeRO, on average over GPUs.
 
-    python experiments/amdp/figure8.py              a second, from what figure6.py found
+    python -m experiments.amdp.figure8              a second, from what figure6.py found
 
 Without ZeRO each of the d/2 copies of a stage has the optimizer's state, so a GPU holds d/2 stages' instead of one's.
 The paper: 11.4% and 19.4% more (GPT, d = 4 and 8), 9.7% and 15.4% (BERT). What is added is counted exactly; the base
@@ -9,14 +9,13 @@ is mostly activations, and those depend on how far the order reads ahead.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
-from memory import PARTS, STEPPED_BYTES
-from results import RESULTS, Row, find, load, table
-
-from penstock.draw.chart import Axis, Bars, Figure, bar_chart, save_chart
+from experiments.amdp import RESULTS
+from experiments.amdp.memory import PARTS, STEPPED_BYTES
+from experiments.common.command import options
+from experiments.common.results import Row, draw, find, load, table
+from penstock.draw.chart import Axis, Bars, Figure, bar_chart
 
 PAPER: Mapping[tuple[str, int], float] = {
     ("GPT", 4): 0.114,
@@ -70,23 +69,15 @@ def chart(rows: Sequence[Row]) -> Figure:
         title="Figure 8: memory that AMDP takes more without ZeRO, average over GPUs",
         y=Axis("%", low=0.0),
         show="{:.1f}".format,
-        comment="made by: python experiments/amdp/figure8.py",
+        comment="made by: python -m experiments.amdp.figure8",
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS, help="folder of figure 6's raw results, and for the chart"
-    )
-    given = parser.parse_args()
-    rows = load(given.out, "figure6")["rows"]
-    if not rows:
-        raise SystemExit(f"{given.out} has no figure6.json: run figure6.py first")
+    given = options(__doc__, RESULTS).parse_args()
+    rows = load(given.out, "figure6")
     print("\n".join(lines(rows)))
-    path = given.out / "figure8.svg"
-    save_chart(chart(rows), path)
-    print(f"chart: {path}")
+    draw(given.out, "figure8", chart(rows))
 
 
 if __name__ == "__main__":

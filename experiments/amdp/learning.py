@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from results import Row
 from torch import Tensor
 
 import penstock as ps
+from experiments.common.results import Row
 from penstock.data import Batches, Corpus, open_corpus, validation_batches
 from penstock.models import CrossEntropy, GPTConfig
 from penstock.models.stage import gpt_stage
@@ -252,3 +252,8 @@ def cut(config: GPTConfig) -> list[list[int]]:
 
 def by_method(rows: Sequence[Row]) -> dict[str, Row]:
     return {row["method"]: row for row in rows}
+
+
+def shown(loss: float | None) -> str:
+    """A loss in a table; None is that of a run that diverged."""
+    return "diverged" if loss is None else f"{loss:.4f}"

@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from methods import Trial, simulate, trial_of
-from results import Row
-from setups import MODELS, Setup
-
 import penstock as ps
+from experiments.amdp.methods import Trial, simulate, trial_of
+from experiments.amdp.setups import MODELS, Setup
+from experiments.common.results import Row
 
 NAMES: Mapping[str, str] = {
     "1f1b": "DAPPLE",

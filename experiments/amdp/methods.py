@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from setups import PREDICT_BYTES, Setup
-
 import penstock as ps
+from experiments.amdp.setups import PREDICT_BYTES, Setup
 from penstock.schedule.op import FORWARD, UPDATE
 
 COUNTED = 12

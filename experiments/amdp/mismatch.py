@@ -1,6 +1,6 @@
 """What `max_mismatch` 0 and 1 each buy, with the best schedule there is for the same batch, ranks and memory.
 
-    python experiments/amdp/mismatch.py              a few minutes
+    python -m experiments.amdp.mismatch              a few minutes
 
 d ranks, an update gathers n microbatches. Numbers are the share of the time that ranks are busy amid many updates;
 no schedule here stops all ranks at an update: a stage goes on when its own is done
@@ -26,20 +26,20 @@ That a backward can be split at no cost is an assumption: I and W together take 
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from results import RESULTS, Row, load, save, table
 
 import penstock as ps
+from experiments.amdp import RESULTS
+from experiments.common.command import options
+from experiments.common.results import Row, known, save, table
 from penstock.cost.presets import CostPreset, find_preset
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart, save_chart
 from penstock.simulation.memory import frozen_caps
@@ -232,9 +232,9 @@ def two_buffers(cell: Cell) -> Row:
 
 def synchronous(cell: Cell, memory: float) -> Iterator[Row]:
     """All of the library's, in each way; dispatch may use `memory`."""
-    for name, options in LIBRARY:
+    for name, given in LIBRARY:
         try:
-            window = ps.build(name, cell.num_ranks, cell.window, **options)
+            window = ps.build(name, cell.num_ranks, cell.window, **given)
             costs = cell.costs(window.num_stages)
         except (ps.ScheduleError, ps.CostError):
             continue  # it needs other counts, or more stages than the model has layers
@@ -383,12 +383,11 @@ def chart(rows: Sequence[Row], costs: str = "GPT") -> Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, RESULTS)
     parser.add_argument("--search", type=float, default=2.0, help="seconds for each plan")
     parser.add_argument("--again", action="store_true", help="those cells too that are there already")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results and the chart")
     given = parser.parse_args()
-    found: list[Row] = [] if given.again else load(given.out, "mismatch")["rows"]
+    found: list[Row] = [] if given.again else known(given.out, "mismatch")
     done = {(row["costs"], row["d"], row["n"]) for row in found}
     for cell in cells():
         if (cell.costing.name, cell.num_ranks, cell.window) in done:

@@ -1,6 +1,6 @@
 """What AMDP's delay of one update costs by learning rate: its loss over the synchronous one's, at four rates.
 
-    python experiments/amdp/rates.py        twenty minutes of one core; what was done before is kept
+    python -m experiments.amdp.rates        twenty minutes of one core; what was done before is kept
 
 Figure 7's task. The synchronous loss is that of whole batches as one microbatch, which is the same mean and faster.
 
@@ -13,13 +13,13 @@ without it, and little where a low rate or a noisy gradient keeps training away 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from figure7 import TASK
-from learning import Method, Task, train
-from results import RESULTS, Row, load, save, shown, table
+from experiments.amdp import RESULTS
+from experiments.amdp.figure7 import TASK
+from experiments.amdp.learning import Method, Task, shown, train
+from experiments.common.command import options
+from experiments.common.results import Row, known, save, table
 
 KEPT = ("method", "peak", "final", "mismatch", "seconds", "curve")
 
@@ -42,10 +42,8 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results")
-    given = parser.parse_args()
-    found = load(given.out, "rates")["rows"]
+    given = options(__doc__, RESULTS).parse_args()
+    found = known(given.out, "rates")
     for peak in RATES:
         for method in methods(peak):
             if not any((row["method"], row["peak"]) == (method.name, peak) for row in found):
@@ -53,7 +51,7 @@ def main() -> None:
                 found.append(
                     {name: row[name] for name in ("method", "peak", "final", "mismatch", "seconds", "curve")}
                 )
-                save(given.out, "rates", found)
+                save(given.out, "rates", found, seeds=[TASK.seed])
     print("\n".join(lines(found)))
 
 

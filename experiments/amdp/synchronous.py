@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from methods import Trial, num_windows, simulate, trial_of
-from setups import Setup
-
 import penstock as ps
+from experiments.amdp.methods import Trial, num_windows, simulate, trial_of
+from experiments.amdp.setups import Setup
 
 SPLIT = {"backward": "split"}
 LIBRARY: Mapping[str, Mapping[str, str]] = {

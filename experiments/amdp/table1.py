@@ -1,7 +1,7 @@
 """Table 1: bubbles, weights, activations, mismatch and versions of all methods, by simulation.
 
-    python experiments/amdp/table1.py               half a minute
-    python experiments/amdp/table1.py --show        what was found last
+    python -m experiments.amdp.table1               half a minute
+    python -m experiments.amdp.table1 --show        what was found last
 
 F takes 1 and B 2 units of time on every stage (I and W 1 each where a schedule splits it), updates and messages
 nothing. A stage's weights weigh 1, what a forward keeps on it 1, freed when B or W ends. `n` microbatches an update;
@@ -23,15 +23,14 @@ The paper's formulas stand beside, and what they should say where they do not ho
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-from results import RESULTS, Row, find, load, save, table
 
 import penstock as ps
+from experiments.amdp import RESULTS
+from experiments.common.command import options
+from experiments.common.results import Row, find, load, save, table
 
 SIZES = ((4, 4), (4, 16), (8, 8), (8, 32))
 """(d, n)."""
@@ -200,14 +199,11 @@ def _beside(ours: str, row: Row, column: str, show: Callable[[float], str]) -> s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--show", action="store_true", help="only print what was found last")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results")
-    given = parser.parse_args()
+    given = options(__doc__, RESULTS, show=True).parse_args()
     if not given.show:
         began = time.perf_counter()
         save(given.out, "table1", list(rows()), seconds=time.perf_counter() - began, microbatches=LONG)
-    print("\n".join(lines(load(given.out, "table1")["rows"])))
+    print("\n".join(lines(load(given.out, "table1"))))
 
 
 if __name__ == "__main__":

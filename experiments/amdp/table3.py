@@ -1,8 +1,8 @@
 """Table 3: throughput of all methods, GPT- and BERT-style models, 4 and 8 ranks, two batches each.
 
-    python experiments/amdp/table3.py               simulated, two minutes
-    python experiments/amdp/table3.py --measured    and on emulated devices, seven minutes
-    python experiments/amdp/table3.py --show        what was found last
+    python -m experiments.amdp.table3               simulated, two minutes
+    python -m experiments.amdp.table3 --measured    and on emulated devices, seven minutes
+    python -m experiments.amdp.table3 --show        what was found last
 
 One number of the device is fitted: the share of its peak that matrix products reach, so that DAPPLE comes out as in
 the paper (`penstock.cost.presets`, A800). All else is counted or the maker's.
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from command import command
-from methods import METHODS, Trial, trial_of
-from results import Row, find, table
-from setups import MODELS, Setup
-from synchronous import best_synchronous
+from experiments.amdp.command import command
+from experiments.amdp.methods import METHODS, Trial, trial_of
+from experiments.amdp.setups import MODELS, Setup
+from experiments.amdp.synchronous import best_synchronous
+from experiments.common.results import Row, find, table
 
 NAMES = {
     "1f1b": "DAPPLE",

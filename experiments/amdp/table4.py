@@ -1,8 +1,8 @@
 """Table 4: what it costs AMDP that every copy of a stage has the optimizer's state and steps (ZeRO off).
 
-    python experiments/amdp/table4.py               simulated, ten seconds
-    python experiments/amdp/table4.py --measured    and on emulated devices, half a minute
-    python experiments/amdp/table4.py --show        what was found last
+    python -m experiments.amdp.table4               simulated, ten seconds
+    python -m experiments.amdp.table4 --measured    and on emulated devices, half a minute
+    python -m experiments.amdp.table4 --show        what was found last
 
 8 ranks, 4 pipelines. Without ZeRO each rank steps 4 stages at an update instead of one, and the summed gradient comes
 back to the copies instead of the parameters.
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from command import command
-from methods import Trial, trial_of
-from results import Row, find, table
-from setups import MODELS, Setup
+from experiments.amdp.command import command
+from experiments.amdp.methods import Trial, trial_of
+from experiments.amdp.setups import MODELS, Setup
+from experiments.common.results import Row, find, table
 
 PAPER: Mapping[str, tuple[float, float]] = {"GPT": (80.3, 83.7), "BERT": (82.7, 86.1)}
 """ktokens/s at d = 8, b = 128, without ZeRO and with it."""

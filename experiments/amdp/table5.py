@@ -1,7 +1,7 @@
 """Table 5: vNAG against the synchronous pipeline and AMDP, 8 ranks, updates of 8 samples.
 
-    python experiments/amdp/table5.py           ten minutes of one core; what was done before is kept
-    python experiments/amdp/table5.py --again   all of it
+    python -m experiments.amdp.table5           ten minutes of one core; what was done before is kept
+    python -m experiments.amdp.table5 --again   all of it
 
 Throughput is simulated for the paper's two models on its device, a block a stage, the embedding on top of the first
 and the head on top of the last. The loss is of Model-1 made small: 8 blocks on 8 stages as there, but of width 64
@@ -14,16 +14,15 @@ one sample.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from figure7 import ADAM, NADAM
-from learning import Method, Task, train
-from results import RESULTS, Row, find, load, save, shown, table
-from timing import OtherSetup, ktokens
-
+from experiments.amdp import RESULTS
+from experiments.amdp.figure7 import ADAM, NADAM
+from experiments.amdp.learning import Method, Task, shown, train
+from experiments.amdp.timing import OtherSetup, ktokens
+from experiments.common.command import options
+from experiments.common.results import Row, find, known, save, table
 from penstock.cost.presets import A800, CostPreset
 from penstock.cost.presets.gpt import GPTShape
 
@@ -101,17 +100,16 @@ def _paper_loss(model: str, method: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, RESULTS)
     parser.add_argument("--again", action="store_true", help="those too that were done before")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results")
     given = parser.parse_args()
-    done = {} if given.again else {row["method"]: row for row in load(given.out, "table5")["rows"]}
+    done = {} if given.again else {row["method"]: row for row in known(given.out, "table5")}
     times = throughputs()
     for method in METHODS:
         if method.name not in done:
             done[method.name] = train(method, TASK, print)
             found = [done[each.name] for each in METHODS if each.name in done]
-            save(given.out, "table5", found, throughput=times)
+            save(given.out, "table5", found, seeds=[TASK.seed], throughput=times)
     print("\n".join(lines([done[method.name] for method in METHODS], times)))
 
 

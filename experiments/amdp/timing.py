@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from learning import Method
-from methods import Trial, simulate, trial_of
-from setups import Setup
-
 import penstock as ps
+from experiments.amdp.learning import Method
+from experiments.amdp.methods import Trial, simulate, trial_of
+from experiments.amdp.setups import Setup
 from penstock.cost.presets import CostPreset
 
 PAPER = Setup("GPT", 8, 128)

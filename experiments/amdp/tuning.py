@@ -1,6 +1,6 @@
 """The learning rates of figure 7 and table 5: each optimizer's, tuned on the synchronous method alone.
 
-    python experiments/amdp/tuning.py       five minutes
+    python -m experiments.amdp.tuning       five minutes
 
 400 batches of 32 sequences at each rate, every run with its own warm-up and decay. Half the rate with the least
 validation loss is taken for all methods with that optimizer: the best is best only where nothing is late. A batch is
@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from learning import Method, Task, train
-from results import RESULTS, Row, save, shown, table
+from experiments.amdp import RESULTS
+from experiments.amdp.learning import Method, Task, shown, train
+from experiments.common.results import Row, save, table
 
 TASK = Task(num_batches=400, every=400, samples=32)
 RATES = {
@@ -53,7 +54,7 @@ def main() -> None:
     for row in rows():
         found.append(row)
         print(f"{row['optimizer']} {row['peak']:g}: {shown(row['final'])} ({row['seconds']:.0f} s)", flush=True)
-        save(RESULTS, "tuning", found, batches=TASK.num_batches)
+        save(RESULTS, "tuning", found, seeds=[TASK.seed], batches=TASK.num_batches)
     print("\n".join(lines(found)))
 
 

@@ -1,23 +1,24 @@
 """What the headlines of figures 12 and 13 owe to what is assumed: FlexPipe over Megatron-LM with other numbers.
 
-    python experiments/flexpipe/assumptions.py      three minutes, with the choices that the two figures found
+    python -m experiments.flexpipe.assumptions      three minutes, with the choices that the two figures found
 
 Of both methods (pp, dp, mbs) and what is computed again stay as they were; FlexPipe's schedule is searched anew.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster import NODE_GB
-from results import RESULTS, Row, find, load, save, table
-from search import alternatives
-from setups import MODELS
-from sweep import chosen
+from experiments.common.command import options
+from experiments.common.results import Row, find, load, save, table
+from experiments.flexpipe import RESULTS
+from experiments.flexpipe.cluster import NODE_GB
+from experiments.flexpipe.search import alternatives
+from experiments.flexpipe.setups import MODELS
+from experiments.flexpipe.sweep import chosen
 
 HEADLINES = (("5B", "figure12", 1000), ("16.1B", "figure13", 512))
 CHANGES: dict[str, dict[str, Any]] = {
@@ -56,10 +57,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--show", action="store_true", help="only print what was found last")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the figures' raw results, and for these")
-    given = parser.parse_args()
+    given = options(__doc__, RESULTS, show=True).parse_args()
     if not given.show:
         save(given.out, "assumptions", list(rows_of(given.out)))
     print("\n".join(lines(load(given.out, "assumptions"))))

@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
-from cluster import HOP_MS, Mesh
-from setups import GRADIENT_BYTES, STATE_BYTES, STEP_BYTES
-
 import penstock as ps
+from experiments.flexpipe.cluster import HOP_MS, Mesh
+from experiments.flexpipe.setups import GRADIENT_BYTES, STATE_BYTES, STEP_BYTES
 from penstock.cost.presets.accelerator import A800
 from penstock.cost.presets.gpt import GPTShape
 

@@ -13,10 +13,9 @@ from functools import cached_property
 from itertools import accumulate, product
 from math import inf
 
-from clip import BATCH, CLIPS, LAUNCH_MS, TEXT, Layout, Share, costs, gather_ms, layouts, links
-from methods import MEMORY
-
 import penstock as ps
+from experiments.flexpipe.clip import BATCH, CLIPS, LAUNCH_MS, TEXT, Layout, Share, costs, gather_ms, layouts, links
+from experiments.flexpipe.methods import MEMORY
 from penstock.simulation.lister import Lister
 
 DISTMM = "DistMM-Pipe"

@@ -1,6 +1,6 @@
 """Figure 14: where an iteration goes at 1M words, in computing and in waiting.
 
-    python experiments/flexpipe/figure14.py     a second, from what figure12.py and figure13.py found
+    python -m experiments.flexpipe.figure14     a second, from what figure12.py and figure13.py found
 
 Averages over ranks. Waiting is what a device stands idle for others or for messages; all-reduces of shared stages
 count as computing, as the ops they are part of do. The reduction of gradients and the step come after.
@@ -8,13 +8,13 @@ count as computing, as the ops they are part of do. The reduction of gradients a
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from methods import METHODS
-from results import RESULTS, Row, draw, find, load, table
-
+from experiments.common.command import options
+from experiments.common.results import Row, draw, find, load, table
+from experiments.flexpipe import RESULTS
+from experiments.flexpipe.methods import METHODS
 from penstock.draw.chart import Axis, Bars, Figure, stacked_chart
 
 VOCABULARY = 1000
@@ -60,14 +60,12 @@ def chart(rows: Sequence[tuple[str, Row]]) -> Figure:
         note="average over ranks; simulated; what is missing does not fit in memory",
         x=Axis("ms"),
         show="{:.0f}".format,
-        comment="made by: python experiments/flexpipe/figure14.py",
+        comment="made by: python -m experiments.flexpipe.figure14",
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the raw results, and for the chart")
-    given = parser.parse_args()
+    given = options(__doc__, RESULTS).parse_args()
     rows = list(chosen(given.out))
     print("\n".join(lines(rows)))
     draw(given.out, "figure14", chart(rows))

@@ -1,7 +1,7 @@
 """Figure 15: weak scaling of GPT 5B with 1M words from 16 to 64 GPUs.
 
-    python experiments/flexpipe/figure15.py             a minute, with the choices that figure12.py found
-    python experiments/flexpipe/figure15.py --show      what was found last
+    python -m experiments.flexpipe.figure15             a minute, with the choices that figure12.py found
+    python -m experiments.flexpipe.figure15 --show      what was found last
 
 As the paper says: each method keeps what was best for it on 32 GPUs and scales dp with the GPUs. The batch grows with
 them, so that a replica's work stays the same, and only rings of gradients grow and nodes are shared otherwise.
@@ -9,15 +9,14 @@ them, so that a replica's work stays the same, and only rings of gradients grow 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from methods import METHODS
-from results import RESULTS, Row, draw, find, load, save, table
-from setups import GPT_5B
-from sweep import chosen, facts
-
+from experiments.common.command import options
+from experiments.common.results import Row, draw, find, load, save, table
+from experiments.flexpipe import RESULTS
+from experiments.flexpipe.methods import METHODS
+from experiments.flexpipe.setups import GPT_5B
+from experiments.flexpipe.sweep import chosen, facts
 from penstock.draw.chart import Axis, Figure, Line, line_chart
 
 VOCABULARY = 1000
@@ -50,15 +49,12 @@ def chart(rows: Sequence[Row]) -> Figure:
         note="4 samples a GPU; each method as it was best on 32 GPUs; simulated",
         x=Axis("GPUs", low=0.0),
         y=Axis("samples/s", low=0.0),
-        comment="made by: python experiments/flexpipe/figure15.py",
+        comment="made by: python -m experiments.flexpipe.figure15",
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--show", action="store_true", help="only print what was found last")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of figure 12's raw results, and for these")
-    given = parser.parse_args()
+    given = options(__doc__, RESULTS, show=True).parse_args()
     if not given.show:
         save(given.out, "figure15", list(rows_of(load(given.out, "figure12"))))
     rows = load(given.out, "figure15")

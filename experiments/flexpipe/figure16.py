@@ -1,8 +1,8 @@
 """Figure 16: CLIPs of 4.7B, 8.2B and 9.7B on 40 GPUs, DistMM-Pipe's schedule and FlexPipe's.
 
-    python experiments/flexpipe/figure16.py               simulated, a quarter of an hour
-    python experiments/flexpipe/figure16.py --measured    what it found, all 40 ranks on emulated devices, a minute
-    python experiments/flexpipe/figure16.py --show        what was found last
+    python -m experiments.flexpipe.figure16               simulated, a quarter of an hour
+    python -m experiments.flexpipe.figure16 --measured    what it found, all 40 ranks on emulated devices, a minute
+    python -m experiments.flexpipe.figure16 --show        what was found last
 
 The paper: FlexPipe is 1.26, 1.29 and 1.18 times as fast. Every method has the layout that is best for it: GPUs a
 tower, ranks and replicas, microbatches, and how many of them meet in a gather. Which towers make up the latter two
@@ -11,17 +11,16 @@ the paper does not say, see `clip.py`.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
 from math import inf
-from pathlib import Path
 
-from clip import BATCH, CLIPS, Layout, Share
-from clip_methods import CLIP_METHODS, DISTMM, ClipRun, best_run
-from measured import measure
-from results import RESULTS, Row, draw, find, known, load, save, table
-
+from experiments.common.command import options
+from experiments.common.results import Row, draw, find, known, load, save, table
+from experiments.flexpipe import RESULTS
+from experiments.flexpipe.clip import BATCH, CLIPS, Layout, Share
+from experiments.flexpipe.clip_methods import CLIP_METHODS, DISTMM, ClipRun, best_run
+from experiments.flexpipe.measured import measure
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart
 
 PAPER = {"4.7B": 1.26, "8.2B": 1.29, "9.7B": 1.18}
@@ -142,17 +141,15 @@ def chart(rows: Sequence[Row]) -> Figure:
         paper="paper's speedup",
         y=Axis("samples/s", low=0.0),
         show="{:.0f}".format,
-        comment="made by: python experiments/flexpipe/figure16.py",
+        comment="made by: python -m experiments.flexpipe.figure16",
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, RESULTS, show=True)
     parser.add_argument("--measured", action="store_true", help="run the figure's schedules on emulated devices too")
     parser.add_argument("--resume", action="store_true", help="go on with what is there already")
-    parser.add_argument("--show", action="store_true", help="only print what was found last")
     parser.add_argument("--stretch", type=float, default=5.0, help="seconds of the clock to one of an op")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results and the chart")
     given = parser.parse_args()
     if not (given.show or given.measured):
         rows = known(given.out, "figure16", given.resume)

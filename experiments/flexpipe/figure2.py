@@ -1,6 +1,6 @@
 """Figure 2: how uneven the stages of GPT 5B are under Megatron-LM, by vocabulary: what the costs here rest on.
 
-    python experiments/flexpipe/figure2.py      a second
+    python -m experiments.flexpipe.figure2      a second
 
 The paper: at 1M words "the slowest stage is 5.63x slower than the fastest" and "costs 4.87x more memory". On how many
 stages it does not say. On 8 the memory comes out by itself, state alone; then the time fixes the one fitted number.
@@ -8,14 +8,13 @@ stages it does not say. On 8 the memory comes out by itself, state alone; then t
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from methods import megatron
-from results import RESULTS, Row, draw, load, save, table
-from setups import GPT_5B, Setup
-
+from experiments.common.command import options
+from experiments.common.results import Row, draw, load, save, table
+from experiments.flexpipe import RESULTS
+from experiments.flexpipe.methods import megatron
+from experiments.flexpipe.setups import GPT_5B, Setup
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart
 
 NUM_STAGES = 8
@@ -50,14 +49,12 @@ def chart(rows: Sequence[Row]) -> Figure:
         note="time of a forward and a backward; state of the parameters; the time at 1000K is fitted",
         y=Axis("times", low=0.0),
         show="{:.2f}".format,
-        comment="made by: python experiments/flexpipe/figure2.py",
+        comment="made by: python -m experiments.flexpipe.figure2",
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results and the chart")
-    given = parser.parse_args()
+    given = options(__doc__, RESULTS).parse_args()
     save(given.out, "figure2", list(rows_of()))
     rows = load(given.out, "figure2")
     print("\n".join(lines(rows)))

@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 
-from setups import Setup
-
 import penstock as ps
+from experiments.flexpipe.setups import Setup
 from penstock.program.rules import Traversal
 from penstock.simulation.lister import Lister
 

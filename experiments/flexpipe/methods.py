@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
-from grid import PAPER, WIDER, Grid
-from setups import Setup
-
 import penstock as ps
+from experiments.flexpipe.grid import PAPER, WIDER, Grid
+from experiments.flexpipe.setups import Setup
 from penstock.cost.cut import partition
 from penstock.passes import separate_gradients
 from penstock.simulation import TimedOp

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from methods import METHODS, OURS, SEARCHED, Run, separated
-from setups import BATCH, RECOMPUTE, Model, Setup
+from experiments.flexpipe.methods import METHODS, OURS, SEARCHED, Run, separated
+from experiments.flexpipe.setups import BATCH, RECOMPUTE, Model, Setup
 
 LEAST_PIPELINE = 2
 MARGIN = 1.2

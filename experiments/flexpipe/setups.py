@@ -21,9 +21,8 @@ from functools import cached_property
 from math import ceil
 from typing import Literal, NamedTuple
 
-from cluster import NODE_GB, Mesh
-
 import penstock as ps
+from experiments.flexpipe.cluster import NODE_GB, Mesh
 from penstock.cost.presets.accelerator import A800
 from penstock.cost.presets.gpt import GPTShape, LayerCosts
 

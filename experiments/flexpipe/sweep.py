@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 
-from measured import measure
-from methods import METHODS, OURS, SEARCHED, Run
-from results import RESULTS, Row, draw, known, load, save, table
-from search import alternatives, search
-from setups import BATCH, Model, Setup
-
+from experiments.common.command import options
+from experiments.common.results import Row, draw, known, load, save, table
+from experiments.flexpipe import RESULTS
+from experiments.flexpipe.measured import measure
+from experiments.flexpipe.methods import METHODS, OURS, SEARCHED, Run
+from experiments.flexpipe.search import alternatives, search
+from experiments.flexpipe.setups import BATCH, Model, Setup
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart
 
 NUM_GPUS = 32
@@ -123,7 +122,7 @@ def chart(rows: Sequence[Row], model: Model, figure: str) -> Figure:
         note="each method at its best (pp, dp, microbatch); simulated; – does not fit in memory",
         y=Axis("samples/s", low=0.0),
         show="{:.1f}".format,
-        comment=f"made by: python experiments/flexpipe/{figure}.py",
+        comment=f"made by: python -m experiments.flexpipe.{figure}",
     )
 
 
@@ -146,14 +145,12 @@ def command(figure: str, about: str | None, model: Model, paper: Mapping[str, st
     Args:
         paper: its ranges of FlexPipe's speedup, by rival. headline: vocabularies that `--measured` runs.
     """
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(about, RESULTS, show=True)
     parser.add_argument(
         "--measured", action="store_true", help="run what was found on emulated devices: the headline"
     )
     parser.add_argument("--resume", action="store_true", help="go on with what is there already")
-    parser.add_argument("--show", action="store_true", help="only print what was found last")
     parser.add_argument("--stretch", type=float, default=2.0, help="seconds of the clock to one of an op")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results and the chart")
     given = parser.parse_args()
     if not (given.show or given.measured):
         rows = known(given.out, figure, given.resume)

@@ -1,7 +1,7 @@
 """Table 5: seconds that a search takes, by the number of devices; and Figure 11: what is found on four.
 
-    python experiments/flexpipe/table5.py             a minute
-    python experiments/flexpipe/table5.py --show      what was found last
+    python -m experiments.flexpipe.table5             a minute
+    python -m experiments.flexpipe.table5 --show      what was found last
 
 The placement is Tessel's: embedding and head on all devices. The paper says neither how many microbatches were
 searched for nor with which times; here it is GPT 5B with 256K words and 4 microbatches a device. `FlexPipe` is the
@@ -12,18 +12,17 @@ by a formula, without a search.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
 from math import inf
-from pathlib import Path
-
-from methods import METHODS, SEARCHED, Run, separated
-from results import RESULTS, Row, load, save, table
-from search import is_whole
-from setups import GPT_5B, Setup
 
 import penstock as ps
+from experiments.common.command import options
+from experiments.common.results import Row, load, save, table
+from experiments.flexpipe import RESULTS
+from experiments.flexpipe.methods import METHODS, SEARCHED, Run, separated
+from experiments.flexpipe.search import is_whole
+from experiments.flexpipe.setups import GPT_5B, Setup
 from penstock.draw import to_svg
 
 PAPER: dict[int, tuple[float | None, float | None, float]] = {
@@ -116,10 +115,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--show", action="store_true", help="only print what was found last")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results and the picture")
-    given = parser.parse_args()
+    given = options(__doc__, RESULTS, show=True).parse_args()
     if not given.show:
         row_of(2)  # which loads the compiled code
         save(given.out, "table5", [row_of(num_devices) for num_devices in PAPER])

@@ -10,23 +10,21 @@ at once, each in a process of its own.
 
 from __future__ import annotations
 
-import multiprocessing
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from systems import Setting
-
+from experiments.common.measured import side_by_side
+from experiments.common.results import Row
+from experiments.pipemorph.systems import Setting
 from penstock.control import run_once
 from penstock.cost import Links
 
 BACKENDS = ("simulate", "threads", "processes")
 
-Row = dict[str, Any]
-"""Of one case: its keys, `simulated_ms` and `measured_ms` by iteration (the last empty where nothing was measured),
-`peaks` and `caps`, and what ran."""
+
+"""A row is one case: its keys, `simulated_ms` and `measured_ms` by iteration (the last empty where nothing was
+measured), `peaks` and `caps`, and what ran."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +56,7 @@ def each(backend: Backend, function: Any, cases: Iterable[Any]) -> Iterator[Any]
         for case in cases:
             yield function(backend, case)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(backend.jobs, mp_context=context, initializer=_path, initargs=(sys.path,)) as pool:
-        running = [pool.submit(function, backend, case) for case in cases]
-        for future in running:
-            yield future.result()
-
-
-def _path(path: list[str]) -> None:
-    sys.path[:] = path
+    yield from side_by_side(function, [(backend, case) for case in cases], backend.jobs)
 
 
 def _row(backend: Backend, case: Case) -> Row:
@@ -97,7 +87,7 @@ def emulate(
     Args:
         transport: of links that are not delegated.
     """
-    from measured import Order, measure  # here, so that simulation starts without torch
+    from experiments.pipemorph.measured import Order, measure  # here, so that simulation starts without torch
 
     job, configuration = setting.job, setting.configuration
     depth = job.depth if transport == "direct" else None

@@ -1,7 +1,7 @@
 """Figure 1: what minor delays cost 1F1B and ZB, and how much of it is dependency bubbles, how much blocking.
 
-    python experiments/pipemorph/figure1.py                        seconds
-    python experiments/pipemorph/figure1.py --backend threads      about 3 minutes
+    python -m experiments.pipemorph.figure1                        seconds
+    python -m experiments.pipemorph.figure1 --backend threads      about 3 minutes
 
 The paper's figure has no numbers in words but those of Figure 15 at 60 ms: 14B model, 8 ranks. Assumed: 32
 microbatches with ops of 10 ms, 0 to 60 ms. Each system runs on direct links, which hold 2 messages before their
@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from backends import Backend, Case, Row
-from results import best_known, command, find, table, times
-from setups import CHAIN_8, late
-from systems import setting
-
+from experiments.common.results import Row, find, table
+from experiments.pipemorph.backends import Backend, Case
+from experiments.pipemorph.command import command
+from experiments.pipemorph.iterations import best_known, times
+from experiments.pipemorph.setups import CHAIN_8, late
+from experiments.pipemorph.systems import setting
 from penstock.cost import LinkCondition
 from penstock.cost.over_time import Constant
 from penstock.draw.chart import Axis, Figure, Line, Points, line_chart

@@ -1,7 +1,7 @@
 """Figure 14: one iteration of the 7B model with the link between the last two stages 30 ms late, op by op.
 
-    python experiments/pipemorph/figure14.py                        a second
-    python experiments/pipemorph/figure14.py --backend threads      20 seconds
+    python -m experiments.pipemorph.figure14                        a second
+    python -m experiments.pipemorph.figure14 --backend threads      20 seconds
 
 4 ranks, 12 microbatches, costs of `gpt2-7b` (stretched by 3 where measured). The paper: ZB 703 ms (57.4% bubbles),
 PipeMorph-CPU 579 ms (48.8%), PipeMorph 398 ms (25.3%), 30 ms above the run without delay, so 368.
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from backends import Backend, Case, Row
-from results import command, find, pair, table, times
-from setups import MODELS, late
-from systems import HOSTED, SYSTEMS, setting
-
+from experiments.common.results import Row, find, table
+from experiments.pipemorph.backends import Backend, Case
+from experiments.pipemorph.command import command
+from experiments.pipemorph.iterations import pair, times
+from experiments.pipemorph.setups import MODELS, late
+from experiments.pipemorph.systems import HOSTED, SYSTEMS, setting
 from penstock.control import run_once
 from penstock.draw.svg import to_svg
 

@@ -1,7 +1,7 @@
 """Figure 15: the last link of the 14B model late by 0 to 60 ms.
 
-    python experiments/pipemorph/figure15.py                        seconds
-    python experiments/pipemorph/figure15.py --backend threads      2 minutes
+    python -m experiments.pipemorph.figure15                        seconds
+    python -m experiments.pipemorph.figure15 --backend threads      2 minutes
 
 8 ranks, 32 microbatches, ops of 10 ms (stretched by 3 where measured), latency. Numbers are slowdowns: an iteration
 as a multiple of the same system's without delay, as in the paper; those without a paper's number as a multiple of
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from backends import Backend, Case, Row
-from results import best_known, command, find, table, times
-from setups import CHAIN_8, late
-from systems import HOSTED, SYSTEMS, setting
-
+from experiments.common.results import Row, find, table
+from experiments.pipemorph.backends import Backend, Case
+from experiments.pipemorph.command import command
+from experiments.pipemorph.iterations import best_known, times
+from experiments.pipemorph.setups import CHAIN_8, late
+from experiments.pipemorph.systems import HOSTED, SYSTEMS, setting
 from penstock.draw.chart import Axis, Figure, Line, Points, line_chart
 from penstock.draw.charts.parts import Hue
 

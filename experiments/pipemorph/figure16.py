@@ -1,7 +1,7 @@
 """Figure 16: one late link, the first or the last, 30 or 60 ms, for models of 7B to 60B.
 
-    python experiments/pipemorph/figure16.py                        half a minute
-    python experiments/pipemorph/figure16.py --backend threads      about 6 minutes
+    python -m experiments.pipemorph.figure16                        half a minute
+    python -m experiments.pipemorph.figure16 --backend threads      about 6 minutes
 
 Costs and microbatches: see setups.py. The paper in words: PipeMorph is up to 3.71 times faster than 1F1B (7B, 60
 ms, last) and 3.49 times faster than ZB (14B, 60 ms, last); from 30 to 60 ms iterations grow by 1.07 (PipeMorph),
@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from backends import Backend, Case, Row
-from results import best_known, command, find, pair, table
-from setups import MODELS, late
-from systems import HOSTED, SYSTEMS, setting
-
+from experiments.common.results import Row, find, table
+from experiments.pipemorph.backends import Backend, Case
+from experiments.pipemorph.command import command
+from experiments.pipemorph.iterations import best_known, pair
+from experiments.pipemorph.setups import MODELS, late
+from experiments.pipemorph.systems import HOSTED, SYSTEMS, setting
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart
 
 NAMES = ("7B", "14B", "30B", "60B")

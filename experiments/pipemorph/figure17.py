@@ -1,7 +1,7 @@
 """Figure 17: several late links at once on the 14B model, 30 ms each; and how far from the best that is possible.
 
-    python experiments/pipemorph/figure17.py                        a minute, most of it the search for the best
-    python experiments/pipemorph/figure17.py --backend threads      four minutes
+    python -m experiments.pipemorph.figure17                        a minute, most of it the search for the best
+    python -m experiments.pipemorph.figure17 --backend threads      four minutes
 
 8 ranks, 32 microbatches, ops of 10 ms. The paper: over the four settings PipeMorph takes 51.6% less than 1F1B,
 57.5% less than ZB, 23.1% less than PipeMorph-CPU. The first link alone is there besides.
@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
-from backends import Backend, Case, Row
-from results import best_known, command, find, pair, simulated, table
-from setups import CHAIN_8, Link, late
-from systems import SYSTEMS, setting
-
 import penstock as ps
+from experiments.common.results import Row, find, table
+from experiments.pipemorph.backends import Backend, Case
+from experiments.pipemorph.command import command
+from experiments.pipemorph.iterations import best_known, pair, simulated
+from experiments.pipemorph.setups import CHAIN_8, Link, late
+from experiments.pipemorph.systems import SYSTEMS, setting
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart
 
 MODEL = CHAIN_8

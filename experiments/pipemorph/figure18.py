@@ -1,7 +1,7 @@
 """Figure 18: delays that change faster than iterations, traces A, B and C on the 7B model.
 
-    python experiments/pipemorph/figure18.py                        4 minutes: 2 minutes of each trace
-    python experiments/pipemorph/figure18.py --backend threads      4 minutes: 20 s of each trace, stretched by 3
+    python -m experiments.pipemorph.figure18                        4 minutes: 2 minutes of each trace
+    python -m experiments.pipemorph.figure18 --backend threads      4 minutes: 20 s of each trace, stretched by 3
 
 4 ranks, 12 microbatches, ops of 10 ms; see traces.py. The paper: up to 2.8 times the throughput of 1F1B and ZB; its
 limits say 5% from the best under the fastest changes. `ours` keeps to the memory of frozen `zb`; `pipemorph` and
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import throughput
-from backends import Backend, Row
-from results import command
-from setups import CHAIN_4
-
+from experiments.common.results import Row
+from experiments.pipemorph import throughput
+from experiments.pipemorph.backends import Backend
+from experiments.pipemorph.command import command
+from experiments.pipemorph.setups import CHAIN_4
 from penstock.draw.chart import Figure
 
 PAPER = {"pipemorph": "up to 2.8 times 1f1b, zb"}
@@ -38,4 +38,4 @@ def chart(rows: Sequence[Row]) -> Figure:
 
 
 if __name__ == "__main__":
-    command("figure18", __doc__, rows, lines, chart, jobs=7)
+    command("figure18", __doc__, rows, lines, chart, jobs=7, seeds=[1])

@@ -1,7 +1,7 @@
 """Figure 19: a late link in a data-parallel group, moved under PP by re-ranking nodes, and absorbed there.
 
-    python experiments/pipemorph/figure19.py                        a second
-    python experiments/pipemorph/figure19.py --backend threads      2 minutes
+    python -m experiments.pipemorph.figure19                        a second
+    python -m experiments.pipemorph.figure19 --backend threads      2 minutes
 
 7B model, 8 nodes as (TP 1, DP 2, PP 4), 12 microbatches a replica. One link between two nodes is 10, 20 or 30 ms
 late; it lies in the ring that adds up the gradients of the last stage. Numbers are slowdowns: an iteration
@@ -25,13 +25,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from backends import Backend, Row
-from meshes import KINDS, MeshCase, costs_of, late_node, mesh_row, run
-from results import best_known, command, find, simulated, table, times
-from setups import DEPTH, MODELS
-from systems import HOST_MEMORY
-
 import penstock as ps
+from experiments.common.results import Row, find, table
+from experiments.pipemorph.backends import Backend
+from experiments.pipemorph.command import command
+from experiments.pipemorph.iterations import best_known, simulated, times
+from experiments.pipemorph.meshes import KINDS, MeshCase, costs_of, late_node, mesh_row, run
+from experiments.pipemorph.setups import DEPTH, MODELS
+from experiments.pipemorph.systems import HOST_MEMORY
 from penstock.control import Configuration, Job, rerank
 from penstock.control.configuration import peaks
 from penstock.cost import Mesh, Ring

@@ -1,6 +1,6 @@
 """Figure 20: how near to the best the heuristic schedule is, what it takes to make, and how fine time steps must be.
 
-    python experiments/pipemorph/figure20.py      seconds to a minute. Simulation alone.
+    python -m experiments.pipemorph.figure20      seconds to a minute. Simulation alone.
 
 Assumed, since the paper only says "3-8 stages and 6-32 microbatches with randomly generated profiles": the four
 below, 5 profiles each; F, I and W of every stage drawn from U(8, 12), each link's delay from U(0, 10) ms. No memory
@@ -21,10 +21,10 @@ import time
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from backends import Backend, Row
-from results import command, table
-
 import penstock as ps
+from experiments.common.results import Row, table
+from experiments.pipemorph.backends import Backend
+from experiments.pipemorph.command import command
 from penstock.draw.chart import Axis, Figure, Line, line_chart
 from penstock.planning import adapted_warmups, slow_link_schedule
 
@@ -128,4 +128,4 @@ def chart(rows: Sequence[Row]) -> Figure:
 
 
 if __name__ == "__main__":
-    command("figure20", __doc__, rows, lines, chart, backends=("simulate",))
+    command("figure20", __doc__, rows, lines, chart, backends=("simulate",), seeds=range(PROFILES))

@@ -1,6 +1,6 @@
 """Figure 21: what delegates cost where no link is slow: all links by delegates against all links direct.
 
-    python experiments/pipemorph/figure21.py --backend processes      two minutes
+    python -m experiments.pipemorph.figure21 --backend processes      two minutes
 
 Emulated devices, a process a rank, real messages (10 MB each for these models) through the real transports; 4 ranks
 and 12 microbatches (7B), 8 ranks and 24 microbatches (14B). Stretched by 10 where nothing else is said: two cores
@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
-from backends import Backend, Row, emulate
-from results import best_known, command, find, pair, table
-from setups import MODELS, late
-from systems import setting
-
+from experiments.common.results import Row, find, table
+from experiments.pipemorph.backends import Backend, emulate
+from experiments.pipemorph.command import command
+from experiments.pipemorph.iterations import best_known, pair
+from experiments.pipemorph.setups import MODELS, late
+from experiments.pipemorph.systems import setting
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart
 
 NAMES = ("7B", "14B")

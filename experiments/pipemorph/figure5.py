@@ -1,7 +1,7 @@
 """Figure 5 (and 4): ZB on 4 stages, 12 microbatches, ops of 10 ms; the first link late by 0, 10 and 20 ms.
 
-    python experiments/pipemorph/figure5.py                        a second
-    python experiments/pipemorph/figure5.py --backend threads      20 seconds
+    python -m experiments.pipemorph.figure5                        a second
+    python -m experiments.pipemorph.figure5 --backend threads      20 seconds
 
 The order is made without delay and stays: 390, 400 and 440 ms in the paper. Links are delegated, since the figure
 is about dependencies alone. Beside it, what re-planning and dynamic dispatch make of the same delay (410 ms is the
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from backends import Backend, Case, Row
-from results import command, find, pair, table
-from setups import CHAIN_4, late
-from systems import setting
-
+from experiments.common.results import Row, find, table
+from experiments.pipemorph.backends import Backend, Case
+from experiments.pipemorph.command import command
+from experiments.pipemorph.iterations import pair
+from experiments.pipemorph.setups import CHAIN_4, late
+from experiments.pipemorph.systems import setting
 from penstock.control import run_once
 from penstock.draw.svg import to_svg
 

@@ -1,6 +1,6 @@
 """Figure 8: pipeline delay and bubble rate by delay of a link, for slacks of 1 to 5 (Theorem 1). Simulation alone.
 
-    python experiments/pipemorph/figure8.py      seconds
+    python -m experiments.pipemorph.figure8      seconds
 
 N = 30 microbatches and t = 10 ms are the paper's. Assumed: 4 stages, the first link late, the same slack on all
 links. Frozen order, delegated links. Two rules after the warm-up: "alternate" (I, F, I, F, ...), which is what
@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from backends import Backend, Case, Row
-from results import command, find, simulated, table
-from setups import CHAIN_4, OP, Model, late
-from systems import Setting, job_of
-
+from experiments.common.results import Row, find, table
+from experiments.pipemorph.backends import Backend, Case
+from experiments.pipemorph.command import command
+from experiments.pipemorph.iterations import simulated
+from experiments.pipemorph.setups import CHAIN_4, OP, Model, late
+from experiments.pipemorph.systems import Setting, job_of
 from penstock.control import Configuration
 from penstock.control.configuration import peaks
 from penstock.draw.chart import Axis, Figure, Line, Mark, line_chart

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from backends import Backend, Row, each, emulate
-from setups import Model
-from systems import HOSTED, Setting, job_of
-
 import penstock as ps
+from experiments.common.results import Row
+from experiments.pipemorph.backends import Backend, each, emulate
+from experiments.pipemorph.setups import Model
+from experiments.pipemorph.systems import HOSTED, Setting, job_of
 from penstock.control import Configuration, Controller, Job, rehearse, run_once
 from penstock.control.configuration import peaks
 from penstock.cost import Links

@@ -1,7 +1,7 @@
 """Runs on emulated devices: what a setting's iterations take by the clock, steered or not.
 
 The ranks are threads of this process, or processes that this file starts and that run it again:
-`python measured.py FOLDER` is a rank, in a folder that `measure` made and filled.
+`python -m experiments.pipemorph.measured FOLDER` is a rank, in a folder that `measure` made and filled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def measure(order: Order, processes: bool = False) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="penstock-figure-") as name:
         folder = Path(name)
         (folder / "order").write_bytes(pickle.dumps(order))
-        code = launch([__file__, name], order.configuration.schedule.num_ranks)
+        code = launch(["-m", "experiments.pipemorph.measured", name], order.configuration.schedule.num_ranks)
         if code != 0:
             raise SystemExit(f"a rank ended with exit code {code}; why is said above")
         found: dict[str, Any] = pickle.loads((folder / "result").read_bytes())

@@ -1,7 +1,7 @@
 """Slowdown against memory: the last link of the 14B model 60 ms late, under caps from frozen `zb`'s down to 1F1B's.
 
-    python experiments/pipemorph/memory.py                        a minute
-    python experiments/pipemorph/memory.py --backend threads      three minutes
+    python -m experiments.pipemorph.memory                        a minute
+    python -m experiments.pipemorph.memory --backend threads      three minutes
 
 8 ranks, 32 microbatches, ops of 10 ms. Devices are alike: a cap of m lets every rank hold m activations. `zb` warms
 up with 15 on its first rank, 1F1B 8. Slowdowns are multiples of `zb`'s 1030 ms without delay. The late link is
@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from backends import Backend, Case, Row
-from results import best_known, command, find, measured, simulated, table
-from setups import CHAIN_8, DEPTH, late
-from systems import Setting, settled
-
 import penstock as ps
+from experiments.common.results import Row, find, table
+from experiments.pipemorph.backends import Backend, Case
+from experiments.pipemorph.command import command
+from experiments.pipemorph.iterations import best_known, measured, simulated
+from experiments.pipemorph.setups import CHAIN_8, DEPTH, late
+from experiments.pipemorph.systems import Setting, settled
 from penstock.control import Configuration, Job, run_once
 from penstock.draw.chart import Axis, Figure, Level, Line, line_chart
 from penstock.planning import initial_warmups, slow_link_schedule

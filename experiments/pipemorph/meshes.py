@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from backends import Backend, Row, each
-from setups import BASE, DEPTH, Model
-
+from experiments.common.results import Row
+from experiments.pipemorph.backends import Backend, each
+from experiments.pipemorph.setups import BASE, DEPTH, Model
 from penstock.control import Configuration
 from penstock.control.configuration import transport_of
 from penstock.cost import Costs, LinkCondition, Links, Mesh, Ring

@@ -1,6 +1,6 @@
 """A link that turns late under a real all-reduce: found by probes, and the nodes moved away from it while training.
 
-    python experiments/pipemorph/moved.py            a minute; needs what `penstock lab` needs
+    python -m experiments.pipemorph.moved            a minute; needs what `penstock lab` needs
 
 Four hosts in a box train a small model as (DP 2, PP 2) with real TCP between them. After some steps the link between
 hosts 2 and 3, the ring of the last stage, turns 30 ms late. Hosts probe all links now and then, and move. The raw
@@ -9,7 +9,6 @@ results are the time of every step, and the losses: those of the same run withou
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -19,8 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from experiments.common.command import options
+from experiments.common.results import save
+from experiments.pipemorph import RESULTS
+
 HOSTS, LINK = 4, (2, 3)
-RESULTS = Path(__file__).with_name("results")
 DELAY_MS = 30.0
 BATCH, MICROBATCHES = 32, 4
 TIMEOUT = 60.0
@@ -38,8 +40,7 @@ class Order:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results")
+    parser = options(__doc__, RESULTS)
     parser.add_argument("--rank", metavar="FOLDER", help="one host of the lab; who starts it gives this")
     given = parser.parse_args()
     if given.rank is not None:
@@ -47,10 +48,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="penstock-moved-") as folder:
         rows = [run(Path(folder), Order(moves=moves)) for moves in (False, True)]
-    given.out.mkdir(parents=True, exist_ok=True)
-    path = given.out / "moved-lab.json"
-    value = {"figure": "moved", "backend": "lab", "rows": [], "runs": rows}
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    save(given.out, "moved-lab", rows, seeds=[0, 1], figure="moved", backend="lab")
     print("\n".join(lines(rows)))
 
 
@@ -60,7 +58,7 @@ def run(folder: Path, order: Order) -> dict[str, Any]:
     from penstock.lab import Lab
 
     with Lab(HOSTS) as lab:
-        command = [sys.executable, __file__, "--rank", str(folder)]
+        command = [sys.executable, "-m", "experiments.pipemorph.moved", "--rank", str(folder)]
         ranks = [lab.start(host, command) for host in range(HOSTS)]
         try:
             if order.moves:

@@ -1,8 +1,8 @@
 """From a link that turns slow to the new plan: how many iterations run as before, and whether training pauses.
 
-    python experiments/pipemorph/reaction.py                        seconds
-    python experiments/pipemorph/reaction.py --backend threads      a minute and a half
-    python experiments/pipemorph/reaction.py --backend processes    a minute and a half, the first case alone
+    python -m experiments.pipemorph.reaction                        seconds
+    python -m experiments.pipemorph.reaction --backend threads      a minute and a half
+    python -m experiments.pipemorph.reaction --backend processes    a minute and a half, the first case alone
 
 8 ranks, 32 microbatches, ops of 10 ms; after 5 iterations some links turn late and stay so. Nobody tells the
 controller: it sees the messages' times alone. `before` counts the iterations that the links slowed down and that
@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from backends import Backend, Row
-from loops import Loop, run
-from results import command, table
-from setups import BASE, CHAIN_8, Link, late
-from systems import job_of
-
+from experiments.common.results import Row, table
+from experiments.pipemorph.backends import Backend
+from experiments.pipemorph.command import command
+from experiments.pipemorph.loops import Loop, run
+from experiments.pipemorph.setups import BASE, CHAIN_8, Link, late
+from experiments.pipemorph.systems import job_of
 from penstock.control import Job, run_once
 from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Trace

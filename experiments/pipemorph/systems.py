@@ -20,9 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from setups import BASE, DEPTH, Link, Model
-
 import penstock as ps
+from experiments.pipemorph.setups import BASE, DEPTH, Link, Model
 from penstock.control import Configuration, Controller, Job, rehearse, run_once
 from penstock.control.configuration import peaks
 from penstock.cost import LinkCondition, Links

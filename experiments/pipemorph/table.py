@@ -1,6 +1,6 @@
 """Simulated against measured iteration times, over all measured figures: reads the raw results.
 
-    python experiments/pipemorph/table.py
+    python -m experiments.pipemorph.table
 
 The error is how far, in either direction, a measured iteration was from the simulated one of the same configuration
 under the same conditions at that time. Target: a median of at most 5%.
@@ -8,14 +8,14 @@ under the same conditions at that time. Target: a median of at most 5%.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
-from backends import Row
-from results import RESULTS, table
+from experiments.common.command import options
+from experiments.common.results import Row, table
+from experiments.pipemorph import RESULTS
 
 TARGET = 0.05
 
@@ -61,7 +61,7 @@ def _cells(rows: Sequence[Row]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     found = measured_files(parser.parse_args().results)
     if not found:

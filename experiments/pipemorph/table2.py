@@ -1,7 +1,7 @@
 """Table 2's models over their meshes, with one late link: nothing done, moved, moved and absorbed, and ours.
 
-    python experiments/pipemorph/table2.py                        simulated, a minute
-    python experiments/pipemorph/table2.py --backend threads      and on emulated devices, by the clock
+    python -m experiments.pipemorph.table2                        simulated, a minute
+    python -m experiments.pipemorph.table2 --backend threads      and on emulated devices, by the clock
 
 Sizes are those of the paper's Table 2, and section 7.3's 7B as (TP 1, DP 2, PP 4). A node is the TP processes of one
 coordinate. One link between two nodes is late, by latency. With replicas it lies in the ring that adds up the
@@ -24,13 +24,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from backends import Backend, Row
-from figure19 import RING
-from meshes import MeshCase, costs_of, late_node, run
-from results import command, find, table, times
-from setups import DEPTH, MODELS, Model
-
 import penstock as ps
+from experiments.common.results import Row, find, table
+from experiments.pipemorph.backends import Backend
+from experiments.pipemorph.command import command
+from experiments.pipemorph.figure19 import RING
+from experiments.pipemorph.iterations import times
+from experiments.pipemorph.meshes import MeshCase, costs_of, late_node, run
+from experiments.pipemorph.setups import DEPTH, MODELS, Model
 from penstock.control import Configuration, Controller, Job, rehearse
 from penstock.control.configuration import peaks
 from penstock.cost import Links, Mesh

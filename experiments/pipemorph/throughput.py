@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from backends import Backend, Row
-from clairvoyant import clairvoyant
-from loops import SYSTEMS, loop, run
-from results import find, simulated, table
-from setups import Model
-from systems import HOSTED
-from traces import summary, trace_of
-
+from experiments.common.results import Row, find, table
+from experiments.pipemorph.backends import Backend
+from experiments.pipemorph.clairvoyant import clairvoyant
+from experiments.pipemorph.iterations import simulated
+from experiments.pipemorph.loops import SYSTEMS, loop, run
+from experiments.pipemorph.setups import Model
+from experiments.pipemorph.systems import HOSTED
+from experiments.pipemorph.traces import summary, trace_of
 from penstock.draw.chart import Axis, Bars, Figure, Level, bar_chart
 
 TARGET_ZB, TARGET_CLAIRVOYANT = 1.36, 0.03

@@ -14,8 +14,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from setups import BASE, Link
-
+from experiments.pipemorph.setups import BASE, Link
 from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Redrawn, Trace
 

@@ -1,7 +1,7 @@
 """Uneven microbatches, a straggler of their own: dynamic against frozen dispatch where microbatches differ in length.
 
-    python experiments/pipemorph/uneven.py                        seconds
-    python experiments/pipemorph/uneven.py --backend threads      two minutes
+    python -m experiments.pipemorph.uneven                        seconds
+    python -m experiments.pipemorph.uneven --backend threads      two minutes
 
 Not in the paper. 8 ranks, 32 microbatches; all ops of a microbatch take 10 ms times its factor, drawn from a log-
 normal distribution and scaled to a mean of 1, so that the work is the same. No link is late. The memory is that of
@@ -15,12 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from backends import Backend, Case, Row
-from results import best_known, command, pair, simulated, table
-from setups import CHAIN_8, late
-from systems import Setting, job_of
-
 import penstock as ps
+from experiments.common.results import Row, table
+from experiments.pipemorph.backends import Backend, Case
+from experiments.pipemorph.command import command
+from experiments.pipemorph.iterations import best_known, pair, simulated
+from experiments.pipemorph.setups import CHAIN_8, late
+from experiments.pipemorph.systems import Setting, job_of
 from penstock.control import Configuration
 from penstock.control.configuration import peaks
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart
@@ -89,4 +90,4 @@ def chart(rows: Sequence[Row]) -> Figure:
 
 
 if __name__ == "__main__":
-    command("uneven", __doc__, rows, lines, chart)
+    command("uneven", __doc__, rows, lines, chart, seeds=range(DRAWS))

@@ -1,18 +1,17 @@
-"""A dozen cells on emulated devices, planned and in order of arrival: python experiments/uneven/emulated.py
+"""A dozen cells on emulated devices, planned and in order of arrival: python -m experiments.uneven.emulated
 
 A minute; ranks sleep through their ops, so nothing else may run beside. Writes results/emulated.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import replace
 
-import protocol
-from record import add_cell
-
 import penstock as ps
+from experiments.common.command import options
+from experiments.uneven import protocol
+from experiments.uneven.record import add_cell
 from penstock.planning import order_microbatches
 
 
@@ -31,7 +30,7 @@ def cell_of(name: str, num_ranks: int, sigma: float) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.parse_args()
     for number, cell in enumerate(protocol.EMULATED):
         found = cell_of(*cell)

@@ -1,4 +1,4 @@
-"""Real compute on whole documents of the default corpus: python experiments/uneven/real.py
+"""Real compute on whole documents of the default corpus: python -m experiments.uneven.real
 
 Two processes, two minutes, nothing beside them. The same weights are trained by three ways of making microbatches in
 turn, an update each: documents packed and planned one step ahead, documents padded to the longest, and windows of the
@@ -13,12 +13,12 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-import protocol
 import torch
 import torch.distributed as dist
-from record import add_cell
 
 import penstock as ps
+from experiments.uneven import protocol
+from experiments.uneven.record import add_cell
 from penstock.data import Batches, Sequences, document_lengths, open_corpus
 from penstock.models import CrossEntropy, GPTConfig, build_layers, gpt_costs, gpt_costs_by_length, gpt_stage
 from penstock.runtime import partition
@@ -152,4 +152,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--rank"]:
         rank()
     else:
-        sys.exit(launch([__file__, "--rank"], SETTING.num_ranks))
+        sys.exit(launch(["-m", "experiments.uneven.real", "--rank"], SETTING.num_ranks))

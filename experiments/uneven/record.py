@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-from penstock.bench.machine import machine
-
-RESULTS = Path(__file__).resolve().parent / "results"
+from experiments.common.record import record
+from experiments.uneven import RESULTS
 
 
 def read_cells(part: str) -> dict[str, Any]:
@@ -22,10 +18,7 @@ def read_cells(part: str) -> dict[str, Any]:
 
 def add_cell(part: str, number: int, found: dict[str, Any]) -> None:
     """Writes a cell beside those that are there."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=RESULTS, capture_output=True, text=True, check=True)
-    command = " ".join(["python", f"experiments/uneven/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    about = {"commit": commit.stdout.strip(), "command": command, "machine": machine()}
-    cells = {**read_cells(part), str(number): {**about, **found}}
+    cells = {**read_cells(part), str(number): {**record(), **found}}
     lines = [f"{json.dumps(key)}: {json.dumps(cells[key], separators=(',', ':'))}" for key in sorted(cells, key=int)]
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{part}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The simulated parts of the protocol: python experiments/uneven/simulated.py PART ...
+"""The simulated parts of the protocol: python -m experiments.uneven.simulated PART ...
 
 Each part takes some seconds to some minutes of one core and writes results/PART.json. `--cell N` runs one cell of it
 and adds it to what is there.
@@ -6,16 +6,16 @@ and adds it to what is there.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import protocol
-from record import add_cell
 
 import penstock as ps
+from experiments.common.command import options
+from experiments.uneven import protocol
+from experiments.uneven.record import add_cell
 from penstock.dispatch import Dispatch
 from penstock.planning import assign_evenly, order_microbatches, plan_batch
 from penstock.simulation.runner import Runner
@@ -157,7 +157,7 @@ PARTS: dict[str, tuple[Callable[..., list[list[float]]], tuple[object, ...]]] = 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("parts", nargs="+", choices=sorted(PARTS))
     parser.add_argument("--cell", type=int, help="one cell alone, by its number from 0")
     asked = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Writes the tables of README.md from results/: python experiments/uneven/tables.py (a second)."""
+"""Writes the tables of README.md from results/: python -m experiments.uneven.tables (a second)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from statistics import fmean
 
-import protocol
-from record import read_cells
+from experiments.uneven import protocol
+from experiments.uneven.record import read_cells
 
 README = Path(__file__).resolve().parent / "README.md"
 START, END = "<!-- results -->\n", "<!-- end of results -->\n"

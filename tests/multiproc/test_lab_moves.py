@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import scripts
+from experiments.pipemorph import moved
 from labs import needs_lab
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone, needs_lab]
@@ -14,9 +14,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.alone, needs_lab]
 
 @pytest.mark.slow
 def test_a_late_link_of_a_ring_is_found_and_moved_away_from(tmp_path: Path) -> None:
-    with scripts("pipemorph") as load:
-        module = load("moved")
-        found = module.run(tmp_path, module.Order(steps=9, late_from=4, probe_every=1, width=64))
+    found = moved.run(tmp_path, moved.Order(steps=9, late_from=4, probe_every=1, width=64))
     (done,) = found["done"]
     assert list(done["late"]) == ["2:3"]
     assert done["use"] == "unused"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from experiments import scripts
+from experiments.common import results
 
 pytestmark = pytest.mark.unit
 
@@ -20,29 +20,28 @@ COMMANDS = ("figure7", "rates", "table5", "tuning", "mismatch", "all")
 
 
 @pytest.fixture
-def load() -> Iterator[Any]:
-    """Imports one of the scripts."""
-    with scripts("amdp") as imported:
-        yield imported
+def load() -> Any:
+    """Imports one of the modules."""
+    return lambda name: importlib.import_module(f"experiments.amdp.{name}")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_says_its_command_and_how_long_it_takes(load: Any, name: str) -> None:
     about = load(name).__doc__
-    assert f"python experiments/amdp/{name}.py" in about
+    assert f"python -m experiments.amdp.{name}" in about
     assert "minute" in about or "hour" in about
-    assert f"{name}.py" in (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert f"experiments.amdp.{name}" in (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
 def test_all_runs_each_command_there_is(load: Any) -> None:
     module = load("all")
-    commands = {path.stem for path in FOLDER.glob("*.py") if "argparse" in path.read_text(encoding="utf-8")}
-    assert {*module.SIMULATED, *module.LEARNING} == commands - {"all", "command"} | {"table3", "table4", "tuning"}
+    commands = {path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text(encoding="utf-8")}
+    assert {*module.SIMULATED, *module.LEARNING} == commands - {"all"}
 
 
 def test_rates_are_half_of_the_best_that_tuning_found(load: Any) -> None:
     rows, figure7, tuning = (
-        load("results").load(FOLDER / "results", "tuning")["rows"],
+        results.load(FOLDER / "results", "tuning"),
         load("figure7"),
         load("tuning"),
     )
@@ -66,8 +65,8 @@ def test_figure_7(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     names = ("synchronous", "amdp", "amdp, mismatch 0", "pipedream-2bw", "vnag")
     methods = [replace(method, samples=method.samples and 8) for method in module.METHODS if method.name in names]
     rows = list(module.rows(methods, small(load), load("setups").Setup("GPT", 4, 32)))
-    load("results").save(tmp_path, "figure7", rows)
-    rows = load("results").load(tmp_path, "figure7")["rows"]
+    results.save(tmp_path, "figure7", rows)
+    rows = results.load(tmp_path, "figure7")
     assert "amdp's final loss" in "\n".join(module.lines(rows))
     assert all("<svg" in str(chart(rows)) for chart in (module.by_update, module.by_time))
     by = {row["method"]: row for row in rows}
@@ -88,7 +87,7 @@ def test_a_run_that_diverges_is_told(load: Any) -> None:
     learning = load("learning")
     row = learning.train(learning.Method("wild", optimizer="SGD", peak=1e30), small(load))
     assert row["final"] is None
-    assert load("results").shown(row["final"]) == "diverged"
+    assert load("learning").shown(row["final"]) == "diverged"
 
 
 @pytest.mark.slow

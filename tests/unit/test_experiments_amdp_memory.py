@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments import scripts
+from experiments.common import results
 
 pytestmark = pytest.mark.unit
 
@@ -18,16 +18,15 @@ COMMANDS = ("table1", "figure6", "figure8")
 
 
 @pytest.fixture
-def load() -> Iterator[Any]:
-    """Imports one of the scripts."""
-    with scripts("amdp") as imported:
-        yield imported
+def load() -> Any:
+    """Imports one of the modules."""
+    return lambda name: importlib.import_module(f"experiments.amdp.{name}")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_says_its_command_and_the_readme_has_it(load: Any, name: str) -> None:
-    assert f"python experiments/amdp/{name}.py" in load(name).__doc__
-    assert f"{name}.py" in (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert f"python -m experiments.amdp.{name}" in load(name).__doc__
+    assert f"experiments.amdp.{name}" in (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
 def test_table_1(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +66,7 @@ def test_figures_6_and_8(load: Any) -> None:
 
 
 def test_what_was_found_is_shown(load: Any) -> None:
-    rows = load("results").load(FOLDER / "results", "figure6")["rows"]
+    rows = results.load(FOLDER / "results", "figure6")
     six, eight = load("figure6"), load("figure8")
     assert "".join(six.lines(rows))
     assert "<svg" in str(six.chart(rows, "GPT", 8))

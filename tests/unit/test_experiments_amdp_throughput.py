@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import penstock as ps
-from experiments import scripts
+from experiments.common import results
 
 pytestmark = pytest.mark.unit
 
@@ -18,23 +18,22 @@ FOLDER = Path(__file__).parents[2] / "experiments" / "amdp"
 
 
 @pytest.fixture
-def load() -> Iterator[Any]:
-    """Imports one of the scripts."""
-    with scripts("amdp") as imported:
-        yield imported
+def load() -> Any:
+    """Imports one of the modules."""
+    return lambda name: importlib.import_module(f"experiments.amdp.{name}")
 
 
 @pytest.mark.parametrize("name", ["table3", "table4"])
 def test_each_says_its_commands_and_how_long_they_take_and_the_readme_has_them(load: Any, name: str) -> None:
     about = load(name).__doc__
-    assert f"python experiments/amdp/{name}.py --measured" in about
+    assert f"python -m experiments.amdp.{name} --measured" in about
     assert "minute" in about
-    assert f"{name}.py" in (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert f"experiments.amdp.{name}" in (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["table3", "table4"])
 def test_the_raw_results_make_the_table(load: Any, name: str) -> None:
-    rows = load("results").load(FOLDER / "results", name)["rows"]
+    rows = results.load(FOLDER / "results", name)
     lines = list(load(name).lines(rows))
     for model in load("setups").MODELS:
         assert any(line.startswith(model) for line in lines)
@@ -44,8 +43,8 @@ def test_the_raw_results_make_the_table(load: Any, name: str) -> None:
 
 def test_table_3_simulated_anew_is_that_of_the_raw_results(load: Any) -> None:
     """The row with the shortest steps, but for the orders that are searched."""
-    methods, setups, results = load("methods"), load("setups"), load("results")
-    rows = results.load(FOLDER / "results", "table3")["rows"]
+    methods, setups = load("methods"), load("setups")
+    rows = results.load(FOLDER / "results", "table3")
     keys_of, setup = load("table3").keys_of, setups.Setup("GPT", 4, 16)
     for method in ("1f1b", "interleaved-1f1b", "chimera", "zb-v", "pipedream", "xpipe", "pipedream-2bw"):
         trial = methods.trial_of(method, setup)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from experiments import scripts
+from experiments.common import results
 
 pytestmark = pytest.mark.unit
 
@@ -22,18 +22,17 @@ COMMANDS = ("figure2", "figure12", "figure13", "figure14", "figure15", "figure16
 
 
 @pytest.fixture(scope="module")
-def load() -> Iterator[Any]:
-    """Imports one of the scripts."""
-    with scripts("flexpipe") as imported:
-        yield imported
+def load() -> Any:
+    """Imports one of the modules."""
+    return lambda name: importlib.import_module(f"experiments.flexpipe.{name}")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_says_its_command_and_how_long_it_takes_and_the_readme_has_it(load: Any, name: str) -> None:
     about = load(name).__doc__
-    assert f"python experiments/flexpipe/{name}.py" in about
+    assert f"python -m experiments.flexpipe.{name}" in about
     assert any(word in about for word in ("second", "minute", "hour"))
-    assert f"{name}.py" in (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert f"experiments.flexpipe.{name}" in (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
 def test_all_runs_each_command_there_is(load: Any) -> None:
@@ -140,7 +139,7 @@ def test_a_search_finds_what_trying_everything_finds(load: Any) -> None:
 
 @pytest.mark.parametrize(("figure", "model"), [("figure12", "GPT_5B"), ("figure13", "GPT_16B")])
 def test_raw_results_make_the_figure_and_hold_what_is_claimed(load: Any, figure: str, model: str) -> None:
-    sweep, results, gpt = load("sweep"), load("results"), getattr(load("setups"), model)
+    sweep, gpt = load("sweep"), getattr(load("setups"), model)
     rows = results.load(RESULTS, figure)
     text = "\n".join(sweep.lines(rows, gpt, load(figure).PAPER))
     assert "as a multiple of" in text
@@ -157,9 +156,9 @@ def test_raw_results_make_the_figure_and_hold_what_is_claimed(load: Any, figure:
 
 def test_a_row_is_made_anew_from_its_choices(load: Any) -> None:
     sweep, setups = load("sweep"), load("setups")
-    rows = load("results").load(RESULTS, "figure12")
+    rows = results.load(RESULTS, "figure12")
     for method in ("Megatron-LM", "T-1F1B", "Tessel"):
-        row = load("results").find(rows, vocabulary=1000, method=method)
+        row = results.find(rows, vocabulary=1000, method=method)
         again = sweep.facts(sweep.chosen(setups.GPT_5B, row))
         assert again["samples"] == pytest.approx(row["samples"], rel=1e-4)
 
@@ -176,7 +175,7 @@ def test_figure_14_adds_up(load: Any) -> None:
 
 
 def test_figure_15_scales(load: Any) -> None:
-    module, results = load("figure15"), load("results")
+    module = load("figure15")
     rows = results.load(RESULTS, "figure15")
     assert any("FlexPipe" in line for line in module.lines(rows))
     for method in load("methods").METHODS:
@@ -187,7 +186,7 @@ def test_figure_15_scales(load: Any) -> None:
 
 def test_table_5_has_the_papers_rows(load: Any) -> None:
     module = load("table5")
-    rows = load("results").load(RESULTS, "table5")
+    rows = results.load(RESULTS, "table5")
     text = "\n".join(module.lines(rows))
     assert "163.62" in text
     assert "534.78" in text
@@ -233,7 +232,7 @@ def test_all_replicas_take_as_long_as_one(load: Any) -> None:
 
 
 def test_figure_16_has_what_is_claimed(load: Any) -> None:
-    module, results = load("figure16"), load("results")
+    module = load("figure16")
     rows = results.load(RESULTS, "figure16")
     text = "\n".join(module.lines(rows))
     assert "FlexPipe, paper" in text

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from experiments import scripts
+from experiments.common.results import find
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "pipemorph"
 FIGURES = (
@@ -23,16 +23,15 @@ OTHERS = ("memory", "moved", "reaction", "uneven")
 
 
 @pytest.fixture
-def load() -> Iterator[Any]:
-    """Imports one of the scripts."""
-    with scripts("pipemorph") as imported:
-        yield imported
+def load() -> Any:
+    """Imports one of the modules."""
+    return lambda name: importlib.import_module(f"experiments.pipemorph.{name}")
 
 
 @pytest.mark.parametrize("name", [*FIGURES, *OTHERS])
 def test_each_says_its_commands_and_how_long_they_take(load: Any, name: str) -> None:
     about = load(name).__doc__
-    assert f"python experiments/pipemorph/{name}.py" in about
+    assert f"python -m experiments.pipemorph.{name}" in about
     assert "second" in about or "minute" in about
 
 
@@ -52,7 +51,6 @@ def simulated(load: Any, name: str, **options: Any) -> tuple[ModuleType, list[di
 
 def test_figure_5_is_the_paper_s(load: Any) -> None:
     module, rows = simulated(load, "figure5")
-    find = load("results").find
     for ms, paper in module.PAPER.items():
         assert find(rows, system="pipemorph-cpu", delay_ms=ms)["simulated_ms"] == [paper]
     assert find(rows, system="dynamic", delay_ms=20.0)["simulated_ms"] == [410]
@@ -61,7 +59,7 @@ def test_figure_5_is_the_paper_s(load: Any) -> None:
 @pytest.mark.slow
 def test_figure_15_within_the_memory_of_zb(load: Any) -> None:
     module, rows = simulated(load, "figure15", delays=(0.0, 60.0))
-    find, chain = load("results").find, load("setups").CHAIN_8
+    chain = load("setups").CHAIN_8
     undelayed = find(rows, system="zb", delay_ms=0.0)["simulated_ms"][0]
     ours = find(rows, system="ours", delay_ms=60.0)
     assert ours["simulated_ms"][0] <= module.TARGET * undelayed
@@ -78,7 +76,6 @@ def test_figure_8_absorbs_what_theorem_1_says(load: Any) -> None:
 
 def test_figure_1_tells_blocking_from_dependencies(load: Any) -> None:
     _, rows = simulated(load, "figure1", delays=(0.0, 60.0))
-    find = load("results").find
     late = {"system": "zb", "link": "first", "delay_ms": 60.0}
     direct, delegated = (find(rows, **late, transport=each)["simulated_ms"][0] for each in ("direct", "delegated"))
     assert direct > delegated > find(rows, **late | {"delay_ms": 0.0}, transport="direct")["simulated_ms"][0]
@@ -86,7 +83,6 @@ def test_figure_1_tells_blocking_from_dependencies(load: Any) -> None:
 
 @pytest.mark.slow
 def test_figure_14_and_16_order_the_systems_as_the_paper_does(load: Any) -> None:
-    find = load("results").find
     for name, options, keys in (
         ("figure14", {}, {"delay_ms": 30.0}),
         ("figure16", {"names": ("7B",)}, {"model": "7B", "link": "last", "delay_ms": 60.0}),
@@ -102,7 +98,6 @@ def test_figure_14_and_16_order_the_systems_as_the_paper_does(load: Any) -> None
 @pytest.mark.slow
 def test_figure_17_is_within_three_per_cent_of_the_best(load: Any) -> None:
     module, rows = simulated(load, "figure17", names=("first", "three skipping"), search=0.5)
-    find = load("results").find
     for name in ("first", "three skipping"):
         best, ours = find(rows, links=name, system="best"), find(rows, links=name, system="ours")
         assert best["bound_ms"] <= best["simulated_ms"][0] <= ours["simulated_ms"][0]
@@ -112,7 +107,6 @@ def test_figure_17_is_within_three_per_cent_of_the_best(load: Any) -> None:
 @pytest.mark.slow
 def test_memory_s_curve_falls_with_memory(load: Any) -> None:
     _, rows = simulated(load, "memory", memories=(15, 8), search=0.1)
-    find = load("results").find
     for way in ("dynamic", "+4 in host memory"):
         assert find(rows, way=way, memory=15)["simulated_ms"] <= find(rows, way=way, memory=8)["simulated_ms"]
     assert find(rows, way="frozen", memory=8)["simulated_ms"] > find(rows, way="dynamic", memory=8)["simulated_ms"]
@@ -156,7 +150,7 @@ def test_throughput_through_a_trace_with_clairvoyant(load: Any) -> None:
     rows = list(throughput.rows(load("backends").Backend(), chain, ("A",), 1 / 15, every=6))
     assert "over clairvoyant" in "".join(throughput.lines(rows, {}))
     assert "<svg" in str(throughput.chart(rows, "A", {}))
-    ours = load("results").find(rows, system="ours")
+    ours = find(rows, system="ours")
     assert ours["peak_over_cap"] <= 1
     assert ours["over_clairvoyant"] > -0.05
 
@@ -176,14 +170,13 @@ def test_measured_on_threads_through_the_closed_loop(load: Any, tmp_path: Path) 
     conditions = load("setups").late(delays)
     rows += loops.run(backend, [loops.loop("ours", model, {"system": "loop"}, conditions, 200.0)])
     assert rows[-1]["peak_over_cap"] <= 1
-    load("results").save(tmp_path, "sample", backend, rows, 1.0)
+    load("command").save(tmp_path, "sample", backend, rows, 1.0)
     assert "median error" in "".join(load("table").lines(load("table").measured_files(tmp_path)))
 
 
 @pytest.mark.slow
 def test_figure_19_moves_a_late_link_under_pp_and_absorbs_it_there(load: Any) -> None:
     module, rows = simulated(load, "figure19", delays=(0.0, 30.0))
-    find = load("results").find
     ms = {(row["kind"], row["system"]): row["simulated_ms"][0] for row in rows if row["delay_ms"] == 30.0}
     undelayed = find(rows, system="zb", kind="latency", delay_ms=0.0)["simulated_ms"][0]
     assert ms["latency", "zb"] / undelayed == pytest.approx(module.PAPER["zb"], rel=0.02)  # calibrated on it

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from experiments import scripts
 
 pytestmark = pytest.mark.unit
 
@@ -16,17 +14,16 @@ FOLDER = Path(__file__).parents[2] / "experiments" / "uneven"
 
 
 @pytest.fixture(scope="module")
-def load() -> Iterator[Any]:
-    with scripts("uneven") as imported:
-        yield imported
+def load() -> Any:
+    return lambda name: importlib.import_module(f"experiments.uneven.{name}")
 
 
 def test_the_page_has_the_tables_of_the_results(load: Any) -> None:
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert load("tables").text() in page
     for script in ("simulated", "emulated", "real", "tables"):
-        assert f"python experiments/uneven/{script}.py" in page
-        assert f"python experiments/uneven/{script}.py" in load(script).__doc__
+        assert f"python -m experiments.uneven.{script}" in page
+        assert f"python -m experiments.uneven.{script}" in load(script).__doc__
 
 
 def test_no_draw_is_slower_than_arrival_with_known_lengths_and_none_in_the_mean_with_errors(load: Any) -> None:

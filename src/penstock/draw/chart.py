@@ -8,7 +8,7 @@
         x=Axis("delay, ms"),
         y=Axis("slowdown", low=1.0),
         levels=[Level(1.13, "paper 1.13")],
-        comment="made by: python experiments/...",
+        comment="made by: python -m experiments....",
     )
     save_chart(figure, "slowdown.svg")          # or str(figure); figure.inline() for a page
 

@@ -1,0 +1,6 @@
+"""AMDP's tables and figures."""
+
+from pathlib import Path
+
+RESULTS = Path(__file__).with_name("results")
+"""Where its raw results lie."""

@@ -1,0 +1,58 @@
+"""What all figures' commands share.
+
+results/figure15-simulate.json    of `figure15.py`
+results/figure15-threads.json     of `figure15.py --backend threads`
+results/figure15.svg              its chart, of the last run
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.common import results
+from experiments.common.command import options
+from experiments.common.results import Row
+from experiments.pipemorph import RESULTS
+from experiments.pipemorph.backends import BACKENDS, Backend
+
+
+def command(
+    figure: str,
+    about: str | None,
+    rows: Callable[[Backend], Iterable[Row]],
+    lines: Callable[[Sequence[Row]], Iterator[str]],
+    chart: Callable[[Sequence[Row]], object] | None = None,
+    backends: Sequence[str] = BACKENDS,
+    jobs: int = 6,
+    stretch: float = 3.0,
+    seeds: Sequence[int] = (),
+) -> None:
+    """Runs a figure from the command line: carries out its cases, saves, prints and draws them."""
+    parser = options(about, RESULTS)
+    parser.add_argument("--backend", choices=backends, default=backends[0])
+    parser.add_argument("--stretch", type=float, default=stretch, help="seconds of the clock to one of an op")
+    parser.add_argument("--steps", type=int, default=2, help="iterations of each measured case")
+    parser.add_argument("--jobs", type=int, default=jobs, help="measured cases at once")
+    given = parser.parse_args()
+    backend = Backend(given.backend, given.stretch, given.steps, 1 if given.backend == "processes" else given.jobs)
+    began = time.perf_counter()
+    found = list(rows(backend))
+    save(given.out, figure, backend, found, time.perf_counter() - began, seeds)
+    print("\n".join(lines(found)))
+    if chart is not None:
+        path = given.out / f"{figure}.svg"
+        path.write_text(str(chart(found)), encoding="utf-8")
+        print(f"chart: {path}")
+
+
+def save(
+    folder: Path, figure: str, backend: Backend, rows: Sequence[Row], seconds: float, seeds: Sequence[int] = ()
+) -> None:
+    """Writes the raw results of a run."""
+    facts: dict[str, Any] = {"figure": figure, "backend": backend.name, "seconds": round(seconds, 1)}
+    if backend.name != "simulate":
+        facts |= {"stretch": backend.stretch, "jobs": backend.jobs}
+    results.save(folder, f"{figure}-{backend.name}", rows, seeds=seeds, **facts)
