@@ -92,6 +92,8 @@ class Ranks:
                 "makespans": [40.0, 42.0, 41.0],
                 "ops": None,
                 "notices": [],
+                "pipeline_rank": rank,
+                "peak_bytes": 1000.0 * (rank + 1),
             }
         from penstock.models import gpt_costs
         from penstock.runtime import partition

@@ -22,7 +22,13 @@ def answer(steps: list[list[float]], busy: list[float | None], spans: list[float
         return {"wall": 0.1, "own": 0.08, "machine": machine}
 
     rows: list[dict[str, Any]] = [{"steps": row, "clocks": [clock(cores) for cores in busy]} for row in steps]
-    return WorkerAnswer([{**row, "makespans": spans or steps[0]} for row in rows], None)
+    return WorkerAnswer(
+        [
+            {**row, "makespans": spans or steps[0], "pipeline_rank": rank // 2, "peak_bytes": 100 * rank}
+            for rank, row in enumerate(rows)
+        ],
+        None,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +40,11 @@ def test_a_step_lasts_until_its_slowest_rank_is_done() -> None:
     told = measured_of([answer([[10.0, 20.0, 30.0], [12.0, 15.0, 31.0]], [0.0, 0.0, 0.0], [5.0, 6.0, 7.0])])
     assert (told.step, told.makespan, told.steps) == (20.0, 6.0, (12.0, 20.0, 31.0))
     assert told.quiet
+
+
+def test_memory_is_the_highest_of_each_rank_over_its_replicas() -> None:
+    """Four processes: ranks 0 and 1 of a pipeline, two replicas of each."""
+    assert verify.measured_of([answer([[1.0]] * 4, [0.0])]).peak_bytes == (100.0, 300.0)
 
 
 def test_steps_that_others_disturbed_are_left_out() -> None:

@@ -45,7 +45,8 @@ ModelOptions = Annotated[
     str | None, typer.Option("--model-options", metavar="JSON", help="Arguments of your own model, as JSON.")
 ]
 Model = Annotated[
-    str | None, typer.Option("--model", metavar="FILE.py:NAME", help="Your own model, in place of a preset.")
+    str | None,
+    typer.Option("--model", metavar="FILE.py:NAME", help="bert, a Hugging Face folder, or your own model."),
 ]
 Data = Annotated[
     str | None, typer.Option("--data", metavar="FILE.py:NAME", help="What your own model learns from, or text.")
@@ -138,8 +139,8 @@ def tune(
     settings = Settings(
         **measured_model(model, model_options, data, batch),
         preset=preset, depth=depth, width=width, heads=heads, context=context, dropout=dropout, tied=tied,
-        tokenizer=tokenizer, microbatches=1, ranks=1, precision=precision, optimizer=optimizer,
-        optimizer_options=options, clip=clip, device=device, threads=threads, dispatch=dispatch,
+        tokenizer=usual_tokenizer(model, tokenizer), microbatches=1, ranks=1, precision=precision,
+        optimizer=optimizer, optimizer_options=options, clip=clip, device=device, threads=threads, dispatch=dispatch,
     )  # fmt: skip
     if out is not None and Path(out).suffix not in (".json", ".txt"):
         raise Misuse(f"--out {out}: a schedule is written as .json or .txt")
@@ -182,24 +183,33 @@ def tune(
 
 def measured_model(model: str | None, options: str | None, data: str | None, batch: int | None) -> dict[str, Any]:
     """The same, where a preset is measured on random tokens."""
-    if model is None and data is not None:
-        raise Misuse(
-            f"--data {data} is for a model of your own, --model FILE.py:NAME; a preset is measured on random tokens"
-        )
+    if model in (None, "gpt") and data is not None:
+        raise Misuse(f"--data {data} is for a model given with --model; a GPT of ours is measured on random tokens")
     return own_model(model, options, data, batch)
+
+
+def usual_tokenizer(model: str | None, given: str | None) -> str | None:
+    """The tokenizer of a Hugging Face folder, unless another is given."""
+    from penstock.train.kinds import is_hugging_face, usual_of
+
+    return (
+        usual_of(model).get("tokenizer") if given is None and model is not None and is_hugging_face(model) else given
+    )
 
 
 def own_model(
     model: str | None, options: str | None, data: str | None, batch: int | None, seed: int = 0
 ) -> dict[str, Any]:
-    """The settings of a model of one's own; without one, those of text alone. Paths are from anywhere."""
+    """The settings of a model of one's own; of another one those that say which. Paths are from anywhere."""
+    from penstock.train.kinds import is_path
     from penstock.train.own_file import is_own
     from penstock.train.settings import Settings
 
-    paths = {name: os.path.abspath(path) for name, path in (("model", model), ("data", data)) if path is not None}
+    own = {"model": model if model is None or not is_path(model) else os.path.abspath(model)}
+    paths = {name: path for name, path in own.items() if path is not None}
+    paths |= {} if data is None else {"data": os.path.abspath(data)}
     if model is None or not is_own(model):
         found: dict[str, Any] = {**paths, "batch": batch or Settings.batch}
-        found |= {"model": model} if model is not None else {}
         return found | ({"model_options": json_object("--model-options", options)} if options is not None else {})
     if batch is None and is_own(data):
         from penstock.train.tasks.own_data import own_batch  # here, as it loads torch

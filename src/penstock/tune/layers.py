@@ -31,8 +31,10 @@ from penstock.runtime.tensors.message import Payload
 from penstock.runtime.tensors.pytree import flatten, unflatten
 from penstock.runtime.tensors.rng import mix
 from penstock.train.inputs import device_of, optimizer_class, over_trained
+from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed
+from penstock.train.tasks.open import open_layers
 from penstock.train.tasks.own import OwnTask
 from penstock.tune.errors import TuneError
 
@@ -51,11 +53,11 @@ Times = dict[tuple[int, str], list[float]]
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank measures, for one microbatch size: of a GPT its share of the layers, of a person's own all of
-    them, which it holds anyway.
+    """What one rank measures, for one microbatch size: of a GPT its share of the layers, of other models all of
+    them, as what passes between their layers is known by running them.
 
     Attributes:
-        config: of a GPT; None for a model of one's own.
+        config: of a GPT; None for another model.
     """
 
     settings: Settings
@@ -115,16 +117,7 @@ def own_layers(share: Share) -> Layers:
     """
     task = OwnTask(replace(share.settings, recompute=share.recompute), build("gpipe", 1, 1))
     tried = task.tried()
-    leaves, skeleton = flatten((tried.inputs, tried.targets))
-    size = share.microbatch_size
-    if len(leaves[0]) < size:
-        raise TuneError(
-            f"--data gives batches of {len(leaves[0])} samples, and microbatches of {size} were to be measured; give "
-            "a smaller --microbatch-size, or a larger --batch"
-        )
-    first, _ = unflatten([leaf[:size] for leaf in leaves], skeleton)
-    repeated = [leaf[:size].repeat(NUM_MICROBATCHES, *[1] * (leaf.dim() - 1)) for leaf in leaves]
-    inputs, targets = unflatten(repeated, skeleton)
+    first, inputs, targets = _repeated(tried.inputs, tried.targets, share.microbatch_size)
     cut = split(tried.model, example=first)
     stages = dict(enumerate(cut))
     assert cut.sent is not None, "on an example"
@@ -134,13 +127,63 @@ def own_layers(share: Share) -> Layers:
     return Layers(stages, len(cut), range(len(cut)), inputs, targets, task.loss, torch.randn(numbers), tied)
 
 
+def listed_layers(share: Share) -> Layers:
+    """All layers of a BERT or a Hugging Face model, on the first samples of the text."""
+    task = open_layers(share.settings)
+    stages = {index: _as_stage(build_stage()) for index, build_stage in enumerate(task.stages())}
+    last = len(stages) - 1
+    example = task.read(None).batches[0]
+    _, inputs, targets = _repeated(example.inputs, example.targets, share.microbatch_size)
+    per_batch = task.message_bytes(build("gpipe", len(stages), 1))[0]
+    numbers = max(1, round(per_batch / 4 / share.settings.batch * share.microbatch_size))
+    first = {name: p.nbytes for name, p in stages[0].named_parameters()}
+    final = {name for name, _ in stages[last].named_parameters()}
+    tied = sum(
+        max(first[name] for name in group if name in first)
+        for group in task.tied
+        if first.keys() & set(group) and final & set(group)
+    )
+    return Layers(
+        stages, len(stages), range(1, last), inputs, targets, task.loss, torch.randn(numbers), tied
+    )  # fmt: skip
+
+
+def _as_stage(module: Any) -> Stage:
+    assert isinstance(module, Stage), "tasks of listed layers build stages"
+    return module
+
+
+def _repeated(inputs: Any, targets: Any, size: int) -> tuple[Any, Any, Any]:
+    """Inputs of the first `size` samples, and inputs and targets of as many for each microbatch.
+
+    Raises:
+        TuneError: batches of fewer samples.
+    """
+    leaves, skeleton = flatten((inputs, targets))
+    if len(leaves[0]) < size:
+        raise TuneError(
+            f"--data gives batches of {len(leaves[0])} samples, and microbatches of {size} were to be measured; give "
+            "a smaller --microbatch-size, or a larger --batch"
+        )
+    first, _ = unflatten([leaf[:size] for leaf in leaves], skeleton)
+    repeated = [leaf[:size].repeat(NUM_MICROBATCHES, *[1] * (leaf.dim() - 1)) for leaf in leaves]
+    return first, *unflatten(repeated, skeleton)
+
+
+def layers_of(share: Share) -> Layers:
+    """What a rank measures of a model."""
+    if share.config is not None:
+        return gpt_layers(share, share.config)
+    return own_layers(share) if is_own(share.settings.model) else listed_layers(share)
+
+
 def measure_layers(share: Share, meet: Callable[[], None]) -> dict[str, Any]:
     """Times and bytes of this rank's layers, as plain data.
 
     Args:
         meet: returns when all ranks have called it, so that they measure side by side.
     """
-    layers = own_layers(share) if share.config is None else gpt_layers(share, share.config)
+    layers = layers_of(share)
     sizes = _bytes_of(share, layers)
     for index, stage in layers.stages.items() if share.recompute else ():
         for layer in stage.in_order if index in layers.again else ():

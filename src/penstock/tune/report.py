@@ -70,6 +70,7 @@ def _measured_json(ranked: Ranked, measured: MeasuredCandidate) -> dict[str, Any
         "step_ms": measured.step,
         "makespan_ms": measured.makespan,
         "predicted_over_measured": ranked.prediction.step / measured.step,
+        "memory_bytes": list(measured.peak_bytes),
         "num_undisturbed": measured.undisturbed,
         "other_programs_cores": measured.others,
         "steps_ms": list(measured.steps),
@@ -108,6 +109,10 @@ def choice_words(outcome: TuneOutcome, ranked: Ranked) -> str:
     took = f"{ranked.prediction.step:.1f} ms a step predicted"
     if measured is not None:
         took += f", {measured.step:.1f} ms measured: the fastest of {len(outcome.measured)} that were run"
+        took += (
+            f"; {in_bytes(ranked.prediction.peak_bytes)} per rank predicted, "
+            f"{in_bytes(max(measured.peak_bytes, default=0.0))} measured"
+        )
     return f"{', '.join(said)}; {took}"
 
 
@@ -140,7 +145,7 @@ def _print_table(outcome: TuneOutcome, title: str, rows: Sequence[Ranked]) -> No
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("schedule")
     heads = ["pp", "dp", "microbatches", "layers", "step ms", speed, "bubbles", "memory per rank"]
-    for head in [*heads, *(["measured ms", "off"] if verified else [])]:
+    for head in [*heads, *(["measured ms", "off", "measured memory"] if verified else [])]:
         table.add_column(head, justify="right")
     for ranked in rows:
         table.add_row(*_cells(outcome, ranked, verified))
@@ -165,8 +170,10 @@ def _cells(outcome: TuneOutcome, ranked: Ranked, verified: bool) -> list[str]:
     ]
     if verified:
         measured = outcome.measured.get(candidate)
-        cells += ["", ""] if measured is None else [
-            f"{measured.step:.1f}", f"{prediction.step / measured.step - 1:+.1%}",
+        cells += ["", "", ""] if measured is None else [
+            f"{measured.step:.1f}",
+            f"{prediction.step / measured.step - 1:+.1%}",
+            in_bytes(max(measured.peak_bytes, default=0.0)),
         ]  # fmt: skip
     return cells
 

@@ -12,10 +12,11 @@ from penstock.formats.native import from_json
 from penstock.models import GPTConfig
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.simulation import Timeline
-from penstock.train.inputs import Inputs, build_pipeline
+from penstock.train.inputs import Inputs, build_pipeline, device_of
 from penstock.train.settings import Settings
 from penstock.train.tasks.open import open_task
 from penstock.train.tasks.task import Data, Example
+from penstock.tune.allocated import peak_of_step
 from penstock.tune.device import Clock
 
 WARM_UPS = 3
@@ -28,8 +29,8 @@ def run(
     a person's own model on their data.
 
     Ranks start each step together (`meet`), as they do in training, where a step ends for all at its loss.
-    Returns milliseconds and clocks of every step on this rank, the steps' makespans, and on rank 0 the mean op times
-    by stage.
+    Returns milliseconds and clocks of every step on this rank, the steps' makespans, the most bytes of tensors that
+    one more step held, and on rank 0 the mean op times by stage.
     """
     schedule = from_json(task["schedule"])
     model = open_task(settings, schedule)
@@ -53,11 +54,18 @@ def run(
             clocks.append(clock)
             timelines.append(pipe.timeline())
     costs = measured_costs(timelines)
+    batch = data.batches[WARM_UPS + task["steps"]]
+    meet()
+    peak = peak_of_step(
+        lambda: pipe.step(batch.inputs, batch.targets), pipe.parameters(), pipe.optimizer, device_of(settings)
+    )
     pipe.close()
     return {
         "steps": steps,
         "clocks": clocks,
         "makespans": [timeline.makespan for timeline in timelines],
+        "pipeline_rank": pipe.rank,
+        "peak_bytes": peak,
         "ops": {kind: list(getattr(costs, kind)) for kind in "fiwb"} if rank == 0 else None,
         "notices": pipe.notices,
     }

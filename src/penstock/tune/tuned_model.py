@@ -1,4 +1,4 @@
-"""What is tuned: a GPT by its sizes, or a model of a person's own, in layers as `penstock train` cuts them."""
+"""What is tuned: a GPT by its sizes, or another model that `penstock train` takes, in layers as it cuts them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from penstock.data import ByteTokenizer, load_tokenizer
@@ -16,10 +17,11 @@ from penstock.runtime import split
 from penstock.runtime.stage.statistics import GATHERS
 from penstock.runtime.tensors.pytree import flatten
 from penstock.train.inputs import device_of, optimizer_class
-from penstock.train.kinds import GPT
+from penstock.train.kinds import CLIP, GPT, is_path
 from penstock.train.own_file import is_own, own_name
 from penstock.train.settings import Settings
 from penstock.train.tasks.gpt import gpt_config
+from penstock.train.tasks.open import open_layers
 from penstock.train.tasks.own import OwnTask
 from penstock.tune.errors import TuneError
 
@@ -73,11 +75,13 @@ def tuned_model(settings: Settings) -> TunedModel:
     optimizer_class(settings)
     if is_own(settings.model):
         return _own(settings)
-    if settings.model != GPT:
+    if settings.model == CLIP:
         raise TuneError(
-            f"--model {settings.model} is not measured layer by layer yet; GPTs are, by --preset, and models of your "
-            "own, by --model FILE.py:NAME"
+            "--model clip is of several towers, and a tuner of one chain of layers does not lay them out; compare "
+            "layouts of them with penstock compare --model clip, or with ps.Program.of_branches"
         )
+    if settings.model != GPT:
+        return _layered(settings)
     tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else ByteTokenizer()
     return gpt_model(settings.preset, gpt_config(settings, tokenizer.vocab_size))
 
@@ -93,6 +97,25 @@ def gpt_model(name: str, config: GPTConfig) -> TunedModel:
         structure=dataclasses.asdict(config),
         config=config,
         blocks=range(1, config.num_layers - 1),
+    )
+
+
+def _layered(settings: Settings) -> TunedModel:
+    """A BERT, or a model of Hugging Face's; of the latter, blocks may differ from one another."""
+    task = open_layers(settings)
+    num_layers = len(task.layer_costs)
+    path = settings.model if is_path(settings.model) else None
+    options = ["--model", settings.model, *(["--preset", settings.preset] if path is None else [])]
+    if settings.data is not None:
+        options += ["--data", settings.data]
+    return TunedModel(
+        name=f"{settings.model} {settings.preset}" if path is None else Path(path).resolve().stem,
+        layers=("embedding", *(f"block {number}" for number in range(num_layers - 2)), "head"),
+        costs=tuple(task.layer_costs),
+        num_tokens=task.num_tokens,
+        options=tuple(options),
+        structure={"model": settings.model if path is None else "transformers", **task.sizes},
+        blocks=range(1, num_layers - 1) if path is None else range(0),
     )
 
 

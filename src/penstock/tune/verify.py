@@ -33,6 +33,8 @@ class MeasuredCandidate:
         undisturbed: how many steps were, of `steps`.
         others: cores that other programs kept busy in the steps that counted; None if that is not known.
         steps: every step.
+        peak_bytes: most bytes of tensors that a rank held in a step, of each rank of a replica; the highest of all
+            replicas.
     """
 
     step: float
@@ -40,6 +42,7 @@ class MeasuredCandidate:
     undisturbed: int
     others: float | None
     steps: tuple[float, ...]
+    peak_bytes: tuple[float, ...] = ()
 
     @property
     def quiet(self) -> bool:
@@ -95,6 +98,15 @@ def trial_task(candidate: TuneCandidate, settings: Settings, model: TunedModel, 
     }
 
 
+def _peaks(told: Sequence[WorkerAnswer]) -> tuple[float, ...]:
+    """By rank of a replica, the highest of all replicas and rounds."""
+    highest: dict[int, float] = {}
+    for rank in (rank for answer in told for rank in answer.ranks):
+        place = rank["pipeline_rank"]
+        highest[place] = max(highest.get(place, 0.0), float(rank["peak_bytes"]))
+    return tuple(highest[place] for place in sorted(highest))
+
+
 def measured_of(told: Sequence[WorkerAnswer]) -> MeasuredCandidate:
     """One value from the answers of all rounds."""
     found: list[tuple[float, float, float | None, bool]] = []
@@ -113,4 +125,5 @@ def measured_of(told: Sequence[WorkerAnswer]) -> MeasuredCandidate:
         len(undisturbed),
         fmean(known) if known else None,
         tuple(step for step, _, _, _ in found),
+        _peaks(told),
     )

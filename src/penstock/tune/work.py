@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.runtime.launch import FIRST_OPTIMIZER, launch
+from penstock.tune.allocated import QUIET
 from penstock.tune.device import others
 from penstock.tune.errors import RanksFailed
 
@@ -65,7 +66,7 @@ def run_job(
                 program,
                 num_ranks,
                 preload=[FIRST_OPTIMIZER, "penstock.tune.rank"],
-                env={"OMP_NUM_THREADS": str(num_threads)},
+                env={"OMP_NUM_THREADS": str(num_threads), **QUIET},
             )
         answers = []
         for number in range(len(tasks)):

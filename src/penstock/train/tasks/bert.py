@@ -49,7 +49,8 @@ class BERTTask:
         self.num_tokens = config.context
         self.loss = BERTLoss()
         self.tied = bert_tied_parameters(config)
-        self._parts = stage_layers(bert_costs(config), schedule, settings.cut)
+        self.layer_costs = bert_costs(config)
+        self._parts = stage_layers(self.layer_costs, schedule, settings.cut)
         require_shards(settings, schedule, config, vocab_size)
 
     def stages(self) -> list[Callable[[], nn.Module]]:

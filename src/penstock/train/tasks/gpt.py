@@ -43,7 +43,8 @@ class GPTTask:
         self.num_tokens = config.context
         self.loss = CrossEntropy()
         self.tied = tied_parameters(config)
-        self._parts = stage_layers(gpt_costs(config), schedule, settings.cut)
+        self.layer_costs = gpt_costs(config)
+        self._parts = stage_layers(self.layer_costs, schedule, settings.cut)
         require_shards(settings, schedule, config, config.vocab_size)
 
     def stages(self) -> list[Callable[[], nn.Module]]:

@@ -73,7 +73,8 @@ class DecoderTask:
         if decoder.is_masked:
             self._mask = mask_token(self._tokenizer, config.vocab_size, settings.model)
         self.tied = decoder.tied
-        self._parts = stage_layers(decoder.costs(), schedule, settings.cut)
+        self.layer_costs = decoder.costs()
+        self._parts = stage_layers(self.layer_costs, schedule, settings.cut)
         require_shards(settings, schedule, config, config.vocab_size)
 
     def stages(self) -> list[Callable[[], nn.Module]]:

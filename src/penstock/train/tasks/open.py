@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import cast
+
+from penstock.library import build
 from penstock.schedule import Schedule
 from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
-from penstock.train.tasks.task import Task
+from penstock.train.tasks.task import LayeredTask, Task
 
 
 def open_task(settings: Settings, schedule: Schedule) -> Task:
@@ -29,3 +33,16 @@ def open_task(settings: Settings, schedule: Schedule) -> Task:
     from penstock.train.tasks.huggingface import DecoderTask
 
     return DecoderTask(settings, schedule)
+
+
+def open_layers(settings: Settings) -> LayeredTask:
+    """The task with one layer per stage; of a GPT, a BERT or a Hugging Face model."""
+    whole = dataclasses.replace(settings, ranks=1, dp=1, tp=1, microbatches=1, cut=None, recompute=False)
+    num_layers = len(_layered(whole, build("gpipe", 1, 1)).layer_costs)
+    return _layered(dataclasses.replace(whole, cut=(1,) * num_layers), build("gpipe", num_layers, 1))
+
+
+def _layered(settings: Settings, schedule: Schedule) -> LayeredTask:
+    task = open_task(settings, schedule)
+    assert hasattr(task, "layer_costs"), f"{settings.model} is no known chain of layers"
+    return cast(LayeredTask, task)

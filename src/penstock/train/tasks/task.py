@@ -127,3 +127,13 @@ class Task(Protocol):
     def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
         """How good the model is, whose loss on the validation data is known. Every rank must call it."""
         ...
+
+
+class LayeredTask(Task, Protocol):
+    """A task whose model is a known chain of layers.
+
+    Attributes:
+        layer_costs: of each layer, by which a run cuts them unless told how.
+    """
+
+    layer_costs: Sequence[float]

@@ -1,0 +1,48 @@
+"""Most bytes of tensors that a step holds on one rank: what the device says, or on a CPU torch's profiler.
+
+The profiler notes every allocation and release of a step. What was there before, weights and optimizer state, is
+summed up beside it; message buffers that the runtime keeps outside torch's allocator are not seen.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
+
+QUIET = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Of the environment of ranks that are measured: else the profiler says on stderr that it starts and stops."""
+
+
+def peak_of_step(
+    step: Callable[[], object], parameters: Iterable[Tensor], optimizer: Optimizer | None, device: torch.device
+) -> int:
+    """Runs a step and returns the most bytes of tensors that this rank held meanwhile."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return torch.cuda.max_memory_allocated(device)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as noted:
+        step()
+    state = [] if optimizer is None else [v for values in optimizer.state.values() for v in values.values()]
+    kept = [*parameters, *(value for value in state if isinstance(value, Tensor))]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
+    return sum(storages.values()) + _most(noted)
+
+
+def _most(noted: Any) -> int:
+    """The highest sum of what was allocated and released, from the first event on."""
+    with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as name:
+        path = Path(name) / "step.json"
+        noted.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    changes = sorted((each["ts"], each["args"]["Bytes"]) for each in events if each.get("name") == "[memory]")
+    return int(max(accumulate((change for _, change in changes), initial=0)))

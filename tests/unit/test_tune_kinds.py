@@ -1,0 +1,95 @@
+"""`penstock profile` and `tune` of a BERT and of Hugging Face folders: all that `penstock train` takes but CLIP."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+import hf_families
+from penstock.cli import main
+from penstock.train.kinds import usual_of
+from penstock.train.settings import Settings
+from penstock.tune.errors import TuneError
+from penstock.tune.layers import NO_LAYER, Share, measure_layers
+from penstock.tune.profile import KINDS
+from penstock.tune.tuned_model import tuned_model
+
+pytestmark = pytest.mark.unit
+
+FAMILIES = ("llama", "gpt2", "bert", "mixtral")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    return tmp_path
+
+
+def settings_of(model: str, **more: object) -> Settings:
+    given = {"data": "text.txt", "batch": 4, "microbatches": 1, "ranks": 1, "threads": 1, **usual_of(model), **more}
+    return Settings(model=model, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["preset", *FAMILIES])
+def test_every_layer_is_measured(folder: Path, name: str, recompute: bool) -> None:
+    if name == "preset":
+        settings = settings_of("bert", preset="nano", depth=2)
+    else:
+        (folder / "config.json").write_text(json.dumps(hf_families.config_of(name).to_dict()))
+        settings = settings_of(str(folder / "config.json"))
+    model = tuned_model(settings)
+    told = measure_layers(Share(settings, None, 2, recompute, 0, 1, 0.01), lambda: None)
+    assert told["layers"] == list(range(model.num_layers))
+    for layer in (NO_LAYER, *told["layers"]):
+        assert all(f"{layer} {kind}" in told["times"] for kind in KINDS)
+    sizes = [told["bytes"][str(layer)] for layer in told["layers"]]
+    assert all(size["activation"] > 0 for size in sizes)
+    assert [size["output"] > 0 for size in sizes] == [True] * (len(sizes) - 1) + [False]
+    assert all(size["weight"] > 0 for size in sizes)
+    assert (sizes[1]["transient"] > sizes[1]["activation"]) == recompute
+
+
+def test_another_config_or_context_is_measured_anew(folder: Path) -> None:
+    def digest(**changes: object) -> str:
+        (folder / "config.json").write_text(json.dumps(hf_families.config_of("llama", **changes).to_dict()))
+        return tuned_model(settings_of("config.json")).digest
+
+    assert digest() == digest()
+    assert len({digest(), digest(rms_norm_eps=1e-3), tuned_model(settings_of("config.json", context=8)).digest}) == 3
+
+
+def test_towers_are_refused_by_name(folder: Path) -> None:
+    with pytest.raises(TuneError, match=r"--model clip is of several towers.*penstock compare"):
+        tuned_model(settings_of("clip", preset="nano", data=None))
+
+
+def test_an_estimate_by_the_sizes_of_a_gpt_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--model", "bert", "--preset", "nano", "--tflops", "1", "--ranks", "2"]) != 0
+    assert "--tflops estimates by the sizes of a GPT, and bert nano is none" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("model", ["bert", "hf"])
+def test_the_closing_line_trains(folder: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the best verified; then the line itself, word for word, over as many processes as it says."""
+    if model == "bert":
+        which = "--model bert --preset nano --depth 2"
+    else:
+        (folder / "config.json").write_text(json.dumps(hf_families.config_of("llama").to_dict()))
+        which = "--model config.json --context 16"
+    line = f"tune {which} --data text.txt --batch 4 --ranks 2 --pp 2 --microbatch-size 1 --schedule chimera"
+    assert main(f"{line} --seconds 0.05 --verify 1 --steps 2 --json".split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["choice"]["measured"]["step_ms"] > 0
+    program, *words = shlex.split(found["train"])
+    assert program == "penstock"
+    assert main([*words, "--steps", "2", "--out", "run", "--in-process", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["steps"], report["num_ranks"]) == (2, 2)
