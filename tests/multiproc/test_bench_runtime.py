@@ -17,7 +17,7 @@ from penstock.cli import main
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_runtimes_agree_and_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "runtime.json"
     arguments = ["bench", "runtime", "--size", "tiny", "--schedule", "zb-v", "--steps", "1", "--blocks", "2"]

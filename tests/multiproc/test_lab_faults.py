@@ -12,7 +12,7 @@ import pytest
 from labs import left_of, needs_lab
 from penstock.bench.faults import DATA, run, training_in_a_lab
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.alone, needs_lab]
+pytestmark = [pytest.mark.multiproc, pytest.mark.xdist_group("lab"), needs_lab]
 
 
 @pytest.mark.slow
@@ -34,7 +34,7 @@ def test_training_goes_on(record_property: pytest.RecordProperty) -> None:
     assert counted["killed"] == {"failovers": 0, "restarts": 1}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_where_no_way_is_left_each_rank_says_so_and_ends() -> None:
     with training_in_a_lab(num_runs=1, num_steps=50, timeout=5.0) as (lab, training, _):
         name = lab.name

@@ -11,7 +11,7 @@ import pytest
 
 from labs import needs_lab
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.alone, needs_lab]
+pytestmark = [pytest.mark.multiproc, pytest.mark.xdist_group("lab"), needs_lab]
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "faults" / "links.py"
 
 

@@ -15,7 +15,7 @@ from penstock.cli import main
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rows_are_plain_data() -> None:
     (row,) = split.run(widths=(8,), blocks=(1,), repeats=2, batch=1, tokens=4)
     assert json.loads(json.dumps(row)) == row

@@ -37,7 +37,7 @@ def step_until_switched(pipe: EmulatedPipeline, most: int = 80) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["direct", "host"])
+@pytest.mark.parametrize("transport", ["direct", pytest.param("host", marks=pytest.mark.nightly)])
 def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str) -> None:
     limits = caps(ZB) if transport == "direct" else (6.0,) * NUM_RANKS  # sends that never wait leave little to gain
     steering = ps.AdaptOptions(folder=tmp_path, memory_limit=limits)
