@@ -174,3 +174,15 @@ def test_a_closed_pipeline_leaves_the_model_as_it_was(name: str) -> None:
     plain_step(plain, x, y, 4, made.loss_fn)
     plain_step(made.model, x, y, 4, made.loss_fn)
     assert not differences(gradients(plain), gradients(made.model))
+
+
+def test_a_step_without_targets_says_that_they_are_missing() -> None:
+    pipe = ps.Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ps.build("1f1b", 2, 2), loss_fn=nn.MSELoss())
+    with pytest.raises(RuntimeFailure, match=r"targets that were not given .*; call step\(inputs, targets\)"):
+        pipe.step(torch.ones(4, 4))
+
+
+def test_a_loss_that_needs_no_targets_goes_without() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = ps.Pipeline(layers, ps.build("1f1b", 2, 2), loss_fn=lambda output, _: output.square().mean())
+    assert pipe.step(torch.ones(4, 4)).loss > 0

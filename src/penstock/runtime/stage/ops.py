@@ -347,7 +347,15 @@ class StageRunner:
     def _loss(self, m: int, output: Any) -> Tensor:
         if self._loss_fn is None:
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to train")
-        loss = self._loss_fn(output, self._on_device(self.settings.microbatches.targets[m]))
+        target = self.settings.microbatches.targets[m]
+        try:
+            loss = self._loss_fn(output, self._on_device(target))
+        except (AttributeError, TypeError) as error:
+            if target is not None:
+                raise
+            raise RuntimeFailure(
+                f"loss_fn failed on targets that were not given ({error}); call step(inputs, targets)"
+            ) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise RuntimeFailure(f"loss_fn must return one number as a tensor, it returned {got}")
