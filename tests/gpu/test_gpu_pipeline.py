@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
 import penstock as ps
+from packed import packed
+from penstock.runtime.execute.launched_ops import AHEAD, LaunchedOps
 from plain_loop import plain_step
 from processes import run_ranks
 
@@ -89,3 +92,68 @@ def test_peak_memory_and_timeline_are_measured_on_the_device() -> None:
     assert len(timeline.ops) == pipe.schedule.num_ops
     assert all(timed.end >= timed.start for timed in timeline.ops)
     assert torch.cuda.max_memory_allocated() > 0
+
+
+def refuse(device: object = None) -> None:
+    raise AssertionError("a step waited for the whole device")
+
+
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+def test_no_op_waits_for_the_device(dispatch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are those of the plain loop, though one op at least is launched behind another."""
+    loss, gradients = expected()
+    model, most = build_model(), [0]
+    launched = LaunchedOps.launched
+
+    def counted(self: LaunchedOps, op: ps.schedule.Op) -> None:
+        launched(self, op)
+        most[0] = max(most[0], self.num_launched - self.num_ended)
+
+    monkeypatch.setattr(LaunchedOps, "launched", counted)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    pipe = ps.Pipeline(model, ps.build("zb-v", 4, 8), loss_fn=nn.functional.mse_loss, dispatch=dispatch)
+    result = pipe.step(*build_batch(), update=False)
+    monkeypatch.undo()
+    assert torch.equal(result.loss, loss.cpu())
+    for key, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, gradients[key]), key  # type: ignore[arg-type]
+    assert most[0] == AHEAD
+
+
+def test_events_say_when_ops_ran() -> None:
+    """Ops of one device lie one after the other, and none takes no time."""
+    pipe = ps.Pipeline(build_model(), ps.build("1f1b", 4, 8), loss_fn=nn.functional.mse_loss)
+    for _ in range(2):
+        pipe.step(*build_batch(), update=False)
+    ops = sorted(pipe.timeline().ops, key=lambda timed: timed.start)
+    assert all(timed.end > timed.start for timed in ops)
+    assert all(before.end <= after.start + 0.01 for before, after in pairwise(ops))
+
+
+TRANSPORTS = [{"transport": "host"}, {"transport": "gloo"}, {"transport": "gloo", "dispatch": "dynamic"}]
+
+
+def by_every_transport(rank: int) -> list[dict[str, list[float]]]:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    found = []
+    for options in TRANSPORTS:
+        given = packed(loss_fn=nn.functional.mse_loss, device="cuda:0", **options)  # type: ignore[arg-type]
+        with ps.Pipeline(build_model(), ps.build("zb-v", 2, 8), **given) as pipe:
+            for _ in range(3):
+                pipe.zero_grad()
+                result = pipe.step(*build_batch(), update=False)
+            grads = {key: p.grad.flatten().tolist() for key, p in pipe.named_parameters() if p.grad is not None}
+            found.append({"loss": [float(result.loss)], **grads})
+    return found
+
+
+def test_messages_leave_with_what_their_op_wrote() -> None:
+    """Three steps by each transport: a message that left too early would have what was there before."""
+    outcomes = run_ranks(2, by_every_transport, deadline=100.0)
+    assert [o.code for o in outcomes] == [0, 0], "\n".join(o.text for o in outcomes)
+    for each in range(len(TRANSPORTS)):
+        found = {key: value for o in outcomes for key, value in o.value[each].items()}
+        assert found.keys() > {"loss"}
+        assert all(torch.isfinite(torch.tensor(value)).all() for value in found.values())
+    for rank in range(2):
+        assert outcomes[rank].value[0] == outcomes[rank].value[1] == outcomes[rank].value[2]

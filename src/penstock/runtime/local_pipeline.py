@@ -31,6 +31,7 @@ from penstock.runtime.compatibility import (
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.active_plan import ActivePlan, dispatch_of, require_switchable, running, start_of
 from penstock.runtime.execute.enable_split import split_stages
+from penstock.runtime.execute.launched_ops import AHEAD
 from penstock.runtime.execute.lockstep import lockstep_of
 from penstock.runtime.execute.notices import Notices
 from penstock.runtime.execute.plan import StepPlan
@@ -172,7 +173,11 @@ class LocalPipeline:
         calls = calls_of(schedule, self._functions, held.stages, self.peers, given.timeout)
         together = lockstep_of(place, schedule.updates is not None, given.timeout)
         autocast = given.precision.autocast
-        self.devices = TorchDevices(schedule, held, ranks, given.loss_fn, autocast, calls, updating)
+        # A wait for NCCL's messages can't be ended by anything else.
+        waits = self.choice.name == "nccl" or place.waits_in_ops(bool(schedule.placement.shared))
+        most_ahead = 1 if waits else AHEAD
+        self.devices = TorchDevices(schedule, held, ranks, given.loss_fn, autocast, calls, updating, most_ahead)
+        self._made.callback(self.devices.close)
         self.executor = StepExecutor(self.devices, ranks, self.choice, self.conditions, together)
         self.switch(self.running)
         self.notices.share()

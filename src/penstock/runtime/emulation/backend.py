@@ -53,6 +53,8 @@ class EmulatedBackend:
         late: of every op, how long after its due moment it ended, in nanoseconds.
     """
 
+    launched = None
+
     def __init__(
         self,
         wiring: Wiring,
@@ -187,6 +189,8 @@ class EmulatedDevices:
         stretch: of the next step. ended: see `EmulatedBackend`.
         backends: of the latest step, by rank.
     """
+
+    runs_ahead = False
 
     def __init__(self, costs: Costs, stretch: float, barrier: Barrier, num_indices: int) -> None:
         self.stretch = stretch

@@ -28,7 +28,7 @@ def run_rank(worker: Worker) -> None:
             if worker.finished:
                 return
             start = perf_counter_ns()
-            edges = transport.wait(worker.awaited(), worker.stuck_on)
+            edges = transport.wait(worker.awaited(), worker.stuck_on, worker.looks_again())
             worker.waited(start, perf_counter_ns())
             for edge in edges:
                 worker.arrive(edge)

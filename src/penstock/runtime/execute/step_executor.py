@@ -29,6 +29,10 @@ class Devices(Protocol):
         """The handlers of a rank in a step. `meeting`: where ranks that take turns meet."""
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether ranks launch ops behind others that have not ended, and are woken when these have."""
+
+    @property
     def signatures(self) -> tuple[list[str], int]:
         """What messages of each microbatch of the step look like, in words, and a number for all of it."""
 
@@ -83,7 +87,7 @@ class StepExecutor:
             run_local(workers, pause)
         else:
             signatures, digest = self._devices.signatures
-            threaded = dispatch.is_dynamic or graph.has_streams
+            threaded = dispatch.is_dynamic or graph.has_streams or self._devices.runs_ahead
             for worker in workers:
                 self._choice.route(worker.transport, running.configuration.delegated)
                 worker.transport.begin(plan.expected, signatures, digest, threaded, plan.window)
@@ -91,7 +95,8 @@ class StepExecutor:
                 threads.run(workers)
             else:
                 worker = workers[0]
-                if graph.has_streams and together is not None and not together.is_first:
+                does_other_things = graph.has_streams or self._devices.runs_ahead
+                if does_other_things and together is not None and not together.is_first:
                     together.listen(graph.first[worker.rank + 1] - graph.first[worker.rank], worker.transport.wake)
                 run_rank(worker)
             for worker in workers:

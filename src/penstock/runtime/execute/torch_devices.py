@@ -15,6 +15,7 @@ from penstock.runtime.execute.handlers.backend import OpTable
 from penstock.runtime.execute.handlers.registered import RegisteredOps
 from penstock.runtime.execute.handlers.torch_ops import TorchOps
 from penstock.runtime.execute.handlers.updating import UpdatingOps
+from penstock.runtime.execute.launched_ops import AHEAD, LaunchedOps, queue_of
 from penstock.runtime.execute.plan import StepPlan
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.updating import Updating
@@ -36,6 +37,7 @@ class TorchDevices:
     Args:
         calls: of each registered op its function and what that is told.
         updating: the updates that are ops; None where there are none.
+        most_ahead: ops that a rank may have under way on a device that queues them; see `LaunchedOps`.
 
     Attributes:
         runners: of the copies of stages here, by (pipeline, stage). ends: those whose output the loss takes.
@@ -51,11 +53,13 @@ class TorchDevices:
         autocast: torch.dtype | None,
         calls: Calls,
         updating: Updating | None,
+        most_ahead: int = AHEAD,
     ) -> None:
         self._model, self._ranks, self._calls, self._updating = model, ranks, calls, updating
         end = end_of(schedule.graph)
         by_ops = has_many_ends(schedule.graph)
         self._num_indices = num_indices(schedule)
+        self._queue, self._most_ahead = queue_of(model.device), most_ahead
         self.host = HostMemory(model.device)
         self.runners: dict[Copy, StageRunner] = {
             key: StageRunner(
@@ -75,6 +79,16 @@ class TorchDevices:
         """The handlers of the rank here, by whether a step is for training, and the plan that they are of."""
         self._told: tuple[tuple[Any, ...], list[str], int] = (), [], 0
         """For what purpose and shapes of microbatches the signatures are, and their digest."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether ranks launch ops behind others that have not ended."""
+        return self._queue is not None and self._most_ahead > 1
+
+    def close(self) -> None:
+        """Ends the thread that waits for the device, if there is one."""
+        if self._queue is not None:
+            self._queue.close()
 
     @contextmanager
     def step(self, settings: StepSettings) -> Iterator[None]:
@@ -97,7 +111,8 @@ class TorchDevices:
         if known is plan and table is not None:
             return table
         table = self._made_table(rank, plan, training, meeting)
-        if len(self._ranks) == 1 and self._updating is None and not plan.wiring.schedule.graph.registered:
+        keeps_nothing = self._updating is None and not plan.wiring.schedule.graph.registered and self._queue is None
+        if len(self._ranks) == 1 and keeps_nothing:
             self._tables[training] = plan, table
         return table
 
@@ -124,11 +139,12 @@ class TorchDevices:
         runners = {key: self.runners[key] for key in model.copies.of_rank(rank)}
         inside = model.inside if training and model.is_shared else None
         tied = model.tied if model.ties else None
-        handlers = TorchOps(runners, tied, schedule, model.device, meeting, inside).handlers
+        handlers = TorchOps(runners, tied, schedule, meeting, inside).handlers
+        launched = None if self._queue is None else LaunchedOps(self._queue, self._most_ahead)
         if self._updating is not None and training:
             handlers = UpdatingOps(handlers, self._updating, rank, plan.wiring.tied_values, meeting).handlers
         if not schedule.graph.registered:
-            return OpTable(handlers)
+            return OpTable(handlers, launched=launched)
         select = model.copies.select if training else None
-        registered = RegisteredOps(rank, self._calls, self._outputs, model.device, meeting, select)
-        return OpTable({**handlers, **registered.handlers}, registered.start)
+        registered = RegisteredOps(rank, self._calls, self._outputs, self._queue, meeting, select)
+        return OpTable({**handlers, **registered.handlers}, registered.start, launched)

@@ -12,17 +12,32 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
+from typing import NamedTuple
 
 from penstock.dispatch import Dispatcher
 from penstock.dispatch.graph import ALONE
 from penstock.runtime.execute.async_ops import SharedThreadStream, Stream, WatchedStream
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import Backend
+from penstock.runtime.execute.launched_ops import WAITS_FOR_NOBODY, LaunchedOps
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Op
 from penstock.schedule.dependencies import predecessors
+
+
+class Unsent(NamedTuple):
+    """A message that has not left.
+
+    Attributes:
+        after: how many of the step's ops must have ended on the device first.
+    """
+
+    after: int
+    edge: Edge
+    target: int
+    payload: Payload
 
 
 class OpRecorder:
@@ -58,7 +73,10 @@ class Worker:
         self._backend, self._handlers = backend, backend.handlers
         self.transport = transport
         self._local: dict[Edge, Payload] = {}
-        self._unsent: deque[tuple[Edge, int, Payload]] = deque()
+        self._unsent: deque[Unsent] = deque()
+        self._launched = backend.launched
+        self._held_back: int | None = None
+        """An op that is not launched before all messages have left."""
         self._number, self._stations = wiring.numbers(rank), wiring.stations
         self._meeting = meeting
         self._standing: int | None = None
@@ -72,6 +90,8 @@ class Worker:
         """All ops ran and all their messages are with the transport."""
         if not self.dispatcher.finished or self._unsent or self._standing is not None:
             return False
+        if self._launched is not None and not self._launched.is_empty:
+            return False
         return self._stream is None or not (self._apart or self._stream.num_open)
 
     def begin(self, wake: Callable[[], None] | None) -> None:
@@ -81,6 +101,8 @@ class Worker:
             wake: ends this rank's wait for messages; None where it shares its thread with other ranks.
         """
         self._backend.begin()
+        if self._launched is not None:
+            self._launched.begin(wake)
         if self._wiring.graph.has_streams:
             start = self._backend.start
             self._stream = SharedThreadStream(start) if wake is None else WatchedStream(start, wake)
@@ -94,9 +116,12 @@ class Worker:
         """Runs ops until the next one must wait; returns whether anything moved."""
         moved = False
         number, meeting, arrivals = self._number, self._meeting, self.transport.arrivals
+        launched = self._launched
         while True:
-            while self._unsent:
-                if not self.transport.send(*self._unsent[0]):
+            if launched is not None and self._take_ended(launched):
+                moved = True
+            while self._unsent and (launched is None or self._unsent[0].after <= launched.num_ended):
+                if not self._send(self._unsent[0]):
                     return moved
                 self._unsent.popleft()
                 moved = True
@@ -106,7 +131,10 @@ class Worker:
             if self._stream is not None and self._go_on_apart(self._stream):
                 moved = True
                 continue
-            op = self.dispatcher.next() if self._standing is None else self._standing
+            if launched is not None:
+                op = self._launchable(launched)
+            else:
+                op = self.dispatcher.next() if self._standing is None else self._standing
             if op is None:
                 return moved
             if meeting is not None and self._wiring.graph.gang[op] != ALONE:
@@ -121,8 +149,18 @@ class Worker:
             moved = True
 
     def settle(self) -> bool:
-        """Where this rank shares its thread: waits for the first of its asynchronous ops; whether there was one."""
+        """Where this rank shares its thread: waits for the first op under way; whether there was one."""
+        if self._launched is not None and not self._launched.is_empty:
+            self._launched.wait()
+            return True
         return self._stream is not None and self._stream.settle()
+
+    def looks_again(self) -> int | None:
+        """When to end a wait for messages at the latest (ns of the monotonic clock): an op may run on the device for
+        longer than any message may take. None where nothing runs there."""
+        if self._launched is None or self._launched.is_empty:
+            return None
+        return perf_counter_ns() + LOOK
 
     def waited(self, start: int, end: int) -> None:
         """Takes note that the executor waited for messages (ns of the monotonic clock)."""
@@ -140,7 +178,9 @@ class Worker:
     def stuck_on(self) -> str:
         """In words, what the rank waits for."""
         if self._unsent:
-            edge, target, _ = self._unsent[0]
+            after, edge, target, _ = self._unsent[0]
+            if self._launched is not None and after > self._launched.num_ended:
+                return f"rank {self.rank} waits for its device to end {edge.producer}, to send it to rank {target}"
             return f"rank {self.rank} waits to send {edge} to rank {target}: the channel is full"
         wiring = self._wiring
         if self._standing is not None and self._meeting is not None:
@@ -170,7 +210,7 @@ class Worker:
             self.recorder.apart.append((station.op, start, end))
             for _, edge, target, is_local in station.sent:  # tokens, all of them
                 if not is_local:
-                    self._unsent.append((edge, target, TOKEN))
+                    self._unsent.append(Unsent(0, edge, target, TOKEN))
             self.dispatcher.finish(number)
             moved = True
         while (found := self.dispatcher.next_apart()) is not None:
@@ -197,22 +237,61 @@ class Worker:
             del inputs[-num_tokens:]
         if (held := dispatcher.held) > self.peak_held:
             self.peak_held = held
+        launched = self._launched
+        if launched is not None:
+            launched.start()
         start = perf_counter_ns()
         try:
             outputs = self._handlers[op.kind](station, inputs)
         except Exception as error:
             error.add_note(f"in {op.short()} of stage {op.stage} on rank {self.rank}")
             raise
-        self.recorder.times.append((op, self._backend.began or start, perf_counter_ns()))
+        if launched is None:
+            self.recorder.times.append((op, self._backend.began or start, perf_counter_ns()))
+        else:
+            launched.launched(op)
         del inputs
         for place, edge, target, is_local in sent:
             payload = TOKEN if place < 0 else outputs[place]
             if is_local:
                 local[edge] = payload
+            elif launched is not None:
+                self._unsent.append(Unsent(launched.num_launched, edge, target, payload))
             elif self._unsent or not transport.send(edge, target, payload):
-                self._unsent.append((edge, target, payload))
+                self._unsent.append(Unsent(0, edge, target, payload))
         dispatcher.finish(number)
+        if launched is not None and launched.most == 1:
+            launched.wait()
+
+    def _take_ended(self, launched: LaunchedOps) -> bool:
+        """Takes note of ops that have ended on the device; whether there were any."""
+        ended = launched.ended()
+        self.recorder.times += ended
+        return bool(ended)
+
+    def _launchable(self, launched: LaunchedOps) -> int | None:
+        """The next op, unless enough are under way, or it must come after all messages have left."""
+        if launched.is_full:
+            return None
+        op, self._held_back = self._held_back, None
+        if op is None:
+            op = self.dispatcher.next() if self._standing is None else self._standing
+        if op is None or (launched.is_empty and not self._unsent) or self._stations[op].op.kind in WAITS_FOR_NOBODY:
+            return op
+        if self._standing is None:
+            self._held_back = op
+        return None
+
+    def _send(self, message: Unsent) -> bool:
+        """Sends; False where the channel is full."""
+        _, edge, target, payload = message
+        if self._launched is None:
+            return self.transport.send(edge, target, payload)
+        with self._launched.beside(payload):
+            return self.transport.send(edge, target, payload)
 
 
+LOOK = 1_000_000_000
+"""Nanoseconds after which a rank that waits for messages looks at its device again, should no mark have woken it."""
 TOKEN = Payload([])
 """What a token carries."""

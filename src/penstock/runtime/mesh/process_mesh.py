@@ -94,6 +94,20 @@ class ProcessMesh:
     def num_shards(self) -> int:
         return 1 if self.shards is None else int(self.shards.size())
 
+    def waits_in_ops(self, shares_stages: bool) -> bool:
+        """Whether a process may stand still in the middle of an op until others come to it: they hold the stage
+        together, by collectives that the host waits for (gloo's) and not the device (NCCL's).
+
+        Args:
+            shares_stages: whether ranks of a pipeline share stages.
+        """
+        groups = [] if self.shards is None else [self.shards.get_group()]
+        if self.has_parts and isinstance(self.replicas, GroupPeers):
+            groups.append(self.replicas.group)
+        if shares_stages and isinstance(self.pipeline, GroupPeers):
+            groups.append(self.pipeline.group)
+        return any("nccl" not in dist.get_backend_config(group) for group in groups)
+
     @property
     def is_flat(self) -> bool:
         """Whether there is a pipeline and nothing else."""

@@ -130,6 +130,14 @@ class HostMemory:
         return HostCopy(event, then)
 
 
+def copied_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """A tensor on another device. From host memory to a GPU it is copied behind what the GPU runs, by way of pinned
+    memory, as the host would have to wait for a copy from any other."""
+    if device.type != "cuda" or tensor.is_cuda or tensor.requires_grad or not tensor.is_contiguous():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class HostCopy:
     """Copies under way on a GPU's stream."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.autograd import run_backward
 from penstock.runtime.stage.graph_inputs import GraphInputs, exits
-from penstock.runtime.stage.host_memory import HostMemory, Moved, SavedTensors
+from penstock.runtime.stage.host_memory import HostMemory, Moved, SavedTensors, copied_to
 from penstock.runtime.stage.microbatches import Microbatches, Signature
 from penstock.runtime.stage.recompute import BufferHistory, copy_of, keeping_nothing
 from penstock.runtime.stage.split_backward import DeferredShare, SplitStage, Tape
@@ -333,7 +333,7 @@ class StageRunner:
 
     def _moved(self, leaf: Tensor) -> Tensor:
         """A tensor on the stage's device."""
-        return leaf if leaf.device == self._device else leaf.to(self._device)
+        return leaf if leaf.device == self._device else copied_to(self._device, leaf)
 
     def _call(self, value: Any, m: int) -> Any:
         seed = self.settings.seed

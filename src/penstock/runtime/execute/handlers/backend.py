@@ -7,6 +7,7 @@ from typing import Protocol
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.async_ops import Start, Started
+from penstock.runtime.execute.launched_ops import LaunchedOps
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.wiring import Station
 from penstock.schedule import Op
@@ -22,6 +23,10 @@ class Backend(Protocol):
     @property
     def handlers(self) -> Mapping[str, Handler]:
         """By kind of op."""
+
+    @property
+    def launched(self) -> LaunchedOps | None:
+        """The ops that a device was given; None where each has run when its handler returns."""
 
     @property
     def began(self) -> int | None:
@@ -43,8 +48,10 @@ class OpTable:
 
     began: int | None = None
 
-    def __init__(self, handlers: Mapping[str, Handler], start: Start | None = None) -> None:
-        self.handlers = handlers
+    def __init__(
+        self, handlers: Mapping[str, Handler], start: Start | None = None, launched: LaunchedOps | None = None
+    ) -> None:
+        self.handlers, self.launched = handlers, launched
         self._start = start
 
     def begin(self) -> None:

@@ -17,6 +17,7 @@ class NullBackend:
     """Runs nothing; keeps the order in which ops ran. Every kind has the same handler."""
 
     began: int | None = None
+    launched = None
 
     def __init__(self) -> None:
         self.ran: list[Op] = []

@@ -11,6 +11,7 @@ import torch
 from penstock.runtime.execute.async_ops import Awaited, Started
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import Handler
+from penstock.runtime.execute.launched_ops import DeviceQueue, OnDevice
 from penstock.runtime.stage.host_memory import HostCopy
 from penstock.runtime.stage.outputs import Outputs
 from penstock.runtime.stage.registered_ops import Calls, name_of
@@ -27,7 +28,8 @@ class RegisteredOps:
         rank: whose they are.
         calls: of each registered op its function and what that is told.
         outputs: what forwards made here.
-        device: where the stages lie; on a GPU an op ends when its work is done, as with all other ops.
+        queue: in which the stages' device has its work, so that an op may go on there when its function has returned;
+            None for a device that has none.
         meeting: where ranks of this process meet; the first of an op's ranks calls its function for all of them.
         select: has a stage hold what its copy of a pipeline has; a function sees what the owner's has.
     """
@@ -37,13 +39,13 @@ class RegisteredOps:
         rank: int,
         calls: Calls,
         outputs: Outputs,
-        device: torch.device,
+        queue: DeviceQueue | None = None,
         meeting: Gang | None = None,
         select: Callable[[int, int], None] | None = None,
     ) -> None:
         self._rank, self._calls, self._select = rank, calls, select
         self._outputs, self._meeting = outputs, meeting
-        self._gpu = device if device.type == "cuda" else None
+        self._queue = queue
         kinds = {op.kind for host, op in calls if host == rank}
         self.handlers: dict[str, Handler] = dict.fromkeys(kinds, self._run)
 
@@ -53,10 +55,15 @@ class RegisteredOps:
 
     def start(self, op: Op, received: Sequence[Payload]) -> Started:
         """Starts an asynchronous op."""
-        started: Started = self._once(
-            op, lambda op: Awaited(op, self._call(op), self._calls[self._rank, op][1].timeout)
-        )
+        started: Started = self._once(op, self._started)
         return started
+
+    def _started(self, op: Op) -> Started:
+        handle = self._call(op)
+        known = handle is None or hasattr(handle, "wait") or hasattr(handle, "result")
+        if self._queue is not None and known and not isinstance(handle, HostCopy):
+            handle = OnDevice(self._queue, handle)
+        return Awaited(op, handle, self._calls[self._rank, op][1].timeout)
 
     def _once(self, op: Op, call: Callable[[Op], Any]) -> Any:
         """Calls a function on the first rank of those in this process that run it together; the others get what that
@@ -76,10 +83,7 @@ class RegisteredOps:
             self._select(OWNER, op.stage)
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled()):  # left as it was, whatever the function does
-                returned = function(replace(call, _outputs=self._outputs))
-                if self._gpu is not None and not isinstance(returned, HostCopy):
-                    torch.cuda.synchronize(self._gpu)
-                return returned
+                return function(replace(call, _outputs=self._outputs))
         except Exception as error:
             error.add_note(f"in function {name_of(function)}, which ops= has for kind {op.kind}")
             raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
@@ -31,8 +30,7 @@ class TorchOps:
         meeting: where ranks of this process meet for the stages that they share: the first of them has the stage, and
             what it leaves there is what came of the op on the others.
 
-    On a GPU an op ends when its work is done: its message leaves through host memory and would wait for it
-    anyway, and the measured times are then those of the work, not of its launch.
+    A device may still run an op when its handler returns; `LaunchedOps` knows when it has ended.
     """
 
     def __init__(
@@ -40,12 +38,10 @@ class TorchOps:
         runners: Mapping[Copy, StageRunner],
         tied: TiedGradients | None,
         schedule: Schedule,
-        device: torch.device,
         meeting: Gang | None = None,
         inside: Callable[[int, int], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._runners, self._inside = runners, inside
-        self._gpu = device if device.type == "cuda" else None
         self._tied, self._pipelines = tied, schedule.microbatch_pipeline
         self._junctions = None if is_plain(schedule) else Junctions(schedule)
         self._shared = {} if meeting is None else {stage for stage, _ in schedule.placement.shared}
@@ -60,9 +56,8 @@ class TorchOps:
         self.handlers: dict[str, Handler] = {kind: self._handler(work) for kind, work in works.items()}
 
     def _handler(self, work: Callable[[StageRunner, Op, Sequence[Payload]], Payload | None]) -> Handler:
-        runners, pipelines, inside, gpu = self._runners, self._pipelines, self._inside, self._gpu
+        runners, pipelines, inside = self._runners, self._pipelines, self._inside
         passes_on = self._tied is None and self._junctions is None  # what comes of an op as it is
-        is_bare = inside is None and gpu is None
 
         def handle_alone(station: Station, inputs: Sequence[Payload]) -> Sequence[Payload]:
             op = station.op
@@ -76,13 +71,9 @@ class TorchOps:
         def run(op: Op, inputs: Sequence[Payload]) -> Payload | None:
             key = pipelines[op.microbatch], op.stage
             if inside is None:
-                outcome = work(runners[key], op, inputs)
-            else:
-                with inside(*key):
-                    outcome = work(runners[key], op, inputs)
-            if gpu is not None:
-                torch.cuda.synchronize(gpu)
-            return outcome
+                return work(runners[key], op, inputs)
+            with inside(*key):
+                return work(runners[key], op, inputs)
 
         def handle(station: Station, inputs: Sequence[Payload]) -> Sequence[Payload]:
             outcome = run(station.op, inputs)
@@ -93,7 +84,7 @@ class TorchOps:
 
         if self._shared:
             return handle_together
-        return handle_alone if is_bare else handle
+        return handle_alone if inside is None else handle
 
     def _together(
         self, run: Callable[[Op, Sequence[Payload]], Payload | None], op: Op, inputs: Sequence[Payload]
