@@ -8,6 +8,8 @@ EXTRAS = {
     "ortools": "exact",
     "redis": "redis",
     "transformers": "hf",
+    "accelerate": "trainer",
+    "peft": "peft",
     "tokenizers": "tokenizers",
     "pyarrow": "traces",
     "tensorboard": "tensorboard",

@@ -74,7 +74,7 @@ class Pipeline:
         schedule: checked here; messages in it are left out, for the transport places them. With one rank a
             process, all must give the same.
         loss_fn: `(output, targets) -> loss`, a mean over the samples, or over what `loss_fn.weight(targets)`
-            counts.
+            counts; or, where it says `adds_up = True`, each microbatch's share of the loss, to be added up as it is.
         optimizer: a function from parameters to a torch optimizer, like `torch.optim.AdamW` or a partial of
             it; or an optimizer over the model's parameters, of which each process keeps its own.
         mesh: a process group or one-dimensional device mesh to run over, by default all of torch.distributed; or a
@@ -437,6 +437,16 @@ class Pipeline:
         self._life.require_open()
         with self._local.mesh.waiting():
             return self._local.learner.update()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scales the gradients so that the norm of the whole model's is at most `max_norm`; returns what it was.
+
+        For whoever has something to do between that and `update()`; `PrecisionOptions.clip_norm` clips in `update()`.
+        Every rank must call it. Raises RuntimeFailure where updates are ops of the schedule.
+        """
+        self._life.require_open()
+        with self._local.mesh.waiting():
+            return self._local.learner.clip(max_norm)
 
     def mismatch(self) -> dict[tuple[int, int, int], int]:
         """By (stage, pipeline, microbatch), the updates that the last step counted between its forward and backward.

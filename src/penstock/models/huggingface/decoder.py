@@ -132,6 +132,11 @@ class Decoder:
         return WithRouterLoss(loss) if self.has_router_loss else loss
 
     @property
+    def model(self) -> Any:
+        """The model, or its shapes where it is no model that is there; of adapters that in which they lie."""
+        return self._model
+
+    @property
     def is_masked(self) -> bool:
         """Whether labels are the tokens at their places, and not the ones that follow."""
         return type(self._model).__name__.endswith("ForMaskedLM")

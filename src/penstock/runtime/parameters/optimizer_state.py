@@ -119,18 +119,24 @@ class OptimizerState:
         """
         if self.updating is not None:
             raise RuntimeFailure(f"{self._name} has updates as ops of its order; step() runs them all")
-        model, norm = self.model, None
-        if self.clip_norm is not None:
-            told = [name for name, p in model.own.items() if self._answers_for(p)]
-            norm = global_norm(model.dtypes, model.named, told, self._mesh.everyone)
-            scale_gradients(model.parameters, self.clip_norm, norm)
+        norm = None if self.clip_norm is None else self.clip(self.clip_norm)
         if self.optimizer is not None:
             self.optimizer.step()
             self.replicas.share_stepped()
             if self._zero:
-                model.shared.share_parameters()
+                self.model.shared.share_parameters()
         self.num_updates += 1
         self.zero_grad()
+        return norm
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scales gradients so that the norm of all is at most `max_norm`; returns what it was."""
+        if self.updating is not None:
+            raise RuntimeFailure(f"{self._name} has updates as ops of its order; set PrecisionOptions(clip_norm=...)")
+        model = self.model
+        told = [name for name, p in model.own.items() if self._answers_for(p)]
+        norm = global_norm(model.dtypes, model.named, told, self._mesh.everyone)
+        scale_gradients(model.parameters, max_norm, norm)
         return norm
 
     def zero_grad(self) -> None:

@@ -8,7 +8,8 @@ one with fewer tokens, counts for what it holds:
 Where updates are ops of the schedule, the weights of each update's window sum to 1.
 
 A loss with a method `weight(targets)` says what it averages over (tokens, say); otherwise a microbatch
-weighs as many samples as it has.
+weighs as many samples as it has. One with `adds_up = True` has divided by what the whole batch holds already: its
+values are added up as they are.
 """
 
 from __future__ import annotations
@@ -180,6 +181,8 @@ def weigh(
     Raises:
         RuntimeFailure: one of several windows weighs nothing, so that its update has no gradient.
     """
+    if adds_up(loss_fn):
+        return [1.0] * len(inputs)
     counted = weights_of(targets, loss_fn)
     weights = sizes_of(inputs) if counted is None else counted
     return shares_of([weights], windows)[0]
@@ -204,6 +207,11 @@ def shares_of(weights: Sequence[Sequence[float]], windows: Sequence[range]) -> l
         for part, own in zip(weights, shares, strict=True):
             own += [part[m] / total if total else 0.0 for m in window]
     return shares
+
+
+def adds_up(loss_fn: Callable[..., Tensor] | None) -> bool:
+    """Whether a loss gives shares of the batch's, which are not weighed."""
+    return getattr(loss_fn, "adds_up", False) is True
 
 
 def weights_of(targets: Sequence[Any], loss_fn: Callable[..., Tensor] | None) -> list[float] | None:

@@ -20,6 +20,7 @@ from penstock.runtime.stage.branches import end_of, starts_of
 from penstock.runtime.stage.microbatches import (
     Microbatches,
     Signature,
+    adds_up,
     cut_batch,
     num_entries,
     shares_of,
@@ -92,7 +93,9 @@ class ReplicaBatches:
         parts = [self._of_replica(everyone, replica) for replica in range(self._mesh.num_replicas)]
         windows = tuple(windows) or (range(count),)
         own = parts[self._mesh.replica]
-        scales = shares_of([part["weights"] for part in parts], windows)[self._mesh.replica]
+        scales = [1.0] * count
+        if not adds_up(loss_fn):
+            scales = shares_of([part["weights"] for part in parts], windows)[self._mesh.replica]
         signatures: list[Signature] = [
             tuple((tuple(shape), DTYPES[name]) for shape, name in each) for each in own["signatures"]
         ]
