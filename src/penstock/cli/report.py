@@ -5,7 +5,9 @@ penstock report runs/tiny-1f1b-4          penstock report runs/tiny-1f1b-4 --out
 
 from __future__ import annotations
 
+import gzip
 import json as json_format
+import zlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +22,7 @@ from penstock.report import RunStory, to_page
 from penstock.report.words import headline, more
 
 LOG, ITERATIONS, TIMELINES, SETTINGS = "control.jsonl", "iterations.jsonl", "timelines.jsonl", "settings.json"
+LOGS = (LOG, f"{LOG}.gz")
 TOLD = ("model", "device", "costs", "transport", "store", "link", "links")
 """Settings of a run that its report names, where they are there."""
 
@@ -55,13 +58,13 @@ def report(
 
 def _folder(run: Path) -> Path:
     """The folder that holds the logs: the one given, the one of the file given, or the only one below that does."""
-    if run.name == LOG and run.is_file():
+    if run.name in LOGS and run.is_file():
         return run.parent
     if not run.is_dir():
         raise Misuse(f"{run}: there is no such folder; give the folder of a run")
-    if (run / LOG).is_file():
+    if any((run / name).is_file() for name in LOGS):
         return run
-    below = sorted(path.parent for path in run.glob(f"*/{LOG}"))
+    below = sorted({path.parent for name in LOGS for path in run.glob(f"*/{name}")})
     if len(below) > 1:
         raise Misuse(f"{run} holds {len(below)} runs: give one, like {below[0]}")
     if not below:
@@ -77,7 +80,7 @@ def _story(folder: Path, run: Path) -> RunStory:
     from penstock.control import ControlError
     from penstock.report.from_logs import read_story
 
-    name = (run.parent if run.name == LOG else run).resolve().name
+    name = (run.parent if run.name in LOGS else run).resolve().name
     try:
         return read_story(
             _lines(folder / LOG),
@@ -91,10 +94,19 @@ def _story(folder: Path, run: Path) -> RunStory:
 
 
 def _lines(path: Path) -> list[str]:
-    if not path.exists():
+    """A file's lines, or those of the same with `.gz` behind its name, as `gzip` leaves it; none where there is
+    neither."""
+    packed = path.with_name(f"{path.name}.gz")
+    if not path.exists() and packed.exists():
+        path = packed
+    elif not path.exists():
         return []
     try:
+        if path is packed:
+            return gzip.decompress(path.read_bytes()).decode().splitlines()
         return path.read_text(encoding="utf-8").splitlines()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise NoStory(f"{path}: gzip can't read it: {error}") from None
     except UnicodeDecodeError:
         raise NoStory(f"{path}: not text") from None
 

@@ -2,8 +2,8 @@
 
 Events are values, and each is one line of JSON, so that a run's log replays:
 
-    {"transfers": {"0:1": [16777216.0, "~U_RRIRRIRR", 0.0, 0.0]}}     bytes, packed times, busy for, held
-    {"ops": {"3:3": {"F": "~SMP", "I": "~SLP", "W": "~SBO"}}}   of rank 3, stage 3: packed times of two halves
+    {"transfers": {"0:1": [16777216.0, [30.0, 30.2, 61.0], 0.0, 0.0]}}     bytes, times, busy for, held
+    {"ops": {"3:3": {"F": [9.98, 10.1], "I": [9.97, 10.1]}}}       of rank 3, stage 3: times of two halves
     {"iteration": {"number": 7, "ms": 412.0}}
 
 What a rank reports of an iteration is small: `Transfers` for each direction that it received on, `OpTimes` for each
@@ -19,7 +19,6 @@ from numbers import Real
 from statistics import median
 from typing import Any
 
-from penstock.control.codec import pack, rounded, unpack
 from penstock.control.errors import ControlError
 from penstock.control.queueing import Busy, alone, busy_time, held_share
 from penstock.formats.native import from_json, to_json
@@ -71,8 +70,8 @@ class Transfer:
 class Transfers:
     """All messages of one direction of a link in one iteration: what its receiver reports. Make it by `of`.
 
-    Feed those of an iteration before its `IterationEnded`, one of each direction. Times have three digits, so that
-    32 messages are about 45 characters of JSON.
+    Feed those of an iteration before its `IterationEnded`, one of each direction. Times have three digits, in the log
+    as everywhere else, so that what is replayed is what was fed.
 
     Attributes:
         link: from which rank to which.
@@ -270,9 +269,9 @@ def event_to_json(event: Event) -> dict[str, Any]:
         return {name: {"schedule": to_json(event.schedule)}}
     if isinstance(event, Transfers):
         sizes: object = list(event.num_bytes) if len(set(event.num_bytes)) > 1 else event.num_bytes[0]
-        return {name: {show_link(event.link): [sizes, pack(event.ms), event.busy, event.held]}}
+        return {name: {show_link(event.link): [sizes, list(event.ms), event.busy, event.held]}}
     if isinstance(event, OpTimes):
-        return {name: {f"{event.rank}:{event.stage}": {kind: pack(halves) for kind, halves in event.ms}}}
+        return {name: {f"{event.rank}:{event.stage}": {kind: list(halves) for kind, halves in event.ms}}}
     if isinstance(event, Probed):
         return {name: {show_link(link): ms for link, ms in event.ms}}
     return {name: asdict(event)}
@@ -296,14 +295,12 @@ def event_from_json(value: Mapping[str, Any]) -> Event:
         fields["schedule"] = from_json(fields["schedule"])
     try:
         if name == "transfers":
-            ((link, (sizes, text, busy, held)),) = fields.items()
-            ms = unpack(text)
+            ((link, (sizes, ms, busy, held)),) = fields.items()
             each = tuple(sizes) if isinstance(sizes, list) else (sizes,) * len(ms)
-            return Transfers(_two(link), each, ms, busy, held)
+            return Transfers(_two(link), each, tuple(ms), busy, held)
         if name == "ops":
             ((link, kinds),) = fields.items()
-            halves = [(kind, unpack(text)) for kind, text in kinds.items()]
-            return OpTimes(*_two(link), tuple((kind, (first, second)) for kind, (first, second) in halves))
+            return OpTimes(*_two(link), tuple((kind, (first, second)) for kind, (first, second) in kinds.items()))
         if name == "probed":
             return Probed(tuple((_two(link), ms) for link, ms in fields.items()))
         return _NAMES[name](**fields)
@@ -311,6 +308,11 @@ def event_from_json(value: Mapping[str, Any]) -> Event:
         if isinstance(error, ControlError):
             raise
         raise ControlError(f"event {name!r} with fields {', '.join(fields) or 'none'}: others are needed") from None
+
+
+def rounded(ms: float) -> float:
+    """The time of three digits next to this one."""
+    return float(f"{ms:.3g}")
 
 
 def _two(text: str) -> tuple[int, int]:
