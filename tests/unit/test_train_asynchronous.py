@@ -63,6 +63,61 @@ def train(tmp_path: Path, text: Path, capfd: Any) -> Train:
     return call
 
 
+def amdp_defaults(text: Path, folder: Path, options: str) -> Settings:
+    """The settings of a run whose schedule alone is named."""
+    small = SMALL.replace("--microbatches 4 ", "").replace("--batch 8 ", "")
+    line = f"{small} --data {text} --out {folder} --steps 2 --sample 0 --threads 1 --in-process --json {options}"
+    assert main(["train", *line.split()]) == 0
+    return Settings.from_mapping(json.loads((folder / "settings.json").read_text()))
+
+
+@pytest.mark.xfail(strict=True, reason="amdp updates once every 2d microbatches, with a mismatch, by one rule")
+def test_amdp_by_its_name_alone_learns_as_a_synchronous_run(tmp_path: Path, text: Path) -> None:
+    """Windows are the whole batch, in four microbatches for each rank, and no update falls into a microbatch."""
+    found = amdp_defaults(text, tmp_path / "amdp", "--schedule amdp --clip 0 --steps 6")
+    assert (found.microbatches, found.window, found.max_mismatch, found.rule) == (16, 16, 0, None)
+    amdp_defaults(text, tmp_path / "expected", "--schedule 1f1b --clip 0 --steps 6")
+    assert losses(tmp_path / "amdp") == pytest.approx(losses(tmp_path / "expected"), rel=1e-4)
+
+
+@pytest.mark.xfail(strict=True, reason="amdp updates once every 2d microbatches, with a mismatch, by one rule")
+def test_microbatches_of_amdp_go_as_far_as_the_batch(tmp_path: Path, text: Path) -> None:
+    few = amdp_defaults(text, tmp_path / "few", "--schedule amdp --batch 13 --ranks 4")
+    assert (few.microbatches, few.window) == (12, 12)
+    many = amdp_defaults(text, tmp_path / "many", "--schedule amdp --batch 40 --ranks 2")
+    assert (many.microbatches, many.window) == (8, 8)
+    given = amdp_defaults(text, tmp_path / "given", "--schedule amdp --microbatches 4 --window 8 --max-mismatch 1")
+    assert (given.microbatches, given.window, given.max_mismatch) == (4, 8, 1)
+
+
+@pytest.mark.xfail(strict=True, reason="amdp updates once every 2d microbatches, with a mismatch, by one rule")
+@pytest.mark.parametrize(
+    ("rule", "optimizer"), [("xpipe", "AdamW"), ("pipedream", "AdamW"), ("spectrain", "SGD"), ("vnag", "NAdam")]
+)
+def test_a_rule_of_choice_on_amdps_order(train: Train, tmp_path: Path, rule: str, optimizer: str) -> None:
+    """With what the rule needs: the optimizer, and its state on every copy where it predicts."""
+    updating = train("run", f"--schedule amdp --rule {rule} --steps 4 --drain-every 2")["updating"]
+    assert (updating["rule"], updating["proved"], updating["measured"]) == (rule, 1, 1)
+    assert updating["zero"] == (rule in ("pipedream", "vnag"))
+    saved = json.loads((tmp_path / "run/settings.json").read_text())
+    assert (saved["rule"], saved["optimizer"]) == (rule, optimizer)
+    train("plain", "--schedule amdp --max-mismatch 1 --steps 4 --drain-every 2")
+    assert losses(tmp_path / "run") != losses(tmp_path / "plain")
+    copy = Path(shutil.copytree(tmp_path / "run", tmp_path / "copy"))
+    assert train("copy", f"--resume {copy} --steps 6")["updating"]["rule"] == rule
+
+
+@pytest.mark.xfail(strict=True, reason="amdp updates once every 2d microbatches, with a mismatch, by one rule")
+def test_a_run_keeps_the_mismatch_that_it_began_with(train: Train, tmp_path: Path) -> None:
+    """Settings saved before amdp drained by default say nothing of it."""
+    train("run", "--schedule amdp --max-mismatch 1 --steps 4 --drain-every 2")
+    path = tmp_path / "run/settings.json"
+    saved = json.loads(path.read_text()) | {"max_mismatch": None}
+    del saved["rule"]
+    path.write_text(json.dumps(saved))
+    assert train("run", f"--resume {tmp_path / 'run'} --steps 6")["updating"]["measured"] == 1
+
+
 UPDATES = {"amdp": 8, "pipedream": 32, "pipedream-2bw": 8, "xpipe": 8, "spectrain": 32, "vnag": 32}
 """Of eight steps with four microbatches each, where a window is not given."""
 
