@@ -61,7 +61,9 @@ def in_process(options: str) -> None:
 def test_an_owner_that_dies_between_reduce_and_broadcast(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = f"{SMALL} --schedule amdp --drain-every 2 --steps 8 --save-every 2 --data {text} --sample 0"
+    options = (
+        f"{SMALL} --schedule amdp --max-mismatch 1 --drain-every 2 --steps 8 --save-every 2 --data {text} --sample 0"
+    )
     in_process(f"{options} --out {tmp_path / 'whole'}")
     folder = tmp_path / "run"
     (tmp_path / "faults").mkdir()
@@ -86,7 +88,8 @@ def test_an_owner_that_dies_between_reduce_and_broadcast(
 @pytest.mark.nightly
 def test_killed_amid_a_window(text: Path, tmp_path: Path) -> None:
     """Two passes fill a window. What is gathered of one lies in the checkpoint, on each rank its part."""
-    options = f"{SMALL} --schedule amdp --window 16 --drain-every 2 --steps 32 --save-every 2 --data {text}"
+    amid = "--schedule amdp --max-mismatch 1 --window 16 --drain-every 2"
+    options = f"{SMALL} {amid} --steps 32 --save-every 2 --data {text}"
     in_process(f"{options} --out {tmp_path / 'whole'}")
     folder = tmp_path / "run"
     with Run(folder, f"{options} --out {folder}") as run:

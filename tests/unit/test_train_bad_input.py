@@ -93,6 +93,19 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "SpecTrain without momentum": ("--schedule spectrain --optimizer AdamW", ["--optimizer AdamW", "momentum"]),
     "vNAG without NAdam": ("--schedule vnag --optimizer AdamW", ["NAdam(betas=(0.99, 0.999)"]),
     "no mismatch to bound": ("--max-mismatch 1", ["--max-mismatch 1", "not for 1f1b", "leave it out"]),
+    "no rule of that name": (
+        "--schedule amdp --rule adam",
+        ["no rule named 'adam'", "pipedream-2bw, spectrain, xpipe"],
+    ),
+    "a rule without updates": ("--rule xpipe", ["--rule xpipe", "not for 1f1b", "leave it out"]),
+    "a prediction of what another copy keeps": (
+        "--schedule amdp --rule xpipe --sharding copies",
+        ["rule 'xpipe' predicts", "--sharding none"],
+    ),
+    "a rule without its optimizer": (
+        "--schedule amdp --rule xpipe --optimizer SGD",
+        ["--optimizer SGD", "Adam's two moments"],
+    ),
     "nothing to drain": ("--schedule zb-v --drain-every 2", ["--drain-every 2", "not for zb-v"]),
     "a window without updates": ("--schedule two.json --window 4", ["two.json has no updates", "leave out --window"]),
     "more mismatch than allowed": ("--schedule xpipe --window 1 --max-mismatch 1", ["microbatch 2", "at most 1"]),

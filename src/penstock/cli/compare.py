@@ -38,10 +38,16 @@ def compare(
         list[str] | None, typer.Argument(metavar="[SCHEDULE]...", help=f"Library schedules. [{' '.join(USUAL)}]")
     ] = None,
     ranks: Annotated[int, typer.Option("--ranks", help="Pipeline ranks.")] = DEFAULTS.ranks,
-    microbatches: Annotated[int, typer.Option("--microbatches", help="Microbatches a step.")] = DEFAULTS.microbatches,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(
+            "--microbatches", help=f"Microbatches a step. [{DEFAULTS.microbatches}; with amdp 4 for each rank]"
+        ),
+    ] = None,
     batch: options.Batch = None,
     steps: Annotated[int, typer.Option("--steps", min=0, help="Steps to train; 0 to simulate alone.")] = STEPS,
     window: Annotated[int | None, typer.Option("--window", help="As in penstock train.")] = None,
+    rule: Annotated[str | None, typer.Option("--rule", help="As in penstock train.")] = None,
     max_mismatch: Annotated[int | None, typer.Option("--max-mismatch", help="As in penstock train.")] = None,
     drain_every: Annotated[int | None, typer.Option("--drain-every", help="As in penstock train.")] = None,
     sharding: Annotated[str | None, typer.Option("--sharding", help="As in penstock train.")] = None,
@@ -89,8 +95,8 @@ def compare(
         {
             **options.own_model(model, model_options, data, batch, seed),
             "ranks": ranks, "microbatches": microbatches, "steps": steps or STEPS, "window": window,
-            "max_mismatch": max_mismatch, "drain_every": drain_every, "sharding": sharding, "preset": preset,
-            "depth": depth, "width": width, "heads": heads, "context": context,
+            "rule": rule, "max_mismatch": max_mismatch, "drain_every": drain_every, "sharding": sharding,
+            "preset": preset, "depth": depth, "width": width, "heads": heads, "context": context,
             "lr": lr, "lr_warmup": lr_warmup, "optimizer": optimizer,
             "clip": clip, "seed": seed, "threads": threads,
             "optimizer_options": options.json_object("--optimizer-options", optimizer_options) or None,

@@ -17,31 +17,50 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Usual:
     """Attributes:
+    microbatches: of a step, for each rank, as far as the batch goes; None for those of any run.
     window: microbatches an update gathers; None for those of a step.
+    max_mismatch: most updates between a microbatch's forward and its backward; None for the schedule's own bound.
     learning: settings of optimizer and learning rate in place of those of synchronous runs.
     """
 
+    microbatches: int | None = None
     window: int | None = None
+    max_mismatch: int | None = None
     learning: Mapping[str, Any] = field(default_factory=dict)
 
 
 ASYNCHRONOUS: Mapping[str, Usual] = {
-    "amdp": Usual(),
+    "amdp": Usual(microbatches=4, max_mismatch=0),
     "pipedream": Usual(window=1),
     "pipedream-2bw": Usual(),
     "xpipe": Usual(),
-    "spectrain": Usual(1, {"optimizer": "SGD", "optimizer_options": {"momentum": 0.9}, "lr": 0.03}),
+    "spectrain": Usual(window=1, learning={"optimizer": "SGD", "optimizer_options": {"momentum": 0.9}, "lr": 0.03}),
     "vnag": Usual(
-        1,
-        {
+        window=1,
+        learning={
             "optimizer": "NAdam",
             "optimizer_options": {"betas": [0.99, 0.999], "momentum_decay": 0.004, "decoupled_weight_decay": True},
         },
     ),
 }
-"""Schedules that are trained with their updates among the other ops."""
+"""Schedules that are trained with their updates among the other ops. What is usual for `amdp` costs no quality: with
+windows of 4d an update gathers the whole batch, and with no mismatch its gradient is the synchronous one."""
 
-OPTIONS = ("window", "max_mismatch", "drain_every")
+OPTIONS = ("window", "rule", "max_mismatch", "drain_every")
+PREDICTING = ("spectrain", "xpipe")
+"""Rules that need the optimizer's state on every copy of a stage."""
+
+
+def usual_microbatches(schedule: str, ranks: int, batch: int | None = None) -> int | None:
+    """Of a step, where nothing is said: a multiple of the ranks, at most so many samples; None for those of any run.
+
+    Args:
+        batch: samples that a pipeline has in a step; None for as many as one likes.
+    """
+    usual = ASYNCHRONOUS.get(schedule)
+    if usual is None or usual.microbatches is None or ranks < 1:
+        return None
+    return ranks * (usual.microbatches if batch is None else max(1, min(usual.microbatches, batch // ranks)))
 
 
 def completed(given: Mapping[str, Any], learning: bool = True) -> dict[str, Any]:
@@ -52,13 +71,15 @@ def completed(given: Mapping[str, Any], learning: bool = True) -> dict[str, Any]
         learning: whether the run learns, and so has an optimizer.
     """
     found = {name: value for name, value in given.items() if value is not None}
-    usual = ASYNCHRONOUS.get(str(found.get("schedule")))
+    schedule, rule = str(found.get("schedule")), found.get("rule")
+    usual = ASYNCHRONOUS.get(schedule)
     if usual is None:
         return dict(given)
+    by_rule = ASYNCHRONOUS.get(rule, usual) if isinstance(rule, str) else usual
     if learning and not {"optimizer", "optimizer_options"} & set(found):
-        found = {**usual.learning, **found}  # the learning rate goes with the optimizer
+        found = {**by_rule.learning, **found}  # the learning rate goes with the optimizer
     microbatches, ranks = found["microbatches"], found["ranks"]
-    of_blocks = found["schedule"] == "amdp" and ranks > 0 and ranks % 2 == 0
+    of_blocks = schedule == "amdp" and ranks > 0 and ranks % 2 == 0
     if of_blocks and "window" not in found and microbatches % ranks:
         near = sorted({max(1, microbatches // ranks), microbatches // ranks + 1})
         raise SettingsError(
@@ -68,6 +89,10 @@ def completed(given: Mapping[str, Any], learning: bool = True) -> dict[str, Any]
         )
     found.setdefault("window", usual.window or microbatches)
     found.setdefault("dispatch", "frozen")
+    if usual.max_mismatch is not None and rule is None:  # a rule is for what a mismatch does
+        found.setdefault("max_mismatch", usual.max_mismatch)
+    if schedule == "amdp" and rule in PREDICTING:
+        found.setdefault("sharding", "none")
     if all(isinstance(found[name], int) and found[name] > 0 for name in ("window", "microbatches", "steps")):
         # What learns is a number of passes; an emulated step is one.
         steps = found["steps"] if learning else 0

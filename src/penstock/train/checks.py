@@ -64,12 +64,14 @@ def read_schedule(
     warmup: Sequence[int] | None,
     window: int | None = None,
     max_mismatch: int | None = None,
+    rule: str | None = None,
 ) -> Schedule:
     """The schedule by name or from a file, checked. Raises ScheduleError.
 
     Args:
         window: microbatches an update gathers, None for a schedule without updates among its ops.
         max_mismatch: most updates between a microbatch's forward and its backward; None for the schedule's own bound.
+        rule: which weights ops read; None for the schedule's own rule.
     """
     if is_schedule_file(schedule):
         found = _read_file(schedule, ranks, microbatches, window)
@@ -80,6 +82,8 @@ def read_schedule(
         found = build(schedule, ranks, microbatches, **options)
     if max_mismatch is not None and found.updates is not None:
         found = replace(found, updates=replace(found.updates, max_mismatch=max_mismatch))
+    if rule is not None and found.updates is not None:
+        found = replace(found, updates=replace(found.updates, rule=rule))
     check(found)
     return found
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cost.presets import PRESETS
+from penstock.schedule.updates import RULES
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.launch_jobs import emulated_order_of, order_of, read_given
 from penstock.train.settings import Settings
@@ -34,7 +35,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "steps", "lr", "lr_decay", "lr_warmup", "optimizer", "optimizer_options", "clip", "precision", "recompute",
         "seed",
     ),
-    "Asynchronous schedules": ("window", "max_mismatch", "drain_every"),
+    "Asynchronous schedules": ("window", "rule", "max_mismatch", "drain_every"),
     "Links": ("link", "transport", "link_depth", "delegates", "interfaces"),
     "Adapting": ("adapt", "store", "host_memory"),
     "Machine": ("device", "threads", "timeout", "port"),
@@ -82,7 +83,9 @@ def train(
     sharding: Annotated[
         str | None, _option("What holders of a stage share out: none, copies, zero1, fsdp.", "sharding")
     ] = None,
-    microbatches: Annotated[int | None, _option("Microbatches a step.", "microbatches")] = None,
+    microbatches: Annotated[
+        int | None, _option("Microbatches a step; with amdp 4 for each rank.", "microbatches")
+    ] = None,
     stages: Annotated[int | None, _option("Stages over the whole model (interleaved-1f1b).")] = None,
     warmup: Annotated[str | None, _option("Warm-up counts, one a rank (zb).", metavar="X0,X1,...")] = None,
     cut: Annotated[str | None, _option("Layers of each stage; else about equal cost.", metavar="N0,N1,...")] = None,
@@ -141,7 +144,9 @@ def train(
     lr: Annotated[float | None, _option("Peak learning rate.", "lr")] = None,
     lr_decay: Annotated[str | None, _option("cosine or constant.", "lr_decay")] = None,
     lr_warmup: Annotated[int | None, _option("Steps up to the peak.", "lr_warmup")] = None,
-    optimizer: Annotated[str | None, _option("A class of torch.optim.", "optimizer")] = None,
+    optimizer: Annotated[
+        str | None, _option("A class of torch.optim.", "optimizer")
+    ] = None,
     optimizer_options: Annotated[str | None, _option("Its options besides lr, as JSON.", metavar="JSON")] = None,
     clip: Annotated[float | None, _option("Most the gradient's norm may be; 0 for none.", "clip")] = None,
     precision: Annotated[str | None, _option("float32, or bfloat16 with float32 weights.", "precision")] = None,
@@ -163,8 +168,12 @@ def train(
     threads: Annotated[int | None, _option("Threads of each rank; else its share of the cores.")] = None,
     sample: Annotated[int | None, _option("Tokens of text to write at the end.", "sample")] = None,
     window: Annotated[int | None, _option("Asynchronous: microbatches an update gathers.")] = None,
+    rule: Annotated[
+        str | None,
+        _option(f"Asynchronous: which weights ops read: {', '.join(RULES)}.", metavar="NAME"),
+    ] = None,
     max_mismatch: Annotated[
-        int | None, _option("Asynchronous: most updates between a microbatch's F and B. [amdp: 1]")
+        int | None, _option("Asynchronous: most updates between a microbatch's F and B. [amdp: 0; with --rule 1]")
     ] = None,
     drain_every: Annotated[
         int | None, _option("Asynchronous: steps after which the pipeline drains; else about 8.")

@@ -141,7 +141,7 @@ def build_pipeline(inputs: Inputs, steering: AdaptOptions | None = None, mesh: D
         timeout=settings.timeout,
         adapt=steering,
         precision=PrecisionOptions(
-            autocast=torch.bfloat16 if settings.precision == "bfloat16" else None, clip_norm=settings.clip or None
+            autocast=torch.bfloat16 if settings.precision == "bfloat16" else None, clip_norm=settings.clip_norm(inputs.schedule)
         ),
         parallel=ParallelOptions(
             device=device_of(settings),

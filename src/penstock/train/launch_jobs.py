@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.cost.presets import is_preset
 from penstock.formats import load
-from penstock.train.asynchronous import ASYNCHRONOUS, completed
+from penstock.train.asynchronous import ASYNCHRONOUS, completed, usual_microbatches
 from penstock.train.checks import SettingsError, is_schedule_file
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder, free_folder
@@ -136,7 +136,10 @@ def order_of(
             raise SettingsError(f"{folder.path}: emulated devices learned nothing to go on from; start a new run")
         saved = Settings.from_mapping(before, f"{folder.settings}: ")
         known = {**dataclasses.asdict(saved), **_cleared(given), **given}
-        settings = Settings.from_mapping(completed(known | _ranks_here(given, known)))
+        found = completed(known | _ranks_here(given, known))
+        if "schedule" not in given:  # what is usual by now may be otherwise than when the run began
+            found |= {name: known[name] for name in ("max_mismatch", "sharding")}
+        settings = Settings.from_mapping(found)
     settings = dataclasses.replace(settings, threads=settings.num_threads)
     return TrainJob(
         settings=settings,
@@ -155,7 +158,12 @@ def _completed(
     own = {f.name: f.default for f in dataclasses.fields(kind) if f.name in ("ranks", "microbatches", "steps")}
     usual = usual_of(given.get("model", GPT)) if learning else {}
     counts = {**own, **{name: usual[name] for name in own if name in usual}}
-    found = completed({**counts, **given}, learning)
+    known = {**counts, **given}
+    if "microbatches" not in given and "schedule" in given:
+        batch = known.get("batch", usual.get("batch", Settings.batch)) // max(1, known.get("dp", 1))
+        each = usual_microbatches(given["schedule"], known["ranks"], batch if learning else None)
+        known["microbatches"] = each or known["microbatches"]
+    found = completed(known, learning)
     return {**usual, **{name: value for name, value in found.items() if value is not None}}
 
 
@@ -203,7 +211,7 @@ def _cleared(given: dict[str, Any]) -> dict[str, Any]:
     """What another schedule makes void of a resumed run's settings: options that only the old one takes."""
     cleared: dict[str, Any] = {}
     if "schedule" in given:
-        cleared |= {"window": None, "max_mismatch": None, "drain_every": None}
+        cleared |= {"window": None, "rule": None, "max_mismatch": None, "drain_every": None}
     if given.get("schedule") in ASYNCHRONOUS:
         cleared |= {"dispatch": "frozen", "adapt": False}
     if given.get("dp") == 1:

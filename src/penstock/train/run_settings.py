@@ -41,6 +41,7 @@ class RunSettings(Travel):
         window: of an asynchronous schedule, the microbatches an update gathers; None: updates are no ops of the
             schedule. max_mismatch: most updates between a forward and its backward; None: the schedule's own bound.
         drain_every: steps of a pass, after which the pipeline drains; see `Passes`.
+        rule: which weights ops of an asynchronous schedule read, one of `schedule.RULES`; None: the schedule's own.
     """
 
     schedule: str = "1f1b"
@@ -58,6 +59,7 @@ class RunSettings(Travel):
     window: int | None = None
     max_mismatch: int | None = None
     drain_every: int | None = None
+    rule: str | None = None
 
     def check_run(
         self,
@@ -128,6 +130,7 @@ class RunSettings(Travel):
             self.warmup,
             passes.window_in_pass,
             self.max_mismatch,
+            self.rule,
         )
 
     def to_json(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Settings(RunSettings):
         batch: samples a step; of documents as many tokens as so many samples have.
         lr: the peak of a warm-up and cosine decay, or constant.
         optimizer: a class of torch.optim by name; optimizer_options go to it besides lr.
-        clip: most the gradient's norm may be; 0 for no clipping.
+        clip: most the gradient's norm may be; 0 for no clipping. See `clip_norm` of asynchronous schedules.
         precision: "float32", or "bfloat16": autocast with float32 master weights.
         recompute: activation checkpointing of every block.
         evaluate_every, save_every: in steps; 0 for at the end only. keep: checkpoints kept.
@@ -188,6 +189,15 @@ class Settings(RunSettings):
         if os.environ.get("OMP_NUM_THREADS", "").isdigit():
             return max(1, int(os.environ["OMP_NUM_THREADS"]))
         return max(1, num_cores() // self.num_processes)
+
+    def clip_norm(self, schedule: Schedule) -> float | None:
+        """What the pipeline clips by: of updates that are ops, each stage's gradient by its share of the whole.
+
+        With S stages that is clip / sqrt(S), so that the norm over the model is never above `clip`.
+        """
+        if schedule.updates is None or not self.clip:
+            return self.clip or None
+        return self.clip / math.sqrt(schedule.num_stages)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step (from 0)."""

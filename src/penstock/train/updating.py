@@ -75,8 +75,8 @@ def notices_of(settings: Settings) -> list[str]:
     """What a person should know about how such a run differs."""
     if settings.is_asynchronous and settings.clip:
         return [
-            f"--clip {settings.clip:g} was for each stage's gradient by itself: a norm over the model would make "
-            "every stage wait for all"
+            f"--clip {settings.clip:g}, over the root of the number of stages, was for each stage's gradient by "
+            "itself: a norm over the model would make every stage wait for all"
         ]
     return []
 

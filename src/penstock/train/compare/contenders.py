@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.train.asynchronous import ASYNCHRONOUS, completed
+from penstock.train.asynchronous import ASYNCHRONOUS, completed, usual_microbatches
 from penstock.train.checks import SettingsError, is_schedule_file
 from penstock.train.kinds import usual_of
 from penstock.train.own_file import is_own
@@ -16,7 +16,7 @@ USUAL = ("1f1b", "zb-v", "amdp", "pipedream-2bw")
 """Who is compared where nobody is named."""
 
 STEPS = 64
-OF_UPDATES = ("window", "max_mismatch", "drain_every", "sharding")
+OF_UPDATES = ("window", "rule", "max_mismatch", "drain_every", "sharding")
 """Options that only asynchronous schedules take."""
 
 
@@ -44,6 +44,9 @@ def contenders(names: Sequence[str], given: Mapping[str, Any]) -> list[Settings]
             f"({', '.join(ASYNCHRONOUS)}), and none is compared; leave it out"
         )
     own = {field.name: field.default for field in dataclasses.fields(Settings) if field.name in _ALWAYS}
+    batch, ranks = given.get("batch", Settings.batch), given.get("ranks", Settings.ranks)
+    usual = [usual_microbatches(name, ranks, batch) for name in names]
+    own["microbatches"] = max(filter(None, usual), default=own["microbatches"])
     own |= {"lr": usual_of(given["model"])["lr"]} if is_own(given.get("model")) else {}
     found = []
     for name in names:
