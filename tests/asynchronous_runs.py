@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 import penstock as ps
 from copies_runs import grouped_step
+from penstock.runtime import MuonAdamW
 from plain_loop import cut, differences
 
 NUM_RANKS = 4
 MSE = nn.MSELoss()
 ADAM = partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1)
 NADAM = partial(torch.optim.NAdam, lr=0.02, betas=(0.99, 0.999), momentum_decay=0.004, decoupled_weight_decay=True)
+MUON = partial(MuonAdamW, lr=0.02)
 MOMENTUM = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 
 
@@ -49,6 +51,8 @@ RUNS = {
     "xpipe": Run("xpipe", {"window": 4}),
     "spectrain": Run("spectrain", {"window": 1}, MOMENTUM),
     "vnag": Run("vnag", {"window": 1}, NADAM),
+    "amdp, Muon": Run("amdp", {"window": 4}, MUON),
+    "xpipe, Muon": Run("xpipe", {"window": 4}, MUON),
 }
 
 

@@ -129,6 +129,8 @@ class BERTBlock(TransformerBlock):
 class BERTHeads(nn.Module):
     """The final norm and the heads: {"tokens": logits[B, T, V], "next": logits[B, 2]}."""
 
+    output_layers = ("output", "follows")
+
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.width)

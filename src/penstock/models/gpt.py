@@ -118,6 +118,8 @@ class GPTBlock(TransformerBlock):
 class Head(nn.Module):
     """The final norm and the output matrix, [B, T, D] to logits[B, T, V]."""
 
+    output_layers = ("output",)
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.width, bias=config.bias)

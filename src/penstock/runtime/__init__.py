@@ -10,6 +10,7 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.step_result import StepResult
 from penstock.runtime.mesh.torch_mesh import device_mesh
 from penstock.runtime.migrate import Placed
+from penstock.runtime.parameters.muon import MuonAdamW, leave_to_adamw
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.stage.partitioning import Split, split
 from penstock.runtime.stage.registered_ops import OpCall
@@ -21,6 +22,8 @@ __all__ = [
     "DelegateOptions",
     "EmulatedMesh",
     "EmulatedPipeline",
+    "MuonAdamW",
+    "leave_to_adamw",
     "Emulation",
     "OpCall",
     "PartitionError",

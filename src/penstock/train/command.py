@@ -145,7 +145,7 @@ def train(
     lr_decay: Annotated[str | None, _option("cosine or constant.", "lr_decay")] = None,
     lr_warmup: Annotated[int | None, _option("Steps up to the peak.", "lr_warmup")] = None,
     optimizer: Annotated[
-        str | None, _option("A class of torch.optim.", "optimizer")
+        str | None, _option("A class of torch.optim; muon: of hidden matrices, AdamW of the rest.", "optimizer")
     ] = None,
     optimizer_options: Annotated[str | None, _option("Its options besides lr, as JSON.", metavar="JSON")] = None,
     clip: Annotated[float | None, _option("Most the gradient's norm may be; 0 for none.", "clip")] = None,

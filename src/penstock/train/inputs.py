@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.data import Corpus
 from penstock.models import parallelize
-from penstock.runtime import Pipeline, RuntimeFailure
+from penstock.runtime import MuonAdamW, Pipeline, RuntimeFailure
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
 from penstock.runtime.parameters.given_optimizer import optimizer_of
@@ -86,15 +86,23 @@ def _check_rule(settings: Settings, schedule: Schedule, build: Callable[..., tor
 
 def optimizer_class(settings: Settings) -> Callable[..., torch.optim.Optimizer]:
     """The optimizer by name with its options. Raises SettingsError where it can't train with them."""
-    found = getattr(torch.optim, settings.optimizer, None)
+    is_muon = settings.optimizer.lower() == "muon"
+    found = MuonAdamW if is_muon else getattr(torch.optim, settings.optimizer, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
         names = [name for name, value in vars(torch.optim).items() if isinstance(value, type)]
         near = difflib.get_close_matches(settings.optimizer, names, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else "AdamW and SGD are two it has"
+        hint = f"did you mean {' or '.join(near)}?" if near else "AdamW, muon and SGD are three it has"
         raise SettingsError(f"torch.optim has no optimizer {settings.optimizer!r}; {hint}")
     defaults = {"betas": (0.9, 0.95), "weight_decay": 0.1} if settings.optimizer == "AdamW" else {}
     options = {**defaults, **settings.optimizer_options}
     build: Callable[..., torch.optim.Optimizer] = functools.partial(found, lr=settings.lr, **options)  # type: ignore[call-arg]
+    if is_muon and (settings.tp > 1 or settings.sharding == "fsdp"):
+        cut = f"--tp {settings.tp}" if settings.tp > 1 else "--sharding fsdp"
+        raise SettingsError(
+            f"--optimizer {settings.optimizer} makes the singular values of whole matrices even, and with {cut} "
+            "processes hold parts of them; leave that out (--sharding zero1 deals out whole parameters), or give "
+            "--optimizer AdamW"
+        )
     if (settings.optimizer, settings.optimizer_options) != (Settings.optimizer, {}):  # a trial takes a second
         _try(build, settings)
     return build
@@ -141,7 +149,8 @@ def build_pipeline(inputs: Inputs, steering: AdaptOptions | None = None, mesh: D
         timeout=settings.timeout,
         adapt=steering,
         precision=PrecisionOptions(
-            autocast=torch.bfloat16 if settings.precision == "bfloat16" else None, clip_norm=settings.clip_norm(inputs.schedule)
+            autocast=torch.bfloat16 if settings.precision == "bfloat16" else None,
+            clip_norm=settings.clip_norm(inputs.schedule),
         ),
         parallel=ParallelOptions(
             device=device_of(settings),

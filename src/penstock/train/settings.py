@@ -51,7 +51,8 @@ class Settings(RunSettings):
         microbatch_tokens: most tokens of a planned microbatch; None for no limit of its own.
         batch: samples a step; of documents as many tokens as so many samples have.
         lr: the peak of a warm-up and cosine decay, or constant.
-        optimizer: a class of torch.optim by name; optimizer_options go to it besides lr.
+        optimizer: a class of torch.optim by name, or "muon" (`runtime.MuonAdamW`); optimizer_options go to it besides
+            lr.
         clip: most the gradient's norm may be; 0 for no clipping. See `clip_norm` of asynchronous schedules.
         precision: "float32", or "bfloat16": autocast with float32 master weights.
         recompute: activation checkpointing of every block.

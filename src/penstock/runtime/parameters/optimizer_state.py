@@ -20,6 +20,7 @@ from penstock.runtime.parameters.data_parallel import replicas_of
 from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.late_rings import LateRing
 from penstock.runtime.parameters.local_model import LocalModel
+from penstock.runtime.parameters.muon import mark_ends, require_whole_matrices
 from penstock.runtime.parameters.state_bytes import bytes_of
 from penstock.runtime.parameters.updating import Updating
 from penstock.schedule import Schedule
@@ -55,10 +56,14 @@ class OptimizerState:
         if optimizer is not None:
             model.require_trainable()
         self.replicas = replicas_of(model, mesh, schedule, late)
+        for (_, stage), module in model.copies.here.items():
+            tied = [tie.names[stage] for tie in model.ties if stage in tie.names]
+            mark_ends(module, stage == schedule.num_stages - 1, tied)
         self.updating = None
         if schedule.updates is not None:
             self.updating = Updating(schedule, model, zero, self.replicas, mesh.shard == 0)
         self.optimizer = self._make_optimizer(optimizer)
+        require_whole_matrices(self.optimizer, model.sharded is not None)
 
     def _make_optimizer(self, given: GivenOptimizer) -> Optimizer | None:
         """Over what is stepped here: of several copies of a stage the owner's, or every one."""

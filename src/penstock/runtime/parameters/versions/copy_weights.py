@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.gradients import Gradients, WindowGradients, num_bytes
+from penstock.runtime.parameters.muon import marked_like
 from penstock.runtime.parameters.versions import step as steps
 from penstock.runtime.parameters.versions.rule import VersionRule
 from penstock.runtime.parameters.versions.versioned import VersionedParameters
@@ -340,6 +341,6 @@ class CopyWeights:
 def _master_of(parameter: Parameter, apart: bool) -> Parameter:
     """What the optimizer steps in its place: on the same memory, or on its own where it is a shard and `apart`."""
     if not is_sharded(parameter):
-        return Parameter(parameter.data)
+        return marked_like(parameter, Parameter(parameter.data))
     values = memory(parameter)
-    return Parameter(as_shard(values.clone() if apart else values, parameter))
+    return marked_like(parameter, Parameter(as_shard(values.clone() if apart else values, parameter)))

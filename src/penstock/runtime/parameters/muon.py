@@ -1,0 +1,163 @@
+"""Muon for the matrices inside a model, AdamW for the rest: one optimizer, at one learning rate.
+
+    parameter                                            stepped by
+    a matrix of a hidden layer                           Muon
+    an embedding's table, the output layer, the rest     AdamW
+
+    M <- b M + (1 - b) g
+    W <- W (1 - lr wd) - 0.2 lr sqrt(max(rows, columns)) NS((1 - b) g + b M)
+
+NS makes all singular values about one, by five Newton-Schulz iterations in bfloat16. The factor before it gives a
+step the root mean square of AdamW's, so that both go at one rate. Both halves are torch's own step.
+
+Muon needs whole matrices: parameters that are split over replicas (fsdp) or tensor-parallel ranks are refused. ZeRO-1
+and the copies of a stage in several pipelines deal out whole parameters, and so do ties.
+
+References: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is
+scalable for LLM training", 2025 (arXiv 2502.16982), whose factor it is. That a delay of one update costs Muon less
+than AdamW is what arXiv 2606.30634 reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import AdamW, Muon, Optimizer
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.tensors.dtensor import is_sharded
+
+MUON, ADAMW = "muon", "adamw"
+_MARK = "penstock_stepped_by"
+
+
+class MuonAdamW(Optimizer):
+    """Muon for hidden matrices, AdamW for other parameters.
+
+    A pipeline says which matrices are embeddings' and the output layer's (`mark_ends`); `leave_to_adamw` marks
+    others. There are two groups, whatever parameters there are, each with its `kind`: "muon" and "adamw".
+
+    Args:
+        params: parameters, not groups of them.
+        momentum, nesterov, ns_steps: of Muon. betas, eps: of AdamW. lr, weight_decay: of both.
+
+    Raises:
+        RuntimeFailure: groups of parameters, or one that is split over processes.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Parameter],
+        lr: float = 4e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        given = list(params)
+        for each in given:
+            if not isinstance(each, Tensor):
+                raise RuntimeFailure(
+                    "MuonAdamW deals parameters out to Muon and AdamW itself, and was given a "
+                    f"{type(each).__name__}; give it parameters, not groups of them"
+                )
+        matrices = [p for p in given if is_hidden_matrix(p)]
+        mine = set(map(id, matrices))
+        like = Parameter(torch.zeros(1, 1))  # an optimizer of torch wants a parameter to begin with
+        self._halves: Mapping[str, Optimizer] = {
+            MUON: Muon(
+                [like],
+                lr=lr,
+                weight_decay=weight_decay,
+                momentum=momentum,
+                nesterov=nesterov,
+                ns_steps=ns_steps,
+                adjust_lr_fn="match_rms_adamw",
+            ),
+            ADAMW: AdamW([like], lr=lr, weight_decay=weight_decay, betas=(betas[0], betas[1]), eps=eps),
+        }
+        rest = [p for p in given if id(p) not in mine]
+        groups = [
+            {**self._halves[kind].defaults, "kind": kind, "params": parameters}
+            for kind, parameters in ((MUON, matrices), (ADAMW, rest))
+        ]
+        super().__init__(groups, {"lr": lr})
+        require_whole_matrices(self)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for kind, half in self._halves.items():
+            half.param_groups = [group for group in self.param_groups if group["kind"] == kind]
+            half.state = self.state
+            half.step()
+        return loss
+
+
+def is_hidden_matrix(parameter: Tensor) -> bool:
+    """Whether Muon steps it."""
+    return parameter.dim() == 2 and not parameter.is_complex() and getattr(parameter, _MARK, MUON) == MUON
+
+
+def leave_to_adamw(parameter: Tensor) -> None:
+    """Marks a matrix that is no hidden layer's: an embedding's table, or the output layer."""
+    setattr(parameter, _MARK, ADAMW)
+
+
+def marked_like(parameter: Tensor, other: Parameter) -> Parameter:
+    """`other`, which is stepped in place of a parameter, with the parameter's mark."""
+    if getattr(parameter, _MARK, MUON) == ADAMW:
+        leave_to_adamw(other)
+    return other
+
+
+def mark_ends(stage: nn.Module, is_last: bool, tied: Iterable[str] = ()) -> None:
+    """Marks what of a stage is no hidden matrix: tables of embeddings, output layers, and what stages share.
+
+    A module may name its output layers in `output_layers`. In the last stage of a model where none does, it is the
+    last Linear.
+
+    Args:
+        tied: names of the stage's parameters that other stages have too.
+    """
+    linear, named = [], False
+    for module in stage.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            leave_to_adamw(module.weight)
+        elif isinstance(module, nn.Linear):
+            linear.append(module.weight)
+        for name in getattr(module, "output_layers", ()):
+            named = True
+            if (layer := getattr(module, name)) is not None:
+                leave_to_adamw(layer.weight)
+    if is_last and linear and not named:
+        leave_to_adamw(linear[-1])
+    for name in tied:  # on every rank alike, whatever modules it is used in
+        leave_to_adamw(stage.get_parameter(name))
+
+
+def require_whole_matrices(optimizer: Optimizer | None, parts: bool = False) -> None:
+    """Raises RuntimeFailure where Muon would step parts of matrices.
+
+    Args:
+        parts: replicas keep parts of all parameters.
+    """
+    if not isinstance(optimizer, MuonAdamW | Muon):
+        return
+    stepped = (p for group in optimizer.param_groups for p in group["params"] if p.dim() == 2)
+    if parts or any(is_sharded(p) and is_hidden_matrix(p) for p in stepped):
+        raise RuntimeFailure(
+            f"{type(optimizer).__name__} makes the singular values of whole matrices even, and here processes hold "
+            "parts of them (fsdp, or tensor-parallel ranks); use ParallelOptions(sharding='zero1') "
+            "(--sharding zero1), which deals out whole parameters, or AdamW"
+        )
