@@ -129,6 +129,30 @@ def assigned(cell: protocol.Tail) -> list[list[float]]:
     return found
 
 
+def assigned_limits(cell: protocol.Tail) -> list[list[float]]:
+    """Of each step, what no assignment can do better: the busiest replica's work over the mean, and how many times as
+    fast a step is whose one slow replica has the longest microbatch beside the shortest ones.
+
+    The first is a bound. For the second the best order of that replica is what rules and moves find.
+    """
+    schedule = ps.build(cell.name, protocol.RANKS, protocol.EACH)
+    even, found = protocol.even_costs(schedule), []
+    caps, beside = tuple(Runner(even).order(schedule).peaks), protocol.EACH - 1
+    for draw in range(protocol.NUM_DRAWS):
+        arrived = np.array(protocol.assigned_work(cell.longest, draw))
+        work, own = np.sort(arrived), arrived.reshape(protocol.REPLICAS, protocol.EACH)
+        # Of the replicas with the k longest, beside which the shortest of all run.
+        busiest = [
+            (work[-k:].sum() + work[: k * beside].sum()) / (k * protocol.EACH)
+            for k in range(1, protocol.REPLICAS + 1)
+        ]
+        before = max(makespan(schedule, replace(even, uneven=each.tolist()), Dispatch.FROZEN, caps) for each in own)
+        slowest = replace(even, uneven=[*work[:beside].tolist(), float(work[-1])])
+        after = order_microbatches(schedule, slowest, compile=True, time_limit=MOVES_S).makespan
+        found.append([float(max(busiest) / work.mean()), before / after])
+    return found
+
+
 def documents(cell: protocol.Tail) -> list[list[float]]:
     """Of each step: the busiest replica's work over the mean as planned, how many times as fast, and the seconds."""
     schedule = ps.build(cell.name, protocol.RANKS, protocol.EACH)
@@ -152,6 +176,7 @@ PARTS: dict[str, tuple[Callable[..., list[list[float]]], tuple[object, ...]]] = 
     "changed": (changed, protocol.CHANGED),
     "towers": (towers, protocol.TOWERS),
     "assigned": (assigned, protocol.ASSIGNED),
+    "assigned_limits": (assigned_limits, protocol.ASSIGNED),
     "documents": (documents, protocol.DOCUMENTS),
 }
 

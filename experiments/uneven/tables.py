@@ -81,16 +81,21 @@ def towers() -> list[str]:
 
 
 def assigned() -> list[str]:
-    found = read_cells("assigned")
-    lines = head("", "longest", "busiest, arrival", "busiest", "in any step", "faster", "aim", "met")
+    found, limits = read_cells("assigned"), read_cells("assigned_limits")
+    lines = head(
+        "", "longest", "busiest, arrival", "busiest", "in any step", "at least", "in any", "faster", "at most", "aim",
+        "met",
+    )  # fmt: skip
     for number, cell in enumerate(protocol.ASSIGNED):
         if str(number) in found:
             before, after, faster = zip(*found[str(number)]["draws"], strict=True)
+            least, most = zip(*limits[str(number)]["draws"], strict=True)
             aim = "" if cell.aim is None else f"{cell.aim:.2f}"
             lines.append(
                 row(
                     cell.name, cell.longest, f"{fmean(before):.3f}", f"{fmean(after):.4f}", f"{max(after):.4f}",
-                    f"{fmean(faster):.3f}", aim, verdict(fmean(faster), cell.aim),
+                    f"{fmean(least):.4f}", f"{max(least):.4f}", f"{fmean(faster):.3f}", f"{fmean(most):.3f}", aim,
+                    verdict(fmean(faster), cell.aim),
                 )
             )  # fmt: skip
     return lines
