@@ -57,3 +57,12 @@ def test_cells_are_measured_again_alike(load: Any, monkeypatch: pytest.MonkeyPat
         assert found[0] == pytest.approx(kept[0], abs=2e-4)
     (again,) = simulated.errors(protocol.ORDER[0])
     assert again == pytest.approx(record.read_cells("errors")["0"]["draws"][0], abs=2e-4)
+
+
+def test_no_assignment_is_better_than_its_limits(load: Any) -> None:
+    record = load("record")
+    limits = record.read_cells("assigned_limits")
+    for number, cell in record.read_cells("assigned").items():
+        for (_, busiest, faster), (least, most) in zip(cell["draws"], limits[number]["draws"], strict=True):
+            assert busiest >= least - 1e-4
+            assert faster <= most + 1e-3
