@@ -15,8 +15,12 @@ import torch
 import penstock as ps
 from penstock.cli import main
 from penstock.train.compare.contenders import contenders
-from penstock.train.compare.simulated import simulated
+from penstock.train.compare.page import headline
+from penstock.train.compare.result import Compared, Comparison
+from penstock.train.compare.simulated import Simulated, simulated
+from penstock.train.compare.trained import Trained
 from penstock.train.settings import Settings
+from report_cases import Page
 from train_runs import losses
 
 pytestmark = pytest.mark.unit
@@ -80,10 +84,15 @@ def test_side_by_side(compare: Any, tmp_path: Path) -> None:
     assert rows["1f1b"]["relative"] == {"speedup": 1.0, "loss": 1.0, "train_loss": 1.0}
     assert rows["amdp"]["relative"]["speedup"] > 1
     assert rows["pipedream-2bw"]["simulated"]["versions"] == 2
-    page = (out / "compare.html").read_text()
-    assert page.count("<svg") == 2
-    assert all(f"<td>{name}</td>" in page for name in rows)
-    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    page = Page((out / "compare.html").read_text())
+    assert [row[0] for row in page.tables["Side by side"]] == ["schedule", *names.split()]
+    assert page.data == {name: value for name, value in found.items() if name != "files"}
+    labels = [attrs.get("aria-label") or "" for tag, attrs in page.tags if tag == "svg"]
+    # Throughput, memory, one step, four steps and the loss twice, on a screen and on a phone.
+    assert len(labels) == 2 * 6
+    assert all(sum(name in label for label in labels) >= 6 for name in rows)
+    loaded = re.findall(r"https?:[^\s\"']*", (out / "compare.html").read_text())
+    assert set(loaded) <= {"http://www.w3.org/2000/svg"}
     assert all(Path(path).exists() for path in found["files"].values())
     assert set(found["files"]) == {"json", "page", "loss-by-update", "loss-by-time"}
     assert compare(line)[0] == 2  # what is there is not written over
@@ -97,8 +106,8 @@ def test_for_people(compare: Any) -> None:
     assert re.split("  +", first)[0] == "spectrain"
     assert re.split("  +", first)[2] == "1.00x"
     assert re.split("  +", second)[5:7] == ["0", "1"]
-    assert told[0] == "4 ranks, 8 microbatches a step, batches of 16; nothing was trained"
-    assert "the asynchronous ones drain every 8 steps, which is counted" in told
+    assert told[0] == "4 ranks run 8 microbatches per step, in batches of 16; nothing was trained"
+    assert "asynchronous schedules drain every 8 steps, and the time that takes is counted" in told
     assert "note  microbatches that an update gathers: 1 in spectrain" in told
 
 
@@ -117,6 +126,26 @@ def test_costs_measured_here(compare: Any, tmp_path: Path) -> None:
         assert tokens == pytest.approx(row["simulated"]["microbatches_per_second"] * 2 * 16)
     again = json.loads(compare(line)[1])
     assert again["schedules"] == found["schedules"]  # remembered
+
+
+def test_headline_names_the_fastest_and_what_it_costs() -> None:
+    def row(name: str, speed: float, loss: float | None) -> Compared:
+        timeline = ps.simulate(ps.build("1f1b", 2, 2))
+        learned = None if loss is None else Trained(loss, loss, 2, 0, 8, [loss], [1], None)
+        return Compared(name, 1, Simulated(1.0, speed, 0.5, None, 2.0, 0, 1, timeline), learned)
+
+    def of(*rows: Compared) -> str:
+        return headline(Comparison(rows, "costs", 0, 4, 2, 2))
+
+    assert of(row("a", 2.0, None)) == "a runs 2 microbatches/s."
+    assert of(row("a", 2.0, None), row("b", 3.0, None)) == (
+        "b is 1.50 times as fast as a: 3 microbatches/s against 2 microbatches/s."
+    )
+    assert of(row("a", 2.0, 4.0), row("b", 3.0, 4.1)) == (
+        "b is 1.50 times as fast as a, and its validation loss is 2.5% higher."
+    )
+    assert of(row("a", 2.0, 4.0), row("b", 3.0, 4.0)).endswith("and its validation loss is the same.")
+    assert of(row("a", 2.0, None), row("b", 1.0, None)) == "None is faster than a, which runs 2 microbatches/s."
 
 
 def test_a_synchronous_step_ends_with_its_update() -> None:

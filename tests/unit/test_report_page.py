@@ -106,7 +106,7 @@ def test_pictures_are_told_in_words_and_every_style_is_there() -> None:
     text = to_page(story_of())
     page = Page(text)
     svgs = [attrs for tag, attrs in page.tags if tag == "svg"]
-    assert len(svgs) == 5
+    assert len(svgs) == 2 * 5
     assert all(attrs.get("role") == "img" and attrs.get("aria-label") for attrs in svgs)
     used = {
         name

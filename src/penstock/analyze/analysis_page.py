@@ -14,14 +14,14 @@ from penstock.draw.charts.heat import heat_map
 from penstock.draw.charts.lines import line_chart
 from penstock.draw.charts.parts import Bars, Level, Line
 from penstock.draw.charts.stacked import stacked_chart
-from penstock.draw.report_page import PageNumber, inline, section, table, whole_page
+from penstock.draw.report_page import PageNumber, inline, section, table, timelines, whole_page
 from penstock.draw.scale import percent, short
-from penstock.draw.svg import to_svg
 from penstock.formats.traces import Scope
 from penstock.schedule import Op
 from penstock.simulation import TimedOp, Timeline, simulate
 
-WIDTH, LEFT, RIGHT = 1120, 120.0, 1000.0
+LEFT, RIGHT, NARROW_LEFT, NARROW_RIGHT = 120.0, 1000.0, 58.0, 344.0
+"""Pixels between which charts lie, so that one stands above the other."""
 MOST_OPS = 4000
 """Ops that the drawn step may have; more would make the page slow."""
 FACTORS = (0.9, 0.97, 1.03, 1.1, 1.25, 1.6, 2.5)
@@ -73,11 +73,11 @@ def _sections(found: RunAnalysis) -> list[str]:
     bodies = {
         "Causes": _causes(found),
         "What if": _what_ifs(found),
-        "Steps": inline(_steps(found)),
-        "Workers": inline(_workers(found)) if found.effects.by_worker.size > 1 else "",
-        "Microbatches": inline(_microbatches(found)),
-        "One step": "" if drawn is None else f"<figure>{drawn}</figure>",
-        "Where a step's time goes": inline(_critical(found)),
+        "Steps": inline(lambda width: _steps(found, width)),
+        "Workers": inline(lambda width: _workers(found, width)) if found.effects.by_worker.size > 1 else "",
+        "Microbatches": inline(lambda width: _microbatches(found, width)),
+        "One step": drawn or "",
+        "Where a step's time goes": inline(lambda width: _critical(found, width)),
     }
     parts = [section(title, body, escape(NOTES[title])) for title, body in bodies.items() if body]
     return [*parts, section("The study's measures", _measures(found), escape(_sources(found)))]
@@ -114,7 +114,7 @@ def _maybe(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
 
 
-def _steps(found: RunAnalysis) -> Figure:
+def _steps(found: RunAnalysis, width: int) -> Figure:
     steps = [int(step) for step in found.run.table.steps]
     places = list(range(len(steps)))
     lines = [
@@ -128,15 +128,15 @@ def _steps(found: RunAnalysis) -> Figure:
         x=Axis("recorded steps, in order", low=-0.5, high=len(steps) - 0.5),
         y=Axis("ms a step", low=low),
         levels=[Level(ideal, f"ideal {short(ideal)}")],
-        left=LEFT,
-        right=RIGHT,
-        width=WIDTH,
+        left=LEFT if width > RIGHT else NARROW_LEFT,
+        right=RIGHT if width > RIGHT else NARROW_RIGHT,
+        width=width,
         height=340,
         label="Time of each recorded step, measured and replayed",
     )
 
 
-def _workers(found: RunAnalysis) -> Figure:
+def _workers(found: RunAnalysis, width: int) -> Figure:
     by = found.effects.by_worker
     return heat_map(
         [f"rank {rank}" for rank in range(by.shape[1])],
@@ -144,14 +144,14 @@ def _workers(found: RunAnalysis) -> Figure:
         x=Axis("replica"),
         first=-0.5,
         steps=FACTORS,
-        left=LEFT,
-        right=RIGHT,
-        width=WIDTH,
+        left=LEFT if width > RIGHT else NARROW_LEFT,
+        right=RIGHT if width > RIGHT else NARROW_RIGHT,
+        width=width,
         label="How many times as long as its like each worker takes",
     )
 
 
-def _microbatches(found: RunAnalysis) -> Figure:
+def _microbatches(found: RunAnalysis, width: int) -> Figure:
     by = found.effects.by_microbatch
     flat = by.reshape(len(by), -1)
     places = list(range(len(by)))
@@ -164,9 +164,9 @@ def _microbatches(found: RunAnalysis) -> Figure:
         lines,
         x=Axis("recorded steps, in order", low=-0.5, high=len(by) - 0.5),
         y=Axis("times the mean"),
-        left=LEFT,
-        right=RIGHT,
-        width=WIDTH,
+        left=LEFT if width > RIGHT else NARROW_LEFT,
+        right=RIGHT if width > RIGHT else NARROW_RIGHT,
+        width=width,
         height=260,
         label="Lengths of the microbatches of each step",
     )
@@ -192,12 +192,12 @@ def _timelines(found: RunAnalysis) -> str | None:
     ]
     measured = Timeline(fit.schedule, tuple(timed), (), (0.0,) * fit.schedule.num_ranks, "measured")
     even = simulate(fit.schedule, fit.even_costs(), links=fit.links)
-    return to_svg(
-        [measured, even], titles=[f"step {int(table_.steps[step])}, replica {replica}", "all ops of a kind alike"]
+    return timelines(
+        [measured, even], [f"step {int(table_.steps[step])}, replica {replica}", "all ops of a kind alike"]
     )
 
 
-def _critical(found: RunAnalysis) -> Figure:
+def _critical(found: RunAnalysis, width: int) -> Figure:
     names = list(found.critical.by_kind)[:6]
     ranks = sorted(found.critical.by_rank)[:10]
     kinds = Bars("share", [found.critical.by_kind[name] for name in names])
@@ -208,7 +208,7 @@ def _critical(found: RunAnalysis) -> Figure:
         [Bars("share of the longest chain", values, hue="blue")],
         x=Axis("share of the longest chain", low=0.0),
         show=percent,
-        width=WIDTH,
+        width=width,
         label="Shares of the longest chain by kind of op and by rank",
     )
 

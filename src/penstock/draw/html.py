@@ -19,6 +19,11 @@ from penstock.draw.panel import Drawable, Panel, panels
 from penstock.draw.scale import percent, short
 from penstock.formats.perfetto import held_over_time, messages_of
 
+COLUMNS = (
+    "times", "dispatch", "ranks", "stages", "microbatches", "makespan", "span", "bubble", "peak activations",
+)  # fmt: skip
+"""Of the table of numbers, after the title."""
+
 
 def to_html(
     timelines: Drawable | Sequence[Drawable], title: str | None = None, titles: Sequence[str] | None = None
@@ -29,7 +34,7 @@ def to_html(
         timelines: one or several, on one time axis; a schedule is drawn as it runs where each
             rank's share of the model takes F = I = W = 1.
         title: of the page; by default the schedules' names.
-        titles: one a timeline; by default the schedules' names.
+        titles: one for each timeline; by default the schedules' names.
 
     Raises:
         ScheduleError: nothing to draw, or a schedule that cannot run.
@@ -46,6 +51,7 @@ def to_html(
         "title": escape(heading),
         "css": page.joinpath("page.css").read_text(encoding="utf-8"),
         "js": page.joinpath("page.js").read_text(encoding="utf-8"),
+        "columns": "".join(f"<td>{name}</td>" for name in COLUMNS),
         "summary": "\n".join(map(_summary, shown)),
         "legend": _legend(shown, kinds),
         "data": script_json(data),
@@ -138,7 +144,11 @@ def _summary(panel: Panel) -> str:
         percent(t.bubble_ratio),
         peaks,
     ]
-    return f"<tr><th>{escape(panel.title)}</th>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>"
+    return (
+        f"<tr><th>{escape(panel.title)}</th>"
+        + "".join(f'<td data-label="{name}">{escape(cell)}</td>' for name, cell in zip(COLUMNS, cells, strict=True))
+        + "</tr>"
+    )
 
 
 def _legend(shown: Sequence[Panel], kinds: Sequence[str]) -> str:

@@ -10,7 +10,7 @@
   const base = document.createElement("canvas"); // everything but what the pointer changes
   const back = base.getContext("2d");
   let g = back; // where the painters paint
-  const LABEL = 70, RIGHT = 54, AXIS = 26, HEAD = 30, GAP = 3, FONT = '-apple-system, "Segoe UI", Roboto, Arial, sans-serif';
+  const LABEL = 70, RIGHT = 54, AXIS = 26, HEAD = 30, FACTS = 16, GAP = 3, FONT = '-apple-system, "Segoe UI", Roboto, Arial, sans-serif';
   const length = Math.max(...timelines.map((t) => t.makespan)) || 1;
   const unit = timelines.some((t) => t.unit) ? " ms" : "";
   const view = { from: 0, to: length, scroll: 0 };
@@ -88,14 +88,30 @@
   const x = (time) => LABEL + ((time - view.from) / (view.to - view.from)) * (width - LABEL - RIGHT);
   const timeAt = (px) => view.from + ((px - LABEL) / (width - LABEL - RIGHT)) * (view.to - view.from);
 
+  // What is said of a timeline, as lines below its title; none where it fits beside it.
+  function factLines(t) {
+    g.font = `600 14px ${FONT}`;
+    const title = g.measureText(t.title).width;
+    g.font = `12px ${FONT}`;
+    if (18 + title + 12 + g.measureText(t.facts).width <= width - 8) return [];
+    const lines = [];
+    for (const fact of t.facts.split(" · ")) {
+      const more = lines.length ? `${lines.at(-1)} · ${fact}` : fact;
+      if (lines.length && 18 + g.measureText(more).width <= width - 8) lines[lines.length - 1] = more;
+      else lines.push(fact);
+    }
+    return lines;
+  }
+
   function lay() {
     const rows = timelines.reduce((sum, t) => sum + t.numRanks, 0);
     const room = height - AXIS - timelines.length * (HEAD + 8);
     const pitch = Math.max(show.held ? 30 : 16, Math.min(show.held ? 56 : 36, Math.floor(room / rows)));
     let y = AXIS;
     places = timelines.map((t) => {
-      const place = { head: y, top: y + HEAD, pitch, bar: show.held ? Math.round(pitch * 0.58) : pitch - GAP };
-      y += HEAD + t.numRanks * pitch + 8;
+      t.lines = factLines(t);
+      const place = { head: y, top: y + HEAD + FACTS * t.lines.length, pitch, bar: show.held ? Math.round(pitch * 0.58) : pitch - GAP };
+      y = place.top + t.numRanks * pitch + 8;
       return place;
     });
     total = y;
@@ -218,7 +234,8 @@
     const after = 18 + g.measureText(t.title).width + 12;
     g.font = `12px ${FONT}`;
     g.fillStyle = color.soft;
-    g.fillText(t.facts, after, head + HEAD / 2 + 2);
+    if (!t.lines.length) g.fillText(t.facts, after, head + HEAD / 2 + 2);
+    t.lines.forEach((line, k) => g.fillText(line, 18, head + HEAD + FACTS * k + 4));
 
     g.save();
     g.beginPath();
@@ -277,7 +294,9 @@
   function paintOp(t, i, p, y) {
     const x0 = x(t.start[i]), x1 = x(t.end[i]), wide = x1 - x0;
     const [fill, text] = t.colors[t.kind[i]][t.chunk[i]];
-    const edge = wide > 5 ? 1 : wide > 2 ? 0.4 : 0;
+    // Narrow ops touch, and reach below the next one, which is painted over them: gaps would make stripes.
+    const next = g === back && i + 1 < t.first[t.rank[i] + 1] && t.start[i + 1] <= t.end[i] ? Math.min(1, x(t.end[i + 1]) - x1) : 0;
+    const edge = wide > 5 ? 1 : -next;
     g.fillStyle = fill;
     g.fillRect(x0, y, Math.max(wide - edge, 0.6), p.bar);
     if (t.blocked[i] > 0) {

@@ -1,8 +1,12 @@
-"""A self-contained HTML page of sections, tables and figures. It loads nothing and needs no script."""
+"""A self-contained HTML page of sections, tables and figures. It loads nothing and needs no script.
+
+Every figure is drawn twice, once for a screen and once for a phone, and the page's style shows the one that fits.
+Tables become a list of cards on a phone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -10,6 +14,11 @@ from typing import Any, NamedTuple
 from penstock.draw.charts.figure import STYLE, Figure
 from penstock.draw.html import script_json
 from penstock.draw.page_template import filled
+from penstock.draw.panel import Drawable
+from penstock.draw.svg import to_svg
+
+WIDTH, NARROW = 1120, 360
+"""Pixels of a figure on a screen and on a phone."""
 
 
 class PageNumber(NamedTuple):
@@ -71,17 +80,47 @@ def section(title: str, body: str, note: str = "") -> str:
     return f"<section><h2>{escape(title)}</h2>\n{body}\n{said}</section>"
 
 
-def inline(figure: Figure) -> str:
-    """A chart within the page."""
-    return f"<figure>{figure.inline()}</figure>"
+def inline(draw: Callable[[int], Figure]) -> str:
+    """A chart within the page; `draw` makes it, given its width."""
+    return both(lambda width: draw(width).inline())
+
+
+def both(draw: Callable[[int], str], more: Callable[[int], str] = lambda width: "") -> str:
+    """A figure for a screen and for a phone.
+
+    Args:
+        draw: makes its SVG, given its width.
+        more: attributes of the figure's element, given its width.
+    """
+    return "".join(
+        f'<figure class="{name}"{more(width)}>{draw(width)}</figure>'
+        for name, width in (("r-screen", WIDTH), ("r-phone", NARROW))
+    )
+
+
+def timelines(drawn: Sequence[Drawable], titles: Sequence[str], kinds: Sequence[str] = ()) -> str:
+    """Timelines on one time axis; `kinds` as for `to_svg`, where a page has several such figures."""
+    return both(
+        lambda width: to_svg(drawn, titles=titles, width=width, kinds=kinds).replace(
+            "<svg ", '<svg style="width:100%;height:auto" ', 1
+        )
+    )
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[int] = (0,), label: str = "") -> str:
-    """A table; the columns in `texts` are words, the others numbers. Cells are escaped."""
+    """A table; the columns in `texts` are words, the others numbers. Cells are escaped.
+
+    On a phone each row is a card: its first cell, then a line for each of the others with its column's name.
+    """
     style = ["" if place in texts else ' class="r-n"' for place in range(len(head))]
     top = "".join(f'<th scope="col"{style[place]}>{escape(each)}</th>' for place, each in enumerate(head))
     body = "\n".join(
-        "<tr>" + "".join(f"<td{style[place]}>{escape(each)}</td>" for place, each in enumerate(row)) + "</tr>"
+        "<tr>"
+        + "".join(
+            f'<td{style[place]} data-label="{escape(head[place])}">{escape(each)}</td>'
+            for place, each in enumerate(row)
+        )
+        + "</tr>"
         for row in rows
     )
     said = f' aria-label="{escape(label)}"' if label else ""

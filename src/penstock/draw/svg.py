@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from xml.sax.saxutils import escape
 
+from penstock.draw.charts.figure import text_width, wrapped
 from penstock.draw.palette import ink, kind_name, kind_order, shade
 from penstock.draw.panel import Drawable, Panel, panels
 from penstock.draw.scale import short, ticks
@@ -18,12 +20,16 @@ from penstock.schedule.op import UPDATE
 from penstock.simulation import TimedOp
 
 MARGIN, LABEL, BUSY = 22.0, 52.0, 46.0
+PHONE, PHONE_MARGIN = 480, 8.0
+"""Pictures narrower than this (pixels) have smaller margins."""
+CROWDED = 6.0
+"""Bars narrower than this touch: gaps between them would show as stripes that are not in the schedule."""
 LEAST, LEAST_OF_UPDATES = 0.2, 1.5
 """Narrowest bars, in pixels; updates may take no time at all, and are to be seen."""
 ROW, ROW_GAP, TALLEST = 26.0, 4.0, 1400.0
 BESIDE = 3.0
 """Height of an asynchronous op's bar, below the row of its rank."""
-HEAD, PANEL_GAP, AXIS, LEGEND = 30.0, 20.0, 26.0, 26.0
+HEAD, FACTS, PANEL_GAP, AXIS, LEGEND = 30.0, 16.0, 20.0, 26.0, 26.0
 DIGIT, SMALL_DIGIT, RADIUS = 6.4, 5.0, 2
 
 STYLE = """
@@ -43,6 +49,7 @@ svg{font-family:-apple-system,BlinkMacSystemFont,"Segoe UI",Roboto,"Helvetica Ne
 class _Frame:
     """Where things lie: the x of a time, and the height of rows."""
 
+    margin: float
     left: float
     right: float
     length: float
@@ -61,6 +68,7 @@ def to_svg(
     *,
     titles: Sequence[str] | None = None,
     width: int = 1200,
+    kinds: Sequence[str] = (),
     comment: str | None = None,
 ) -> str:
     """Draws one or several schedules or timelines.
@@ -68,8 +76,10 @@ def to_svg(
     Args:
         drawn: a schedule (drawn as it runs where each rank's share of the model takes F = I = W = 1), a timeline,
             or several.
-        titles: one a timeline; by default the schedules' names.
+        titles: one for each timeline; by default the schedules' names.
         width: of the picture, in pixels; its height follows.
+        kinds: of ops that have colours, in order, by default those drawn. Pictures in one page share their styles,
+            so each of them is given the kinds of all.
         comment: put into the file's first line, like the command that made it.
 
     Raises:
@@ -79,20 +89,21 @@ def to_svg(
     num_rows = sum(p.timeline.num_ranks for p in shown)
     row = max(3.0, min(ROW, TALLEST / num_rows - ROW_GAP))
     length = max(p.timeline.makespan for p in shown) or 1.0
-    frame = _Frame(MARGIN + LABEL, width - MARGIN - BUSY, length, row)
-    kinds = kind_order(k for p in shown for k in p.kinds)
+    margin = MARGIN if width >= PHONE else PHONE_MARGIN
+    frame = _Frame(margin, margin + LABEL, width - margin - BUSY, length, row)
+    kinds = kind_order([*kinds, *(k for p in shown for k in p.kinds)])
     body: list[str] = []
     y = MARGIN - 4
     tops = []
     for panel in shown:
-        tops.append(y + HEAD)
-        y += HEAD + panel.timeline.num_ranks * frame.pitch + PANEL_GAP
+        tops.append(y + HEAD + FACTS * len(_facts(panel, width - 2 * margin)[1]))
+        y = tops[-1] + panel.timeline.num_ranks * frame.pitch + PANEL_GAP
     bottom = y - PANEL_GAP
     body += _axis(frame, bottom, shown[0].unit)
     for panel, top in zip(shown, tops, strict=True):
         body += _grid(frame, top, panel.timeline.num_ranks)
-        body += _panel(panel, frame, kinds, top)
-    legend, end = _legend(shown, width, bottom + AXIS + 14)
+        body += _panel(panel, frame, kinds, top, width - 2 * margin)
+    legend, end = _legend(shown, frame, width, bottom + AXIS + 14)
     body += legend
     height = round(end + 4)
     first = f"<!-- {comment.replace('--', '- -')} -->\n" if comment else ""
@@ -133,18 +144,36 @@ def _axis(frame: _Frame, bottom: float, unit: str) -> list[str]:
     """The times below the last panel."""
     base = _n(bottom + 16)
     label = "time, ms" if unit else "time"
-    out = [f'<text class="soft right" x="{_n(frame.left - 16)}" y="{base}">{label}</text>']
+    end = frame.left - (16 if frame.margin == MARGIN else 8)
+    out = [f'<text class="soft right" x="{_n(end)}" y="{base}">{label}</text>']
     for time in _marks(frame):
         out.append(f'<text class="soft mid" x="{_n(frame.x(time))}" y="{base}">{short(time)}</text>')
     return out
 
 
-def _panel(panel: Panel, frame: _Frame, kinds: Sequence[str], top: float) -> list[str]:
+def _facts(panel: Panel, room: float) -> tuple[str, list[str]]:
+    """What is said of a panel: beside its title, and below it where that is too wide."""
+    beside = "  ·  ".join(panel.facts())
+    if 1.1 * text_width(panel.title, 16) + 12 + text_width(beside) <= room:
+        return beside, []
+    lines = [""]
+    for fact in panel.facts():
+        more = f"{lines[-1]}  ·  {fact}" if lines[-1] else fact
+        if text_width(more) <= room:
+            lines[-1] = more
+        else:
+            lines.append(fact)
+    return "", [line for line in lines if line]
+
+
+def _panel(panel: Panel, frame: _Frame, kinds: Sequence[str], top: float, room: float) -> list[str]:
     end = frame.x(panel.timeline.makespan)
-    out = [
-        f'<text class="title" x="{_n(MARGIN)}" y="{_n(top - 11)}">{escape(panel.title)}'
-        f'<tspan class="fact" dx="12">{escape("  ·  ".join(panel.facts()))}</tspan></text>'
-    ]
+    beside, below = _facts(panel, room)
+    title = escape(panel.title) + (f'<tspan class="fact" dx="12">{escape(beside)}</tspan>' if beside else "")
+    out = [f'<text class="title" x="{_n(frame.margin)}" y="{_n(top - 11 - FACTS * len(below))}">{title}</text>']
+    for number, line in enumerate(below):
+        y = top - 9 - FACTS * (len(below) - 1 - number)
+        out.append(f'<text class="fact text" x="{_n(frame.margin)}" y="{_n(y)}">{escape(line)}</text>')
     for rank, row in enumerate(panel.rows):
         y = top + rank * frame.pitch
         out.append(
@@ -179,22 +208,25 @@ def _row(panel: Panel, frame: _Frame, kinds: Sequence[str], row: Sequence[TimedO
     """Bars, then numbers: bars of a row share their height, so it stands once, on their group."""
     bars, numbers = [], []
     top, height, base = _n(y), _n(frame.row), _n(y + frame.row / 2 + 4)
-    for timed in row:
+    for timed, after in zip_longest(row, row[1:]):
         left, right = frame.x(timed.start - panel.origin), frame.x(timed.end - panel.origin)
-        gap = 1.0 if right - left > 6 else 0.3 if right - left > 1.5 else 0.0
+        gap = 1.0 if right - left > CROWDED else 0.0
+        if gap == 0 and after is not None and after.start <= timed.end:
+            # Reaches below the next bar, which is painted over it, so that nothing shines through between the two.
+            gap = -min(1.0, frame.x(after.end - panel.origin) - right)
         name = f"{kinds.index(timed.op.kind)}-{panel.chunk(timed.rank, timed.op)}-{panel.num_chunks}"
-        rounded = f' rx="{RADIUS}"' if right - left > 6 else ""
+        rounded = f' rx="{RADIUS}"' if right - left > CROWDED else ""
         least = LEAST_OF_UPDATES if timed.op.kind == UPDATE else LEAST
         bars.append(
             f'<rect class="k{name}" x="{_n(left)}" y="{top}" width="{_n(max(right - left - gap, least))}" '
             f'height="{height}"{rounded}><title>{escape(panel.sentence(timed))}</title></rect>'
         )
         text = panel.number(timed.op)
-        room = right - left - gap
+        room = right - left - max(gap, 0.0)
         if frame.row >= 13 and room >= SMALL_DIGIT * len(text) + 1:
             small = "" if room >= DIGIT * len(text) + 3 else " s"
             numbers.append(
-                f'<text class="t{name}{small}" x="{_n((left + right - gap) / 2)}" y="{base}">{text}</text>'
+                f'<text class="t{name}{small}" x="{_n((left + right - max(gap, 0.0)) / 2)}" y="{base}">{text}</text>'
             )
         if timed.blocked > 0:
             middle = _n(y + frame.row / 2)
@@ -203,30 +235,35 @@ def _row(panel: Panel, frame: _Frame, kinds: Sequence[str], row: Sequence[TimedO
     return ["<g>", *bars, "</g>", '<g class="n">', *numbers, "</g>"] if numbers else ["<g>", *bars, "</g>"]
 
 
-def _legend(shown: Sequence[Panel], width: int, y: float) -> tuple[list[str], float]:
-    """The key to colours and numbers, and the y of its end."""
+def _legend(shown: Sequence[Panel], frame: _Frame, width: int, y: float) -> tuple[list[str], float]:
+    """The key to colours and numbers, in as many rows as it needs, and the y of its end."""
     used: dict[str, set[str]] = {}
     for panel in shown:
         for timed in panel.timeline.ops:
             color = shade(timed.op.kind, panel.chunk(timed.rank, timed.op), panel.num_chunks)
             used.setdefault(timed.op.kind, set()).add(color)
-    out = []
-    x = MARGIN + LABEL
-    base = _n(y + 12)
-    for kind in kind_order(used):
-        for color in sorted(used[kind]):  # dark to light
-            out.append(f'<rect fill="{color}" x="{_n(x)}" y="{_n(y)}" width="14" height="14" rx="2"/>')
+    first, end = frame.margin + (LABEL if width >= PHONE else 0), width - frame.margin
+    out: list[str] = []
+    x = first
+
+    def entry(swatches: Sequence[str], label: str, room: float) -> None:
+        nonlocal x, y
+        if x > first and x + room > end:
+            x, y = first, y + 22
+        for swatch in swatches:
+            out.append(swatch.format(x=_n(x), y=_n(y), middle=_n(y + 7), right=_n(x + 14)))
             x += 15
+        out.append(f'<text class="text" x="{_n(x + 5)}" y="{_n(y + 12)}">{escape(label)}</text>')
+        x += room - 15 * len(swatches)
+
+    box = '<rect {look} x="{{x}}" y="{{y}}" width="14" height="14" rx="2"/>'
+    for kind in kind_order(used):
         label = f"{kind} {kind_name(kind)}" if kind_name(kind) != kind else kind
-        out.append(f'<text class="text" x="{_n(x + 5)}" y="{base}">{escape(label)}</text>')
-        x += 5 + 5.9 * len(label) + 20
-    out.append(f'<rect class="lane" x="{_n(x)}" y="{_n(y)}" width="14" height="14" rx="2"/>')
-    out.append(f'<text class="text" x="{_n(x + 20)}" y="{base}">idle</text>')
-    x += 60
+        colors = [box.format(look=f'fill="{color}"') for color in sorted(used[kind])]  # dark to light
+        entry(colors, label, 15 * len(colors) + 5 + 5.9 * len(label) + 20)
+    entry([box.format(look='class="lane"')], "idle", 60)
     if any(t.blocked > 0 for panel in shown for t in panel.timeline.ops):
-        out.append(f'<line class="blocked" x1="{_n(x)}" y1="{_n(y + 7)}" x2="{_n(x + 14)}" y2="{_n(y + 7)}"/>')
-        out.append(f'<text class="text" x="{_n(x + 20)}" y="{base}">link full</text>')
-        x += 88
+        entry(['<line class="blocked" x1="{x}" y1="{middle}" x2="{right}" y2="{middle}"/>'], "link full", 88)
     notes = ["number: microbatch", "right: busy"]
     if any(panel.schedule.updates is not None for panel in shown):
         notes[0] += " (of U the update, ' on a copy)"
@@ -235,10 +272,12 @@ def _legend(shown: Sequence[Panel], width: int, y: float) -> tuple[list[str], fl
     if any(len(colors) > 1 for colors in used.values()):
         notes.insert(1, "lighter: later stage of the rank")
     note = ", ".join(notes)
-    if x + 5.8 * len(note) > width - MARGIN:
-        x, y = MARGIN + LABEL, y + 22
-    out.append(f'<text class="soft" x="{_n(x)}" y="{_n(y + 12)}">{note}</text>')
-    return out, y + LEGEND
+    if x + 5.8 * len(note) > end:
+        x, y = first, y + 22
+    lines = wrapped(note, end - x)
+    for number, line in enumerate(lines):
+        out.append(f'<text class="soft" x="{_n(x)}" y="{_n(y + 12 + 16 * number)}">{line}</text>')
+    return out, y + LEGEND + 16 * (len(lines) - 1)
 
 
 def _n(value: float) -> str:

@@ -14,12 +14,13 @@ from penstock.draw.charts.heat import MOST_COLUMNS, heat_map
 from penstock.draw.charts.lines import line_chart
 from penstock.draw.charts.parts import Bars, Level, Line, Mark
 from penstock.draw.charts.stacked import stacked_chart
+from penstock.draw.report_page import timelines
 from penstock.draw.scale import percent, short
-from penstock.draw.svg import to_svg
-from penstock.report.run_story import RunStory
+from penstock.report.run_story import RunMemory, RunStory
 from penstock.report.words import way_name
 
-WIDTH, LEFT, RIGHT = 1120, 84.0, 930.0
+LEFT, RIGHT, NARROW_LEFT, NARROW_RIGHT = 84.0, 930.0, 58.0, 344.0
+"""Pixels between which charts over iterations lie, so that one stands above the other."""
 MOST_OPS = 8000
 """Ops of timelines that a page holds; more would make it slow."""
 
@@ -29,7 +30,12 @@ def ends(story: RunStory) -> tuple[float, float]:
     return story.iterations[0].number - 0.5, story.iterations[-1].number + 0.5
 
 
-def iteration_times(story: RunStory) -> Figure:
+def sides(width: int) -> tuple[float, float]:
+    """Where charts over iterations begin and end, in pixels."""
+    return (LEFT, RIGHT) if width > RIGHT else (NARROW_LEFT, NARROW_RIGHT)
+
+
+def iteration_times(story: RunStory, width: int) -> Figure:
     """Measured, simulated, had the first configuration been kept, and undisturbed, over iterations."""
     low, high = ends(story)
     numbers = [each.number for each in story.iterations]
@@ -50,10 +56,10 @@ def iteration_times(story: RunStory) -> Figure:
         y=Axis("ms an iteration", low=None if max(values) > 1.4 * story.undisturbed else 0.8 * min(values)),
         marks=marks(story),
         levels=[Level(story.undisturbed, f"undisturbed {short(story.undisturbed)}")],
-        left=LEFT,
-        right=RIGHT,
-        width=WIDTH,
-        height=400,
+        left=sides(width)[0],
+        right=sides(width)[1],
+        width=width,
+        height=400 if width > RIGHT else 330,
         label="Iteration time in milliseconds over iterations: measured, simulated, and with the first configuration",
     )
 
@@ -82,10 +88,8 @@ def marks(story: RunStory) -> list[Mark]:
     return found
 
 
-def link_heat(story: RunStory) -> Figure | None:
-    """The median transfer time of every direction by iteration; None where nothing was measured."""
-    if not story.links:
-        return None
+def link_heat(story: RunStory, width: int) -> Figure:
+    """The median transfer time of every direction by iteration."""
     low, high = ends(story)
     count = story.iterations[-1].number - story.iterations[0].number + 1
     per_column = max(1, math.ceil(count / MOST_COLUMNS))
@@ -107,34 +111,30 @@ def link_heat(story: RunStory) -> Figure | None:
         unit="ms a message",
         x=Axis("iteration", low=low, high=high),
         marks=marks(story),
-        left=LEFT,
-        right=RIGHT,
-        width=WIDTH,
+        left=sides(width)[0],
+        right=sides(width)[1],
+        width=width,
         label="Median transfer time of each direction of each link, by iteration",
     )
 
 
-def memory(story: RunStory) -> Figure | None:
+def memory(held: RunMemory, width: int) -> Figure:
     """The most each rank held, against its cap."""
-    if story.memory is None:
-        return None
-    peaks, caps = story.memory.peaks, story.memory.caps
+    peaks, caps = held.peaks, held.caps
     return bar_chart(
         [f"rank {rank}" for rank in range(len(peaks))],
         [Bars("most held", peaks, paper=caps)],
-        y=Axis(story.memory.unit),
+        y=Axis(held.unit),
         paper="cap",
-        width=WIDTH if len(peaks) > 8 else 760,
+        width=width if len(peaks) > 8 else min(width, 760),
         height=280,
         label="Peak memory of each rank against its cap",
     )
 
 
-def where_time_goes(story: RunStory) -> Figure | None:
+def where_time_goes(story: RunStory, width: int) -> Figure:
     """Busy, waiting for messages, behind a full link, warm-up and drain: of each configuration that ran."""
     rows = [(each, each.shares) for each in story.ran if each.shares is not None]
-    if not rows:
-        return None
     names = [f"{_number(each.decision)} {each.what}, iteration {each.at}" for each, _ in rows]
     return stacked_chart(
         names,
@@ -146,7 +146,7 @@ def where_time_goes(story: RunStory) -> Figure | None:
         ],
         x=Axis("share of the time of all ranks", low=0.0, high=1.0, show=percent),
         show=percent,
-        width=WIDTH,
+        width=width,
         label="Where the time of all ranks goes, by configuration",
     )
 
@@ -159,5 +159,4 @@ def before_and_after(story: RunStory) -> str | None:
     """The timelines to show, on one time axis; None where there are none, or too many ops."""
     if not story.shown or sum(len(each.timeline.ops) for each in story.shown) > MOST_OPS:
         return None
-    drawn = to_svg([each.timeline for each in story.shown], titles=[each.title for each in story.shown], width=WIDTH)
-    return drawn.replace("<svg ", '<svg style="width:100%;height:auto" ', 1)
+    return timelines([each.timeline for each in story.shown], [each.title for each in story.shown])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 
 from penstock.draw.charts.figure import Figure
-from penstock.draw.report_page import PageNumber, inline, section, table, whole_page
+from penstock.draw.report_page import NARROW, WIDTH, PageNumber, both, inline, section, table, whole_page
 from penstock.draw.scale import percent, short
 from penstock.report import figures
 from penstock.report.run_story import Decided, RunStory
@@ -62,42 +62,47 @@ def _sections(story: RunStory) -> list[str]:
     found = [
         section(
             "Iteration time",
-            _hover(figures.iteration_times(story), story),
+            _hover(lambda width: figures.iteration_times(story, width), story),
             f"Iterations count from 0. Undisturbed: {story.undisturbed_from}. First configuration kept: measured "
             "where it ran, else simulated under links and op times as measured in each iteration. Purple: a "
             "decision, where it began to run.",
         )
     ]
-    heat = figures.link_heat(story)
-    if heat is not None:
-        found.append(section("Links", _hover(heat, story) + _spells(story)))
+    if story.links:
+        found.append(section("Links", _hover(lambda width: figures.link_heat(story, width), story) + _spells(story)))
     said = _decisions(story.decisions, story) + "".join(f"<p>{escape(each)}.</p>" for each in story.unanswered)
     found.append(section("Decisions", said, f"{escape(alarms(story))}. {_MEASURED}"))
     if story.faults or story.counters:
         found.append(section("Faults", _faults(story)))
     timelines = figures.before_and_after(story)
     if timelines is not None:
-        found.append(section("Before and after", f"<figure>{timelines}</figure>", _source(story)))
-    where = figures.where_time_goes(story)
-    if where is not None:
+        found.append(section("Before and after", timelines, _source(story)))
+    if any(each.shares is not None for each in story.ran):
         note = "One iteration of each configuration, simulated under links and op times as measured in it."
-        found.append(section("Where the time goes", inline(where), note))
+        found.append(
+            section("Where the time goes", inline(lambda width: figures.where_time_goes(story, width)), note)
+        )
     found.append(section("Simulated and measured", _compared(story)))
-    memory = figures.memory(story)
-    if memory is not None and story.memory is not None:
-        found.append(section("Memory", inline(memory), f"Most held by each rank at any time, {story.memory.source}."))
+    if (memory := story.memory) is not None:
+        drawn = inline(lambda width: figures.memory(memory, width))
+        found.append(section("Memory", drawn, f"Most held by each rank at any time, {memory.source}."))
     found.append(_rows(story))
     return found
 
 
-def _hover(figure: Figure, story: RunStory) -> str:
+def _hover(draw: Callable[[int], Figure], story: RunStory) -> str:
     """A figure over iterations, with what the script needs to know of its axis."""
-    low, high = figures.ends(story)
-    top, bottom = figure.plot or (0.0, figure.height)
-    numbers = {"left": figures.LEFT, "right": figures.RIGHT, "low": low, "high": high, "top": top, "bottom": bottom}
-    place = " ".join(f'data-{name}="{value:.10g}"' for name, value in numbers.items())
-    said = escape(f"{figure.label}. The arrow keys tell each iteration.")
-    return f'<figure class="r-hover" tabindex="0" role="group" aria-label="{said}" {place}>{figure.inline()}</figure>'
+    drawn = {width: draw(width) for width in (WIDTH, NARROW)}
+
+    def place(width: int) -> str:
+        figure, (left, right), (low, high) = drawn[width], figures.sides(width), figures.ends(story)
+        top, bottom = figure.plot or (0.0, figure.height)
+        numbers = {"left": left, "right": right, "low": low, "high": high, "top": top, "bottom": bottom}
+        said = escape(f"{figure.label}. The arrow keys go from iteration to iteration.")
+        at = " ".join(f'data-{name}="{value:.10g}"' for name, value in numbers.items())
+        return f' data-hover tabindex="0" role="group" aria-label="{said}" {at}'
+
+    return both(lambda width: drawn[width].inline(), place)
 
 
 def _source(story: RunStory) -> str:

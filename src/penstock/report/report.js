@@ -4,7 +4,7 @@
   const story = JSON.parse(document.getElementById("data").textContent);
   const { number, ms, simulated, kept, baseline, decision, delays } = story.iterations;
   const tip = document.getElementById("r-tip");
-  const figures = [...document.querySelectorAll(".r-hover")].map((figure) => {
+  const figures = [...document.querySelectorAll("[data-hover]")].map((figure) => {
     const svg = figure.querySelector("svg");
     const place = (name) => Number(figure.dataset[name]);
     const guide = svg.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "line"));

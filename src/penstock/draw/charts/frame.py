@@ -19,6 +19,8 @@ from typing import Literal
 from penstock.draw.charts.figure import num, text, text_width, wrapped
 
 PAD = 16.0
+PHONE = 480
+"""Charts narrower than this (pixels) name their series above, as there is no room beside them."""
 SHAPES = ("circle", "square", "up", "diamond", "down", "cross")
 
 

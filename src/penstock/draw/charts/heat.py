@@ -76,8 +76,9 @@ def heat_map(
         )
     out += level_axis(across, bottom + 2)
     below = bottom + (54 if x is not None and x.label else 28)
-    out += _key(bounds, unit, show, left, below)
-    return Figure(tuple(out), width, below + 34, label or f"{title}. {note}", comment, (top, bottom))
+    key, end = _key(bounds, unit, show, left, width - PAD, below)
+    out += key
+    return Figure(tuple(out), width, end, label or f"{title}. {note}", comment, (top, bottom))
 
 
 def steps_for(values: Sequence[float]) -> tuple[float, ...]:
@@ -111,15 +112,20 @@ def _cells(
     return [f'<path class="pc-h{step}" d="{path}"/>' for step, path in sorted(paths.items())]
 
 
-def _key(bounds: Sequence[float], unit: str, show: Callable[[float], str], left: float, y: float) -> list[str]:
-    """The steps side by side, with the values at which they change."""
+def _key(
+    bounds: Sequence[float], unit: str, show: Callable[[float], str], left: float, right: float, y: float
+) -> tuple[list[str], float]:
+    """The steps side by side, with the values at which they change and their unit; and the y below them."""
     out = []
-    wide = 46.0
+    wide = min(46.0, (right - left) / (len(bounds) + 1))
     for number in range(len(bounds) + 1):
-        place = f'x="{num(left + number * wide)}" y="{num(y)}" width="{wide - 2:g}" height="11"'
+        place = f'x="{num(left + number * wide)}" y="{num(y)}" width="{num(wide - 2)}" height="11"'
         out.append(f'<rect class="pc-h{number}" {place} rx="2"/>')
     for number, bound in enumerate(bounds):
         out.append(text(left + (number + 1) * wide - 1, y + 25, show(bound), "soft", "mid", "small"))
+    end = left + (len(bounds) + 1) * wide
+    if unit and end + 8 + text_width(unit, 11) > right:
+        return [*out, text(left, y + 41, unit, "soft", "small")], y + 50
     if unit:
-        out.append(text(left + (len(bounds) + 1) * wide + 8, y + 10, unit, "soft", "small"))
-    return out
+        out.append(text(end + 8, y + 10, unit, "soft", "small"))
+    return out, y + 34

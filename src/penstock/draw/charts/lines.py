@@ -10,7 +10,7 @@ from itertools import pairwise
 from penstock.cost import CostError
 from penstock.draw.charts.axis import Axis, Scale, laid, level_axis, upright
 from penstock.draw.charts.figure import Figure, num, spread_out, text, text_width
-from penstock.draw.charts.frame import PAD, LegendEntry, head, shape
+from penstock.draw.charts.frame import PAD, PHONE, LegendEntry, head, shape
 from penstock.draw.charts.hues import hue_of
 from penstock.draw.charts.parts import Band, Level, Line, Mark, Points
 
@@ -37,8 +37,8 @@ def line_chart(
 ) -> Figure:
     """Draws lines, points and bands over a level axis.
 
-    Lines are named at their right end (one named "" is not); points and bands, and lines that end before the others,
-    in a legend.
+    Lines are named at their right end (one named "" is not). Points and bands, lines that end before the others, and
+    all of a chart as narrow as a phone, are named in a legend.
 
     Args:
         parts: in the order in which they are drawn and take their hues.
@@ -59,9 +59,15 @@ def line_chart(
     xs = [value for part in parts for value in part.x]
     near = max(xs, default=0.0) - 0.05 * (max(xs, default=0.0) - min(xs, default=0.0))
     direct = [place for place, part in enumerate(parts) if isinstance(part, Line) and _reaches(part, near)]
-    legend = [_entry(part, hues[place], place) for place, part in enumerate(parts) if place not in direct]
+    beside: Sequence[Level] = levels
+    if width < PHONE:
+        direct, beside = [], []
+    legend = [
+        _entry(part, hues[place], place) for place, part in enumerate(parts) if place not in direct and part.name
+    ]
+    legend += [LegendEntry(level.text, "grey", "level") for level in levels if level not in beside]
     above, top = head(title, note, legend, width)
-    labels = [parts[place].name for place in direct if parts[place].name] + [level.text for level in levels]
+    labels = [parts[place].name for place in direct if parts[place].name] + [level.text for level in beside]
     if right is None:
         right = width - PAD - min(0.34 * width, 1.07 * max(map(text_width, labels), default=0.0) + 10)
     top += 12 + 16 * bool(y.label) + 18 * bool(marks)
@@ -77,7 +83,7 @@ def line_chart(
     for place, part in enumerate(parts):
         out += _drawn(part, hues[place], place, across, rise)
     out += _marks(marks, across, top, bottom)
-    out += _names(parts, direct, hues, levels, rise, right, top, bottom)
+    out += _names(parts, direct, hues, beside, rise, right, top, bottom)
     said = label or ". ".join(each for each in (title, note, "; ".join(part.name for part in parts)) if each)
     return Figure(tuple(out), width, height, said, comment, (top, bottom))
 

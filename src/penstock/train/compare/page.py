@@ -1,34 +1,176 @@
-"""A comparison as a page: the table, and the loss by update and by time. It loads nothing."""
+"""A comparison as one self-contained HTML page: headline, table, throughput, memory, timelines and loss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from html import escape
 from itertools import accumulate
 from pathlib import Path
 
-from penstock.draw.chart import STYLE, Axis, Figure, Line, line_chart, save_chart
-from penstock.train.compare.result import Compared, Comparison
+from penstock.draw.chart import Axis, Bars, Figure, Line, bar_chart, line_chart, save_chart
+from penstock.draw.report_page import PageNumber, inline, section, table, timelines, whole_page
+from penstock.draw.scale import percent, short
+from penstock.train.compare.result import MIB, Compared, Comparison
 from penstock.train.folder import write_whole
 
 MOST_POINTS = 80
 """Points of a line; where there are more steps, neighbours are averaged."""
+MOST_OPS = 8000
+"""Ops that a page draws; more would make it slow."""
+CHART = 760
+"""Pixels of a chart that is a file of its own."""
+COLUMNS = (
+    "Speed: how many times as fast as the first schedule. Busy: share of all ranks' time in which they run ops or "
+    "update. Memory and activations: of the rank that holds most. Mismatch: most updates between a microbatch's "
+    "forward and its backward. Versions: most copies of its weights that a stage keeps."
+)
+LEARNED = (
+    " Weights: bytes of weights, versions, gradients and optimizer state on the rank that has most, counted while it "
+    "trained. Train loss: mean of the last tenth of the steps. Validation: loss on the validation data at the end."
+)
 
-CSS = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#16202c;background:#fff}
-table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:14px;margin:1rem 0}
-td,th{padding:.3rem .6rem;text-align:right;border-bottom:1px solid #dfe4ea}
-td:first-child,th:first-child{text-align:left;white-space:nowrap}
-p{color:#5f6a78;margin:.2rem 0}
-@media(prefers-color-scheme:dark){body{color:#eef2f7;background:#0f151d}td,th{border-color:#28313c}p{color:#9aa6b4}}
-"""
+
+def to_page(found: Comparison) -> str:
+    """The page. It loads nothing, and shows the same on a screen and on a phone, light and dark."""
+    return whole_page(
+        title=f"{', '.join(row.name for row in found.rows)}: compared",
+        name=" · ".join(row.name for row in found.rows),
+        headline=headline(found),
+        more=[f"{line[0].upper()}{line[1:]}." for line in [*found.words(), *found.notices]],
+        numbers=_numbers(found),
+        facts=_facts(found),
+        sections=_sections(found),
+        data=found.to_json(),
+    )
 
 
-def charts(found: Comparison) -> list[tuple[str, Figure]]:
-    """(name, chart) of the loss by update and by simulated time; none where nothing was trained."""
+def write_page(found: Comparison, folder: Path) -> dict[str, str]:
+    """Writes compare.html, and the charts of the loss as SVG; returns where they lie."""
+    drawn = loss_charts(found, CHART)
+    for name, chart in drawn.items():
+        save_chart(chart, folder / f"{name}.svg")
+    write_whole(folder / "compare.html", to_page(found))
+    return {"page": str(folder / "compare.html")} | {name: str(folder / f"{name}.svg") for name in drawn}
+
+
+def headline(found: Comparison) -> str:
+    """Which is fastest, and what that costs in loss, in one sentence."""
+    first = found.rows[0]
+    if len(found.rows) == 1:
+        return f"{first.name} runs {found.throughput(first)}."
+    best = max(found.rows, key=found.speedup)
+    if best is first or found.speedup(best) < 1.005:
+        said = f"None is faster than {first.name}, which runs {found.throughput(first)}"
+        return f"{said}."
+    said = f"{best.name} is {found.speedup(best):.2f} times as fast as {first.name}"
+    if best.trained is None or first.trained is None:
+        return f"{said}: {found.throughput(best)} against {found.throughput(first)}."
+    change = best.trained.loss / first.trained.loss - 1
+    if abs(change) < 0.0005:
+        return f"{said}, and its validation loss is the same."
+    return f"{said}, and its validation loss is {percent(abs(change))} {'higher' if change > 0 else 'lower'}."
+
+
+def _numbers(found: Comparison) -> list[PageNumber]:
+    best = max(found.rows, key=found.speedup)
+    least = min(found.rows, key=found.held)
+    numbers = [
+        PageNumber(found.throughput(best), f"most: {best.name}", "saved"),
+        PageNumber(f"{found.speedup(best):.2f}x", f"as fast as {found.rows[0].name}: {best.name}"),
+        PageNumber(f"{short(found.held(least))} {found.held_unit}", f"least on the fullest rank: {least.name}"),
+    ]
+    learned = [(row.trained.loss, row.name) for row in found.rows if row.trained is not None]
+    if learned:
+        low = min(learned)[0]
+        names = ", ".join(name for loss, name in learned if f"{loss:.3f}" == f"{low:.3f}")
+        numbers.append(PageNumber(f"{low:.3f}", f"lowest validation loss: {names}"))
+    return numbers
+
+
+def _facts(found: Comparison) -> list[tuple[str, str]]:
+    return [
+        ("ranks", str(found.ranks)),
+        ("microbatches per step", str(found.microbatches)),
+        ("batch", str(found.batch)),
+        ("steps trained", str(found.steps)),
+        ("costs", found.costs),
+    ]
+
+
+def _sections(found: Comparison) -> list[str]:
+    note = COLUMNS + (LEARNED if found.steps else "")
+    parts = [section("Side by side", table(found.head(), map(found.cells, found.rows), (0,), "Side by side"), note)]
+    simulated = "Simulated, each rank a device of its own and links without delays."
+    parts.append(section("Throughput", inline(lambda width: _throughput(found, width)), simulated))
+    parts.append(section("Memory", inline(lambda width: _memory(found, width)), f"Of the fullest rank. {simulated}"))
+    parts += _timelines(found)
+    charts = list(loss_charts(found, CHART))
+    if charts:
+        drawn = "".join(inline(partial(_loss_chart, found, name)) for name in charts)
+        note = (
+            "Training loss. By time: each schedule's updates stand where its simulated steps end, so a schedule with "
+            "shorter steps ends further left."
+        )
+        parts.append(section("Loss", drawn, note))
+    return parts
+
+
+def _throughput(found: Comparison, width: int) -> Figure:
+    return bar_chart(
+        [row.name for row in found.rows],
+        [Bars("throughput", [found.per_second(row) for row in found.rows], hue="blue")],
+        y=Axis(found.speed_unit),
+        show=short,
+        width=min(width, CHART),
+        height=300,
+        label=f"Throughput of each schedule in {found.speed_unit}",
+    )
+
+
+def _memory(found: Comparison, width: int) -> Figure:
+    held = [found.held(row) for row in found.rows]
+    part = [row.simulated.activations / MIB if found.in_bytes else None for row in found.rows]
+    series = [Bars("all that the fullest rank holds" if found.in_bytes else "activations", held, hue="blue")]
+    if found.in_bytes:
+        series.append(Bars("activations alone", part, hue="amber"))
+    return bar_chart(
+        [row.name for row in found.rows],
+        series,
+        y=Axis(found.held_unit),
+        width=min(width, CHART),
+        height=300,
+        label=f"Memory of the fullest rank in each schedule, in {found.held_unit}",
+    )
+
+
+def _timelines(found: Comparison) -> list[str]:
+    """A step of each on one time axis; what drains after several steps stands apart, on an axis of its own."""
+    if sum(len(row.simulated.timeline.ops) for row in found.rows) > MOST_OPS:
+        note = f"The timelines have more than {MOST_OPS:,} ops in all, which a page would be slow with."
+        return [section("Timelines", f"<p>{note} Draw one with penstock simulate --out.</p>")]
+    kinds = [timed.op.kind for row in found.rows for timed in row.simulated.timeline.ops]
+    parts = []
+    for drain in sorted({row.drain_every for row in found.rows}):
+        rows = [row for row in found.rows if row.drain_every == drain]
+        drawn = timelines([row.simulated.timeline for row in rows], [row.name for row in rows], kinds)
+        title = "One step" if drain == 1 else f"{drain} steps, after which the pipeline drains"
+        parts.append(section(title, drawn, _said_of_timelines(rows)))
+    return parts
+
+
+def _said_of_timelines(rows: Iterable[Compared]) -> str:
+    synchronous = [row.name for row in rows if row.simulated.timeline.schedule.updates is None]
+    if not synchronous:
+        return "Simulated over the same costs. The updates (U) are among the other ops."
+    return escape(f"Simulated over the same costs, on one time axis. {', '.join(synchronous)}: the update follows.")
+
+
+def loss_charts(found: Comparison, width: int) -> dict[str, Figure]:
+    """The charts of the loss by update and by simulated time; none where nothing was trained."""
     trained = [row for row in found.rows if row.trained is not None]
     if not trained:
-        return []
+        return {}
     by_update, by_time = [], []
     for row in trained:
         assert row.trained is not None
@@ -36,11 +178,15 @@ def charts(found: Comparison) -> list[tuple[str, Figure]]:
         by_update.append(_line(row, [float(count) for count in row.trained.updates]))
         by_time.append(_line(row, seconds))
     low = 0.95 * min(min(value for value in line.y if value is not None) for line in by_time)
-    y = Axis("training loss, nats a token", low=low)
-    return [
-        ("loss-by-update", line_chart(by_update, title="Loss by update", x=Axis("updates"), y=y)),
-        ("loss-by-time", line_chart(by_time, title="Loss by time", x=Axis("seconds, simulated"), y=y)),
-    ]
+    y, size = Axis("training loss, nats per token" if found.tokens else "training loss", low=low), min(width, CHART)
+    return {
+        "loss-by-update": line_chart(by_update, title="Loss by update", x=Axis("updates"), y=y, width=size),
+        "loss-by-time": line_chart(by_time, title="Loss by time", x=Axis("seconds, simulated"), y=y, width=size),
+    }
+
+
+def _loss_chart(found: Comparison, name: str, width: int) -> Figure:
+    return loss_charts(found, width)[name]
 
 
 def _line(row: Compared, x: Sequence[float]) -> Line:
@@ -50,26 +196,3 @@ def _line(row: Compared, x: Sequence[float]) -> Line:
     parts = [losses[start : start + size] for start in range(0, len(losses), size)]
     ends = [x[min(start + size, len(x)) - 1] for start in range(0, len(x), size)]
     return Line(row.name, ends, [sum(part) / len(part) for part in parts])
-
-
-def write_page(found: Comparison, folder: Path) -> dict[str, str]:
-    """Writes compare.html, and each chart as SVG; returns where they lie."""
-    drawn = charts(found)
-    for name, chart in drawn:
-        save_chart(chart, folder / f"{name}.svg")
-    head = "".join(f"<th>{escape(name)}</th>" for name in found.head())
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in found.cells(row)) + "</tr>" for row in found.rows
-    )
-    told = "".join(f"<p>{escape(line)}</p>" for line in [*found.words(), *found.notices])
-    title = ", ".join(row.name for row in found.rows)
-    page = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{CSS}{STYLE}</style></head><body><h1>{escape(title)}</h1>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{told}"
-        + "".join(f"<figure>{chart.inline()}</figure>" for _, chart in drawn)
-        + "</body></html>\n"
-    )
-    write_whole(folder / "compare.html", page)
-    return {"page": str(folder / "compare.html")} | {name: str(folder / f"{name}.svg") for name, _ in drawn}

@@ -1,4 +1,4 @@
-"""What a comparison came to: a row a schedule, beside the first one's."""
+"""What a comparison came to: a row for each schedule, beside the first one's."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ class Comparison:
     """All of them, the first being what the others are measured by.
 
     Attributes:
-        costs: in words, where they come from. tokens: of a microbatch, where the costs are of the model trained.
-        steps: trained; 0 for none.
+        costs: where they come from, in words.
+        steps: that each trained; 0 for none.
+        tokens: of a microbatch, where the costs are those of a model on text.
+        notices: how the runs differ besides the schedule.
     """
 
     rows: Sequence[Compared]
@@ -48,6 +50,34 @@ class Comparison:
         """How many times as fast as the first."""
         first = self.rows[0].simulated.microbatches_per_second
         return row.simulated.microbatches_per_second / first if first else 1.0
+
+    @property
+    def speed_unit(self) -> str:
+        """What a throughput is in."""
+        return "microbatches/s" if self.tokens is None else "tokens/s"
+
+    def per_second(self, row: Compared) -> float:
+        """A row's throughput, in `speed_unit`."""
+        return row.simulated.microbatches_per_second * (self.tokens or 1.0)
+
+    def throughput(self, row: Compared) -> str:
+        """A row's throughput with its unit."""
+        return f"{_throughput(self.per_second(row))} {self.speed_unit}"
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether the costs say what weights take, so that all memory is known."""
+        return self.rows[0].simulated.memory is not None
+
+    @property
+    def held_unit(self) -> str:
+        """What `held` is in."""
+        return "MiB" if self.in_bytes else "activations"
+
+    def held(self, row: Compared) -> float:
+        """What the fullest rank holds, in `held_unit`."""
+        memory = row.simulated.memory
+        return row.simulated.activations if memory is None else memory / MIB
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -80,19 +110,17 @@ class Comparison:
 
     def head(self) -> list[str]:
         """The columns' names."""
-        speed = "microbatches/s" if self.tokens is None else "tokens/s"
-        held = "memory MiB" if self.rows[0].simulated.memory is not None else "activations"
+        held = "memory MiB" if self.in_bytes else "activations"
         learned = ["weights MiB", "updates", "train loss", "validation", "to first"] if self.steps else []
-        return ["schedule", speed, "speed", "busy", held, "mismatch", "versions", *learned]
+        return ["schedule", self.speed_unit, "speed", "busy", held, "mismatch", "versions", *learned]
 
     def cells(self, row: Compared) -> list[str]:
         """A row's cells, as text."""
         found = row.simulated
-        speed = found.microbatches_per_second * (self.tokens or 1.0)
-        held = f"{found.activations:.4g}" if found.memory is None else f"{found.memory / MIB:,.1f}"
+        held = f"{found.activations:.4g}" if found.memory is None else f"{self.held(row):,.1f}"
         cells = [
             row.name,
-            f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}",
+            _throughput(self.per_second(row)),
             f"{self.speedup(row):.2f}x",
             f"{found.busy:.1%}",
             held,
@@ -112,14 +140,19 @@ class Comparison:
         ]
 
     def words(self) -> list[str]:
-        """What the figures mean."""
-        trained = f"; trained {self.steps} steps on the same batches" if self.steps else "; nothing was trained"
+        """What the figures mean, a sentence each, without capital and full stop."""
+        trained = f"each trained {self.steps} steps on the same batches" if self.steps else "nothing was trained"
         lines = [
-            f"{self.ranks} ranks, {self.microbatches} microbatches a step, batches of {self.batch}{trained}",
-            f"speed, busy and memory by simulation over {self.costs}, a device per rank, without delays on links",
+            f"{self.ranks} ranks run {self.microbatches} microbatches per step, in batches of {self.batch}; "
+            f"{trained}",
+            f"speed, busy and memory are simulated over {self.costs}, with a device per rank and no delays on links",
         ]
         drained = {row.drain_every for row in self.rows if row.drain_every > 1}
         if drained:
             each = " or ".join(map(str, sorted(drained)))
-            lines.append(f"the asynchronous ones drain every {each} steps, which is counted")
+            lines.append(f"asynchronous schedules drain every {each} steps, and the time that takes is counted")
         return lines
+
+
+def _throughput(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

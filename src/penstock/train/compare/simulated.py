@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from penstock.cost import Costs
 from penstock.schedule import Schedule, count_versions
 from penstock.schedule.op import UPDATE
 from penstock.schedule.updates import OWNER
-from penstock.simulation import simulate
+from penstock.simulation import Timeline, simulate
 from penstock.simulation.memory_footprint import footprint
 from penstock.train.bounds import proved_mismatch
 from penstock.train.settings import Settings
@@ -30,6 +30,7 @@ class Simulated:
     activations: of them, or, without, in the units of the costs: most that a rank holds.
     mismatch: most updates between a microbatch's forward and its backward; 0 for a synchronous schedule.
     versions: most versions of its weights that a copy of a stage holds.
+    timeline: of the pass, without the update that follows a synchronous schedule. It is not in the JSON.
     """
 
     milliseconds: float
@@ -39,9 +40,11 @@ class Simulated:
     activations: float
     mismatch: int
     versions: int
+    timeline: Timeline
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """All but the timeline."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "timeline"}
 
 
 def simulated(settings: Settings, schedule: Schedule, costs: Costs) -> Simulated:
@@ -65,4 +68,5 @@ def simulated(settings: Settings, schedule: Schedule, costs: Costs) -> Simulated
         activations=max(timeline.peak_activations),
         mismatch=proved_mismatch(schedule),
         versions=max(count_versions(schedule).values(), default=1),
+        timeline=timeline,
     )

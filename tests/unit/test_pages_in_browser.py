@@ -1,0 +1,99 @@
+"""Pages in a browser: on a screen and on a phone, light and dark, nothing is cropped and nothing fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from penstock.analyze import analyze_trace
+from penstock.analyze.analysis_page import to_page as analysis_page
+from penstock.draw import to_html
+from penstock.formats.traces import read_trace
+from penstock.report import to_page as report_page
+from penstock.train.compare.page import to_page as compare_page
+from penstock.train.compare.result import Compared, Comparison
+from penstock.train.compare.simulated import Simulated
+from penstock.train.compare.trained import Trained
+from report_cases import story_of
+from trace_samples import study_sample
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
+
+CROPPED = """() => {
+  const shown = (each) => each.getClientRects().length > 0;
+  const name = (each) =>
+    `${each.tagName} ${each.className.baseVal ?? each.className}: ${each.textContent.slice(0, 60)}`;
+  const wide = [...document.querySelectorAll("body *")].filter((each) => shown(each) && !each.closest("svg")
+    && each.tagName !== "CANVAS" && each.scrollWidth > each.clientWidth + 1 && each.clientWidth);
+  const texts = [...document.querySelectorAll("svg text")].filter(shown).filter((each) => {
+    const box = each.getBoundingClientRect(), svg = each.closest("svg").getBoundingClientRect();
+    return box.left < svg.left - 1 || box.right > svg.right + 1
+      || box.bottom > svg.bottom + 1 || box.top < svg.top - 1;
+  });
+  return [...wide, ...texts].map(name);
+}"""
+
+
+def compared() -> Comparison:
+    """Two synchronous schedules and two that drain after four steps, with losses."""
+    rows = []
+    for place, (name, options, drain) in enumerate([("1f1b", {}, 1), ("zb-v", {}, 1), ("amdp", {"window": 4}, 4)]):
+        schedule = ps.build(name, 4, 4 * drain, **options)
+        timeline = ps.simulate(schedule, ps.Costs.uniform(schedule.num_stages))
+        simulated = Simulated(9.5 + place, 800 + 99.0 * place, 0.8, 4e6, 2.5e6, place // 2, 1, timeline)
+        losses = [4 - 0.03 * step + 0.01 * place for step in range(30)]
+        learned = Trained(losses[-1], 3.2 + 0.02 * place, 30, place // 2, 3_000_000, losses, list(range(1, 31)), None)
+        rows.append(Compared(name, drain, simulated, learned))
+    return Comparison(rows, "the costs of nowhere", 30, 8, 4, 4, 64.0, ["their optimizers differ in nothing"])
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pages")
+    many = ps.simulate(ps.build("zb-h1", 32, 128), ps.Costs.uniform(32))
+    for name, text in {
+        "report": report_page(story_of()),
+        "analysis": analysis_page(
+            analyze_trace(read_trace([str(study_sample(num_steps=4).write(folder / "run.parquet"))]))
+        ),
+        "compare": compare_page(compared()),
+        "timelines": to_html([many, ps.simulate(ps.build("1f1b", 4, 8))], titles=["large", "a title of its own"]),
+    }.items():
+        (folder / f"{name}.html").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["report", "analysis", "compare", "timelines"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_cropped(browser: Any, pages: Path, name: str, scheme: str) -> None:
+    for width in (1400, 400):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page, errors = context.new_page(), []
+        page.on("console", lambda said, errors=errors: errors.append(said.text) if said.type == "error" else None)
+        page.on("pageerror", lambda error, errors=errors: errors.append(str(error)))
+        page.goto((pages / f"{name}.html").as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(CROPPED) == []
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(15, 21, 29)"
+        assert dark == (scheme == "dark")
+        assert errors == []
+        context.close()
+
+
+def test_bars_that_touch_leave_no_stripes(browser: Any, pages: Path) -> None:
+    """The 32 forwards of the first rank are one blue at every pixel, though each is three pixels and a bit wide."""
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    page = context.new_page()
+    page.goto((pages / "timelines.html").as_uri())
+    colors = page.evaluate("""() => {
+      const canvas = document.getElementById("chart");
+      const row = canvas.getContext("2d").getImageData(0, 68, canvas.width, 1);
+      const found = [];
+      for (let x = 75; x < 140; x++) found.push([...row.data.slice(4 * x, 4 * x + 3)]);
+      return found;
+    }""")
+    assert max(max(channel) - min(channel) for channel in zip(*colors, strict=True)) <= 3  # which rounding makes
+    context.close()
