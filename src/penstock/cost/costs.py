@@ -68,34 +68,42 @@ class Costs:
     Attributes:
         f, i, w: milliseconds of the forward, the input-gradient and the weight-gradient half.
         b: milliseconds of a full backward; i + w where not given.
-        activation: what one forward keeps, in activation units or bytes; 1 a stage where not given.
+        activation: what one forward keeps, in activation units or bytes; 1 per stage where not given.
         freed_by_input: share of the activation, 0 to 1, that I frees; W (or B) frees the rest.
-        kept_by_recompute: share of the activation that a forward keeps (its input) where an R runs it again; nothing
-            where it is not given, and then `ps.plan` does not think of running forwards again.
-        other: registered ops' costs by kind, or by (kind, stage): ms, or (ms, memory). Memory above 0 is held
-            from the op's start, below 0 it is freed at its end. Kinds that are not named cost nothing, but R, which
-            then takes as long as F.
-        message_bytes: what a stage's forward sends on, and so what its gradient weighs coming back; 0 a stage where
-            not given. It matters where a link has a bandwidth, and where messages are really sent.
-        update_bytes: what a stage's gradients weigh on their way to the owner of its optimizer state, and its
-            parameters coming back, where updates are ops of the schedule; 0 a stage where not given.
-        take_over: milliseconds of an update on a copy that does not own the stage, which only takes parameters over;
-            0 a stage where not given.
-        weight_bytes: of a stage's parameters as ops read them; not given where nobody asks for memory.
-        gradient_bytes: of a buffer of their gradients; `weight_bytes` where not given.
-        optimizer_bytes: of what only the optimizer keeps: moments, and parameters in full precision where ops read
-            shorter ones; 0 a stage where not given.
+        kept_by_recompute: share of the activation, 0 to 1, that a forward keeps (its input) where an R runs it again.
+            Where it is not given, `ps.plan` runs no forward again.
+        other: costs of other kinds of ops, by kind or by (kind, stage): ms, or (ms, memory). Memory above 0 is held
+            from the op's start, memory below 0 is freed at its end. A kind that is not named costs nothing, except R,
+            which then takes as long as F.
+        message_bytes: bytes that a stage's forward sends on, and that its gradient brings back; 0 per stage where not
+            given. They matter where a link has a bandwidth, and where messages are really sent.
+        update_bytes: bytes of a stage's gradients on their way to the owner of its optimizer state, and of its
+            parameters on their way back, where updates are ops of the schedule; 0 per stage where not given.
+        take_over: milliseconds of an update on a copy that does not own the stage and only takes parameters over;
+            0 per stage where not given.
+        weight_bytes: bytes of a stage's parameters as ops read them. `ps.footprint` needs them.
+        gradient_bytes: bytes of a buffer of their gradients; `weight_bytes` where not given.
+        optimizer_bytes: bytes of what only the optimizer keeps: moments, and parameters in full precision where ops
+            read shorter ones; 0 per stage where not given.
         uneven: how much more or less than this the single microbatches cost: `Uneven`, or what it is made from. One
-            number per microbatch says how many times as long its ops take on every stage;
-            {"time": ..., "activation": ..., "message": ...} says more. Runs, simulated or emulated, take it, and so
-            do `ps.plan` and `ps.planning.order_microbatches`; other schedules are made as if all microbatches cost
-            alike.
+            number per microbatch says how many times as long its ops take on every stage.
+            {"time": ..., "activation": ..., "message": ...} says more. Simulated and emulated runs use it, and so do
+            `ps.plan` and `ps.planning.order_microbatches`. The library builds its schedules as if all microbatches
+            cost the same.
 
     The time of an update on its owner is that of kind "U" in `other`. Messages as ops (SEND_F and the like) take no
     time: `Links` says how late they arrive.
 
     Raises:
         CostError: a negative or non-finite number, lists of different lengths, or no stage.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs = ps.Costs(f=[10, 12], i=[10, 12], w=[8, 8], activation=[2e9, 2e9])
+        >>> costs.num_stages, costs.b
+        (2, (18.0, 20.0))
+        >>> ps.simulate(ps.build("1f1b", 2, 4), costs).makespan
+        156.0
     """
 
     f: Sequence[float]

@@ -50,10 +50,11 @@ class Links:
             different ranks.
 
     Examples:
-        >>> links = Links({(0, 1): 20.0}, default=1.0)
+        >>> import penstock as ps
+        >>> links = ps.Links({(0, 1): 20.0}, default=1.0)
         >>> links.delay(1, 0), links.delay(1, 2)
         (20.0, 1.0)
-        >>> links == Links.parse("0:1=latency:20ms", default=1.0)
+        >>> links == ps.Links.parse("0:1=latency:20ms", default=1.0)
         True
     """
 

@@ -55,14 +55,22 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """pp * dp coordinates and the node on each.
+    """Replicas of a pipeline side by side: pp * dp places, and the node on each.
 
     Attributes:
-        pp: ranks of a pipeline. dp: replicas. tp: processes a node.
-        nodes: of rank p in replica d at `p * dp + d`; in order where not given.
+        pp: ranks of a pipeline.
+        dp: replicas.
+        tp: processes on each node.
+        nodes: the node of rank p in replica d, at index `p * dp + d`; in order where not given.
 
     Raises:
         CostError: sizes below 1, or nodes that are not each of 0 to pp * dp - 1 once.
+
+    Examples:
+        >>> import penstock as ps
+        >>> mesh = ps.Mesh(pp=4, dp=2)
+        >>> mesh.num_nodes, mesh.nodes
+        (8, (0, 1, 2, 3, 4, 5, 6, 7))
     """
 
     pp: int

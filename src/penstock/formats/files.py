@@ -30,15 +30,24 @@ ENDINGS = (".json", ".txt", ".csv")
 
 
 def save(schedule: Schedule, path: str | Path, dialect: str | None = None) -> None:
-    """Writes the schedule: `.json` native JSON, `.txt` the text grid, `.csv` torch's CSV.
+    """Writes a schedule to a file; the ending says how.
 
     Args:
+        schedule: what is written.
+        path: ends with `.json` (native JSON), `.txt` (the text grid) or `.csv` (torch's CSV).
         dialect: of a `.csv`; "torch" (the default) writes what is there, "torch:compute_only" leaves
             communication ops out, "torch:compute_comms" adds them where the schedule has none.
 
     Raises:
         ScheduleError: another ending or dialect, a disk that does not take it, or, for `.csv`, a schedule that
             is not valid or needs what torch lacks.
+
+    Examples:
+        >>> import tempfile, penstock as ps
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ps.save(ps.build("1f1b", 2, 4), f"{folder}/mine.txt")
+        ...     print(ps.load(f"{folder}/mine.txt") == ps.build("1f1b", 2, 4))
+        True
     """
     path = path_of(path)
     _check_ending(path, dialect, "written as")
@@ -57,9 +66,10 @@ def save(schedule: Schedule, path: str | Path, dialect: str | None = None) -> No
 
 
 def load(path: str | Path, dialect: str | None = None, declare_order: bool = False) -> Schedule:
-    """Reads what `save` writes; what is read is not proved, `ps.check` does that.
+    """Reads a schedule that `save` wrote. It is not proved: `ps.check` does that.
 
     Args:
+        path: ends with `.json`, `.txt` or `.csv`.
         declare_order: declares the order of microbatches that the rows show, where it is not the ascending one that
             `check` expects. A CSV can't say it; gradients are then summed as the rows have it.
         dialect: of a `.csv`; "torch" (the default) keeps its communication ops, "torch:compute_only" leaves
@@ -67,6 +77,13 @@ def load(path: str | Path, dialect: str | None = None, declare_order: bool = Fal
 
     Raises:
         ScheduleError: names the file and what is wrong in it, or another ending or dialect.
+
+    Examples:
+        >>> import tempfile, penstock as ps
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ps.save(ps.build("zb-v", 4, 8), f"{folder}/zb-v.csv", dialect="torch:compute_only")
+        ...     print(ps.load(f"{folder}/zb-v.csv").name)
+        zb-v
     """
     path = path_of(path)
     _check_ending(path, dialect, "read from")

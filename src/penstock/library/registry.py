@@ -61,16 +61,35 @@ ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag", "amd
 def build(
     name: str, num_ranks: int, num_microbatches: int, max_in_flight: float | None = None, **options: Any
 ) -> Schedule:
-    """Builds the library schedule `name` and checks it.
+    """Builds a schedule of the library by its name, and checks it.
 
     Args:
-        max_in_flight: most stage activations a rank may hold (freed at B or W). Schedules that can shape
-            themselves to it do; for the others it is a condition.
-        options: what the schedule takes besides, like `num_stages` (interleaved-1f1b) or `warmup` (zb).
+        name: of the schedule, such as "1f1b", "zb-v" or "amdp". `penstock show --help` lists them.
+        num_ranks: devices of the pipeline.
+        num_microbatches: microbatches of a step, over all pipelines together.
+        max_in_flight: most stage activations that a rank may hold, each from its F to its B or W. Some schedules
+            adapt to it. The others are refused if they need more.
+        options: what the schedule takes besides, such as `num_stages` (interleaved-1f1b) or `warmup` (zb).
+
+    Returns:
+        The schedule, which is proved to run.
 
     Raises:
-        ScheduleError: unknown name (the nearest are offered) or option, counts that the schedule cannot
-            use, or a cap that it does not meet.
+        ScheduleError: an unknown name (the nearest ones are offered) or option, counts that the schedule cannot use,
+            or a cap that it does not meet.
+
+    Examples:
+        >>> import penstock as ps
+        >>> print(ps.build("1f1b", num_ranks=2, num_microbatches=3))
+        schedule 1f1b: 2 ranks, 2 stages, 3 microbatches
+        pipeline 0: stages on ranks 0 1
+        rank 0 | F0 F1 .  B0 F2 B1 .  B2
+        rank 1 | .  F0 B0 F1 B1 F2 B2
+        >>> ps.build("interleaved-1f1b", 4, 8, num_stages=8).num_stages
+        8
+
+    References:
+        The gallery and `docs/library.md` name the paper of each schedule.
     """
     if not isinstance(name, str):
         raise ScheduleError(f"a schedule is named by text, got {type(name).__name__}", rule="name")

@@ -39,12 +39,18 @@ class Plan:
         value: ms, of the objective: the makespan, the span, or the mean makespan.
         lower_bound: no schedule that the certificate covers has a smaller value within the limits (ms).
         certificate: the family of schedules that the bound covers.
-        seconds: spent.
+        seconds: that the search took.
         how: what found it: "greedy", a library schedule by its name, "building block", "justified", "local search" or
             "exact"; "serial", "repetend" or "ends" where stages are shared; ", recomputed" after a library schedule's
             name says that forwards of it run again.
         timeline: when each op runs, under the costs and links given.
         microbatch_order: where microbatches differ, the order of them that the schedule declares; None elsewhere.
+
+    Examples:
+        >>> import penstock as ps
+        >>> found = ps.plan(ps.Costs.uniform(2), num_ranks=2, num_microbatches=4)
+        >>> found.makespan, found.lower_bound, found.gap
+        (13.0, 13.0, 0.0)
     """
 
     schedule: Schedule
@@ -102,33 +108,37 @@ def plan(
     stop_at_gap: float = 1e-4,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
-    """Searches the best schedule: bounds, greedy, justification, local search, and CP-SAT where it is installed
-    (extra `exact`) and the problem small. Stops when the gap is closed or the time is spent.
+    """Searches for the best order of ops, and proves a bound that no order can beat.
+
+    It computes lower bounds, builds greedy orders, improves them forward and backward, and searches around them.
+    CP-SAT solves small problems where it is installed (extra `exact`). The search stops when the gap is closed or the
+    time is spent.
 
     Where microbatches differ (`Costs.uneven`), the schedule is one for the mean microbatch, or for a heavier one
     where memory is short, and they run in the best order found (`microbatch_order`). The bound holds for any order.
-    There backwards are split unless `split` says whole, nothing runs again, and microbatches are dealt in turn.
+    Backwards are then split unless `split` is False, nothing runs again, and microbatches are dealt in turn.
 
-    Best and bound are those of the family that `Certificate` names: the placement given, and what `split`,
+    Plan and bound are those of the family that `Certificate` names: the placement given, and what `split`,
     `recompute` and `deal` leave open. What they leave open is decided op by op, together with the order.
 
     Args:
-        links: delays (ms); none where not given.
-        max_in_flight: most forwards a rank, or each rank, may have started whose W (or B) has not ended, each
-            stage's counted as one.
+        costs: of each stage.
+        num_ranks, num_microbatches: counts of the schedule.
+        links: delays (ms); messages arrive at once where not given.
+        max_in_flight: most forwards that a rank may have started whose W (or B) has not ended, each stage's counted
+            as one: one number, or one for each rank.
         memory_limit: the same limit in the unit of `costs.activation`, of which I frees `costs.freed_by_input`.
-        time_limit: seconds for all of it, compiling and proving the result included. What is done whatever the
-            limit: a first order, its proof, and what has to be compiled for problems of more than 30,000 ops (see
-            `compile_ahead`).
+        time_limit: seconds for all of it, with compiling and proving the result. Whatever the limit, a first order is
+            built and proved, and what problems of more than 30,000 ops need is compiled (see `compile_ahead`).
         objective: "makespan"; "span", the longest time from a rank's first start to its last end; or
             `Expected`, the mean makespan over samples of link delays (`links` then only says where to begin).
         dispatch: how the schedule will be run. "hinted" and "dynamic" measure what the search finds in that way.
         placement: which rank hosts which stage; where not given stage i lies on rank i, and stages of a graph where
             the first orders are shortest.
-        split: True for I and W everywhere, False for B. By default B is thought of where it takes less time than
-            I and W, for each op by itself; elsewhere I and its W right behind it are as good.
+        split: True for I and W everywhere, False for B everywhere. By default each op may be a B where that takes
+            less time than I and W. Elsewhere I with its W right behind it is as good.
         recompute: whether forwards may run again, so that they keep only `costs.kept_by_recompute` until then.
-            By default where the costs say what that is; it helps under a `memory_limit` alone.
+            By default they may where the costs say what that is. It helps only under a `memory_limit`.
         offload: whether activations may wait in host memory between their F and their backward, each by itself, and
             how much of them at once: a number for each rank, or one for all, in the unit of the limit; True for any
             amount. The way there and back are ops OFFLOAD and RELOAD, which run beside the rank's own, one after the
@@ -137,9 +147,12 @@ def plan(
         stages: how they depend on one another, with registered ops; a chain where not given.
         seed: of the random numbers. The time left decides how far the search comes, so results may differ
             from run to run all the same.
-        stop_at_gap: the gap that is good enough.
-        progress: called with `Progress` now and then. A KeyboardInterrupt it raises, like one from the
-            keyboard, ends the search, and the best so far is returned.
+        stop_at_gap: the gap, as a share of the bound, at which the search ends.
+        progress: called with `Progress` now and then. If it raises KeyboardInterrupt, or one comes from the keyboard,
+            the search ends and the best plan so far is returned.
+
+    Returns:
+        The best plan found, with its bound.
 
     Raises:
         ScheduleError: counts, limits or options that make no sense, or limits that leave no schedule. Recomputing and
@@ -148,6 +161,17 @@ def plan(
             makespan of a frozen order too.
         CostError: costs or links for other stages or ranks, costs that do not say how long the way to host memory
             takes, or uneven microbatches in what is planned for even ones.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs = ps.Costs.uniform(4, f=10, i=10, w=10)
+        >>> found = ps.plan(costs, num_ranks=4, num_microbatches=12, links=ps.Links({(0, 1): 20.0}))
+        >>> found.makespan, found.lower_bound
+        (410.0, 410.0)
+
+    References:
+        Zero Bubble Pipeline Parallelism (ICLR 2024) splits backwards. PipeMorph (NSDI 2026), section 4, plans for
+        late links. What the bound stands on is in docs/planning.md.
     """
     began = time.perf_counter()
     links = Links.of(links)

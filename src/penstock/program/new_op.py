@@ -17,11 +17,11 @@ StageName = int | tuple[str, int]
 
 @dataclass(frozen=True)
 class NewOp:
-    """A kind of op besides forward and backward (FlexPipe's registered instructions, Figure 6).
+    """A kind of op besides forward and backward.
 
         NewOp("GATHER", stage=3, after={("F", 3): 4}, before={("B", 3): 4}, time=2.0)
 
-    is one gather after every four forwards of stage 3, which the backwards of those four wait for.
+    is one gather after every four forwards of stage 3, and the backwards of those four wait for it.
 
     Attributes:
         kind: an upper-case letter or word.
@@ -30,14 +30,31 @@ class NewOp:
         before: how many ops of a (kind, stage) one of this unlocks.
         on: stages whose ranks run it together; those of `stage` where not given.
         num_ops: how many there are; counted from `after` or `before` where not given.
-        time: milliseconds; memory: held from its start if above 0, freed at its end if below.
-        holds: the same as a share of its stage's activation: -1 for an offload to host memory, 1 for the reload. What
-            `memory` says comes on top, in the unit of the costs.
+        time: how long one takes (ms).
+        memory: in the unit of the costs' activations. If above 0 it is held from the op's start, if below 0 it is
+            freed at its end.
+        holds: the same as a share of its stage's activation: -1 for an offload to host memory, 1 for the reload.
+            `memory` is added to it.
         last: run it when nothing else can run, instead of before everything else.
         asynchronous: its ranks start it as soon as it may begin and go on computing; it runs beside them, the
             asynchronous ops of a rank one after the other, and what needs it waits for its end.
-        passed_on: op m waits for op m - 1, wherever that ran: what circulates over the ranks, as weights do.
-        run: what the runtime calls; the simulator and check have no need of it.
+        passed_on: whether op m waits for op m - 1, wherever that ran. It is for what circulates over the ranks, as
+            weights may.
+        run: the function that the runtime calls. Simulation and proof do not need it.
+
+    Raises:
+        ScheduleError: a kind, stage or number that makes no sense.
+
+    Examples:
+        >>> import penstock as ps
+        >>> gather = ps.NewOp("GATHER", stage=1, after={("F", 1): 2}, before={("B", 1): 2}, time=2.0)
+        >>> s = ps.Program(ps.placements.one_to_one(2), num_microbatches=4, ops=[gather]).build()
+        >>> print("\\n".join(str(s).splitlines()[-2:]))
+        rank 0 | F0      F1      F2      F3      .       B0      B1      .       .       .       B2      B3
+        rank 1 | .       F0      F1      GATHER0 B0      B1      F2      F3      GATHER1 B2      B3
+
+    References:
+        FlexPipe, Figure 6: registered instructions.
     """
 
     kind: str
@@ -91,7 +108,21 @@ class Branch:
     Attributes:
         placement: one pipeline over ranks counted from 0 within the branch.
         ranks: which ranks of the whole those are; the next free ones where not given.
-        feeds: the branches whose first stages take this one's last output.
+        num_microbatches: how many go through this branch in a step.
+        rules: how the branch's ranks choose among ready ops; `Rules()` where not given.
+        feeds: the names of the branches whose first stages take this one's last output.
+
+    Examples:
+        >>> import penstock as ps
+        >>> text = ps.Branch(ps.placements.one_to_one(1), 4, feeds=("joint",))
+        >>> image = ps.Branch(ps.placements.one_to_one(2), 4, feeds=("joint",))
+        >>> joint = ps.Branch(ps.placements.one_to_one(1), 4)
+        >>> s = ps.Program.of_branches({"text": text, "image": image, "joint": joint}).build()
+        >>> s.num_ranks, s.num_stages
+        (4, 4)
+
+    References:
+        FlexPipe, section 7.2: models of several modalities.
     """
 
     placement: Placement

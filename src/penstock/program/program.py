@@ -36,18 +36,30 @@ class Program:
     Attributes:
         placement: where the stages lie.
         num_microbatches: over all pipelines together.
-        rules: one set for all ranks, or one a rank by its number (ranks not named have `Rules()`).
-        split: whether backwards are I and W, W filling bubbles; for all stages, or by a function of the stage.
-        costs: by which ops take time while the schedule is built; 1 ms for F, I and W where not given.
-        links: by which messages are late while it is built; none where not given.
+        rules: one set for all ranks, or sets by the number of the rank. Ranks that are not named have `Rules()`.
+        split: whether backwards are split into I and W, so that W fills bubbles: for all stages, or by a function of
+            the stage.
+        costs: how long ops take while the schedule is built (ms); 1 ms for F, I and W where not given.
+        links: how late messages are while it is built (ms); at once where not given.
         stages: how stages depend on one another; a chain where not given.
         ops: kinds of ops besides.
         pipelines: the pipeline of each microbatch; in turn where not given.
         branches: the first stage and the number of stages of each branch, by name.
+        name: of the schedule.
 
     Raises:
         ScheduleError: a placement, rule or op that contradicts another.
         CostError: costs for another number of stages.
+
+    Examples:
+        >>> import penstock as ps
+        >>> program = ps.Program(ps.placements.v_shape(2), 4, ps.Rules(max_in_flight=4), split=True)
+        >>> s = program.build()
+        >>> s.num_stages, ps.simulate(s).makespan
+        (4, 14.0)
+
+    References:
+        FlexPipe, section 4: the language.
     """
 
     placement: Placement

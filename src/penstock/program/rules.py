@@ -61,12 +61,54 @@ class Traversal:
 
 
 def breadth_first(interval: int | None = None, strict: bool = False) -> Traversal:
-    """Stages nearer the model's front first."""
+    """Prefers the stages nearer the model's front, of those that a rank hosts.
+
+    Args:
+        interval: how many microbatches go through a stage before its next stage's turn; None for all that are ready.
+        strict: whether the rank waits for the stage whose turn it is.
+
+    Returns:
+        A traversal for `Rules(forward=...)` and `Rules(backward=...)`.
+
+    Raises:
+        ScheduleError: an interval below 1.
+
+    Examples:
+        >>> import penstock as ps
+        >>> rules = ps.Rules(forward=ps.breadth_first())
+        >>> s = ps.Program(ps.placements.circular(2, 4), 4, rules).build()
+        >>> " ".join(map(str, s.order[0][:6]))
+        '0F0 0F1 0F2 0F3 2F0 2F1'
+
+    References:
+        FlexPipe, section 4.2: stage traversal.
+    """
     return Traversal(False, interval, strict)
 
 
 def depth_first(interval: int | None = None, strict: bool = False) -> Traversal:
-    """Stages nearer the model's end first."""
+    """Prefers the stages nearer the model's end, of those that a rank hosts.
+
+    Args:
+        interval: how many microbatches go through a stage before its next stage's turn; None for all that are ready.
+        strict: whether the rank waits for the stage whose turn it is.
+
+    Returns:
+        A traversal for `Rules(forward=...)` and `Rules(backward=...)`.
+
+    Raises:
+        ScheduleError: an interval below 1.
+
+    Examples:
+        >>> import penstock as ps
+        >>> rules = ps.Rules(forward=ps.depth_first())
+        >>> s = ps.Program(ps.placements.circular(2, 4), 4, rules).build()
+        >>> " ".join(map(str, s.order[0][:6]))
+        '0F0 0F1 2F0 2F1 0F2 0F3'
+
+    References:
+        FlexPipe, section 4.2: stage traversal.
+    """
     return Traversal(True, interval, strict)
 
 
@@ -87,14 +129,16 @@ class Rules:
     Attributes:
         kinds: "backward-first", "forward-first" or "interleaved" (whichever ran last yields).
         units: how many forwards, and how many backwards, follow one another at one go.
-        strict: where interleaved, wait for the kind whose turn it is while any of it is left.
-        forward, backward: traversals of the stages a rank hosts. Weight gradients go as backwards do.
-        warmup: forwards a rank runs before anything else: one count for all, or one a rank.
-        max_in_flight: most forwards a rank may hold whose B (or W) has not run: one number, one a rank, a
+        strict: where kinds are interleaved, whether a rank waits for the kind whose turn it is while any of it is
+            left.
+        forward, backward: traversals of the stages that a rank hosts. Weight gradients follow that of backwards.
+        warmup: forwards that a rank runs before anything else: one count for all, or one for each rank.
+        max_in_flight: most forwards that a rank may hold whose B (or W) has not run: one number, one for each rank, a
             mapping from stages to limits of their own, or a function of (view, the F asked for). Limits of ranks
-            keep room for deeper stages of the rank, so that they never lock the ranks up; the other two do not.
-        memory_limit: most memory a rank may hold, in the unit of the costs' activations: one number or one a rank.
-        patience: ms before a forward or backward that is known to come in which no W starts.
+            keep room for deeper stages of the rank, so they never lock the ranks up. The other two forms may.
+        memory_limit: most memory that a rank may hold, in the unit of the costs' activations: one number, or one for
+            each rank.
+        patience: milliseconds before an expected forward or backward in which no W starts.
         check: called as `check(view, op)` before an op is chosen; where it says False the op must wait.
         choose: called as `choose(view, ready ops)`, in the order of the rules; returns one of them, or None to
             idle. Replaces the rules' own choice, warm-ups included. Like `check` it is asked again as soon as any op
@@ -102,6 +146,18 @@ class Rules:
 
     Raises:
         ScheduleError: names and numbers that make no sense.
+
+    Examples:
+        >>> import penstock as ps
+        >>> rules = ps.Rules(kinds="backward-first", max_in_flight=2)
+        >>> print(ps.Program(ps.placements.one_to_one(2), 3, rules).build())
+        schedule program: 2 ranks, 2 stages, 3 microbatches, at most 2 in flight
+        pipeline 0: stages on ranks 0 1
+        rank 0 | F0 F1 .  B0 F2 B1 .  B2
+        rank 1 | .  F0 B0 F1 B1 F2 B2
+
+    References:
+        FlexPipe, section 4.2: computation types and stage traversal.
     """
 
     kinds: str = "backward-first"

@@ -32,12 +32,19 @@ class PrecisionOptions:
     """In which type ops compute, and how gradients are kept in range.
 
     Attributes:
-        autocast: a type, like torch.bfloat16, for `torch.autocast` around forwards and the loss; None: none.
-        clip_norm: most the norm of the whole model's gradient may be at an update; where updates are ops of the
-            schedule, that of each stage's gradient. None: any.
+        autocast: a type, such as torch.bfloat16, for `torch.autocast` around forwards and the loss. None: no
+            autocast.
+        clip_norm: the largest norm that the whole model's gradient may have at an update. Where updates are ops of
+            the schedule, it bounds the gradient of each stage by itself. None: no clipping.
 
     Raises:
         RuntimeFailure: another type, or a norm below 0.
+
+    Examples:
+        >>> import penstock as ps, torch
+        >>> options = ps.PrecisionOptions(autocast=torch.bfloat16, clip_norm=1.0)
+        >>> options.autocast
+        torch.bfloat16
     """
 
     autocast: torch.dtype | None = None
@@ -71,7 +78,15 @@ class ParallelOptions:
             own part, and processes with neither the first stage nor the last may give None).
 
     Raises:
-        RuntimeFailure: a sharding or device that is none, or a value of another type.
+        RuntimeFailure: an unknown sharding or device, or a value of another type.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.ParallelOptions(sharding="zero1").sharding
+        'zero1'
+
+    References:
+        AMDP, section 3.4: optimizer state over several pipelines.
     """
 
     sharding: str = "copies"

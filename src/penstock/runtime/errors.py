@@ -4,7 +4,16 @@ from __future__ import annotations
 
 
 class RuntimeFailure(RuntimeError):
-    """A run can't start or go on; the message says what was found, the rule and what to do."""
+    """A run can't start or go on; the message says what was found, the rule and what to do.
+
+    Examples:
+        >>> import penstock as ps
+        >>> try:
+        ...     ps.TransportOptions("carrier-pigeon")
+        ... except ps.RuntimeFailure as error:
+        ...     print(error)
+        transport 'carrier-pigeon': give 'host', 'gloo', 'direct', 'delegate' or 'nccl'
+    """
 
     exit_code = 1
 

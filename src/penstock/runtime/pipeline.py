@@ -105,6 +105,16 @@ class Pipeline:
         RuntimeFailure: what torch.distributed has, or `ops`, does not fit the schedule; a store that cannot be
             reached.
         ControlError: adapting with numbers that make no sense.
+
+    Examples:
+        >>> import torch, penstock as ps
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        >>> schedule = ps.build("zb-h1", num_ranks=2, num_microbatches=4)
+        >>> x = torch.randn(16, 8)
+        >>> with ps.Pipeline(model, schedule, loss_fn=torch.nn.MSELoss(), optimizer=torch.optim.SGD) as pipe:
+        ...     result = pipe.step(x, x.roll(1, 1))
+        >>> result.loss.shape, pipe.timeline().source
+        (torch.Size([]), 'measured')
     """
 
     @refuse_old(KEYWORDS, RuntimeFailure)

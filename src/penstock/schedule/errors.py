@@ -8,13 +8,21 @@ from penstock.schedule.op import Op
 
 
 class ScheduleError(ValueError):
-    """A schedule is invalid, or cannot be built or read.
+    """A schedule is invalid, or cannot be built or read. What does not apply is None.
 
-    Attributes (None where they do not apply):
+    Attributes:
         rule: short name of the broken rule, like "order" or "deadlock".
         rank, step, op: the spot; `step` is the index in the rank's order.
         peer: the missing or mismatched other side, an op or a rank, in words.
         line, column: the spot in a file, counted from 1; a column of a CSV is a cell.
+
+    Examples:
+        >>> import penstock as ps
+        >>> try:
+        ...     ps.check(ps.parse("rank 0 | F0 B0\\nrank 1 | B0 F0"))
+        ... except ps.ScheduleError as error:
+        ...     print(error.rule, error.rank, error.step, error.op)
+        order 1 0 1B0
     """
 
     def __init__(

@@ -34,10 +34,23 @@ _DIGITS = frozenset("0123456789")
 
 
 class Op(NamedTuple):
-    """An op of `stage` (counted over the whole model) on `microbatch`; `kind` is F, B, I, W or another (above).
+    """One op of a schedule: a kind, a stage and a microbatch. Its text is stage, kind and microbatch: 2F0.
 
-    The microbatch of a registered op, and of U, is its number among its like. It is written after the kind, and after
-    a dot where the kind's name ends with a digit: 1A2A0, 1GATHER2.0.
+    A dot stands before the microbatch where the kind's name ends with a digit: 1GATHER2.0.
+
+    Attributes:
+        kind: F (forward), B (backward), I and W (its two halves: input and weight gradients), R (a forward that runs
+            again), U (an update), or the name of another kind, such as SEND_F.
+        stage: counted over the whole model, from 0.
+        microbatch: from 0. Of a registered op and of U it is the number among its like.
+
+    Examples:
+        >>> import penstock as ps
+        >>> op = ps.Op("B", stage=1, microbatch=3)
+        >>> str(op), op.short()
+        ('1B3', 'B3')
+        >>> ps.build("1f1b", 2, 4).order[1][0]
+        Op(kind='F', stage=1, microbatch=0)
     """
 
     kind: str

@@ -17,15 +17,24 @@ from penstock.schedule.short_repr import short_repr
 
 @dataclass(frozen=True)
 class Placement:
-    """`pipelines[k][stage]` is the rank that hosts that stage of pipeline k.
+    """Which rank hosts which stage.
 
     Attributes:
+        pipelines: `pipelines[k][stage]` is the rank that hosts that stage of pipeline k.
         shared: (stage, ranks) of each stage that several ranks run together, in every pipeline; the first of
             them is the one that `pipelines` names.
 
     Raises:
         ScheduleError: no pipeline, pipelines of different lengths, a negative rank, or a shared stage that is
             not there, is given twice, names a rank twice, or whose first rank is not the one in `pipelines`.
+
+    Examples:
+        >>> import penstock as ps
+        >>> v_shape = ps.Placement(((0, 1, 1, 0),))
+        >>> v_shape.num_pipelines, v_shape.num_stages
+        (1, 4)
+        >>> v_shape == ps.placements.v_shape(2)
+        True
     """
 
     pipelines: tuple[tuple[int, ...], ...]

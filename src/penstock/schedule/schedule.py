@@ -40,7 +40,19 @@ class Schedule:
         microbatch_orders: the order in which queues of ops run their microbatches, for those that do not run them in
             ascending order; see `microbatch_order`.
 
-    A value of this type need not be valid: `check` proves that.
+    A value of this type need not be valid: `check` proves that. It is immutable and holds no model, so it can be
+    printed, compared, saved and sent.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s = ps.build("zb-h1", num_ranks=2, num_microbatches=2)
+        >>> print(s)
+        schedule zb-h1: 2 ranks, 2 stages, 2 microbatches
+        pipeline 0: stages on ranks 0 1
+        rank 0 | F0 F1 .  I0 W0 I1 W1
+        rank 1 | .  F0 I0 F1 I1 W0 W1
+        >>> ps.parse(str(s)) == s
+        True
     """
 
     name: str

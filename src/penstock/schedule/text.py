@@ -211,10 +211,21 @@ def _graph_lines(graph: StageGraph | None) -> list[str]:
 
 
 def parse(text: str) -> Schedule:
-    """Reads a text grid.
+    """Reads a schedule from a text grid. It is not proved: `check` does that.
 
-    Strict about words and cells; bubbles, alignment, comments and blank lines are free.
-    Raises ScheduleError (rule "text") that names the line and column.
+    Words and cells are read strictly. Bubbles, alignment, comments and blank lines are free.
+
+    Args:
+        text: one line per rank, as `str(schedule)` writes it.
+
+    Raises:
+        ScheduleError: (rule "text") names the line and the column.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s = ps.parse("rank 0 | F0 F1 B0 B1\\nrank 1 | F0 B0 F1 B1")
+        >>> s.num_ranks, s.num_microbatches
+        (2, 2)
     """
     if not isinstance(text, str):
         raise ScheduleError(f"a grid of text is needed here, got {type(text).__name__}", rule="text")

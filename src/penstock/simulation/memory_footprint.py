@@ -94,15 +94,16 @@ def footprint(
     sharding: str = "copies",
     masters: bool = False,
 ) -> Footprint:
-    """What each rank holds at most while `schedule` runs over `costs`.
+    """The most bytes that each rank holds while a schedule runs.
 
     Weights, versions, gradients and the optimizer's state follow from the order alone; activations too where the
     order is frozen. Messages are those of a simulated run. A stage that several ranks share takes what the costs say
     on each of them. Parameters that two stages share (embedding and head) count on both.
 
     Args:
-        costs: with `weight_bytes`.
-        links: delays or conditions of the run; none where not given.
+        schedule: what runs.
+        costs: of its stages, with `weight_bytes`.
+        links: delays or conditions of the run; messages arrive at once where not given.
         dispatch: of the run.
         sharding: "copies": only the copy that owns a stage has the optimizer's state, and sends the parameters of
             each update to the others (ZeRO; AMDP, section 3.4). "none": each copy has it. "zero1" and
@@ -113,6 +114,16 @@ def footprint(
     Raises:
         CostError: costs without weights, or for another number of stages.
         ScheduleError: what `simulate` refuses.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs = ps.cost.costs_preset("amdp-gpt", num_stages=8)
+        >>> held = ps.footprint(ps.build("1f1b", 8, 64), costs)
+        >>> f"{held.peak / 1e9:.1f} GB on the fullest rank"
+        '40.2 GB on the fullest rank'
+
+    References:
+        AMDP, section 3.4: optimizer state over several pipelines.
     """
     if sharding not in ("none", "copies", "zero1", "fsdp"):
         raise CostError(f"no sharding {sharding!r}; choose none, copies, zero1 or fsdp")

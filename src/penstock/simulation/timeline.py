@@ -98,6 +98,15 @@ class Timeline:
         source: "simulated" or "measured".
         dispatch: "frozen", "hinted" or "dynamic", or "hinted:0.5" where ranks waited; of "auto" what was chosen.
         considered: where dispatch was "auto", each policy that was tried, and its makespan (ms).
+
+    Examples:
+        >>> import penstock as ps
+        >>> t = ps.simulate(ps.build("1f1b", 2, 3), ps.Costs.uniform(2, f=10, i=10, w=10))
+        >>> t.makespan, t.bubble_ratio, t.peak_activations
+        (120.0, 0.25, (2.0, 1.0))
+        >>> op = t.rows[0][2]
+        >>> print(op.op, op.start, op.waited, op.waited_for)
+        0B0 40.0 20.0 1B0
     """
 
     schedule: Schedule

@@ -15,13 +15,25 @@ class Decoupled:
 
 @dataclass(frozen=True)
 class Blocking:
-    """A link holds at most `depth` messages under way; its sender then stands still until one arrives.
+    """A transport whose links hold at most `depth` messages under way. Its sender then waits until one arrives.
 
-    This is the head-of-line blocking of the PipeMorph paper, section 3.2: while a link is slow its queue
-    fills, and the next send keeps later compute from starting although it is ready.
+    This is head-of-line blocking: while a link is slow its queue fills, and the next send keeps later ops from
+    starting although they are ready.
 
     Attributes:
-        delegated: links, by their two ranks in either order, whose messages go through delegates: decoupled.
+        depth: messages under way on a link, in each direction; at least 1.
+        delegated: links, by their two ranks in either order, whose messages go through delegates and block nothing.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s, late = ps.build("1f1b", 4, 8), ps.Links({(0, 1): 8.0})
+        >>> ps.simulate(s, links=late).makespan
+        81.0
+        >>> ps.simulate(s, links=late, transport=ps.Blocking(1)).makespan
+        106.0
+
+    References:
+        PipeMorph (NSDI 2026), section 3.2.
     """
 
     depth: int = 2

@@ -17,30 +17,41 @@ from penstock.simulation.simulator import as_dispatch
 
 @dataclass(frozen=True)
 class AdaptOptions:
-    """Measure links while training, and change schedule, dispatch and delegated links where that is faster.
+    """Measures links while training, and changes schedule, dispatch and delegated links where that is faster.
 
     Attributes:
-        folder: where the log and the records of the run go; None: nowhere.
-        store: through which ranks report: tcp://HOST:PORT or redis://HOST:PORT/DB; None: the job's own TCPStore.
-        costs: per stage; None: those given to `ps.emulate`, or measured in the first iterations.
-        memory_limit: most activations each rank may hold, in the units of the costs; None: what the first schedule
-            holds in its own order, rank by rank.
-        host_memory: how much more each rank may hold while some link is delegated.
-        may_move: whether nodes of a mesh with replicas may change places, where links between them are late. They can
-            where stages and optimizer are given as functions, that make them anew.
-        ring: how the rings that add up gradients move bytes, for predicting what a late link costs there.
-        dispatches, may_replan, may_delegate: the remedies that may be chosen. Hinted dispatch is one where it is
-            given: trials of it have not been judged yet. Links can be delegated only where the transport has
-            delegates.
-        delegate_ms: what a delegate adds to each message's time.
-        prices: of switching.
-        least_gain: share of the iteration time that a switch must save.
-        least_delay: smallest delay, and change of one, that matters (ms); by default a tenth of the mean op.
+        folder: where the log and the records of the run are written. None: nowhere.
+        store: the address through which ranks report: tcp://HOST:PORT or redis://HOST:PORT/DB. None: the TCPStore of
+            the job itself.
+        costs: of each stage. None: those given to `ps.emulate`, or measured in the first iterations.
+        memory_limit: most activations that each rank may hold, in the unit of the costs; one number, or one for each
+            rank. None: what the first schedule holds in its own order, rank by rank.
+        host_memory: how much more each rank may hold while a link of it is delegated, in the same unit.
+        dispatches: the ways to dispatch that may be chosen. Hinted dispatch is chosen only where it is named here.
+        may_replan: whether the order of ops may change.
+        may_delegate: whether slow links may be given to delegates. The transport must have delegates.
+        may_move: whether the nodes of a mesh with replicas may change places where links between them are late.
+            Stages and optimizer must then be given as functions, which are called again.
+        ring: how the rings that add up gradients move bytes; a late link's cost there is predicted with it.
+        delegate_ms: what a delegate adds to the time of each message (ms).
+        prices: what a switch costs.
+        least_gain: share of the iteration time, 0 to 1, that a switch must save.
+        least_delay: the smallest delay that matters, and the smallest change of one (ms). None: a tenth of the mean
+            op.
         sensitivity: when a link counts as changed.
-        patience: seconds that the store may be gone before the run is steered no more.
+        patience: how long the store may be out of reach (seconds). After that the run goes on without adapting.
 
     Raises:
-        RuntimeFailure: a patience that is not above 0.
+        RuntimeFailure: `patience` is not above 0.
+
+    Examples:
+        >>> import penstock as ps
+        >>> options = ps.AdaptOptions(least_gain=0.05, may_move=False)
+        >>> options.dispatches, options.may_change
+        ((<Dispatch.FROZEN: 'frozen'>, <Dispatch.DYNAMIC: 'dynamic'>), True)
+
+    References:
+        PipeMorph (NSDI 2026), sections 4 to 6: answering and detecting slow links.
     """
 
     folder: str | Path | None = None

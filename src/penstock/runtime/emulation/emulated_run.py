@@ -41,15 +41,18 @@ class Emulation:
     """What an emulated run gives, the same on every rank.
 
     Attributes:
-        timelines: measured, one a step; simulated: of the same steps, under the same conditions at that time.
-        own_latency: ms that a message took besides what the conditions say: the median over those that a rank
-            waited for on links without conditions; 0 where there were none.
-        calibrated: simulated with that latency on every link.
-        conditions: of the links. starts: of the steps, in ms of the conditions' time.
-        late: of all ops of all ranks.
-        stretch: by how much ops and conditions were slowed down in the run. All times here are as if it were 1.
-        configurations: what each step ran. numbers: of the decisions that they come from, 0 for the start.
-        notices: what a person should know of the steering.
+        timelines: measured, one for each step.
+        simulated: of the same steps, under the same conditions at that time.
+        calibrated: simulated with `own_latency` on every link.
+        own_latency: milliseconds that a message took in addition to what the conditions say: the median over messages
+            that a rank waited for on links without conditions; 0 where there were none.
+        conditions: of the links.
+        starts: when each step began, in milliseconds of the conditions' time.
+        late: how late the ops of all ranks began.
+        stretch: by which factor ops and conditions were slowed down in the run. All times here are as if it were 1.
+        configurations: what each step ran.
+        numbers: the decisions that the configurations come from; 0 for the start.
+        notices: what a person should know about the changes that were made while it ran.
     """
 
     timelines: tuple[Timeline, ...]
@@ -101,27 +104,36 @@ def emulate(
     transport: TransportOptions | str | None = None,
     adapt: AdaptOptions | None = None,
 ) -> Emulation:
-    """Runs `schedule` on emulated devices and measures it.
+    """Runs a schedule on emulated devices and measures it.
 
-    Between processes every rank makes the same call and gets the same result. Messages carry
-    `costs.message_bytes`, and 16 bytes that tell them apart.
+    An emulated device computes nothing: each op takes the time that the costs say. Messages are real: they carry
+    `costs.message_bytes`, and 16 bytes that tell them apart. Between processes every rank makes the same call and
+    gets the same result.
 
     Args:
+        schedule: what runs.
+        costs: of its stages: milliseconds, and the bytes of messages.
         num_steps: times to run it, one after the other.
-        links: delays between ranks, see `EmulatedPipeline`, which takes all that follows.
-        dispatch: how ranks choose what to run next.
-        memory_limit: most activations per rank, where not frozen.
+        links: delays between ranks. They and all that follows are those of `EmulatedPipeline`.
+        dispatch: how ranks choose what to run next: "frozen", "hinted", "dynamic" or "auto".
+        memory_limit: most activations per rank, in the unit of the costs, where dispatch is not frozen.
         stretch: how many times as long as its costs say each op takes.
         timeout: seconds that a rank waits for a message.
-        mesh: the processes it runs over; all ranks are threads of this process where there are none.
-        transport: what carries messages.
-        adapt: that links are measured, and slow ones answered.
+        mesh: the processes it runs over. Where there are none, all ranks are threads of this process.
+        transport: what carries messages; see `TransportOptions`.
+        adapt: measures links and answers slow ones; see `AdaptOptions`.
 
     Raises:
         ScheduleError: the schedule is not valid, or a cap is below what it needs.
         CostError: costs for another number of stages, a link that is not there, a number that makes no sense.
         RuntimeFailure: a schedule that the runtime does not run (the error names what), other calls on other ranks.
         DeadlineExceeded, PeerLost: a message did not come.
+
+    Examples:
+        >>> import penstock as ps
+        >>> found = ps.emulate(ps.build("1f1b", 2, 4), ps.Costs.uniform(2, f=2, i=2, w=2))
+        >>> found.timelines[0].source, found.simulated[0].makespan
+        ('measured', 30.0)
     """
     if num_steps < 1:
         raise CostError(f"{num_steps} steps: give at least 1")

@@ -39,9 +39,19 @@ class StepResult:
     Attributes:
         loss: the batch's loss (without a graph, in the loss's own type): the weighted mean over its microbatches.
             Where updates are ops of the schedule, the mean over their windows.
-        losses: each microbatch's share of it, or of its window's; they add up to `loss`, or to the window's.
-        window_losses: of each update's window; a schedule whose updates are no ops has one.
+        losses: each microbatch's share of it, one number per microbatch; they add up to `loss`. Where updates are
+            ops, they add up to the losses of the windows.
+        window_losses: the loss of each update's window, one number per window. A schedule whose updates are no ops
+            has one.
         grad_norm: the norm before clipping, where clipping is on and the step updated; else None.
+
+    Examples:
+        >>> import torch, penstock as ps
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        >>> pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=torch.nn.MSELoss())
+        >>> result = pipe.step(torch.ones(8, 4), torch.ones(8, 1), update=False)
+        >>> result.losses.shape, bool(torch.isclose(result.losses.sum(), result.loss))
+        (torch.Size([4]), True)
     """
 
     loss: Tensor

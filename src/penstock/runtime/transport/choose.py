@@ -63,17 +63,26 @@ class TransportOptions:
     """What carries messages between processes, and how.
 
     Attributes:
-        name: "host" (memory that ranks of one host share, else gloo; messages of a GPU pass through host memory, so
-            that several ranks may share one), "gloo", "direct" (gloo with a bound), "delegate" (by processes of their
-            own), or "nccl" (from GPU to GPU, one per rank, frozen dispatch).
-        delegates: how delegates carry messages. With "host" or "direct" it says that single links may go by them.
-        depth: for experiments: a bound on any of them: messages under way to another rank before their sender stands
-            still. "direct" has one of 2 where none is given, the others have none.
-        links: for experiments: conditions to inject into any of them: messages arrive when these say, and the numbers
-            stay the same. They join ranks; over a mesh with replicas its nodes, which rings join, too.
+        name: "host" (shared memory between ranks of one host, else gloo; messages of a GPU pass through host memory,
+            so several ranks may share one GPU), "gloo", "direct" (gloo with a bound on messages under way),
+            "delegate" (processes of their own carry messages), or "nccl" (from GPU to GPU, one GPU per rank, frozen
+            dispatch).
+        delegates: how delegates carry messages. With "host" or "direct" it says that single links may be delegated.
+        depth: for experiments: how many messages may be under way to another rank before the sender waits. "direct"
+            has a depth of 2 where none is given, the others have no bound.
+        links: for experiments: delays and conditions of links, by their two ranks. Messages arrive when these say,
+            and the numbers stay the same. Over a mesh with replicas they join nodes.
 
     Raises:
-        RuntimeFailure: a name that is none, a depth below 1, or a value of another type.
+        RuntimeFailure: an unknown name, a depth below 1, or a value of another type.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.TransportOptions("direct", links=ps.Links({(0, 1): 20.0})).name
+        'direct'
+
+    References:
+        PipeMorph (NSDI 2026), section 5.2: delegates.
     """
 
     name: str = "host"

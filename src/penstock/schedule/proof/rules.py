@@ -77,9 +77,13 @@ def check(
     max_in_flight: float | None = None,
     max_mismatch: int | None = None,
 ) -> None:
-    """Proves that `schedule` can run, or raises ScheduleError that shows why not.
+    """Proves that a schedule can run, or raises an error that shows why it cannot.
+
+    It checks ranges, that every op is there once, that everything an op needs comes before it, the order of
+    microbatches, that ranks do not wait for each other in a circle, and memory.
 
     Args:
+        schedule: what is to be proved.
         channel_depth: messages a channel (one directed pair of ranks and one kind, activations or
             gradients) holds before its sender must wait; a message leaves when its receiver uses it. By
             default a channel holds all that is in flight over it, never more than its ranks' `peak_in_flight`.
@@ -87,6 +91,23 @@ def check(
             schedule's own limit.
         max_mismatch: most updates of a copy of a stage between a microbatch's forward and its backward there; by
             default the schedule's own bound, `updates.max_mismatch`.
+
+    Raises:
+        ScheduleError: names the rule, and the rank, step and op where it is broken.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.check(ps.build("zb-v", 4, 8))
+        >>> try:
+        ...     ps.check(ps.parse("rank 0 | F0 B0\\nrank 1 | B0 F0"))
+        ... except ps.ScheduleError as error:
+        ...     print(error)
+        rank 1, step 0, B0 of stage 1: it needs F0 of stage 1, which comes later, at step 1 (rule: order)
+          rank 1 | B0 F0
+                   ^^
+
+    References:
+        AMDP, section 3.1, defines parameter mismatch.
     """
     require_schedule(schedule)
     _check_ranges(schedule)

@@ -110,31 +110,29 @@ def split(
     the model to the bit, and parameters are the model's own, under its names. What tracing would make wrong is
     refused with the line that stands in the way.
 
-    Parameters
-    ----------
-    model
-        Any module. Its blocks are the entries of a `ModuleList`, `ModuleDict` or `Sequential`.
-    num_stages
-        How many stages; without it and without `at`, one for each layer called, which shows what there is to cut.
-    at
-        The path of the layer with which each stage but the first begins; a path inside a block opens it.
-    sizes
-        How many layers each stage has, in place of `at`.
-    example
-        Inputs of one microbatch, as `pipe.step` takes them: a tensor, a tuple or a dict. The forward may then depend
-        on shapes, layers are weighed by their operations, and the stages are compared with the model.
-    costs
-        Of each layer called, in order, in place of these.
+    Args:
+        model: any module. Its blocks are the entries of a `ModuleList`, `ModuleDict` or `Sequential`.
+        num_stages: how many stages. Without it and without `at` there is one for each layer called, which shows what
+            there is to cut.
+        at: the path of the layer with which each stage but the first begins; a path inside a block opens it.
+        sizes: how many layers each stage has, in place of `at`.
+        example: inputs of one microbatch, as `pipe.step` takes them: a tensor, a tuple or a dict. The forward may
+            then depend on shapes, layers are weighed by their operations, and the stages are compared with the model.
+        costs: what each layer called costs, in order and in any unit, in place of its operations.
 
-    Returns
-    -------
-    Split
-        The stages, a sequence for `ps.Pipeline`; printed, a table.
+    Returns:
+        The stages, a sequence for `ps.Pipeline`. Printed, it is a table.
 
-    Raises
-    ------
-    PartitionError
-        Something in the forward stands in the way, with its line; or there are fewer layers than stages.
+    Raises:
+        PartitionError: something in the forward stands in the way, with its line; or there are fewer layers than
+            stages.
+
+    Examples:
+        >>> import torch, penstock as ps
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        >>> cut = ps.split(model, 2, example=torch.ones(1, 8))
+        >>> len(cut), [len(list(stage.parameters())) for stage in cut]
+        (2, [4, 4])
     """
     require_stage(model, "the model")
     try:

@@ -1,0 +1,57 @@
+"""The docstrings of all names of `ps`: every parameter is described, and every example runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import inspect
+import re
+import types
+from typing import Any
+
+import pytest
+
+import penstock as ps
+
+pytestmark = pytest.mark.unit
+
+NAMES = [name for name in ps.__all__ if not isinstance(getattr(ps, name), types.ModuleType)]
+ERRORS = {name for name in NAMES if isinstance(getattr(ps, name), type) and issubclass(getattr(ps, name), Exception)}
+
+
+def parameters(thing: Any) -> set[str]:
+    """What a caller may give: the fields of a value, or the parameters of a call."""
+    if isinstance(thing, type) and issubclass(thing, tuple):
+        return set(thing._fields)
+    if dataclasses.is_dataclass(thing):
+        return {each.name for each in dataclasses.fields(thing) if each.init and not each.name.startswith("_")}
+    return set(inspect.signature(thing).parameters) - {"self"}
+
+
+def described(text: str) -> set[str]:
+    """The names that the sections Args and Attributes describe."""
+    found: set[str] = set()
+    for section in re.findall(r"^(?:Args|Attributes):\n((?:(?:    .*)?\n)+)", text + "\n", re.MULTILINE):
+        for names in re.findall(r"^    (\w+(?:, \w+)*):", section, re.MULTILINE):
+            found.update(names.split(", "))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_is_described(name: str) -> None:
+    thing = getattr(ps, name)
+    text = inspect.getdoc(thing)
+    assert text
+    assert "Examples:" in text
+    if name not in ERRORS:
+        assert parameters(thing) - described(text) == set()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_example_runs(name: str) -> None:
+    thing = getattr(ps, name)
+    test = doctest.DocTestParser().get_doctest(inspect.getdoc(thing) or "", {}, f"ps.{name}", None, 0)
+    assert test.examples
+    said: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.append)
+    assert not said, "".join(said)
