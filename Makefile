@@ -1,6 +1,8 @@
 # make train    builds what is needed and trains a GPT over four pipeline ranks on this machine
 # make test     runs the tests; TIER=push only the quick ones, TIER=nightly also those that take minutes each
 # make lint     ruff, mypy, the layers' import contracts, spelling and the words of the project
+# make papers-quick   simulates the papers' headlines anew, measures three ratios, and compares; a quarter of an hour
+# make papers   runs every figure and table of the papers again, and writes their pages; many hours
 # make site     builds the documentation into build/site, with no network; open build/site/index.html
 #
 # All that is needed beforehand is git, make and python3 (3.11 or newer, with its venv module).
@@ -31,7 +33,7 @@ tier := $(tier_$(TIER))
 # ARGS may choose tests of one phase only; pytest says 5 when it finds none in the other.
 none_is_fine := || [ $$? -eq 5 ]
 
-.PHONY: train test lint format site install clean
+.PHONY: train test lint format site papers papers-quick install clean
 
 train: $(INSTALLED)
 	$(BIN)/penstock train $(ARGS)
@@ -52,6 +54,18 @@ lint: $(INSTALLED)
 site: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "wrote build/site/index.html"
+
+# Figures measured by the clock want a machine with nothing else to do.
+papers: $(INSTALLED)
+	$(BIN)/python -m experiments.pipemorph.all
+	$(BIN)/python -m experiments.pipemorph.all --backend threads
+	$(BIN)/python -m experiments.flexpipe.all
+	$(BIN)/python -m experiments.flexpipe.all --measured
+	$(BIN)/python -m experiments.amdp.all --measured --learning
+	$(BIN)/python -m experiments.claims.pages
+
+papers-quick: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.claims.quick $(ARGS)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

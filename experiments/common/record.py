@@ -42,11 +42,14 @@ def commit() -> str:
 
 
 def command(argv: Sequence[str]) -> str:
-    """What was typed: `python -m experiments.pipemorph.figure15 --backend threads`."""
+    """What was typed: `python -m experiments.pipemorph.figure15 --backend threads`. `--out` is left out."""
     path = Path(argv[0]).resolve()
     inside = path.suffix == ".py" and path.is_relative_to(ROOT)
     program = ".".join(path.relative_to(ROOT).with_suffix("").parts) if inside else path.name
-    return " ".join(["python -m", program, *argv[1:]])
+    given = list(argv[1:])
+    if "--out" in given:
+        del given[given.index("--out") : given.index("--out") + 2]
+    return " ".join(["python -m", program, *given])
 
 
 def _git(*words: str) -> str:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from experiments.common.command import options, run_all
 
 SIMULATED = (
-    "figure1", "figure5", "figure8", "figure14", "figure15", "figure16", "figure17", "figure18", "figure19",
-    "figure20", "figure22", "memory", "reaction", "uneven",
+    "figure1", "figure3", "figure5", "figure8", "figure14", "figure15", "figure16", "figure17", "figure18",
+    "figure19", "figure20", "figure22", "memory", "reaction", "uneven",
 )  # fmt: skip
 MEASURED = (
     "figure5", "figure14", "figure15", "reaction", "figure17", "memory", "figure1", "uneven", "figure18", "figure22",
-    "figure16", "figure19",
+    "figure16", "figure3", "figure19",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from experiments.common.results import Row, find, table
 from experiments.pipemorph.backends import Backend, Case
 from experiments.pipemorph.command import command
-from experiments.pipemorph.iterations import best_known, times
+from experiments.pipemorph.iterations import behind, best_known, times
 from experiments.pipemorph.setups import CHAIN_8, late
 from experiments.pipemorph.systems import HOSTED, SYSTEMS, setting
 from penstock.draw.chart import Axis, Figure, Line, Points, line_chart
@@ -61,6 +61,10 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
         cells = [times(find(rows, system=system, delay_ms=ms), base(rows, system)) for ms in delays]
         body.append([system, *cells, f"{PAPER[system]:.2f}" if system in PAPER else "-"])
     yield from table(["", *(f"{ms:g}" for ms in delays), "paper"], body)
+    for ms in delays[1:]:
+        faster = list(behind([find(rows, system=system, delay_ms=ms) for system in systems]))
+        if faster:
+            yield f"{ms:g} ms: ours takes as many times as long as {', '.join(faster)}"
     worst = max(
         peak / cap
         for row in rows

@@ -17,7 +17,7 @@ from statistics import fmean
 from experiments.common.results import Row, find, table
 from experiments.pipemorph.backends import Backend, Case
 from experiments.pipemorph.command import command
-from experiments.pipemorph.iterations import best_known, pair
+from experiments.pipemorph.iterations import behind, best_known, pair
 from experiments.pipemorph.setups import MODELS, late
 from experiments.pipemorph.systems import HOSTED, SYSTEMS, setting
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart
@@ -59,6 +59,10 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
         most = max(groups, key=lambda group: faster(group, than))
         where = ", ".join(map(str, most))
         yield f"ours is up to {faster(most, than):.2f} times faster than {than} ({where} ms); paper {paper}"
+    for group in groups:
+        slower = list(behind([at(group, system) for system in SHOWN]))
+        if slower:
+            yield f"{group[0]}, {group[1]}, {group[2]:g} ms: ours takes as many times as long as {', '.join(slower)}"
     for system in SHOWN:
         grown = [
             best_known(at((m, p, 60.0), system)) / best_known(at((m, p, 30.0), system))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 from experiments.common.results import Row
@@ -34,3 +35,11 @@ def best_known(row: Row) -> float:
     """What was measured where something was, else what was simulated (ms)."""
     found = measured(row)
     return simulated(row) if found is None else found
+
+
+def behind(rows: Sequence[Row], ours: str = "ours", least: float = 0.01) -> Iterator[str]:
+    """Which systems are faster than ours in rows of one case, each with how many times as long ours takes."""
+    mine = next(row for row in rows if row["system"] == ours)
+    for row in rows:
+        if best_known(mine) > best_known(row) * (1 + least):
+            yield f"{row['system']} {times(mine, row)}"

@@ -12,6 +12,8 @@ import pytest
 
 from penstock.engine.tolerance import EPSILON
 
+pytestmark = pytest.mark.results
+
 KINDS = ("same", "different", "raw", "refused", "late", "invalid")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -39,6 +39,7 @@ def test_all_runs_each_command_there_is(load: Any) -> None:
     assert {*module.SIMULATED, *module.LEARNING} == commands - {"all"}
 
 
+@pytest.mark.results
 def test_rates_are_half_of_the_best_that_tuning_found(load: Any) -> None:
     rows, figure7, tuning = (
         results.load(FOLDER / "results", "tuning"),

@@ -138,6 +138,7 @@ def test_a_search_finds_what_trying_everything_finds(load: Any) -> None:
 
 
 @pytest.mark.parametrize(("figure", "model"), [("figure12", "GPT_5B"), ("figure13", "GPT_16B")])
+@pytest.mark.results
 def test_raw_results_make_the_figure_and_hold_what_is_claimed(load: Any, figure: str, model: str) -> None:
     sweep, gpt = load("sweep"), getattr(load("setups"), model)
     rows = results.load(RESULTS, figure)
@@ -154,6 +155,7 @@ def test_raw_results_make_the_figure_and_hold_what_is_claimed(load: Any, figure:
         assert sweep.speedup(rows, vocabulary, "ours", "FlexPipe") >= 1
 
 
+@pytest.mark.results
 def test_a_row_is_made_anew_from_its_choices(load: Any) -> None:
     sweep, setups = load("sweep"), load("setups")
     rows = results.load(RESULTS, "figure12")
@@ -163,6 +165,7 @@ def test_a_row_is_made_anew_from_its_choices(load: Any) -> None:
         assert again["samples"] == pytest.approx(row["samples"], rel=1e-4)
 
 
+@pytest.mark.results
 def test_figure_14_adds_up(load: Any) -> None:
     module = load("figure14")
     rows = list(module.chosen(RESULTS))
@@ -174,6 +177,7 @@ def test_figure_14_adds_up(load: Any) -> None:
     assert "</svg>" in str(module.chart(rows))
 
 
+@pytest.mark.results
 def test_figure_15_scales(load: Any) -> None:
     module = load("figure15")
     rows = results.load(RESULTS, "figure15")
@@ -184,6 +188,7 @@ def test_figure_15_scales(load: Any) -> None:
     assert "</svg>" in str(module.chart(rows))
 
 
+@pytest.mark.results
 def test_table_5_has_the_papers_rows(load: Any) -> None:
     module = load("table5")
     rows = results.load(RESULTS, "table5")
@@ -231,6 +236,7 @@ def test_all_replicas_take_as_long_as_one(load: Any) -> None:
     assert found["DistMM-Pipe"] / found["FlexPipe"] >= 1.18
 
 
+@pytest.mark.results
 def test_figure_16_has_what_is_claimed(load: Any) -> None:
     module = load("figure16")
     rows = results.load(RESULTS, "figure16")

@@ -16,8 +16,8 @@ from experiments.common.results import find
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "pipemorph"
 FIGURES = (
-    "figure1", "figure5", "figure8", "figure14", "figure15", "figure16", "figure17", "figure18", "figure19",
-    "figure20", "figure21", "figure22",
+    "figure1", "figure3", "figure5", "figure8", "figure14", "figure15", "figure16", "figure17", "figure18",
+    "figure19", "figure20", "figure21", "figure22",
 )  # fmt: skip
 OTHERS = ("memory", "moved", "reaction", "uneven")
 
@@ -47,6 +47,19 @@ def simulated(load: Any, name: str, **options: Any) -> tuple[ModuleType, list[di
     assert "".join(module.lines(rows))
     assert "<svg" in str(module.chart(rows))
     return module, rows
+
+
+def test_figure_3_costs_most_in_a_ring(load: Any) -> None:
+    module, rows = simulated(load, "figure3")
+    grown = {
+        (row["kind"], row["place"]): row["simulated_ms"][0]
+        / find(rows, kind=row["kind"], place=row["place"], delay_ms=0.0)["simulated_ms"][0]
+        for row in rows
+        if row["delay_ms"] == 30.0
+    }
+    assert grown["latency", "DP"] == pytest.approx(module.PAPER["DP"], rel=0.02)  # calibrated on it
+    assert grown["queue", "PP"] == pytest.approx(module.PAPER["PP"], rel=0.02)  # and not on this
+    assert 1 < grown["latency", "PP"] < grown["queue", "PP"] < grown["queue", "DP"]
 
 
 def test_figure_5_is_the_paper_s(load: Any) -> None:

@@ -18,6 +18,7 @@ def load() -> Any:
     return lambda name: importlib.import_module(f"experiments.uneven.{name}")
 
 
+@pytest.mark.results
 def test_the_page_has_the_tables_of_the_results(load: Any) -> None:
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert load("tables").text() in page
@@ -26,6 +27,7 @@ def test_the_page_has_the_tables_of_the_results(load: Any) -> None:
         assert f"python -m experiments.uneven.{script}" in load(script).__doc__
 
 
+@pytest.mark.results
 def test_no_draw_is_slower_than_arrival_with_known_lengths_and_none_in_the_mean_with_errors(load: Any) -> None:
     protocol, record = load("protocol"), load("record")
     for part in ("order", "bytes", "changed"):
@@ -42,6 +44,7 @@ def test_no_draw_is_slower_than_arrival_with_known_lengths_and_none_in_the_mean_
             assert min(draw[2 if part == "assigned" else 1] for draw in cell["draws"]) >= 1
 
 
+@pytest.mark.results
 def test_cells_are_measured_again_alike(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     protocol, record, simulated = (load(name) for name in ("protocol", "record", "simulated"))
     monkeypatch.setattr(protocol, "NUM_DRAWS", 1)

@@ -1,0 +1,159 @@
+"""AMDP: what it claims beside what was found here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
+
+from experiments.amdp import table1, table3, table4, table5
+from experiments.amdp.command import simulated_row
+from experiments.amdp.methods import trial_of
+from experiments.amdp.setups import Setup
+from experiments.claims.claim import Claim, Value, as_saved, facts_of, read_paper
+from experiments.common.results import Row, find
+
+SIZES = {"GPT": (8, 128), "BERT": (8, 128)}
+RIVALS = ("pipedream-2bw", "1f1b")
+
+
+def times_as_fast(model: str, rival: str) -> Value:
+    """AMDP's throughput over another's, 8 ranks and batches of 128."""
+
+    def value(rows: Sequence[Row], how: str) -> float | None:
+        setup = Setup(model, *SIZES[model])
+        one, other = (find(rows, **table3.keys_of(setup, method))[how] for method in ("amdp", rival))
+        return None if one is None or other is None else one / other
+
+    return value
+
+
+def without_zero(model: str, batch: int) -> Value:
+    """Throughput without ZeRO over that with it."""
+
+    def value(rows: Sequence[Row], how: str) -> float | None:
+        off, on = (find(rows, model=model, batch=batch, zero=zero)[how] for zero in (False, True))
+        return None if off is None or on is None else off / on
+
+    return value
+
+
+@cache
+def again(model: str) -> list[Row]:
+    setup = Setup(model, *SIZES[model])
+    return as_saved(
+        simulated_row(table3.keys_of(setup, method), trial_of(method, setup)) for method in (*RIVALS, "amdp")
+    )
+
+
+@cache
+def again_zero() -> list[Row]:
+    return as_saved(simulated_row(keys, trial) for keys, trial in table4.trials())
+
+
+@cache
+def again_formulas() -> list[Row]:
+    return as_saved(table1.rows([(8, 32)]))
+
+
+def of_method(method: str, column: str) -> Value:
+    return lambda rows, how: float(find(rows, method=method, d=8, n=32)[column]) if how == "simulated" else None
+
+
+def over_synchronous(method: str) -> Value:
+    """The final loss over the synchronous one's, by training and not by simulation."""
+
+    def value(rows: Sequence[Row], how: str) -> float | None:
+        if how == "simulated":
+            return None
+        by = {row["method"]: row["final"] for row in rows}
+        return by[method] / by["synchronous"] - 1 if method in by and by[method] is not None else None
+
+    return value
+
+
+CLAIMS = (
+    *(
+        Claim(
+            "Table 1",
+            f"bubble of {name}, d = 8, n = 32",
+            paper,
+            "amdp/table1",
+            of_method(method, "bubble"),
+            again=again_formulas,
+            digits=4,
+            show="{:.1%}",
+        )
+        for method, name, paper in (
+            ("1f1b", "DAPPLE", 0.179),
+            ("interleaved-1f1b", "Inter-1F1B", 0.099),
+            ("amdp", "AMDP", 0.0),
+        )
+    ),
+    Claim(
+        "Table 1",
+        "updates between F and B, AMDP",
+        1,
+        "amdp/table1",
+        of_method("amdp", "mismatch"),
+        again=again_formulas,
+        digits=0,
+        show="{:.0f}",
+    ),
+    *(
+        Claim(
+            "Table 3",
+            f"AMDP over {table3.NAMES[rival]}, {model}, d = 8, b = 128",
+            paper,
+            "amdp/table3",
+            times_as_fast(model, rival),
+            "amdp/table3",
+            partial(again, model),
+        )
+        for model, rival, paper in (
+            ("GPT", "pipedream-2bw", 1.17),
+            ("GPT", "1f1b", 1.35),
+            ("BERT", "pipedream-2bw", 1.14),
+            ("BERT", "1f1b", 1.33),
+        )
+    ),
+    *(
+        Claim(
+            "Table 4",
+            f"without ZeRO over with it, {model}, b = 128",
+            table4.PAPER[model][0] / table4.PAPER[model][1],
+            "amdp/table4",
+            without_zero(model, 128),
+            "amdp/table4",
+            again_zero,
+            digits=3,
+            show="{:.3f}",
+        )
+        for model in ("GPT", "BERT")
+    ),
+    *(
+        Claim(
+            "Figure 7",
+            f"final loss over the synchronous one, {method}",
+            paper,
+            "amdp/figure7",
+            over_synchronous(method),
+            "amdp/figure7",
+            digits=4,
+            show="{:+.2%}",
+        )
+        for method, paper in (
+            ("amdp", 0.007),
+            ("amdp, mismatch 0", None),
+            ("pipedream-2bw", None),
+            ("xpipe", None),
+            ("pipedream", None),
+        )
+    ),
+)
+
+
+def _learning(rows: Sequence[Row]) -> Iterable[str]:
+    return table5.lines(rows, facts_of("amdp/table5")["throughput"])
+
+
+PAPER = read_paper("amdp", CLAIMS, {"Table 5": _learning})

@@ -1,0 +1,126 @@
+"""A claim of a paper, and where its number stands among the results."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from experiments.common.results import Row, facts, load, rounded
+
+ROOT = Path(__file__).resolve().parents[2]
+Value = Callable[[Sequence[Row], str], "float | None"]
+"""Of rows and "simulated" or "measured", the number that is claimed; None where it was not found so."""
+
+
+Lines = Callable[[Sequence[Row]], Iterable[str]]
+"""Of rows, what is printed."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A number of a paper, beside ours.
+
+    Attributes:
+        item: the figure or table. what: the number, in words. paper: what the paper says, None where it says nothing.
+        file: of the simulated results, below `experiments/`, such as "pipemorph/figure15-simulate".
+        measured: the same of those by the clock; empty where there are none.
+        again: simulates anew what the claim needs, in seconds; None where that takes longer.
+        digits: those that are shown, and have to come out alike.
+        show: of the number.
+    """
+
+    item: str
+    what: str
+    paper: float | None
+    file: str
+    value: Value
+    measured: str = ""
+    again: Callable[[], Iterable[Row]] | None = None
+    digits: int = 2
+    show: str = "{:.2f}"
+
+    def committed(self, how: str) -> float | None:
+        """The number by the committed results, simulated or measured."""
+        name = self.measured if how == "measured" else self.file
+        if not name:
+            return None
+        return self.value(rows_of(name), how)
+
+    def shown(self, how: str) -> str:
+        found = self.committed(how)
+        return "" if found is None else self.show.format(found)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A figure or table of a paper as its page shows it.
+
+    Attributes:
+        name: "Figure 15". about: what it is of. command: what finds it, without `python -m experiments.`.
+        files: of its results, below `experiments/`. chart: its picture, likewise.
+        differs: what differs, and why.
+        reason: why there are no results, where there are none.
+    """
+
+    name: str
+    about: str
+    command: str = ""
+    files: tuple[str, ...] = ()
+    chart: str = ""
+    differs: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper's page.
+
+    Attributes:
+        lines: of the items whose table their command's module does not print from rows alone, by name.
+    """
+
+    key: str
+    title: str
+    intro: str
+    items: Sequence[Item]
+    claims: Sequence[Claim]
+    lines: Mapping[str, Lines]
+
+    def table(self, item: Item, rows: Sequence[Row]) -> Iterable[str]:
+        """The paper's numbers beside ours, as the item's command prints them."""
+        if item.name in self.lines:
+            return self.lines[item.name](rows)
+        found: Iterable[str] = import_module(f"experiments.{item.command.partition(' ')[0]}").lines(rows)
+        return found
+
+
+def read_paper(key: str, claims: Sequence[Claim], lines: Mapping[str, Lines] | None = None) -> Paper:
+    """A paper as its file `KEY.toml` describes it."""
+    value = tomllib.loads(Path(__file__).with_name(f"{key}.toml").read_text(encoding="utf-8"))
+    items = [Item(**each | {"files": tuple(each.get("files", ()))}) for each in value["item"]]
+    return Paper(key, value["title"], value["intro"], items, claims, lines or {})
+
+
+@cache
+def rows_of(name: str) -> list[Row]:
+    """The rows of a file of results, such as "pipemorph/figure15-simulate"."""
+    paper, _, file = name.partition("/")
+    return load(ROOT / "experiments" / paper / "results", file)
+
+
+def facts_of(name: str) -> dict[str, Any]:
+    """What such a file says besides its rows."""
+    paper, _, file = name.partition("/")
+    return facts(ROOT / "experiments" / paper / "results", file)
+
+
+def as_saved(rows: Iterable[Row]) -> list[Row]:
+    """Rows as they would come back from a file."""
+    found: list[Row] = json.loads(json.dumps(rounded(list(rows))))
+    return found

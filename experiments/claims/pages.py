@@ -1,0 +1,189 @@
+"""The pages of the site on the papers, made out of committed results.
+
+python -m experiments.claims.pages      a second; writes docs/papers/
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+from experiments.claims import amdp, flexpipe, pipemorph
+from experiments.claims.claim import ROOT, Claim, Item, Paper, facts_of, rows_of
+
+FOLDER = ROOT / "docs" / "papers"
+PAPERS = (pipemorph.PAPER, flexpipe.PAPER, amdp.PAPER)
+AUDIT = ROOT / "experiments" / "claims" / "audit.json"
+NAMES = {"PM": "PipeMorph", "FP": "FlexPipe", "AM": "AMDP"}
+REAL = ROOT / "benchmarks" / "tune" / "results.json"
+MADE = "<!-- made by: python -m experiments.claims.pages -->"
+
+
+HOW = """\
+Every number of ours on this page is read from the committed results. *Simulated* is what the simulator gives for the
+schedule and the costs. *By the clock* is the same schedule on emulated devices, whose ops sleep as long as the costs
+say: it shows that dispatch and transport keep the simulated times, and nothing about how long a real op takes. No
+number comes from a GPU. [Real computation](audit.md#real-computation) has a table of its own, and
+[the audit](audit.md) says what was done for each figure."""
+
+STATES = """\
+An audit once listed {} capabilities, figures and tables of the three papers. Each row says what it found then, how it
+stands now, and what shows it: a test, a file of results, a page. A row that is not simply done has its reason.
+
+*Emulated* means simulated, and run by the clock on devices that sleep through their ops. *Simulated* means the
+simulator alone. *Host half* means all but the copies from and to a device. *Open* means that this machine could do it
+and that it has not been done."""
+
+COMPUTED = """\
+On emulated devices an op takes the time that the costs say, so a run by the clock proves dispatch and transport, not
+the costs. This table is of real computation: a small GPT, one thread per rank, and no more ranks than cores. The
+tuner predicts a step from layers and messages that it has measured apart, and then steps are timed. Off is
+`|predicted / measured - 1|` over the rounds in which the machine was quiet
+([how](../../benchmarks/tune/README.md))."""
+
+
+def pages() -> dict[str, str]:
+    """The text of each page, by its file's name."""
+    return {f"{each.key}.md": page(each) for each in PAPERS} | {"audit.md": audit()}
+
+
+def page(paper: Paper) -> str:
+    """A paper's page: its numbers beside ours, then figure by figure."""
+    lines = [
+        MADE,
+        "",
+        f"# {paper.title}",
+        "",
+        paper.intro,
+        "",
+        HOW,
+        "",
+        "`make papers-quick` simulates the numbers of this table anew and compares them digit by digit.",
+        "",
+        *_claims(paper.claims),
+    ]
+    for item in paper.items:
+        lines += ["", f"## {item.name}: {item.about}", "", *_item(paper, item)]
+    return "\n".join(lines) + "\n"
+
+
+def _claims(claims: Sequence[Claim]) -> Iterator[str]:
+    yield "| figure | of what | the paper | simulated | by the clock |"
+    yield "|---|---|---:|---:|---:|"
+    for claim in claims:
+        paper = "" if claim.paper is None else claim.show.format(claim.paper)
+        yield f"| {claim.item} | {claim.what} | {paper} | {claim.shown('simulated')} | {claim.shown('measured')} |"
+
+
+def _item(paper: Paper, item: Item) -> Iterator[str]:
+    if item.reason:
+        yield item.reason.strip()
+        return
+    if item.chart:
+        yield f"![{item.about}](../../experiments/{item.chart})"
+        yield ""
+    yield f"`python -m experiments.{item.command}`"
+    yield ""
+    for name in item.files:
+        yield from [
+            "```text",
+            *(line.rstrip() for line in paper.table(item, rows_of(name))),
+            "```",
+            "",
+            recorded(name),
+            "",
+        ]
+    yield f"**What differs, and why.** {item.differs.strip()}"
+
+
+def recorded(name: str) -> str:
+    """A line on how a file of results came about."""
+    found: dict[str, Any] = facts_of(name).get("record", {})
+    paper, _, file = name.partition("/")
+    link = f"[{file}.json](../../experiments/{paper}/results/{file}.json)"
+    if not found:
+        return f"{link}."
+    machine = found["machine"]
+    commit = found["commit"][:9] + ("+" if found["commit"].endswith("+") else "")
+    drawn = f", seeds {', '.join(map(str, found['seeds']))}" if found["seeds"] else ""
+    load = f", load {found['load'][0]:.1f}" if found["load"] else ", load not recorded"
+    later = "; put down afterwards, from the history" if found.get("from_history") else ""
+    return (
+        f"{link}: `{found['command']}` at commit {commit}, {machine['processor']}, "
+        f"{machine['num_processors']} cores{drawn}{load}{later}."
+    )
+
+
+def audit() -> str:
+    """The audit's table, row by row."""
+    rows = json.loads(AUDIT.read_text(encoding="utf-8"))
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row["state"]] = counts.get(row["state"], 0) + 1
+    lines = [
+        MADE,
+        "",
+        "# The papers, row by row",
+        "",
+        STATES.format(len(rows)),
+        "",
+        "| state | rows |",
+        "|---|---:|",
+        *(f"| {state} | {count} |" for state, count in sorted(counts.items(), key=lambda each: -each[1])),
+    ]
+    for key, name in NAMES.items():
+        lines += ["", f"## {name}", "", "| item | then | now | what shows it | reason |", "|---|---|---|---|---|"]
+        for row in rows:
+            if row["paper"] == key:
+                shown = "<br>".join(map(_evidence, row["evidence"]))
+                lines.append(f"| {row['item']} | {row['was']} | {row['state']} | {shown} | {row['why']} |")
+    return "\n".join([*lines, "", *_real()]) + "\n"
+
+
+def _evidence(each: str) -> str:
+    path, _, test = each.partition("::")
+    if path.startswith("docs/"):
+        target = (
+            path.removeprefix("docs/papers/")
+            if path.startswith("docs/papers/")
+            else f"../{path.removeprefix('docs/')}"
+        )
+    else:
+        target = f"../../{path}"
+    return f"[{test.replace('_', ' ') if test else path.rpartition('/')[2]}]({target})"
+
+
+def _real() -> Iterator[str]:
+    """The tuner's prediction against the clock, with at most as many ranks as cores."""
+    value = json.loads(REAL.read_text(encoding="utf-8"))
+    yield "## Real computation"
+    yield ""
+    yield COMPUTED
+    yield ""
+    yield "| schedule | ranks | microbatches | predicted, ms | measured, ms | off, median | off, worst | rounds |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
+    yield from real_rows(value)
+
+
+def real_rows(value: dict[str, Any]) -> Iterator[str]:
+    for case in value["rows"]:
+        rounds = [each for each in case["raw"] if each["quiet"]]
+        off = [abs(each["predicted_ms"] / each["measured_ms"] - 1) for each in rounds]
+        quiet = f"{len(rounds)} of {case['num_rounds']}"
+        yield (
+            f"| {case['schedule']} | {case['pp']} | {case['num_microbatches']} | {case['predicted_ms']:.1f} | "
+            f"{case['measured_ms']:.1f} | {median(off):.1%} | {max(off):.1%} | {quiet} |"
+        )
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+        print(f"docs/papers/{name}")
+
+
+if __name__ == "__main__":
+    main()

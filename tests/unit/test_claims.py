@@ -1,0 +1,125 @@
+"""The pages on the papers are made out of committed results, and so are the numbers that the README repeats."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.claims import pages, quick
+from experiments.claims.claim import ROOT, Claim, facts_of
+from experiments.claims.pages import AUDIT, FOLDER, PAPERS, REAL
+from experiments.common.record import command, record
+from experiments.common.results import load, save
+
+pytestmark = pytest.mark.unit
+
+EXPERIMENTS = ROOT / "experiments"
+STATES = {"done", "done for gloo", "emulated", "simulated", "host half", "differently", "not run", "open"}
+
+
+@pytest.mark.results
+def test_every_page_is_what_the_results_make_of_it() -> None:
+    made = pages.pages()
+    assert {path.name for path in FOLDER.glob("*.md")} == set(made)
+    for name, text in made.items():
+        assert (FOLDER / name).read_text(encoding="utf-8") == text, "run python -m experiments.claims.pages"
+
+
+@pytest.mark.results
+def test_the_audit_has_every_row_with_evidence_that_is_there() -> None:
+    rows = json.loads(AUDIT.read_text(encoding="utf-8"))
+    assert len(rows) == 97
+    assert len({(row["paper"], row["item"]) for row in rows}) == 97
+    for row in rows:
+        assert row["state"] in STATES, row
+        assert row["evidence"] or row["why"], row
+        assert row["why"] or row["state"] == "done", "what is not simply done has its reason"
+        for each in row["evidence"]:
+            path, _, test = each.partition("::")
+            assert (ROOT / path).exists(), each
+            assert not test or f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), each
+
+
+@pytest.mark.results
+def test_every_result_has_its_record() -> None:
+    for path in EXPERIMENTS.glob("*/results/*.json"):
+        if path.parts[-3] == "uneven":
+            for cell in json.loads(path.read_text(encoding="utf-8")).values():
+                assert {"commit", "command", "machine"} <= set(cell), path
+            continue
+        found = facts_of(f"{path.parts[-3]}/{path.stem}")["record"]
+        assert {"commit", "command", "machine", "seeds", "load"} <= set(found), path
+        assert re.fullmatch(r"[0-9a-f]{40}\+?", found["commit"]), path
+        assert found["command"].startswith("python -m experiments."), path
+
+
+@pytest.mark.results
+def test_every_figure_of_a_page_has_a_command_that_is_there() -> None:
+    for paper in PAPERS:
+        for item in paper.items:
+            assert item.reason or item.files, item.name
+            if item.command:
+                module = item.command.partition(" ")[0].replace(".", "/")
+                assert (EXPERIMENTS / f"{module}.py").exists()
+
+
+@pytest.mark.results
+def test_the_readme_s_numbers_are_those_of_the_results() -> None:
+    claims = {(claim.item, claim.what): claim for paper in PAPERS for claim in paper.claims}
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    ours, zb = (claims["Figure 15", f"{name}, 60 ms"].shown("measured") for name in ("ours", "ZB"))
+    assert f"a step takes {ours} times as long as without, where `zb` takes {zb} times" in text
+
+
+@pytest.mark.results
+def test_the_table_of_real_computation_has_no_more_ranks_than_cores() -> None:
+    value = json.loads(REAL.read_text(encoding="utf-8"))
+    assert all(row["pp"] <= value["machine"]["num_processors"] for row in value["rows"])
+    assert len(list(pages.real_rows(value))) == len(value["rows"])
+
+
+def of_figure(item: str) -> list[Claim]:
+    return [claim for paper in PAPERS for claim in paper.claims if claim.item == item]
+
+
+def test_a_headline_simulated_again_is_the_same_to_the_digit() -> None:
+    for claim in of_figure("Figure 5"):
+        assert claim.again is not None
+        assert quick.compared("pipemorph", claim, list(claim.again())).same
+
+
+def test_a_headline_that_has_changed_is_said_and_ends_with_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim = of_figure("Figure 5")[1]
+    rows = [row | {"simulated_ms": [row["simulated_ms"][0] + 1]} for row in claim.again() or ()]  # type: ignore[misc]
+    found = quick.compared("pipemorph", claim, rows)
+    assert not found.same
+    monkeypatch.setattr(quick, "simulated", lambda: iter([replace(found, same=True), found]))
+    monkeypatch.setattr("sys.argv", ["quick", "--no-measured"])
+    assert quick.main() == 1
+    assert "NOT" in capsys.readouterr().out
+
+
+def test_a_record_says_what_was_run_and_where(tmp_path: Path) -> None:
+    save(tmp_path, "sample", [{"a": 1.23456789, "b": float("inf")}], seeds=range(2), note="here")
+    assert load(tmp_path, "sample") == [{"a": 1.23457, "b": None}]
+    value = json.loads((tmp_path / "sample.json").read_text(encoding="utf-8"))
+    assert value["note"] == "here"
+    assert value["record"]["seeds"] == [0, 1]
+    assert value["record"]["machine"]["num_processors"] >= 1
+    assert len(value["record"]["load"]) == 3
+    assert set(record()) == {"commit", "command", "machine", "seeds", "load"}
+    script = str(EXPERIMENTS / "pipemorph" / "figure5.py")
+    assert (
+        command([script, "--out", "elsewhere", "--jobs", "2"]) == "python -m experiments.pipemorph.figure5 --jobs 2"
+    )
+
+
+def test_results_that_are_not_there_say_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"has no figure5-threads\.json: run figure5 first"):
+        load(tmp_path, "figure5-threads")
