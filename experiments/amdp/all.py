@@ -14,13 +14,17 @@ from experiments.common.command import options, run_all
 
 SIMULATED = ("table1", "figure6", "figure8", "table3", "table4", "mismatch")
 MEASURED = ("table3", "table4")
-LEARNING = ("tuning", "figure7", "rates", "table5")
+LEARNING = ("tuning", "figure7", "rates", "table5", "convergence")
 
 
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--measured", action="store_true", help="tables 3 and 4 on emulated devices too")
-    parser.add_argument("--learning", action="store_true", help="learning rates, figure 7 and table 5 too")
+    parser.add_argument(
+        "--learning",
+        action="store_true",
+        help="learning rates, figure 7, table 5 and four minutes of convergence.py too",
+    )
     given = parser.parse_args()
     runs = [[name, *(["--measured"] if given.measured and name in MEASURED else [])] for name in SIMULATED]
     runs += [[name] for name in LEARNING if given.learning]

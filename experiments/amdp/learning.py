@@ -1,4 +1,4 @@
-"""A small GPT on real text, trained by a method: how its validation loss falls.
+"""A small GPT or BERT on real text, trained by a method: how its validation loss falls.
 
 The model has 8 stages on 8 ranks, all in this process. Losses do not depend on that: a schedule with updates is an
 order of ops, and gives the same parameters to the last bit however many processes run it. What a method would take
@@ -22,21 +22,27 @@ from torch import Tensor
 
 import penstock as ps
 from experiments.common.results import Row
-from penstock.data import Batches, Corpus, open_corpus, validation_batches
-from penstock.models import CrossEntropy, GPTConfig
-from penstock.models.stage import gpt_stage
+from penstock.data import Batches, Corpus, MaskedText, open_corpus, validation_batches
+from penstock.models import BERTConfig, BERTLoss, CrossEntropy, GPTConfig
+from penstock.models.stage import bert_stage, gpt_stage
+from penstock.runtime import MuonAdamW
+from penstock.runtime.stage.microbatches import split
 from penstock.train.learning_rate import learning_rate
+from penstock.train.tasks.bert import Masked
 
 NUM_STAGES = 8
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1),
+    "Adam": functools.partial(torch.optim.Adam, betas=(0.9, 0.95)),
+    "Muon": functools.partial(MuonAdamW, betas=(0.9, 0.95), weight_decay=0.1),
     "SGD": functools.partial(torch.optim.SGD, momentum=0.9),
     "NAdam": functools.partial(
         torch.optim.NAdam, betas=(0.99, 0.999), weight_decay=0.01, decoupled_weight_decay=True, momentum_decay=0.004
     ),
 }
-"""AdamW as `penstock train` has it; SGD with momentum, which SpecTrain needs; NAdam as vNAG's authors set it."""
+"""AdamW as `penstock train` has it; SGD with momentum, which SpecTrain needs; NAdam as vNAG's authors set it; Muon
+for hidden matrices with AdamW for the rest."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Task:
     """What is learnt, and for how long.
 
     Attributes:
+        config: sizes of a GPT or of a BERT.
         batch: samples that the synchronous methods update by.
         samples: of a microbatch.
         num_batches: seen in all.
@@ -52,7 +59,9 @@ class Task:
         seed: of the data's order and of the first weights.
     """
 
-    config: GPTConfig = field(default=GPTConfig(vocab_size=256, context=16, depth=8, width=64, num_heads=4))
+    config: GPTConfig | BERTConfig = field(
+        default=GPTConfig(vocab_size=256, context=16, depth=8, width=64, num_heads=4)
+    )
     batch: int = 32
     samples: int = 1
     num_batches: int = 1000
@@ -83,6 +92,7 @@ class Method:
         samples: of a microbatch, where not the task's.
         rule: by which ops read weights, where not the schedule's own.
         seed: of the data's order, where not the task's.
+        optimizer_options: in place of those that `OPTIMIZERS` has.
     """
 
     name: str
@@ -94,6 +104,7 @@ class Method:
     samples: int | None = None
     rule: str | None = None
     seed: int | None = None
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_synchronous(self) -> bool:
@@ -158,14 +169,13 @@ class Passes:
         self._method, self._task, self._window = method, task, window
         text = corpus()
         order = task.seed if method.seed is None else method.seed
-        self._batches = Batches(text.train, task.batch, task.config.context, order)
-        held_out = validation_batches(text.validation, 64, task.config.context, 32)
-        self._held_out = [tuple(map(torch.from_numpy, batch)) for batch in held_out]
-        optimizer = functools.partial(OPTIMIZERS[method.optimizer], lr=method.peak)
+        self._batches, self._held_out = _data(task, text, order)
+        optimizer = functools.partial(OPTIMIZERS[method.optimizer], lr=method.peak, **method.optimizer_options)
+        is_bert = isinstance(task.config, BERTConfig)
         self._pipe = ps.Pipeline(
-            [functools.partial(gpt_stage, task.config, part, task.seed) for part in cut(task.config)],
+            [_stage_of(task.config, part, task.seed) for part in cut(task.config)],
             self._schedule(),
-            loss_fn=CrossEntropy(),
+            loss_fn=BERTLoss() if is_bert else CrossEntropy(),
             optimizer=optimizer,
             parallel=ps.ParallelOptions(
                 sharding="copies" if method.rule is None else "none"
@@ -204,14 +214,13 @@ class Passes:
             group["lr"] = rate
         return [float(loss) for loss in self._pipe.step(inputs, targets).losses]
 
-    def _entries(self, batches: range) -> tuple[list[Tensor], list[Tensor]]:
+    def _entries(self, batches: range) -> tuple[list[Any], list[Any]]:
         """Inputs and targets of some batches, an entry a microbatch."""
-        inputs: list[Tensor] = []
-        targets: list[Tensor] = []
+        inputs: list[Any] = []
+        targets: list[Any] = []
         for batch in batches:
-            x, y = map(torch.from_numpy, self._batches[batch])
-            inputs += x.split(self._task.samples)
-            targets += y.split(self._task.samples)
+            for parts, whole in zip((inputs, targets), self._batches(batch), strict=True):
+                parts += split(whole, self._task.num_microbatches, "samples")
         return inputs, targets
 
     def evaluate(self) -> float:
@@ -236,7 +245,39 @@ class Passes:
         self._pipe.close()
 
 
-def cut(config: GPTConfig) -> list[list[int]]:
+Batch = tuple[Any, Any]
+"""Inputs and targets."""
+
+
+def _data(task: Task, text: Corpus, order: int) -> tuple[Callable[[int], Batch], list[Batch]]:
+    """A batch by its number, and the batches held out."""
+    context = task.config.context
+    if isinstance(task.config, BERTConfig):
+        masked = MaskedText(text.train, text.vocab_size, context, order)
+        fresh = MaskedText(text.validation, text.vocab_size, context, 0)
+        return lambda number: _masked(masked, number, task.batch), [_masked(fresh, n, 64) for n in range(32)]
+    batches = Batches(text.train, task.batch, context, order)
+    held_out = validation_batches(text.validation, 64, context, 32)
+    return lambda number: _tensors(batches[number]), [_tensors(batch) for batch in held_out]
+
+
+def _tensors(batch: Any) -> Batch:
+    x, y = map(torch.from_numpy, batch)
+    return x, y
+
+
+def _masked(text: MaskedText, number: int, size: int) -> Batch:
+    example = Masked(text, size)[number]
+    return example.inputs, example.targets
+
+
+def _stage_of(config: GPTConfig | BERTConfig, part: Sequence[int], seed: int) -> Callable[[], Any]:
+    if isinstance(config, BERTConfig):
+        return functools.partial(bert_stage, config, part, seed)
+    return functools.partial(gpt_stage, config, part, seed)
+
+
+def cut(config: GPTConfig | BERTConfig) -> list[list[int]]:
     """The layers of each stage: blocks dealt out evenly, the embedding before the first, the head after the last."""
     each, more = divmod(config.depth, NUM_STAGES)
     parts: list[list[int]] = []

@@ -1,0 +1,286 @@
+"""Figure 7 by a protocol that was fixed before any run of it: GPT and BERT, three seeds, each paper's own optimizer.
+
+    python -m experiments.amdp.convergence --minutes 4     goes on for so long; five hours of one core in all
+    python -m experiments.amdp.convergence --show          what there is so far
+
+The protocol, which changes for no result:
+
+- **Task.** A GPT and a BERT of 8 blocks on 8 stages, 64 wide, on the standard library's text as bytes: 300 batches
+  of 32 sequences of 16 tokens, a sequence a microbatch, so that a window is 4d. No clipping. Warm-up over 30 batches,
+  then a cosine down to a tenth. Pipelines drain every 50 batches, where the loss on text held out is measured.
+- **Rows.** The 20 of `figure7.py`, each with the optimizer that its paper names (`NAMED`), and six more with Muon.
+  vNAG's momentum rises with `0.96^(t psi)`: psi = 0.004 is for the 40,000 updates of AMDP's figure, and is scaled to
+  a run's own.
+- **Rates, table 1.** Of each optimizer the best without delay: whole batches on seed 100, which no table counts, over
+  a grid by factors of two that goes on until the best is not at its edge. An update for every sequence has that over
+  32 (SGD) or the root of 32.
+- **Rates, table 2.** Of each row its own best of that rate, a half and a quarter, on seed 100; the grid goes on below
+  while the lowest is best.
+- **Judged** on seeds 0, 1, 2 of data and first weights: mean and spread of the last loss. What diverges counts as
+  such.
+- **Time to loss.** Each row's batches to the worse of AMDP's and the synchronous mean, times what a batch takes on
+  the paper's ranks by simulation, against the fastest of the paper's four synchronous schedules, and against the best
+  that the library has within AMDP's memory.
+
+What an earlier figure 7 did otherwise: one seed, half of the best rate (chosen once the gaps were seen), AdamW for
+every method but two. Its task had been changed too, from windows of 2d to 4d, after AMDP was 6 to 7% behind.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from experiments.amdp import RESULTS
+from experiments.amdp.figure7 import METHODS, reached
+from experiments.amdp.learning import Method, Task, shown, train
+from experiments.amdp.methods import simulate
+from experiments.amdp.synchronous import best_synchronous
+from experiments.amdp.timing import PAPER, batch_seconds
+from experiments.common.command import options
+from experiments.common.results import Row, known, save, table
+from penstock.models import BERTConfig, GPTConfig
+
+SEEDS, HELD_OUT = (0, 1, 2), 100
+MODELS: Mapping[str, GPTConfig | BERTConfig] = {
+    "GPT": GPTConfig(vocab_size=256, context=16, depth=8, width=64, num_heads=4),
+    "BERT": BERTConfig(vocab_size=259, context=16, depth=8, width=64, num_heads=4),
+}
+FIRST: Mapping[str, float] = {"AdamW": 4e-3, "Adam": 4e-3, "NAdam": 4e-3, "Muon": 4e-3, "SGD": 0.2}
+"""Where the grid of each optimizer begins, with a half and the double beside."""
+LATER = 40_000
+"""Updates of the paper's figure 7."""
+
+NAMED: Mapping[str, tuple[str, str]] = {
+    "synchronous": ("AdamW", "AMDP, section 4.1, for all it compares"),
+    "amdp": ("AdamW", "AMDP, section 4.1"),
+    "pipedream-2bw": ("Adam", "Narayanan et al. 2021, section 5"),
+    "xpipe": ("Adam", "Guan et al. 2019: the prediction is Adam's"),
+    "pipedream": ("SGD", "Narayanan et al. 2019: SGD with momentum, for all models but one"),
+    "vnag": ("NAdam", "Ajanthan et al. 2025"),
+    "spectrain": ("SGD", "Chen et al. 2018: the prediction is the momentum's"),
+    "no rule": ("AdamW", "no paper: what a delay does where nothing is done about it"),
+}
+"""By the first word of a row's name its optimizer, and who says so."""
+OWN: Mapping[str, str] = {"synchronous, NAdam": "NAdam", "synchronous, SGD": "SGD"}
+
+WITH_MUON = (
+    Method("synchronous, Muon", "1f1b", optimizer="Muon"),
+    Method("amdp, Muon", "amdp", optimizer="Muon"),
+    Method("amdp, predicting, Muon", "amdp", optimizer="Muon", rule="xpipe"),
+    Method("xpipe, Muon", "xpipe", optimizer="Muon"),
+    Method("pipedream-2bw, Muon", "pipedream-2bw", optimizer="Muon"),
+    Method("pipedream, Muon", "pipedream", window=1, samples=32, optimizer="Muon"),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run.
+
+    Attributes:
+        part: "rates": of an optimizer without delay; "table 1"; "own": a row's own rate; "table 2".
+        name: of the row; in "rates" the optimizer.
+    """
+
+    part: str
+    model: str
+    name: str
+    seed: int
+    peak: float
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {**asdict(self), "peak": round(self.peak, 5)}
+
+
+def task_of(model: str, seed: int, num_batches: int = 300) -> Task:
+    return Task(MODELS[model], num_batches=num_batches, every=min(50, num_batches), warmup=30, seed=seed)
+
+
+def row_of(name: str, num_batches: int = 300) -> Method:
+    """A row's method with the optimizer that its paper names; its rate is the job's."""
+    (method,) = [each for each in (*METHODS, *WITH_MUON) if each.name == name]
+    if method not in WITH_MUON:
+        optimizer = OWN.get(name) or next(named for start, (named, _) in NAMED.items() if name.startswith(start))
+        if name.startswith("pipedream-2bw"):
+            optimizer = NAMED["pipedream-2bw"][0]
+        method = replace(method, optimizer=optimizer)
+    if method.optimizer == "NAdam":
+        updates = num_batches * (32 if _is_each(method) else 1)
+        method = replace(method, optimizer_options={"momentum_decay": 0.004 * LATER / updates})
+    return method
+
+
+def _is_each(method: Method) -> bool:
+    """Whether it updates after every sequence."""
+    return method.window == 1 and method.samples is None
+
+
+ROWS = tuple(row_of(each.name) for each in (*METHODS, *WITH_MUON))
+DELAYED = tuple(method.name for method in ROWS if not method.is_synchronous)
+
+
+def next_job(rows: Sequence[Row]) -> Job | None:
+    """What the protocol asks for next, given what was found; None once it is done."""
+    done = {tuple(row[key] for key in ("part", "model", "name", "seed", "peak")): row["final"] for row in rows}
+
+    def finals(part: str, model: str, name: str) -> dict[float, float]:
+        return {
+            peak: math.inf if final is None else final
+            for (a, b, c, _, peak), final in done.items()
+            if (a, b, c) == (part, model, name)
+        }
+
+    for model in MODELS:
+        for optimizer, first in FIRST.items():
+            if (peak := _next_peak([first, first / 2, first * 2], finals("rates", model, optimizer))) is not None:
+                return Job("rates", model, optimizer, HELD_OUT, peak)
+        best = {name: _best(finals("rates", model, name)) for name in FIRST}
+        for seed in SEEDS:
+            for method in ROWS:
+                job = Job("table 1", model, method.name, seed, _rate(method, best[method.optimizer]))
+                if tuple(job.key.values()) not in done:
+                    return job
+        for method in ROWS:
+            if method.is_synchronous:
+                continue
+            start = _rate(method, best[method.optimizer])
+            found = finals("own", model, method.name)
+            grid = [start, start / 2, start / 4]
+            if (peak := _next_peak(grid, found, upwards=False)) is not None:
+                return Job("own", model, method.name, HELD_OUT, peak)
+            if round(own := _best(found), 5) == round(start, 5):
+                continue  # table 1 has it
+            for seed in SEEDS:
+                job = Job("table 2", model, method.name, seed, own)
+                if tuple(job.key.values()) not in done:
+                    return job
+    return None
+
+
+def _rate(method: Method, best: float) -> float:
+    if not _is_each(method):
+        return best
+    return best / 32 if method.optimizer == "SGD" else best / math.sqrt(32)
+
+
+def _best(finals: Mapping[float, float]) -> float:
+    return min(finals, key=lambda peak: (finals[peak], peak))
+
+
+def _next_peak(grid: Sequence[float], finals: Mapping[float, float], upwards: bool = True) -> float | None:
+    """The next rate to try: those of the grid, and on by factors of two while the best lies at an edge."""
+    for peak in grid:
+        if round(peak, 5) not in finals:
+            return peak
+    best = _best(finals)
+    if best == min(finals):
+        return best / 2
+    return best * 2 if upwards and best == max(finals) else None
+
+
+def run(job: Job, num_batches: int = 300) -> Row:
+    """The row of a job: its key and what it came to."""
+    if job.part == "rates":
+        method = replace(row_of("synchronous", num_batches), optimizer=job.name, samples=32, peak=job.peak)
+        if job.name == "NAdam":
+            method = replace(method, optimizer_options={"momentum_decay": 0.004 * LATER / num_batches})
+    else:
+        method = replace(row_of(job.name, num_batches), peak=job.peak)
+    if method.seed is not None:
+        method = replace(method, seed=job.seed + 1)
+    found = train(method, task_of(job.model, job.seed, num_batches))
+    return {
+        **job.key,
+        **{name: found[name] for name in ("optimizer", "final", "mismatch", "updates", "seconds", "curve")},
+    }
+
+
+def lines(rows: Sequence[Row], timed: bool = False) -> Iterator[str]:
+    """Both tables, as far as they are there; with time to loss where that is to be simulated."""
+    for model in MODELS:
+        for part in ("table 1", "table 2"):
+            mine = [row for row in rows if (row["model"], row["part"]) == (model, part)]
+            if mine:
+                yield f"{model}, {part}: last validation loss, mean (spread) over seeds"
+                yield from _table(rows, mine, model)
+        if timed:
+            yield from _times([row for row in rows if (row["model"], row["part"]) == (model, "table 1")], model)
+    left = f"{sum(row['seconds'] for row in rows) / 60:.0f} minutes of one core so far"
+    yield f"{len(rows)} runs, {left}; {'the protocol is done' if next_job(rows) is None else 'not done'}"
+
+
+def _table(rows: Sequence[Row], mine: Sequence[Row], model: str) -> Iterator[str]:
+    like = {"AdamW": "synchronous", "Adam": "synchronous", "NAdam": "synchronous, NAdam", "SGD": "synchronous, SGD",
+            "Muon": "synchronous, Muon"}  # fmt: skip
+    body = []
+    for name in dict.fromkeys(row["name"] for row in mine):
+        of_row = [row for row in mine if row["name"] == name]
+        finals = [row["final"] for row in of_row]
+        optimizer = of_row[0]["optimizer"]
+        over = []
+        for row in of_row:
+            base = [
+                each["final"] for each in rows
+                if (each["part"], each["model"], each["name"], each["seed"])
+                == ("table 1", model, like[optimizer], row["seed"])
+            ]  # fmt: skip
+            if base and base[0] is not None and row["final"] is not None:
+                over.append(row["final"] / base[0] - 1)
+        body.append(
+            [name, optimizer, f"{of_row[0]['peak']:g}", str(of_row[0]["mismatch"]), _spread(finals),
+             f"{statistics.mean(over):+.2%}" if len(over) == len(finals) else "-", str(len(finals))]
+        )  # fmt: skip
+    yield from table(["row", "optimizer", "rate", "mismatch", "loss", "over its synchronous", "seeds"], body)
+
+
+def _spread(finals: Sequence[float | None]) -> str:
+    known_ones = [final for final in finals if final is not None]
+    if len(known_ones) < len(finals):
+        return f"{len(finals) - len(known_ones)} of {len(finals)} diverged"
+    return f"{shown(statistics.mean(known_ones))} ({max(known_ones) - min(known_ones):.4f})"
+
+
+def _times(rows: Sequence[Row], model: str) -> Iterator[str]:
+    by = {name: [row for row in rows if row["name"] == name] for name in ("synchronous", "amdp")}
+    if not all(by.values()) or any(row["final"] is None for part in by.values() for row in part):
+        return
+    target = max(statistics.mean(row["final"] for row in part) for part in by.values())
+    setup = replace(PAPER, model=model)
+    best = best_synchronous(setup)
+    per_batch = setup.window * setup.tokens / best.ktokens(simulate(best)) / 1000
+    seconds = {"the paper's four": batch_seconds(row_of("synchronous"), setup), f"the best, {best.method}": per_batch}
+    taken = [reached(row, target) for row in by["synchronous"]]
+    if all(each is not None for each in taken):
+        for name, each in seconds.items():
+            yield f"{model}: to {target:.3f} synchronous, {name}: {statistics.mean(taken) * each:.0f} s"  # type: ignore[type-var, operator]
+    for name in DELAYED:
+        taken = [reached(row, target) for row in rows if row["name"] == name]
+        if taken and all(each is not None for each in taken):
+            each = batch_seconds(row_of(name), setup)
+            yield f"{model}: to {target:.3f} {name}: {statistics.mean(taken) * each:.0f} s"  # type: ignore[type-var, operator]
+
+
+def main() -> None:
+    parser = options(__doc__, RESULTS, show=True)
+    parser.add_argument("--minutes", type=float, default=4.0, help="begin no run after so many")
+    parser.add_argument("--times", action="store_true", help="simulate time to loss too: some minutes")
+    given = parser.parse_args()
+    rows, began = known(given.out, "convergence"), time.monotonic()
+    while not given.show and time.monotonic() - began < 60 * given.minutes and (job := next_job(rows)) is not None:
+        rows.append(run(job))
+        save(given.out, "convergence", rows, seeds=(*SEEDS, HELD_OUT))
+        print(
+            f"{job.part}, {job.model}, {job.name}, seed {job.seed}, {job.peak:g}: {shown(rows[-1]['final'])}",
+            flush=True,
+        )
+    print("\n".join(lines(rows, given.times)))
+
+
+if __name__ == "__main__":
+    main()
