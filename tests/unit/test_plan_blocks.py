@@ -13,8 +13,8 @@ from penstock.library import ASYNCHRONOUS, SCHEDULES
 from penstock.library.v_blocks import from_pattern
 from penstock.planning import search as planning_search
 from penstock.planning.building_blocks import BlockSearch, hosts_several, steps_before
-from penstock.planning.library_starts import STARTS, fits, named, row_of
-from penstock.planning.problem import Problem, pose
+from penstock.planning.library_starts import STARTS, named, row_of
+from penstock.planning.problem import Problem, fits, pose
 from penstock.planning.search import Search, greedy, time_of
 from penstock.program.placements import bidirectional, wave
 from penstock.schedule import Placement, circular, one_to_one, v_shape

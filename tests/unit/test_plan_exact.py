@@ -13,8 +13,7 @@ from penstock.engine.list_by_values import ListSpace
 from penstock.planning import exact, ramps
 from penstock.planning.bounds import jackson_bound, ramp_bound, work_bound
 from penstock.planning.destructive_bound import Destructive, destructive_bound
-from penstock.planning.library_starts import fits
-from penstock.planning.problem import Problem, pose
+from penstock.planning.problem import Problem, fits, pose
 from penstock.planning.search import Search, greedy, time_of
 from penstock.schedule import Placement, circular, one_to_one, v_shape
 

@@ -5,6 +5,7 @@ The clocks here are numbers that tests move; no test takes the time.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ import pytest
 
 import penstock as ps
 from penstock.engine import compiled as compiling
-from penstock.engine import event_loop, list_by_values
+from penstock.engine import event_loop, list_by_values, sweep
 from penstock.engine.list_by_values import ListSpace
 from penstock.planning import anneal, compile_ahead, exact, forward_backward, longest_paths, repeat, strategy, threads
 from penstock.planning.bounds import jackson_bound
@@ -269,6 +270,50 @@ def test_a_plan_waits_for_no_compiler(
     ]
 
 
+@pytest.mark.parametrize("placement", [one_to_one(4), ps.placements.v_shape(4)], ids=["one-to-one", "V"])
+def test_a_large_plan_waits_for_the_compiler_no_longer_than_its_limit(
+    without_machine_code: list[Any], monkeypatch: pytest.MonkeyPatch, placement: ps.Placement
+) -> None:
+    """128 ranks with 1024 microbatches and a limit of 2 s took 7.2 s, of which list scheduling compiled for 4.7."""
+    compiled: list[ModuleType] = []
+    monkeypatch.setattr(threads, "MOST_UNCOMPILED", 100)
+    monkeypatch.setattr(compile_ahead, "_compile", compiled.extend)
+    monkeypatch.setattr(compile_ahead, "wait_for", lambda *_: pytest.fail("it waits, however long that takes"))
+    costs = ps.Costs.uniform(placement.num_stages, f=90.0, i=110.0, w=80.0)
+    p = ps.plan(costs, 4, 24, ps.Links({(1, 2): 50.0}), placement=placement, max_in_flight=6, time_limit=0.2)
+    assert compiled[0] is sweep  # which times what was made, and proves it
+    assert list_by_values not in compiled
+    assert p.how == "in step"
+    assert p.lower_bound <= p.value
+    ps.check(p.schedule)
+
+
+def test_list_scheduling_is_compiled_here_where_no_process_could_be_started_and_time_is_left(
+    without_machine_code: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[ModuleType] = []
+    clock = Clock()
+    lengths = {sweep: 1.0, longest_paths: 1.0, list_by_values: 4.0}
+
+    def compile_here(modules: list[ModuleType]) -> None:
+        compiled.extend(modules)
+        clock.now += sum(lengths[module] for module in modules)
+        compiling._READY.update(modules)
+
+    monkeypatch.setattr("time.perf_counter", clock)
+    monkeypatch.setattr(compile_ahead, "_compile", compile_here)
+    monkeypatch.setattr(compile_ahead, "begin", lambda: None)
+    for seconds, expected in (
+        (2.0, [sweep]), (4.0, [sweep, longest_paths]), (30.0, [sweep, longest_paths, list_by_values])
+    ):  # fmt: skip
+        compiled.clear()
+        compiling._READY.clear()
+        before = clock.now
+        compile_ahead.wait_for_first_order(seconds)
+        assert compiled == expected
+        assert clock.now - before <= seconds
+
+
 class Begun(Exception):
     """A step that is slow without machine code began."""
 
@@ -342,7 +387,7 @@ def test_machine_code_is_used_from_the_moment_it_is_there(without_machine_code: 
     assert compiling.ready(longest_paths) is longest_paths
     folder = compiling.cache_folder(longest_paths)
     assert folder is not None
-    (folder / compiling._note()).touch()  # as another process does
+    (folder / compiling._note(longest_paths)).touch()  # as another process does
     assert compiling.ready(longest_paths) is compiling.compiled(longest_paths)
     assert longest_paths not in compile_ahead.missing()
 
@@ -355,6 +400,29 @@ def test_what_was_cut_off_in_the_middle_is_not_taken_for_compiled(without_machin
     with pytest.raises(KeyboardInterrupt):
         fails()
     assert not compiling.is_compiled(longest_paths)
+
+
+def test_machine_code_of_another_copy_of_the_source_is_not_taken_for_ours(
+    without_machine_code: list[Any], tmp_path: Path
+) -> None:
+    """Numba keeps machine code by the path of the source. Of a copy elsewhere nothing was compiled, but what was
+    noted for the first stood for it too where both keep machine code in one folder: so its first plan compiled."""
+    copies = []
+    for name in ("here", "there"):
+        file = tmp_path / name / "once.py"
+        file.parent.mkdir()
+        file.write_text("def twice(n):\n    return 2 * n\n")
+        spec = importlib.util.spec_from_file_location(f"once_{name}", file)
+        assert spec is not None
+        assert spec.loader is not None
+        copies.append(importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(copies[-1])
+    here, there = copies
+    with compiling.compiling(here):
+        assert COMPILED(here).twice(2) == 4
+    compiling._READY.clear()
+    assert compiling.is_compiled(here)
+    assert not compiling.is_compiled(there)
 
 
 def test_machine_code_for_a_type_that_is_gone_is_made_again(

@@ -11,6 +11,7 @@ import pytest
 
 import penstock as ps
 from penstock.dispatch import lower
+from penstock.planning.in_step import in_step
 from penstock.planning.problem import pose
 from penstock.schedule.columns import columns_of
 
@@ -116,9 +117,7 @@ def test_errors_of_columns_name_rank_step_and_op() -> None:
 def test_plans_with_several_pipelines_have_each_its_own_microbatches() -> None:
     placement = ps.placements.bidirectional(ps.placements.one_to_one(2))
     problem = pose(ps.Costs.uniform(2), placement, 2, 5, ps.Links(), [(1.0, 0.0)] * 2, [8.0] * 2, split=True)
-    from penstock.planning.search import one_by_one
-
-    row = one_by_one(problem)[1]
+    row = next(in_step(problem))
     made = problem.schedule(row, "made")
     ps.check(made)
     assert np.array_equal(problem.row(made), row)

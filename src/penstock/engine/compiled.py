@@ -61,7 +61,7 @@ def is_compiled(module: ModuleType) -> bool:
     if module in _READY:
         return True
     folder = cache_folder(module)
-    if folder is not None and (folder / _note()).exists():
+    if folder is not None and (folder / _note(module)).exists():
         _READY.add(module)
     return module in _READY
 
@@ -78,24 +78,24 @@ def compiling(module: ModuleType) -> Iterator[None]:
         raise
     folder = cache_folder(module)
     if folder is not None:
-        (folder / _note()).touch()
+        (folder / _note(module)).touch()
 
 
 _READY: set[ModuleType] = set()
 
 
 @functools.cache
-def _note() -> str:
-    """The name of the file that says that machine code for this processor lies beside it.
+def _note(module: ModuleType) -> str:
+    """The name of the file that says that machine code of `module` for this processor lies beside it.
 
-    Numba takes none that was made for another processor, or by another version.
+    Numba takes none that was made for another processor, by another version, or from a source at another path.
     """
     from importlib.metadata import version
 
     from llvmlite import binding
 
     processor = binding.get_default_triple(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
-    made_by = *processor, version("numba"), sys.version
+    made_by = *processor, version("numba"), sys.version, os.path.abspath(str(module.__file__))
     return f"compiled-{hashlib.sha256(repr(made_by).encode()).hexdigest()[:16]}"
 
 

@@ -69,10 +69,10 @@ def waits(problem: Problem) -> Waits:
             behind = 1 + math.floor((cap / queues.memory[q] - 1) / kept + EPSILON)
             if behind < queues.size[q]:
                 release[1, q], lag[1, q] = weight, max(1, behind)
-    return Waits(_topological(queues), release, lag)
+    return Waits(topological(queues), release, lag)
 
 
-def _topological(queues: Network) -> Array:
+def topological(queues: Network) -> Array:
     """Queues, each after those it waits for, one chain at a time so that walking them touches memory in order."""
     order: list[int] = []
     needs = (queues.message_from >= 0).astype(int) + (queues.local_from >= 0)
@@ -152,7 +152,7 @@ def busy_bound(problem: Problem) -> float:
     queues = problem.queues
     if queues.num_ops == 0:
         return 0.0
-    order = _topological(queues).tolist()
+    order = topological(queues).tolist()
     to, onwards = _way(queues, order), _way(queues.turned(), order[::-1])
     work = queues.duration * queues.size
     bound = 0.0
@@ -165,7 +165,7 @@ def busy_bound(problem: Problem) -> float:
 
 def ways(queues: Network) -> list[float]:
     """The longest path of one microbatch to each queue (ms)."""
-    return _way(queues, _topological(queues).tolist())
+    return _way(queues, topological(queues).tolist())
 
 
 def _way(queues: Network, order: Sequence[int]) -> list[float]:

@@ -5,8 +5,8 @@
 
 Where that has not been done the first plan starts this command as a process of its own, searches with the same
 functions as they stand, and uses the machine code from the moment it is there. The process ends by itself, and all
-later plans find its work on disk. So compiling never keeps a plan beyond its time limit, unless its problem is too
-large to be searched without.
+later plans find its work on disk. A problem that is too large to be searched without waits for machine code as long
+as its time limit allows, and makes do with orders in step where that is too short. Their timing it waits for anyhow.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from penstock.planning.limits import Limits
 from penstock.planning.local_search import Walk
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, Shaking, Trials, greedy, time_of
-from penstock.planning.threads import LOOK, num_cores
+from penstock.planning.threads import LOOK, awaited, num_cores
 from penstock.program.placements import bidirectional
 from penstock.schedule import circular, one_to_one, v_shape
 from penstock.simulation import simulate
@@ -120,6 +120,28 @@ def wait_for(*modules: ModuleType) -> None:
             time.sleep(LOOK)
         else:
             _compile([module for module in missing() if module in modules])
+
+
+def wait_for_first_order(seconds: float) -> None:
+    """Waits till the first order of a large problem can be made, if possible by list scheduling and Jackson's bound.
+
+    Timing is waited for however long it takes; the others only while they may still come within `seconds`. What comes
+    too late is done without (see `in_step`).
+    """
+    began = time.perf_counter()
+    begin()
+    _compile([sweep])
+    unit = time.perf_counter() - began
+    helped = any(child.poll() is None for child in _children)
+    for module, units in _UNITS.items():
+        if not (helped and module is list_by_values) and began + seconds - time.perf_counter() > units * unit:
+            _compile([module])
+    if helped:
+        awaited(list_by_values, sys.maxsize, began + seconds - time.perf_counter())
+
+
+_UNITS = {longest_paths: 2.0, list_by_values: 5.0}
+"""How long compiling takes at most, beside that of `sweep`."""
 
 
 def wait_for_children() -> None:

@@ -8,17 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine.memory import peaks
 from penstock.engine.network import Array
-from penstock.engine.tolerance import is_within
 from penstock.library import build
-from penstock.planning.problem import Problem
-from penstock.planning.search import Search, time_of
+from penstock.planning.problem import Problem, fits
+from penstock.planning.search import Search, stepwise, time_of
 from penstock.program.placements import bidirectional, multi_directional, wave
 from penstock.schedule import Placement, Schedule, ScheduleError, circular, one_to_one, v_shape
 
 MOST_OPS = 20_000
-"""Above this building them takes longer than it is worth."""
+"""Above this building them takes longer than it is worth, and orders in step stand for them."""
 
 _WHOLE_OR_SPLIT: tuple[dict[str, Any], ...] = ({}, {"backward": "split"})
 
@@ -53,6 +51,7 @@ def named(search: Search) -> None:
     """Takes every library schedule that solves the problem."""
     problem = search.problem
     if problem.queues.num_ops > MOST_OPS:
+        stepwise(search)
         return
     for name, schedule in built(problem.placement, problem.queues.num_ranks, len(problem.microbatch_pipeline)):
         row = row_of(problem, schedule)
@@ -100,9 +99,3 @@ def row_of(problem: Problem, schedule: Schedule) -> Array | None:
     return np.array(
         [queue[kind, stage, pipelines[m]] for each, stage, m in ops for kind in halves.get(each, each)], np.int64
     )
-
-
-def fits(problem: Problem, row: Array) -> bool:
-    """Whether fixed orders keep every rank within its cap."""
-    queues = problem.queues
-    return all(map(is_within, peaks(queues.memory[row], queues.row_first), queues.cap.tolist()))

@@ -40,9 +40,9 @@ class Plan:
         lower_bound: no schedule that the certificate covers has a smaller value within the limits (ms).
         certificate: the family of schedules that the bound covers.
         seconds: that the search took.
-        how: what found it: "greedy", a library schedule by its name, "building block", "justified", "local search" or
-            "exact"; "serial", "repetend" or "ends" where stages are shared; ", recomputed" after a library schedule's
-            name says that forwards of it run again.
+        how: what found it: "greedy", "in step", a library schedule by its name, "building block", "justified", "local
+            search" or "exact"; "serial", "repetend" or "ends" where stages are shared; ", recomputed" after a library
+            schedule's name says that forwards of it run again.
         timeline: when each op runs, under the costs and links given.
         microbatch_order: where microbatches differ, the order of them that the schedule declares; None elsewhere.
 
@@ -85,6 +85,9 @@ the time that it took is spared for the last."""
 _PROOF_SECONDS, _PROOF_SECONDS_AN_OP = 0.01, 2.5e-5
 _SPARED = 1.2
 """Of what a proof took, the share spared for the next."""
+
+_FIRST_SECONDS_AN_OP = 3e-6
+"""What a first order and its proof take in a large problem, compiled."""
 
 
 def plan(
@@ -270,10 +273,14 @@ def plan(
     from penstock.planning.threads import MOST_UNCOMPILED
 
     num_ops = (3 if family.forms.split else 2) * placement.num_stages * num_microbatches
-    if num_ops > MOST_UNCOMPILED:
-        compile_ahead.wait_for(list_by_values, sweep, longest_paths)
-    else:
+    if num_ops <= MOST_UNCOMPILED:
         compile_ahead.begin()
+    elif goal == "makespan" and not family.joint:
+        compile_ahead.wait_for_first_order(
+            float(time_limit) - _FIRST_SECONDS_AN_OP * num_ops - (time.perf_counter() - began)
+        )
+    else:
+        compile_ahead.wait_for(list_by_values, sweep, longest_paths)
     if counts is None and goal == "span":
         counts = in_turn(num_microbatches, placement.num_pipelines)
     ways: deals.Deals[Search | JointSearch]

@@ -12,7 +12,9 @@ from functools import cached_property
 import numpy as np
 
 from penstock.cost import Costs, Links
+from penstock.engine.memory import peaks
 from penstock.engine.network import NONE, Array, Network
+from penstock.engine.tolerance import is_within
 from penstock.planning.family import dealt, in_turn
 from penstock.schedule import Placement, Schedule
 from penstock.schedule.columns import KINDS, Columns
@@ -95,6 +97,12 @@ class Problem:
         return np.array(
             [queue[op.kind, op.stage, pipelines[op.microbatch]] for row in schedule.order for op in row], np.int64
         )
+
+
+def fits(problem: Problem, row: Array) -> bool:
+    """Whether fixed orders (queue ids, rank after rank) keep every rank within its cap."""
+    queues = problem.queues
+    return all(map(is_within, peaks(queues.memory[row], queues.row_first), queues.cap.tolist()))
 
 
 def pose(

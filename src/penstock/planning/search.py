@@ -18,9 +18,10 @@ from penstock.engine.list_by_values import ListSpace
 from penstock.engine.network import Array
 from penstock.planning import forward_backward
 from penstock.planning.annealing_threads import Annealer, annealed
+from penstock.planning.in_step import in_step
 from penstock.planning.problem import BACKWARD_CLASS, Problem
 from penstock.planning.progress import Incumbent, certain
-from penstock.planning.threads import Threads, awaited
+from penstock.planning.threads import Threads, awaited, is_quick
 from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -98,36 +99,25 @@ def list_by_class(problem: Problem, classes: Array, space: ListSpace) -> float:
 
 
 def greedy(search: Search, space: ListSpace) -> None:
-    """Step 1: backward before forward before weight gradients."""
-    made = list_by_class(search.problem, search.problem.priority_class, space)
-    if made >= 0:
-        search.take(made, space.row, "greedy")
+    """Step 1: backward before forward before weight gradients; microbatches in step where that gets stuck, and where
+    it would take too long without machine code."""
+    problem = search.problem
+    listed = -1.0
+    if is_quick(list_by_values, problem.queues.num_ops):
+        listed = list_by_class(problem, problem.priority_class, space)
+    if listed >= 0:
+        search.take(listed, space.row, "greedy")
     else:
-        search.take(*one_by_one(search.problem), "one microbatch at a time")
+        stepwise(search)
     search.report("greedy")
 
 
-def one_by_one(problem: Problem) -> tuple[float, Array]:
-    """Every microbatch alone, which fits whatever the caps: the start where greedy gets stuck."""
-    queues = problem.queues
-    kinds = {"F": 0, "I": 1, "B": 1, "W": 2}
-    rows = []
-    for r in range(queues.num_ranks):
-        mine = range(queues.rank_first[r], queues.rank_first[r + 1])
-        order = sorted(
-            (
-                j,
-                queues.pipeline[q],
-                kinds[problem.kind[q]],
-                problem.stage[q] * (1 if problem.kind[q] == "F" else -1),
-                q,
-            )
-            for q in mine
-            for j in range(queues.size[q])
-        )
-        rows += [entry[-1] for entry in order]
-    row = np.array(rows, np.int64)
-    return time_of(problem, row), row
+def stepwise(search: Search) -> None:
+    """Takes orders in which microbatches begin at even intervals; the first however little time is left."""
+    for row in in_step(search.problem):
+        search.take(time_of(search.problem, row), row, "in step")
+        if search.closed or search.left <= 0:
+            break
 
 
 def time_of(problem: Problem, row: Array, start: Array | None = None) -> float:

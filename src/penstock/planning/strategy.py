@@ -10,7 +10,7 @@ from penstock.engine.compiled import is_compiled
 from penstock.engine.list_by_values import ListSpace
 from penstock.engine.network import Array
 from penstock.planning import exact, longest_paths, time_windows
-from penstock.planning.bounds import jackson_bound, ramp_bound, work_bound, work_seconds
+from penstock.planning.bounds import busy_bound, jackson_bound, ramp_bound, round_trip_bound, work_bound, work_seconds
 from penstock.planning.building_blocks import hosts_several, repeated
 from penstock.planning.destructive_bound import Destructive
 from penstock.planning.expected import Samples, robust, under
@@ -21,7 +21,7 @@ from penstock.planning.problem import Problem
 from penstock.planning.progress import Progress
 from penstock.planning.search import Search, greedy, justified, justified_again
 from penstock.planning.span_objective import Span, span_of
-from penstock.planning.threads import Threads
+from penstock.planning.threads import Threads, is_quick
 
 JUSTIFIED_SHARE, _REPEATED_SHARE, _WALKED_SHARE = 0.1, 0.3, 0.35
 """Shares of the time left that a step takes; the last is for problems that are left to CP-SAT then."""
@@ -64,8 +64,10 @@ def begin(
         problem, bound = span.searched, span.lower_bound() + span.shift
     elif isinstance(goal, Expected):
         bound = _samples(problem, goal).lower_bound()
-    else:
+    elif is_quick(longest_paths, problem.queues.num_ops):
         bound = jackson_bound(problem)
+    else:
+        bound = max(busy_bound(problem), round_trip_bound(problem))
     return Search(problem, bound, seed, stop_at_gap, on_progress, began, span=span)
 
 

@@ -32,11 +32,16 @@ def num_cores() -> int:
         return os.cpu_count() or 1
 
 
+def is_quick(module: ModuleType, num_ops: int) -> bool:
+    """Whether what `module` does may begin: its machine code is there, or the problem is small."""
+    return num_ops <= MOST_UNCOMPILED or is_compiled(module)
+
+
 def awaited(module: ModuleType, num_ops: int, seconds: float) -> bool:
     """Whether a step may begin: at once where the machine code of `module` is there, or the problem is small; else as
     soon as it is there, if it comes within `seconds`."""
     ends = time.perf_counter() + seconds
-    while num_ops > MOST_UNCOMPILED and not is_compiled(module):
+    while not is_quick(module, num_ops):
         if time.perf_counter() + LOOK >= ends:
             return False
         time.sleep(LOOK)
