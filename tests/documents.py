@@ -113,7 +113,7 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
                 run_command(words, block, capsys)
                 count += 1
         else:
-            assert block.language in ("text", "json", "python"), f"{block.where}: language {block.language!r}"
+            assert block.language in ("text", "json", "toml", "python"), f"{block.where}: language {block.language!r}"
     return count
 
 

@@ -197,7 +197,10 @@ def train(
     ] = None,
     in_process: Annotated[bool | None, _option("All ranks in one process, in turn; emulated: a thread each.")] = None,
     out: Annotated[str | None, _option("Folder of the run; else a new one in runs/.")] = None,
-    resume: Annotated[str | None, _option("Go on with the run in this folder.", metavar="RUN")] = None,
+    resume: Annotated[
+        str | None,
+        _option("Go on with the run in this folder; with the same --out, begin it there if need be.", metavar="RUN"),
+    ] = None,
     fallback: Annotated[
         bool, typer.Option("--fallback", help="Resuming: from an older checkpoint, where the newest is damaged.")
     ] = False,

@@ -98,6 +98,9 @@ def order_of(
 ) -> TrainJob:
     """The order for the options given; a resumed run's own settings stand behind them.
 
+    With one folder as `out` and `resume` the run begins there where there is none yet, so that a launcher may start
+    the same line again and again.
+
     Raises SettingsError, and ScheduleError for a schedule file that can't be read.
     """
     given = dict(given)
@@ -121,6 +124,10 @@ def order_of(
             given[name] = os.path.abspath(given[name])
     if fallback and resume is None:
         raise SettingsError("--fallback is for a run that goes on; give --resume RUN too")
+    if resume is not None and out is not None and os.path.abspath(out) != os.path.abspath(resume):
+        raise SettingsError(f"--resume {resume} goes on in its own folder; leave out --out {out}")
+    if out is not None and not RunFolder(Path(out)).settings.exists():
+        resume = None
     if resume is None:
         given |= _ranks_here(given, given)
         if is_own(given.get("data")) and is_own(given.get("model")) and "batch" not in given:
@@ -128,8 +135,6 @@ def order_of(
         settings = Settings.from_mapping(_completed(Settings, given, learning=True))
         folder = _new_folder(out, _name_of(settings))
     else:
-        if out is not None and os.path.abspath(out) != os.path.abspath(resume):
-            raise SettingsError(f"--resume {resume} goes on in its own folder; leave out --out {out}")
         folder = RunFolder(Path(resume))
         before = read_settings(folder.settings)
         if before.get("device") == "emulated":
