@@ -20,6 +20,7 @@ from experiments.flexpipe.grid import PAPER, WIDER, Grid
 from experiments.flexpipe.setups import Setup
 from penstock.cost.cut import partition
 from penstock.passes import separate_gradients
+from penstock.planning.program_search import Found
 from penstock.simulation import TimedOp
 
 MEMORY = 80e9
@@ -33,13 +34,14 @@ class Run:
 
     Attributes:
         method: a name of `METHODS`. placement: of the schedule, in words.
+        source: the schedule, or what the search found, which is built and proved once it is asked for.
         costs: of its stages, whole backwards in them or split ones as the schedule has them.
         sharing: ranks that share head and embedding.
     """
 
     method: str
     setup: Setup
-    schedule: ps.Schedule
+    source: ps.Schedule | Found
     costs: ps.Costs
     placement: str
     sharing: int
@@ -47,6 +49,22 @@ class Run:
     @property
     def links(self) -> ps.Links:
         return self.setup.links
+
+    @property
+    def schedule(self) -> ps.Schedule:
+        return self.source.schedule if isinstance(self.source, Found) else self.source
+
+    @property
+    def makespan(self) -> float:
+        """Milliseconds from the first op to the last."""
+        return self.source.makespan if isinstance(self.source, Found) else self.timeline.makespan
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its backwards are."""
+        if isinstance(self.source, Found):
+            return not self.source.program.split
+        return all(op.kind != "W" for row in self.source.order for op in row)
 
     @cached_property
     def timeline(self) -> ps.Timeline:
@@ -105,7 +123,7 @@ def separated(run: Run) -> Run:
     """With its gradients separated (section 5.2, Figure 10), if that makes it shorter."""
     room = MEMORY - run.setup.work_bytes(run.sharing) - run.setup.state_bytes(max(run.parameters))
     schedule = separate_gradients(run.schedule, run.costs, run.links, room)
-    return replace(run, schedule=schedule, placement=f"{run.placement}, separated")
+    return replace(run, source=schedule, placement=f"{run.placement}, separated")
 
 
 Runs = Iterator[Run]
@@ -156,8 +174,8 @@ def searched(method: str, grid: Grid) -> Method:
             after = setup.step_ms(parameters, two_copies)
             if setup.updates == "all-reduce":
                 after += setup.tail_ms(parameters, two_copies)
-            for schedule in grid.best(name, placement, setup, costs, room, below - after):
-                yield Run(method, setup, schedule, costs, f"shared ends, {name}", setup.pp)
+            for found in grid.best(name, setup, room, below - after):
+                yield Run(method, setup, found, costs, f"shared ends, {name}", setup.pp)
 
     return runs
 

@@ -86,7 +86,7 @@ def search(method: str, model: Model, vocabulary: int, num_gpus: int, batch: int
                 nearest = run
     if method in SEARCHED:
         kept.sort(key=lambda pair: pair[0])
-        whole = [run for _, run in kept if is_whole(run)]
+        whole = [run for _, run in kept if run.is_whole]
         shorter = [separated(run) for run in whole[:MOST_SEPARATED] if run.setup.recompute != "full"]
         best = min([run for run in (best, *shorter) if run], key=Run.iteration_ms, default=None)
     return Best(best, None if best else nearest, tried)
@@ -96,10 +96,5 @@ def alternatives(method: str, setup: Setup) -> Iterator[Run]:
     """All that a method finds for one setup, with the gradients of whole backwards separated where it searches."""
     for run in METHODS[method](setup, inf):
         yield run
-        if method in SEARCHED and setup.recompute != "full" and is_whole(run):
+        if method in SEARCHED and setup.recompute != "full" and run.is_whole:
             yield separated(run)
-
-
-def is_whole(run: Run) -> bool:
-    """Whether its backwards are."""
-    return all(op.kind != "W" for row in run.schedule.order for op in row)

@@ -5,8 +5,8 @@
 
 The placement is Tessel's: embedding and head on all devices. The paper says neither how many microbatches were
 searched for nor with which times; here it is GPT 5B with 256K words and 4 microbatches a device. `FlexPipe` is the
-whole of its grid, each placement's best with its gradients separated, `ours` the wider one (`grid.py`); one core,
-compiled code loaded before. The library's `mllm` has Tessel's makespan in Tessel's times for every number of devices
+whole of its grid, each placement's best with its gradients separated, `ours` the wider one (`grid.py`), both by
+`penstock.planning.search_space`; one core, compiled code loaded before. The winner is built, proved and simulated. The library's `mllm` has Tessel's makespan in Tessel's times for every number of devices
 by a formula, without a search.
 """
 
@@ -21,7 +21,6 @@ from experiments.common.command import options
 from experiments.common.results import Row, load, save, table
 from experiments.flexpipe import RESULTS
 from experiments.flexpipe.methods import METHODS, SEARCHED, Run, separated
-from experiments.flexpipe.search import is_whole
 from experiments.flexpipe.setups import GPT_5B, Setup
 from penstock.draw import to_svg
 
@@ -66,10 +65,10 @@ def found(method: str, setup: Setup) -> list[Run]:
     best: dict[str, Run] = {}
     for run in METHODS[method](setup, inf):
         shape = shape_of(run.placement)
-        if shape not in best or run.timeline.makespan < best[shape].timeline.makespan:
+        if shape not in best or run.makespan < best[shape].makespan:
             best[shape] = run
-    runs = [separated(run) if is_whole(run) else run for run in best.values()]
-    return sorted(runs, key=lambda run: run.timeline.makespan)
+    runs = [separated(run) if run.is_whole else run for run in best.values()]
+    return sorted(runs, key=lambda run: run.makespan)
 
 
 def pictures() -> Iterator[tuple[str, ps.Timeline]]:

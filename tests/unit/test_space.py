@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
 
 import penstock as ps
 from penstock.library import ASYNCHRONOUS
-from penstock.planning.program_search import fold, placements_of, search_space
+from penstock.planning.program_search import Outcome, fold, placements_of, search_space, work_of
 
 SYNCHRONOUS = [n for n in ps.library.SCHEDULES if n not in ("distmm", "mllm", *ASYNCHRONOUS)]
 
@@ -95,3 +98,41 @@ def test_folded_costs_keep_what_updates_cost() -> None:
     assert folded.message_size(("B", 1), ("U", 1)) == 7.0
     ends = fold(parts, 3, shared_ends=True)
     assert [ends.duration("U", stage) for stage in range(3)] == [0.5, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("shared_ends", [False, True])
+def test_those_kept_are_the_best_of_all_points(shared_ends: bool) -> None:
+    """Against every point of a space of one's own, run on its own; a bound leaves out what is not below it."""
+    num = 6 if shared_ends else 4
+    costs = ps.Costs(f=[2, 3, 1, 5, 4, 2][:num], i=[3, 1, 2, 4, 2, 6][:num], w=[1, 2, 3, 2, 4, 1][:num])
+
+    def rules(name: str, placement: ps.Placement, num_microbatches: int) -> list[ps.Rules]:
+        assert num_microbatches == 6
+        return [ps.Rules(kinds, max_in_flight=most) for kinds in ("backward-first", "interleaved") for most in (4, 9)]
+
+    def search(**more: Any) -> Outcome:
+        ends = {"shared_ends": True, "split": lambda stage: 0 < stage < 3} if shared_ends else {}
+        return search_space(costs, 2, 6, rules=rules, **ends, **more)
+
+    every = search(keep=99)
+    assert every.num_tried == 4 * len({found.placement for found in every.found})
+    for found in every.found:
+        alone = ps.simulate(found.program.build(), found.program.all_costs)
+        assert found.makespan == alone.makespan
+    for keep in (1, 2):
+        for name in {found.placement for found in every.found}:
+            of_one = [found.makespan for found in every.found if found.placement == name]
+            assert [found.makespan for found in search(keep=keep).found if found.placement == name] == of_one[:keep]
+    bound = every.found[len(every.found) // 2].makespan
+    below = search(keep=99, below=bound)
+    assert [f.makespan for f in below.found] == [f.makespan for f in every.found if f.makespan < bound]
+    assert search(below=every.best.makespan).found == ()
+    assert search(below=1.0).num_tried == 0, "no rank does its work in a millisecond"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_program_beats_the_work_of_its_busiest_rank(seed: int) -> None:
+    draw = random.Random(seed)
+    costs = ps.Costs(*([draw.randint(1, 9) for _ in range(8)] for _ in "fiw"))
+    for found in search_space(costs, 2, draw.randint(1, 7)).found:
+        assert work_of(found.program) <= found.makespan + 1e-9

@@ -12,11 +12,12 @@ proportion to how long its activations live, and the library's own constructions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from math import ceil
+from math import ceil, inf
 
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch.queues import QueueGraph
@@ -38,6 +39,9 @@ V = "v-shape"
 NUM_STAGE_CAPS = 4
 CONSTRUCTED = ("zb-v", "v-half", "v-min")
 """Library schedules of the V that hold less than rules alone find a way to."""
+
+RulesOf = Callable[[str, Placement, int], Iterable[Rules]]
+"""Rules to try on a placement: from its name, itself, and the number of microbatches."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Outcome:
     """What a search found.
 
     Attributes:
-        found: the best of each placement, the shortest makespan first.
+        found: the best of each placement, the shortest makespan first; none where none takes less than was asked.
         num_tried: points that were run.
         num_stuck: those among them in which no rank could go on, as under a cap that its traversal cannot meet.
     """
@@ -114,11 +118,14 @@ def search_space(
     memory_limit: float | None = None,
     shapes: Sequence[str] | None = None,
     shared_ends: bool = False,
-    split: bool = True,
+    split: bool | Callable[[int], bool] = True,
     forward_first: bool = False,
+    rules: RulesOf | None = None,
+    keep: int = 1,
+    below: float = inf,
     progress: Callable[[int, int], None] | None = None,
 ) -> Outcome:
-    """The best program of each placement.
+    """The best programs of each placement.
 
     Args:
         costs: of the model in `k * num_ranks` equal parts, from which stages are made by adding consecutive
@@ -126,7 +133,12 @@ def search_space(
             more at either end: what is shared by all ranks (embedding and head).
         memory_limit: most memory a rank may hold, in the unit of the costs' activations.
         shapes: names of placements to try (see `placements_of`); all by default.
+        split: whether backwards are I and W; or of which stages, by number.
         forward_first: also try forward-first rules (the paper does so only when asked).
+        rules: the rules to try on a placement, from its name, itself and the number of microbatches; `rules_of` by
+            default. They keep to `memory_limit` besides.
+        keep: how many programs of each placement; of those that take equally long only the first.
+        below: only programs that take less (ms). Placements with a rank that works longer are not tried.
         progress: called with points done and points in all.
 
     Raises:
@@ -141,43 +153,73 @@ def search_space(
     layouts = placements_of(num_ranks, _parts(costs, num_ranks, shared_ends), shared_ends)
     if unknown := [name for name in shapes or () if name not in layouts]:
         raise ScheduleError(f"no placement named {unknown[0]!r} here: there are {', '.join(layouts)}", rule="options")
-    points = [
-        (name, Program(placement, num_microbatches, rules, split, folded, links, name=name))
-        for name, placement in layouts.items()
-        if shapes is None or name in shapes
-        for folded in [fold(costs, placement.num_stages, shared_ends)]
-        for rules in rules_of(name, placement, num_ranks, num_microbatches, memory_limit, costs, forward_first)
-    ]
-    best: dict[str, Found] = {}
-    stuck = 0
-    lister: Lister | None = None
-    for number, (name, program) in enumerate(points):
-        if lister is None or lister.graph.placement is not program.placement:
-            graph = program.queues()
-            lister = Lister(graph, compile=True if graph.num_ops * len(points) > COMPILE_ABOVE else None)
-        try:
-            listed = lister.list_by_rules(program.tables(lister.graph))
-        except ScheduleError:  # a cap below what one microbatch needs
-            stuck += 1
+    points: list[tuple[str, list[Program]]] = []
+    for name, placement in layouts.items():
+        if shapes is not None and name not in shapes:
             continue
-        if not listed.complete:
-            stuck += 1
-        elif name not in best or listed.makespan < best[name].makespan:
-            best[name] = Found(name, program, listed.makespan)
-        if progress is not None:
-            progress(number + 1, len(points))
-    tried = len(points)
+        folded = fold(costs, placement.num_stages, shared_ends)
+        first = Program(placement, num_microbatches, Rules(), split, folded, links, name=name)
+        if below < inf and work_of(first) >= below:
+            continue
+        if rules is None:
+            given = rules_of(name, placement, num_ranks, num_microbatches, memory_limit, costs, forward_first)
+        else:
+            own = rules(name, placement, num_microbatches)
+            given = (replace(each, memory_limit=memory_limit) for each in own)
+        points.append((name, [replace(first, rules=each) for each in given]))
+    tried = sum(len(programs) for _, programs in points)
+    best: dict[str, list[Found]] = {}
+    stuck = done = 0
+    for name, programs in points:
+        graph = programs[0].queues()
+        lister = Lister(graph, compile=True if graph.num_ops * tried > COMPILE_ABOVE else None)
+        for program in programs:
+            done += 1
+            try:
+                listed = lister.list_by_rules(program.tables(graph))
+            except ScheduleError:  # a cap below what one microbatch needs
+                stuck += 1
+                continue
+            if not listed.complete:
+                stuck += 1
+            elif listed.makespan < below:
+                _keep(best.setdefault(name, []), Found(name, program, listed.makespan), keep)
+            if progress is not None:
+                progress(done, tried)
     if V in layouts and (shapes is None or V in shapes) and split and memory_limit is not None and not shared_ends:
         program = Program(layouts[V], num_microbatches, Rules(), split, fold(costs, 2 * num_ranks), links, name=V)
-        if V not in best or best[V].makespan > _least(program):
-            tried += _try_constructed(program, memory_limit, best)
+        if V not in best or best[V][0].makespan > _least(program):
+            tried += _try_constructed(program, memory_limit, best, below, keep)
+    if not best and below < inf:
+        return Outcome((), tried, stuck)
     if not best:
         raise ScheduleError(
             f"no program over {num_ranks} ranks can run within a memory of {memory_limit:g}; raise the limit or give "
             "the model in more parts",
             rule="memory",
         )
-    return Outcome(tuple(sorted(best.values(), key=lambda found: found.makespan)), tried, stuck)
+    every = [found for of_placement in best.values() for found in of_placement]
+    return Outcome(tuple(sorted(every, key=lambda found: found.makespan)), tried, stuck)
+
+
+def _keep(best: list[Found], found: Found, keep: int) -> None:
+    """Puts a point among the best of its placement; of equal ones the first stays."""
+    if all(found.makespan != other.makespan for other in best):
+        insort(best, found, key=lambda each: each.makespan)
+        del best[keep:]
+
+
+def work_of(program: Program) -> float:
+    """No schedule of a program ends sooner: the work of the rank that has most of it (ms)."""
+    costs, placement = program.all_costs, program.placement
+    busy = [0.0] * program.num_ranks
+    for pipeline in range(placement.num_pipelines):
+        count = len(range(pipeline, program.num_microbatches, placement.num_pipelines))
+        for stage in range(program.num_stages):
+            backward = min(costs.i[stage] + costs.w[stage], costs.duration("B", stage))
+            for rank in placement.hosts(pipeline, stage):
+                busy[rank] += count * (costs.f[stage] + backward)
+    return max(busy)
 
 
 def placements_of(num_ranks: int, num_parts: int, shared_ends: bool = False) -> dict[str, Placement]:
@@ -267,7 +309,9 @@ def _least(program: Program) -> float:
     )
 
 
-def _try_constructed(program: Program, memory_limit: float, best: dict[str, Found]) -> int:
+def _try_constructed(
+    program: Program, memory_limit: float, best: dict[str, list[Found]], below: float, keep: int
+) -> int:
     """Puts the best of the library's constructions into `best` where it beats what is there; returns how many ran."""
     graph = program.queues()
     lister = Lister(graph)
@@ -282,8 +326,8 @@ def _try_constructed(program: Program, memory_limit: float, best: dict[str, Foun
         if not is_within(_peak(graph, rows), memory_limit):
             continue
         makespan = lister.time_rows(rows).makespan
-        if V not in best or makespan < best[V].makespan:
-            best[V] = Found(V, program, makespan, schedule)
+        if makespan < below:
+            _keep(best.setdefault(V, []), Found(V, program, makespan, schedule), keep)
     return tried
 
 

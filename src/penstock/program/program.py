@@ -185,7 +185,7 @@ class Program:
             name,
         )
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         return num_ranks_of(self.placement)
 
