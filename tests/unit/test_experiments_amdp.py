@@ -16,7 +16,7 @@ from experiments.common import results
 pytestmark = pytest.mark.unit
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "amdp"
-COMMANDS = ("figure7", "rates", "table5", "tuning", "mismatch", "convergence", "all")
+COMMANDS = ("figure7", "rates", "table5", "tuning", "mismatch", "convergence", "defaults", "all")
 
 
 @pytest.fixture

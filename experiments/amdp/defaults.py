@@ -1,0 +1,105 @@
+"""What `penstock train --schedule amdp` does by default, against `1f1b` with the same optimizer, on preset tiny.
+
+    python -m experiments.amdp.defaults --minutes 4     goes on for so long; half an hour of one core in all
+    python -m experiments.amdp.defaults --show          what there is so far
+
+Each run is a command, all ranks in one process: the validation loss after its last step. Four stages clip by half of
+`--clip` each; where a run says `--clip 2`, each clips by 1, as stages did before they shared the clipping out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from experiments.amdp import RESULTS
+from experiments.common.command import options
+from experiments.common.results import Row, known, save, table
+
+SYNC, AMDP = "1f1b", "amdp"
+OPTIONS = {
+    SYNC: "--schedule 1f1b",
+    AMDP: "--schedule amdp",
+    "amdp, each stage clips by 1": "--schedule amdp --clip 2",
+    "amdp, mismatch 1": "--schedule amdp --max-mismatch 1",
+    "amdp, mismatch 1, each stage clips by 1": "--schedule amdp --max-mismatch 1 --clip 2",
+    "amdp, predicting, each stage clips by 1": "--schedule amdp --rule xpipe --clip 2",
+    "amdp, windows of 2d, mismatch 1, each stage clips by 1": (
+        "--schedule amdp --microbatches 8 --max-mismatch 1 --clip 2"
+    ),
+    "1f1b, Muon": "--schedule 1f1b --optimizer muon",
+    "amdp, mismatch 1, Muon": "--schedule amdp --max-mismatch 1 --optimizer muon",
+    "amdp, predicting, Muon": "--schedule amdp --rule xpipe --optimizer muon",
+}
+"""The last of AdamW's is what `--schedule amdp` did until it was measured."""
+
+CASES = (
+    *((name, 400, seed) for seed in (0, 1, 2) for name in (SYNC, AMDP)),
+    *((name, 400, 0) for name in tuple(OPTIONS)[2:4]),
+    *((name, 200, seed) for seed in (0, 1, 2) for name in (SYNC, tuple(OPTIONS)[6])),
+    *((name, 200, 0) for name in OPTIONS if name not in (SYNC, AMDP, "amdp, mismatch 1", tuple(OPTIONS)[6])),
+    *((name, 200, 1) for name in tuple(OPTIONS)[4:6]),
+)
+"""(name, steps, seed), in the order in which they run."""
+
+
+def run(name: str, steps: int, seed: int) -> Row:
+    from penstock.cli import main as penstock
+
+    folder = Path(tempfile.mkdtemp())
+    line = f"{OPTIONS[name]} --steps {steps} --seed {seed} --in-process --threads 1 --sample 0 --evaluate-every 0"
+    printed, began = io.StringIO(), time.process_time()
+    try:
+        with contextlib.redirect_stdout(printed):
+            code = penstock(["train", *line.split(), "--save-every", "0", "--json", "--out", str(folder / "run")])
+    finally:
+        shutil.rmtree(folder)
+    if code != 0:
+        raise SystemExit(f"penstock train {line} ended with {code}")
+    loss = json.loads(printed.getvalue())["loss"]
+    return {"name": name, "steps": steps, "seed": seed, "loss": loss, "seconds": time.process_time() - began}
+
+
+def over(rows: Sequence[Row], name: str, steps: int) -> list[float]:
+    """By seed, how much more a run's loss is than that of 1f1b with the same optimizer; where both are there."""
+    like = "1f1b, Muon" if "Muon" in name else SYNC
+    by = {(row["name"], row["seed"]): row["loss"] for row in rows if row["steps"] == steps}
+    return [by[name, seed] / by[like, seed] - 1 for seed in (0, 1, 2) if {(name, seed), (like, seed)} <= by.keys()]
+
+
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    body = []
+    for name, steps in dict.fromkeys((row["name"], row["steps"]) for row in rows):
+        losses = [row["loss"] for row in rows if (row["name"], row["steps"]) == (name, steps)]
+        each = over(rows, name, steps)
+        shares = ", ".join(f"{share:+.2%}" for share in each)
+        mean = f"{statistics.mean(each):+.2%}" if each else "-"
+        body.append([name, str(steps), f"{statistics.mean(losses):.4f}", mean, shares])
+    yield from table(["run", "steps", "loss", "over its 1f1b", "by seed"], body)
+    yield f"{len(rows)} of {len(CASES)} runs"
+
+
+def main() -> None:
+    parser = options(__doc__, RESULTS, show=True)
+    parser.add_argument("--minutes", type=float, default=4.0, help="begin no run after so many")
+    given = parser.parse_args()
+    rows, began = known(given.out, "defaults"), time.monotonic()
+    done = {(row["name"], row["steps"], row["seed"]) for row in rows}
+    for case in CASES:
+        if given.show or case in done or time.monotonic() - began > 60 * given.minutes:
+            continue
+        rows.append(run(*case))
+        save(given.out, "defaults", rows, seeds=(0, 1, 2))
+        print(*case, f"{rows[-1]['loss']:.4f}", flush=True)
+    print("\n".join(lines(rows)))
+
+
+if __name__ == "__main__":
+    main()
