@@ -21,7 +21,7 @@ from penstock.engine.network import Array
 from penstock.planning.bounds import topological, ways
 from penstock.planning.problem import Problem, fits
 
-SHARES = (0.4, 0.5, 0.6, 0.75)
+SHARES = (0.75, 0.5, 0.6, 0.4)
 """Steps that are tried, as shares of the work of a microbatch on a stage: with a half, a rank with one stage has its
 forwards and its backwards half an interval apart, as in 1F1B. Which is best depends on placement and delays."""
 

@@ -10,13 +10,15 @@ import numpy as np
 
 from penstock.engine.network import Array
 from penstock.library import build
+from penstock.planning.building_blocks import hosts_several
 from penstock.planning.problem import Problem, fits
 from penstock.planning.search import Search, stepwise, time_of
 from penstock.program.placements import bidirectional, multi_directional, wave
 from penstock.schedule import Placement, Schedule, ScheduleError, circular, one_to_one, v_shape
 
 MOST_OPS = 20_000
-"""Above this building them takes longer than it is worth, and orders in step stand for them."""
+"""Above this building them takes longer than it is worth; where ranks host several stages orders in step stand for
+them."""
 
 _WHOLE_OR_SPLIT: tuple[dict[str, Any], ...] = ({}, {"backward": "split"})
 
@@ -51,7 +53,8 @@ def named(search: Search) -> None:
     """Takes every library schedule that solves the problem."""
     problem = search.problem
     if problem.queues.num_ops > MOST_OPS:
-        stepwise(search)
+        if hosts_several(problem):  # elsewhere list scheduling is better
+            stepwise(search)
         return
     for name, schedule in built(problem.placement, problem.queues.num_ranks, len(problem.microbatch_pipeline)):
         row = row_of(problem, schedule)

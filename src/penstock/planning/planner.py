@@ -298,6 +298,7 @@ def plan(
             costs, placement, num_ranks, num_microbatches, links, limits.held, limits.cap, family.forms.split, counts
         )
         search = strategy.begin(problem, goal, seed, stop_at_gap, progress, began)
+        search.until = float(time_limit)
         strategy.first_order(search, goal)
         return search
 
