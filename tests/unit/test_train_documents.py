@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import penstock as ps
 from penstock.cli import main
 from penstock.cost import CostsByLength, LengthLine
 from penstock.data import ByteTokenizer
@@ -126,6 +127,31 @@ def test_over_several_replicas_as_they_arrive_and_planned(train: Callable[..., A
     assert losses(tmp_path / "planned")[0] == pytest.approx(losses(tmp_path / "arrival")[0], rel=1e-5)
 
 
+def test_each_step_is_dispatched_as_is_best_for_its_lengths(
+    train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    step = ps.Pipeline.step
+
+    def noted(pipe: ps.Pipeline, *given: Any, **options: Any) -> Any:
+        ran.append(pipe.dispatch.value)
+        return step(pipe, *given, **options)
+
+    monkeypatch.setattr(ps.Pipeline, "step", noted)
+    options = "--schedule zb-h1 --ranks 4 --batch 32 --microbatches 8 --steps 6"
+    report = train("run", f"--packing planned --dispatch auto {options}")
+    record = tmp_path / "run" / "batches.jsonl"
+    assert [[each] for each in ran] == [line["dispatches"] for line in batches(tmp_path / "run")]
+    assert report["dispatch"] == "auto"
+    train("frozen", f"--packing {record} {options}")
+    assert {*ran[6:]} == {"frozen"}
+    assert losses(tmp_path / "frozen") == losses(tmp_path / "run")
+    line = json.loads(record.read_text().splitlines()[0])
+    for wrong in (["late"], ["frozen", "frozen"]):
+        record.write_text(json.dumps({**line, "dispatches": wrong}) + "\n")
+        assert "dispatches by replica" in train("wrong", f"--packing {record} {options}", code=2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -168,10 +194,8 @@ def test_records_and_costs_of_other_runs_are_refused(train: Callable[..., Any], 
 
 @pytest.fixture
 def problem() -> BatchProblem:
-    import penstock as ps
-
     line = [LengthLine(0.1, 0.01)] * 2
-    return BatchProblem(ps.build("1f1b", 2, 4), CostsByLength(line, line, line), 1, 300, "frozen")
+    return BatchProblem(ps.build("1f1b", 2, 4), CostsByLength(line, line, line), 1, 300, ("frozen",))
 
 
 def test_steps_are_planned_ahead_and_as_they_would_be_here(problem: BatchProblem) -> None:

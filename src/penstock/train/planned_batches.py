@@ -1,19 +1,21 @@
 """Each step's batch as it was planned, the same on all ranks, and written down so that a run can be repeated.
 
 A line of `batches.jsonl` has a step's sequences by their numbers: of each replica, and of each of its microbatches in
-the order in which they ran. With `--packing FILE` a run takes its batches from there.
+the order in which they ran; and how each replica was best dispatched. With `--packing FILE` a run takes its batches
+from there.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.cost import CostError, LengthSample, fit_costs
+from penstock.dispatch import Dispatch
 from penstock.planning.batches import BatchPlan
 from penstock.simulation import Timeline
 from penstock.train.batch_planner import BatchPlanner
@@ -23,6 +25,14 @@ from penstock.train.tasks.task import Example, PackedDocuments
 
 Microbatches = list[list[list[int]]]
 """Sequences by replica and microbatch."""
+
+
+class StepBatch(NamedTuple):
+    """A step's batch: its sequences, and of each replica how it is to be dispatched; none where nothing says so."""
+
+    microbatches: Microbatches
+    dispatches: tuple[str, ...]
+
 
 FIRST_MEASURED, LAST_MEASURED = 2, 7
 """Steps of a run, from its start, whose ops costs by length are fitted to: the first ones warm up."""
@@ -40,38 +50,42 @@ class BatchRecord:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._steps: dict[int, Microbatches] = {}
+        self._steps: dict[int, StepBatch] = {}
         if path.exists():
             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-                step, microbatches = _read_line(line, f"{path}, line {number}")
-                self._steps[step] = microbatches
+                step, batch = _read_line(line, f"{path}, line {number}")
+                self._steps[step] = batch
 
-    def find(self, step: int, documents: PackedDocuments) -> Microbatches | None:
+    def find(self, step: int, documents: PackedDocuments) -> StepBatch | None:
         """The batch of a step; None where there is none, or it is of other sequences or other counts."""
-        found = self._steps.get(step)
-        if found is None or len(found) != documents.num_replicas:
+        batch = self._steps.get(step)
+        if batch is None or len(batch.microbatches) != documents.num_replicas:
             return None
+        found = batch.microbatches
         if any(len(own) != documents.num_microbatches or not all(own) for own in found):
             return None
         same = sorted(chain(*chain(*found))) == sorted(documents.of_step(step))
-        return found if same else None
+        return batch if same else None
 
-    def write(self, step: int, microbatches: Microbatches, values: dict[str, Any]) -> None:
-        self._steps[step] = microbatches
+    def write(self, step: int, batch: StepBatch, values: dict[str, Any]) -> None:
+        self._steps[step] = batch
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "microbatches": microbatches, **values}) + "\n")
+            file.write(json.dumps({"step": step, **batch._asdict(), **values}) + "\n")
 
 
-def _read_line(line: str, where: str) -> tuple[int, Microbatches]:
+def _read_line(line: str, where: str) -> tuple[int, StepBatch]:
     try:
         value = json.loads(line)
-        step, found = value["step"], value["microbatches"]
+        step, found, dispatches = value["step"], value["microbatches"], tuple(value.get("dispatches", ()))
         fine = isinstance(step, int) and all(isinstance(k, int) for own in found for each in own for k in each)
+        fine = fine and (not dispatches or (len(dispatches) == len(found) and {*dispatches} <= {*map(str, Dispatch)}))
     except (ValueError, KeyError, TypeError):
         fine = False
     if not fine:
-        raise SettingsError(f"{where} is no batch: it has a step, and sequences by replica and microbatch")
-    return step, found
+        raise SettingsError(
+            f"{where} is no batch: it has a step, sequences by replica and microbatch, and dispatches by replica"
+        )
+    return step, StepBatch(found, dispatches)
 
 
 def recorded_batches(path: Path, documents: PackedDocuments, steps: range) -> BatchRecord:
@@ -101,7 +115,7 @@ class PlannedBatches:
 
     Args:
         planner: on the first rank; others wait for what it says. record: where the first rank writes batches down.
-        share: gives every rank the first one's value.
+        share: gives every rank the first one's value. run: told how each replica is to be dispatched from now on.
         end: the step after the last.
     """
 
@@ -111,28 +125,32 @@ class PlannedBatches:
         planner: BatchPlanner | None,
         record: BatchRecord | None,
         share: Callable[[Any], Any],
+        run: Callable[[Sequence[str]], None],
         end: int,
     ) -> None:
         self._documents, self._planner, self._record = documents, planner, record
-        self._share, self._end = share, end
+        self._share, self._run, self._end = share, run, end
         self._plans: list[BatchPlan] = []
         self._lengths: list[list[int]] = []
         self._samples: list[LengthSample] = []
         self.notices: list[str] = []
 
     def __getitem__(self, step: int) -> Example:
-        chosen: Microbatches = self._share(None if self._record is None else self._chosen(step, self._record))
-        first = chosen[0]
-        self._lengths = [self._documents.lengths(each) for each in first]
-        return self._documents.example(list(chain(*chosen)))
+        chosen = self._share(None if self._record is None else tuple(self._chosen(step, self._record)))
+        microbatches, dispatches = chosen
+        if dispatches:
+            self._run(dispatches)
+        self._lengths = [self._documents.lengths(each) for each in microbatches[0]]
+        return self._documents.example(list(chain(*microbatches)))
 
-    def _chosen(self, step: int, record: BatchRecord) -> Microbatches:
+    def _chosen(self, step: int, record: BatchRecord) -> StepBatch:
         found = record.find(step, self._documents)
         if found is None:
             assert self._planner is not None
             own = self._documents.of_step(step)
             plan = self._planner.plan(step, self._documents.lengths(own))
-            found = [[[own[k] for k in each] for each in replica] for replica in plan.microbatches]
+            microbatches = [[[own[k] for k in each] for each in replica] for replica in plan.microbatches]
+            found = StepBatch(microbatches, tuple(each.value for each in plan.dispatches))
             self._plans.append(plan)
             values = {"packing": plan.packing, "rules": plan.rules, "gain": plan.gain, "seconds": plan.seconds}
             record.write(step, found, values)

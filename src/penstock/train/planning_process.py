@@ -19,13 +19,13 @@ from penstock.schedule import Schedule
 
 @dataclass(frozen=True)
 class BatchProblem:
-    """What `plan_batch` needs besides the lengths."""
+    """What `plan_batch` needs besides the lengths: `dispatches` are those that it may choose from."""
 
     schedule: Schedule
     costs: CostsByLength
     num_replicas: int
     token_limit: int | None
-    dispatch: str
+    dispatches: tuple[str, ...]
 
     def plan(self, lengths: Sequence[int]) -> BatchPlan:
         return plan_batch(
@@ -34,7 +34,7 @@ class BatchProblem:
             self.costs,
             num_replicas=self.num_replicas,
             token_limit=self.token_limit,
-            dispatches=(self.dispatch,),
+            dispatches=self.dispatches,
         )
 
 

@@ -11,17 +11,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from penstock.control import Configuration
+from penstock.dispatch import Dispatch
+from penstock.planning.microbatch_order import DISPATCHES
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.checkpoint import DamagedCheckpointError, Reader, set_aside
 from penstock.runtime.checkpoint.saving import export_model, find
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulation import Timeline
+from penstock.simulation.simulator import AUTO
 from penstock.train.batch_planner import BatchPlanner
 from penstock.train.folder import RunFolder, is_folder
-from penstock.train.inputs import Inputs, build_pipeline
+from penstock.train.inputs import Inputs, build_pipeline, device_of
 from penstock.train.metrics import Metrics
 from penstock.train.packing import ARRIVAL, MEASURED
 from penstock.train.planned_batches import BatchRecord, PlannedBatches, is_measured
@@ -105,10 +109,37 @@ class RankRun:
             record = BatchRecord(self.folder.file("batches.jsonl") if taken is None else Path(taken))
             if taken is None:
                 of_replica = RunSettings.build_schedule(settings)
-                limit, dispatch = settings.microbatch_tokens, self.pipe.dispatch.value
-                problem = BatchProblem(of_replica, documents.costs, settings.dp, limit, dispatch)
+                limit, dispatches = settings.microbatch_tokens, self._dispatches()
+                problem = BatchProblem(of_replica, documents.costs, settings.dp, limit, dispatches)
                 planner = BatchPlanner(problem, settings.timeout)
-        return PlannedBatches(documents, planner, record, lambda value: self.pipe.gather(value)[0], settings.steps)
+        return PlannedBatches(
+            documents, planner, record, lambda value: self.pipe.gather(value)[0], self._run_by, settings.steps
+        )
+
+    def _dispatches(self) -> tuple[str, ...]:
+        """What plans of batches may choose from: with "auto" all that the transport runs, unless steering chooses."""
+        settings = self.inputs.settings
+        free = self._plans_say and device_of(settings).type == "cpu"
+        return tuple(each.value for each in DISPATCHES) if free else (self.pipe.dispatch.value,)
+
+    @property
+    def _plans_say(self) -> bool:
+        """Whether a step is dispatched as its plan says: "auto" knows the lengths then."""
+        settings = self.inputs.settings
+        return settings.dispatch == AUTO and not settings.adapt
+
+    def _run_by(self, dispatches: Sequence[str]) -> None:
+        """Runs the next steps as a plan says of this process's replica; of all of them where they run as one."""
+        settings = self.inputs.settings
+        if not self._plans_say:
+            return
+        if settings.replicas_here == settings.dp:
+            given = max(sorted({*dispatches}), key=dispatches.count)
+        else:
+            given = dispatches[dist.get_rank() // settings.tp % settings.dp]  # processes lie as `mesh_of` has them
+        self._dispatch = AUTO
+        if given != self.pipe.dispatch.value:
+            self.pipe.reconfigure(replace(self.pipe.configuration, dispatch=Dispatch(given)))
 
     def _steering(self, folder: RunFolder) -> AdaptOptions | None:
         settings = self.inputs.settings
