@@ -1,15 +1,18 @@
 """A link that turns late under a real all-reduce: found by probes, and the nodes moved away from it while training.
 
-    python -m experiments.pipemorph.moved            a minute; needs what `penstock lab` needs
+    python -m experiments.pipemorph.moved            two minutes; needs what `penstock lab` needs
 
 Four hosts in a box train a small model as (DP 2, PP 2) with real TCP between them. After some steps the link between
-hosts 2 and 3, the ring of the last stage, turns 30 ms late. Hosts probe all links now and then, and move. The raw
-results are the time of every step, and the losses: those of the same run without a late link and without a move.
+hosts 2 and 3, the ring of the last stage, turns 30 ms late. Hosts probe all links now and then, and move. A probe
+takes longer where a link is late, and the next one waits until it is 4% of the time of the steps between, as
+`ps.Pipeline` does. The raw results are the time of every step and of every probe, and the losses: those of the same
+run without a late link and without a move.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import time
@@ -30,11 +33,17 @@ TIMEOUT = 60.0
 
 @dataclass(frozen=True)
 class Order:
-    """What hosts are to do: so many steps, probes after every few, the link late from one on, layers so wide."""
+    """What hosts are to do.
 
-    steps: int = 36
-    late_from: int = 12
-    probe_every: int = 3
+    Attributes:
+        steps: so many. late_from: the step from which on the link is late. width: of the layers.
+        probe_every: steps between probes, at least. share: of the steps' time that probes may take.
+    """
+
+    steps: int = 300
+    late_from: int = 24
+    probe_every: int = 5
+    share: float = 0.04
     width: int = 512
     moves: bool = True
 
@@ -122,6 +131,7 @@ def rank(folder: Path) -> None:
     orchestrator = Orchestrator(job, placed.mesh, ring=ps.cost.Ring(window=2e6))
     generator = torch.Generator().manual_seed(1)
     told: dict[str, Any] = {"order": asdict(order), "losses": [], "steps_ms": [], "probes_ms": [], "done": []}
+    next_probe, last, since = order.probe_every, 0, time.perf_counter()
     for step in range(order.steps):
         if order.moves and step == order.late_from:
             if dist.get_rank() == 0:
@@ -134,10 +144,16 @@ def rank(folder: Path) -> None:
         told["losses"].append(float(placed.pipe.step(x, y).loss))
         dist.barrier()
         told["steps_ms"].append((time.perf_counter() - begin) * 1e3)
-        if order.moves and (step + 1) % order.probe_every == 0:
+        if order.moves and step + 1 == next_probe:
             begin = time.perf_counter()
             found = placed.watch(orchestrator, TIMEOUT)
             ms = (time.perf_counter() - begin) * 1e3
+            # All hosts come to the same step.
+            taken = torch.tensor([ms, 0.0 if found is None else ms, (begin - since) * 1e3 / (step + 1 - last)])
+            dist.all_reduce(taken)
+            probing, moving, stepping = taken.tolist()
+            wait = 0 if moving or math.isinf(order.share) else math.ceil(probing / (order.share * stepping))
+            next_probe, last, since = step + 1 + max(wait, order.probe_every), step + 1, time.perf_counter()
             if found is None:
                 told["probes_ms"].append(ms)
             else:
@@ -181,7 +197,11 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
         "moved": moves["steps_ms"][after + 1 :],
     }
     said.append(", ".join(f"{name} {median(part):.0f} ms a step" for name, part in parts.items()))
-    said.append(f"a probe of all links: {median(moves['probes_ms']):.1f} ms")
+    probes, steps = sum(moves["probes_ms"]), sum(moves["steps_ms"])
+    said.append(
+        f"{len(moves['probes_ms'])} probes of all links, {median(moves['probes_ms']):.1f} ms in the median, "
+        f"{max(moves['probes_ms']):.1f} at most: {probes / (probes + steps):.1%} of the time of steps and probes"
+    )
     same = "are" if stays["losses"] == moves["losses"] else "are NOT"
     said.append(f"losses of all {len(moves['losses'])} steps {same} those of the run that stayed")
     return said
