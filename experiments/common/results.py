@@ -2,13 +2,16 @@
 
 results/figure12.json     what a command found
 results/figure12.svg      its chart
+results/raw/              long columns that no table or chart needs, which git does not keep: a run writes them
+                          again, and their checksums lie in the results
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +22,24 @@ Row = dict[str, Any]
 """Of one case: its keys and what was found."""
 
 
-def save(folder: Path, name: str, rows: Sequence[Row], *, seeds: Sequence[int] = (), **facts: Any) -> Path:
-    """Writes the raw results of a run, its record and what else is known of it; whole or not at all.
+def save(
+    folder: Path,
+    name: str,
+    rows: Sequence[Row],
+    *,
+    seeds: Sequence[int] = (),
+    raw: Mapping[str, Callable[[Any], Any] | None] | None = None,
+    **facts: Any,
+) -> Path:
+    """Writes the results of a run, its record and what else is known of it; whole or not at all.
 
     Args:
         seeds: of all that was drawn; none where nothing was.
+        raw: columns that go to `raw/` beside the results, each with what makes its summary there; None for none.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if raw:
+        rows, facts = _without_raw(folder, name, rows, raw), {**facts, "raw": _checksum(folder, name)}
     path = folder / f"{name}.json"
     head = json.dumps(rounded({"name": name, **facts, "record": record(seeds)}))[:-1]
     body = ",\n ".join(json.dumps(rounded(row)) for row in rows)
@@ -33,6 +47,27 @@ def save(folder: Path, name: str, rows: Sequence[Row], *, seeds: Sequence[int] =
     beside.write_text(f'{head}, "rows": [\n {body}\n]}}\n', encoding="utf-8")
     beside.replace(path)
     return path
+
+
+def _without_raw(
+    folder: Path, name: str, rows: Sequence[Row], raw: Mapping[str, Callable[[Any], Any] | None]
+) -> list[Row]:
+    """The rows with summaries for what goes to `raw/`, which is written."""
+    place = folder / "raw" / f"{name}.json"
+    place.parent.mkdir(exist_ok=True)
+    columns = [{key: row[key] for key in raw if key in row} for row in rows]
+    place.write_text("\n".join(json.dumps(rounded(each)) for each in columns) + "\n", encoding="utf-8")
+    kept = []
+    for row in rows:
+        made = {key: how(row[key]) for key, how in raw.items() if how is not None and key in row}
+        kept.append({key: made.get(key, value) for key, value in row.items() if key not in raw or key in made})
+    return kept
+
+
+def _checksum(folder: Path, name: str) -> dict[str, Any]:
+    """Of what was written to `raw/`."""
+    data = (folder / "raw" / f"{name}.json").read_bytes()
+    return {"file": f"raw/{name}.json", "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def facts(folder: Path, name: str) -> dict[str, Any]:
