@@ -44,7 +44,7 @@ IN_TRIPLES = ("sharding", "adapt", "asynchronous")
 TRIES = 8
 """Rows made for each that is kept."""
 BATCH = 20
-"""Cells in one start of the processes."""
+"""Cells in one start of the processes, where nothing else is asked for."""
 
 Tuple = tuple[tuple[int, int], ...]
 """(feature, value) by their numbers, ascending."""
@@ -147,12 +147,15 @@ def missing(cells: Sequence[Cell]) -> list[Tuple]:
 # Running.
 
 
-def run_all(cells: Sequence[Cell], so_far: Path | None = None, until: float = math.inf) -> dict[int, Outcome]:
+def run_all(
+    cells: Sequence[Cell], so_far: Path | None = None, until: float = math.inf, batch: int = BATCH
+) -> dict[int, Outcome]:
     """What became of each, by its number, those of one size in few starts of the processes.
 
     Args:
         so_far: a file with the outcomes of batches that ended in earlier pieces; those of this one are added.
         until: when no further batch is begun, by the monotonic clock.
+        batch: cells in one start of the processes.
     """
     found: dict[int, Outcome] = {}
     if so_far is not None and so_far.exists():
@@ -160,10 +163,10 @@ def run_all(cells: Sequence[Cell], so_far: Path | None = None, until: float = ma
     for num in sorted({cell.num_processes for cell in cells}):
         mine = [number for number, cell in enumerate(cells) if cell.num_processes == num and number not in found]
         begin = time.monotonic()
-        for first in range(0, len(mine), BATCH):
+        for first in range(0, len(mine), batch):
             if time.monotonic() > until:
                 return found
-            part = mine[first : first + BATCH]
+            part = mine[first : first + batch]
             if num == 1:
                 ended = [run_cell(cells[number]) for number in part]
             else:
@@ -212,6 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     parser.add_argument("--so-far", type=Path, help="a file of outcomes: cells that ended before are not run again")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no more cells after that")
+    parser.add_argument("--batch", type=int, default=BATCH, help="cells in one start of the processes")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -229,7 +233,7 @@ def main() -> None:
             print(f"{chosen[place]}\n    {outcome.kind}: {outcome.detail}")
         return
     begin = time.monotonic()
-    found = run_all(cells, given.so_far, begin + 60 * given.minutes)
+    found = run_all(cells, given.so_far, begin + 60 * given.minutes, given.batch)
     if len(found) < len(cells):
         print(f"{len(found)} of {len(cells)} cells have ended; give the same command again")
         sys.exit(2)

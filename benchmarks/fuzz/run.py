@@ -3,6 +3,7 @@
     python benchmarks/fuzz/run.py --cases 2000 --between 500 --out benchmarks/fuzz/fuzz.json
     python benchmarks/fuzz/run.py --planted               the known mistakes: which of them this source has
     python benchmarks/fuzz/run.py --case 17 --shape 2,2,1 --smaller
+    python benchmarks/fuzz/run.py --cases 2000 --so-far ended.json --minutes 3 --out ...   in pieces, till it exits 0
 
 Exits with 1 where numbers differ silently, an error is not one of ours, or too many cases are refused. To try another
 source, put it in front of PYTHONPATH: the runs themselves (tests/fuzz_cases.py) use the public names alone.
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,7 +35,7 @@ from penstock.bench.machine import machine
 
 MOST_REFUSED = 0.1
 """Of the cases whose plain loop runs."""
-FRESH = 500
+FRESH = 250
 """Cases after which processes are started anew."""
 BATCH = 25
 """Cases in one start of the processes."""
@@ -48,50 +51,69 @@ def _begin() -> None:
     torch.set_num_threads(1)
 
 
-def in_one_process(seeds: range, workers: int) -> list[tuple[Case, Outcome]]:
-    found: list[tuple[Case, Outcome]] = []
+class Ended:
+    """How cases ended, by seed, those of earlier pieces too.
+
+    Args:
+        path: a file that keeps them from piece to piece; None where all run in one.
+        until: when no further batch is begun, by the monotonic clock.
+    """
+
+    def __init__(self, path: Path | None, until: float) -> None:
+        self._path, self._until = path, until
+        self.found: dict[int, dict[str, str]] = {}
+        if path is not None and path.exists():
+            self.found = {int(seed): row for seed, row in json.loads(path.read_text()).items()}
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._until
+
+    def add(self, seeds: Iterable[int], found: Iterable[tuple[Case, Outcome]]) -> None:
+        """Takes down a batch, and prints what is wrong at once."""
+        before = len(self.found)
+        for seed, (case, outcome) in zip(seeds, found, strict=True):
+            if outcome.kind in ("different", "raw"):
+                print(f"{outcome.kind}: {case}\n    {outcome.detail[:600]}", flush=True)
+            self.found[seed] = {"case": str(case), "schedule": case.schedule, **vars(outcome)}
+        print(f"{len(self.found) - before} cases more", flush=True)
+        if self._path is not None:
+            self._path.write_text(json.dumps(self.found))
+
+
+def in_one_process(seeds: range, workers: int, ended: Ended) -> None:
     for first in range(0, len(seeds), FRESH):  # what torch.compile keeps would grow
-        part = seeds[first : first + FRESH]
-        with ProcessPoolExecutor(workers, get_context("spawn"), _begin) as pool:
-            found += _told(pool.map(_alone, part), len(part))
-    return found
+        part = [seed for seed in seeds[first : first + FRESH] if seed not in ended.found]
+        if part and not ended.is_over:
+            with ProcessPoolExecutor(workers, get_context("spawn"), _begin) as pool:
+                ended.add(part, pool.map(_alone, part))
 
 
-def between(seeds: range) -> list[tuple[Case, Outcome]]:
+def between(seeds: range, ended: Ended) -> None:
     """Batches over 2, 3 and 4 processes in turn."""
-    cases: dict[int, list[Case]] = {n: [] for n in SHAPES}
+    cases: dict[int, list[tuple[int, Case]]] = {n: [] for n in SHAPES}
     for place, seed in enumerate(seeds):
         n = (2, 4, 4, 3, 2)[place % 5]
-        cases[n].append(draw(seed, SHAPES[n][len(cases[n]) % len(SHAPES[n])]))
-    found: list[tuple[Case, Outcome]] = []
-    for n, own in cases.items():
+        cases[n].append((seed, draw(seed, SHAPES[n][len(cases[n]) % len(SHAPES[n])])))
+    for n, all_cases in cases.items():
+        own = [(seed, case) for seed, case in all_cases if seed not in ended.found]
         for first in range(0, len(own), BATCH):
-            part = own[first : first + BATCH]
-            found += _told(zip(part, between_processes(n, part), strict=True), len(part))
-    return found
+            if ended.is_over:
+                return
+            numbers, part = zip(*own[first : first + BATCH], strict=True)
+            ended.add(numbers, zip(part, between_processes(n, part), strict=True))
 
 
-def _told(found: Any, num: int) -> Any:
-    """Passes on what is found, and prints what is wrong at once."""
-    begin = time.monotonic()
-    for number, (case, outcome) in enumerate(found, start=1):
-        if outcome.kind in ("different", "raw"):
-            print(f"{outcome.kind}: {case}\n    {outcome.detail[:600]}", flush=True)
-        if number == num:
-            print(f"{num} cases in {time.monotonic() - begin:.0f} s", flush=True)
-        yield case, outcome
-
-
-def report(found: list[tuple[Case, Outcome]]) -> dict[str, Any]:
-    kinds = Counter(outcome.kind for _, outcome in found)
-    reasons = Counter(_reason(outcome.detail) for _, outcome in found if outcome.kind in ("refused", "late"))
+def report(rows: list[dict[str, str]]) -> dict[str, Any]:
+    kinds = Counter(row["kind"] for row in rows)
+    reasons = Counter(_reason(row["detail"]) for row in rows if row["kind"] in ("refused", "late"))
     return {
-        "cases": len(found),
+        "cases": len(rows),
         **{kind: kinds[kind] for kind in ("same", "different", "refused", "late", "raw", "invalid")},
-        "same_in_float64": sum(outcome.kind == "same" and bool(outcome.detail) for _, outcome in found),
+        "same_in_float64": sum(row["kind"] == "same" and bool(row["detail"]) for row in rows),
         "reasons": dict(reasons.most_common()),
-        "schedules": dict(sorted(Counter(case.schedule for case, _ in found).items())),
-        "wrong": [{"case": str(case), **vars(o)} for case, o in found if o.kind in ("different", "raw")],
+        "schedules": dict(sorted(Counter(row["schedule"] for row in rows).items())),
+        "wrong": [row for row in rows if row["kind"] in ("different", "raw")],
     }
 
 
@@ -111,6 +133,8 @@ def main() -> None:
     parser.add_argument("--shape", help="of its mesh: PP,DP,TP")
     parser.add_argument("--smaller", action="store_true", help="find a smaller case that goes wrong alike")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
+    parser.add_argument("--so-far", type=Path, help="a file of outcomes: cases that ended before are not run again")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no more batches after that")
     given = parser.parse_args()
     _begin()
     if given.planted:
@@ -118,16 +142,27 @@ def main() -> None:
     if given.case is not None:
         shape = tuple(map(int, given.shape.split(","))) if given.shape else None
         sys.exit(one(draw(given.case, shape), given.smaller))
+    if given.so_far is not None and given.cases and given.between:
+        parser.error("--so-far keeps cases of one kind: give --cases or --between")
     result = about()
     failed = False
+    until = time.monotonic() + 60 * given.minutes
     for name, num in (("in one process", given.cases), ("between processes", given.between)):
         if not num:
             continue
         seeds = range(given.first, given.first + num)
         begin = time.monotonic()
-        found = in_one_process(seeds, given.workers) if name == "in one process" else between(seeds)
-        part = report(found)
-        result[name] = {"seeds": [seeds.start, seeds.stop], "seconds": round(time.monotonic() - begin), **part}
+        ended = Ended(given.so_far, until)
+        if name == "in one process":
+            in_one_process(seeds, given.workers, ended)
+        else:
+            between(seeds, ended)
+        if len(ended.found) < num:
+            print(f"{len(ended.found)} of {num} cases have ended; give the same command again")
+            sys.exit(2)
+        part = report([ended.found[seed] for seed in seeds])
+        seconds = {} if given.so_far is not None else {"seconds": round(time.monotonic() - begin)}
+        result[name] = {"seeds": [seeds.start, seeds.stop], **seconds, **part}
         valid = part["cases"] - part["invalid"]
         refused = (part["refused"] + part["late"]) / max(valid, 1)
         failed = failed or bool(part["wrong"]) or refused > MOST_REFUSED
