@@ -182,3 +182,16 @@ def test_parts_of_matrices_are_refused(make: Any) -> None:
     with pytest.raises(RuntimeFailure, match=r"whole matrices even.*sharding='zero1'"):
         require_whole_matrices(optimizer, parts=True)
     require_whole_matrices(torch.optim.SGD(parameters(), lr=0.1), parts=True)
+
+
+def test_looking_for_ends_computes_no_parametrized_weight() -> None:
+    """Spectral norm goes one iteration on each time its weight is asked for: a pipeline that had only been made had
+    other losses than the plain loop.
+    """
+    normed = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+    stage = nn.Sequential(normed, torch.nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)))
+    before = {name: value.clone() for name, value in stage.state_dict().items()}
+    mark_ends(stage, is_last=True)
+    assert all(torch.equal(value, before[name]) for name, value in stage.state_dict().items())
+    assert is_hidden_matrix(normed.parametrizations.weight.original)
+    assert not any(is_hidden_matrix(p) for name, p in stage[1].named_parameters() if "weight" in name)

@@ -130,20 +130,29 @@ def mark_ends(stage: nn.Module, is_last: bool, tied: Iterable[str] = ()) -> None
     Args:
         tied: names of the stage's parameters that other stages have too.
     """
-    linear, named = [], False
+    linear: list[nn.Module] = []
+    named = False
     for module in stage.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            leave_to_adamw(module.weight)
+            _leave_weight(module)
         elif isinstance(module, nn.Linear):
-            linear.append(module.weight)
+            linear.append(module)
         for name in getattr(module, "output_layers", ()):
             named = True
             if (layer := getattr(module, name)) is not None:
-                leave_to_adamw(layer.weight)
+                _leave_weight(layer)
     if is_last and linear and not named:
-        leave_to_adamw(linear[-1])
+        _leave_weight(linear[-1])
     for name in tied:  # on every rank alike, whatever modules it is used in
         leave_to_adamw(stage.get_parameter(name))
+
+
+def _leave_weight(layer: nn.Module) -> None:
+    """Marks a layer's weight, or what it is made of where the layer is parametrized: such a layer computes its weight
+    when asked for it, and spectral norm goes one iteration on."""
+    for name, parameter in layer.named_parameters():
+        if name == "weight" or name.startswith("parametrizations.weight."):
+            leave_to_adamw(parameter)
 
 
 def require_whole_matrices(optimizer: Optimizer | None, parts: bool = False) -> None:
