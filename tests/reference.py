@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from math import inf
+from typing import Any
 
 import penstock as ps
 
@@ -139,7 +141,12 @@ def completes(schedule: ps.Schedule) -> bool:
     """Whether the ranks, each following its row, all reach its end. Ops of several ranks run when all have come to
     them. An asynchronous op is left to the rank's stream, which runs them one after the other; it stands after what
     it needs of its rank."""
-    needs, registered = needs_of(schedule), registered_of(schedule)
+    own, registered = needs_of(schedule), registered_of(schedule)
+    backward_of = dict(schedule.pairs)
+
+    def needs(*op: Any) -> list[tuple[str, int, int]]:
+        return own(*op) + ([need for need in own(*backward_of[op]) if need != op] if op in backward_of else [])
+
     apart = {key for key, one in registered.items() if one.asynchronous}
     done: set[tuple[str, int, int]] = set()
     position = [0] * len(schedule.order)
@@ -263,7 +270,10 @@ def is_valid(schedule: ps.Schedule) -> bool:
     """Covered, in order, within its own cap, and no rank waits for ever."""
     limit = schedule.max_in_flight
     within = limit is None or max(in_flight(schedule)) <= limit
-    return is_covered(schedule) and in_order(schedule) and within and completes(schedule) and keeps_versions(schedule)
+    together = [pair for row in schedule.order for pair in pairwise(row)]
+    side_by_side = all(pair in together for pair in schedule.pairs)
+    right = is_covered(schedule) and in_order(schedule) and within and side_by_side
+    return right and completes(schedule) and keeps_versions(schedule)
 
 
 def refusal(schedule: ps.Schedule, **options: int) -> ps.ScheduleError | None:

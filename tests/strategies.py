@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.passes import reorder_microbatches, separate_gradients
+from penstock.passes import overlap_pairs, reorder_microbatches, separate_gradients, separate_pairs
 from penstock.schedule import Op
 
 TWO_WAYS = ("chimera", "bitpipe", "vchimera", "dualpipe", "amdp")
@@ -31,8 +31,10 @@ def library_schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int
         options["backward"] = draw(st.sampled_from(["whole", "split"]))
     elif name == "dualpipe":
         n = max(n + n % 2, 2 * p)
+        options["overlap"] = draw(st.booleans())
     elif name == "dualpipe-v":
         n = max(n, 2 * p)
+        options["overlap"] = draw(st.booleans())
     elif name == "looped-bfs":
         options["num_stages"] = p * draw(st.integers(1, 3))
     elif name == "amdp":
@@ -50,6 +52,13 @@ def library_schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int
         if room is not None:
             options["max_in_flight"] = min(max(counts), n) + room
     return ps.build(name, p, n, **options)
+
+
+@st.composite
+def paired(draw: st.DrawFn, schedule: ps.Schedule) -> ps.Schedule:
+    """A schedule with some of the pairs that its order allows, of those that deadlock nothing."""
+    found = overlap_pairs(schedule).pairs
+    return replace(schedule, pairs=tuple(pair for pair in found if draw(st.booleans())))
 
 
 @st.composite
@@ -116,6 +125,6 @@ def links_for(draw: st.DrawFn, schedule: ps.Schedule) -> ps.Links:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[ps.Schedule, ps.Costs, ps.Links]:
-    """A library schedule with costs and links for it."""
-    schedule = draw(library_schedules())
+    """A library schedule with costs and links for it; each op runs for itself."""
+    schedule = separate_pairs(draw(library_schedules()))
     return schedule, draw(costs_for(schedule)), draw(links_for(schedule))

@@ -31,6 +31,7 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("hanayo", {"waves": 1, "backward": "split"}),
     ("hanayo", {"waves": 2}),
     ("dualpipe-v", {}),
+    ("dualpipe-v", {"overlap": True}),
 ]
 
 

@@ -187,7 +187,7 @@ TORCHS_OWN = {
     "ScheduleLoopedBFS": None,
     "ScheduleInterleavedZeroBubble": None,
     "ScheduleZBVZeroBubble": "zb-v",
-    "ScheduleDualPipeV": None,
+    "ScheduleDualPipeV": "dualpipe-v",
 }
 
 
@@ -220,16 +220,20 @@ def test_torchs_own_schedules_are_read(name: str, num_ranks: int, num: int, tmp_
     for form in ("compute_only", "compute_comms"):
         made._dump_csv(str(tmp_path / "torchs.csv"), format=form)
         text = (tmp_path / "torchs.csv").read_text()
-        plain = from_torch_csv(text, overlap="in-order")
+        plain = from_torch_csv(text)
         read[form] = declare_shown_order(plain)
         ps.check(read[form])
         # torch's looped BFS runs each stage's backwards in reverse; all others run in ascending order.
         assert (read[form] != plain) == (name == "ScheduleLoopedBFS")
-        assert ("OVERLAP" in text) == (name == "ScheduleDualPipeV")
+        assert ("OVERLAP" in text) == bool(plain.pairs) == (name == "ScheduleDualPipeV")
+        assert from_torch_csv(to_torch_csv(read[form], form)) == plain if name != "ScheduleLoopedBFS" else True
     assert remove_communication(read["compute_comms"]) == read["compute_only"]
     assert run_rendezvous(read["compute_comms"]).blocked == {}
     if (ours := TORCHS_OWN[name]) is not None:
-        assert read["compute_only"].placement == ps.build(ours, num_ranks, num).placement
+        own = ps.build(ours, num_ranks, num, **{"overlap": True} if in_v and ours == "dualpipe-v" else {})
+        assert read["compute_only"].placement == own.placement
+        if ours == "dualpipe-v":  # the very same: each op in its place, and torch's pairs
+            assert read["compute_only"] == own.renamed("torch")
 
 
 CELLS = st.sampled_from(

@@ -39,7 +39,8 @@ def test_numbers_stand_for_every_stage() -> None:
         (
             {"speed": 1},
             "unknown field 'speed'; costs have f, i, w, b, activation, message_bytes, update_bytes, take_over, "
-            "weight_bytes, gradient_bytes, optimizer_bytes, freed_by_input, kept_by_recompute, other and uneven",
+            "weight_bytes, gradient_bytes, optimizer_bytes, freed_by_input, kept_by_recompute, other, uneven and "
+            "overlap",
         ),
     ],
 )

@@ -48,8 +48,8 @@ def test_the_form_is_fixed() -> None:
 
 
 def test_a_newer_version_is_refused() -> None:
-    message = refusal(json.dumps(value() | {"version": 9}))
-    assert message == "the schedule is in format version 9, this Penstock reads up to 8; upgrade it"
+    message = refusal(json.dumps(value() | {"version": 10}))
+    assert message == "the schedule is in format version 10, this Penstock reads up to 9; upgrade it"
 
 
 @pytest.mark.parametrize(

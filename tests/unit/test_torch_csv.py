@@ -13,7 +13,7 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.formats import from_torch_csv, to_torch_csv
-from penstock.passes import add_communication, remove_communication
+from penstock.passes import add_communication, remove_communication, separate_pairs
 from penstock.schedule import Needs, Op, Registered, StageGraph, declare_shown_order
 
 pytestmark = pytest.mark.unit
@@ -90,7 +90,7 @@ BAD: dict[str, tuple[str, tuple[int, int], str]] = {
     "two at once": (
         "0F0,1F0,1B0,0F1,1F1,(1B1;0B0)OVERLAP_F_B,0B1\n",
         (1, 6),
-        "'(1B1;0B0)OVERLAP_F_B': OVERLAP_F_B runs two ops at once, which no rank does here; put 1B1 and 0B0 in cells",
+        "'(1B1;0B0)OVERLAP_F_B': OVERLAP_F_B is of a forward (F) and then a full backward (B), and this is of B, B",
     ),
     "another pair": ("(0F0;0B0)OVERLAP\n", (1, 1), "torch writes pairs as (0F3;3B1)OVERLAP_F_B"),
     "an op twice": ("0F0,0B0,0F0\n", (1, 3), "0F0 is there twice, first at line 1, column 1"),
@@ -127,16 +127,30 @@ def test_long_rubbish_is_cut_short() -> None:
     assert len(str(refusal("0F0," + "x" * 10**6))) < 200
 
 
-def test_overlapped_pairs_in_order_on_request() -> None:
+def test_overlapped_pairs_may_be_separated() -> None:
     text = "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"
-    assert from_torch_csv(text, overlap="in-order") == from_torch_csv("0F0,0F1,0B0,0B1\n")
-    with pytest.raises(ps.ScheduleError, match=r"line 1, column 2 .*0SEND_F1 is no compute op"):
-        from_torch_csv(text.replace("0F1", "0SEND_F1"), overlap="in-order")
-    with pytest.raises(ps.ScheduleError, match="write 'refuse' or 'in-order'"):
-        from_torch_csv(text, overlap="both")  # type: ignore[arg-type]
+    assert separate_pairs(from_torch_csv(text)) == from_torch_csv("0F0,0F1,0B0,0B1\n")
 
 
-@pytest.mark.xfail(strict=True, reason="no rank runs a forward and a backward as one yet")
+@pytest.mark.parametrize(
+    ("cell", "says"),
+    [
+        ("(0SEND_F1;0B0)OVERLAP_F_B", "and this is of SEND_F, B"),
+        ("(0B0;0F1)OVERLAP_F_B", "a forward (F) and then a full backward (B), and this is of B, F"),
+        ("(0F1;0I0)OVERLAP_F_B", "and this is of F, I"),
+        ("(0F1)OVERLAP_F_B", "and this is of F;"),
+        ("(0F1;0B0;0F2)OVERLAP_F_B", "and this is of F, B, F"),
+        ("(0F1;0UNSHARD)OVERLAP_F_B", "and this is of F, UNSHARD"),
+        ("(0F1;0B0)OVERLAP_B_F", "there is no OVERLAP_B_F"),
+        ("(0F0;0B0)OVERLAP_F_B", "0F0 is there twice"),
+    ],
+)
+def test_what_is_no_pair_is_refused(cell: str, says: str) -> None:
+    error = refusal(f"0F0,{cell},0B1\n1F0,1F1,1B1\n")
+    assert says in str(error)
+    assert (error.line, error.column) == (1, 2)
+
+
 def test_an_overlapped_pair_is_read_as_one_op_and_written_back() -> None:
     text = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n"
     assert to_torch_csv(from_torch_csv(text)) == text

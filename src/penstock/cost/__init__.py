@@ -6,11 +6,12 @@ from penstock.cost.costs import FREED_BY_INPUT, Costs
 from penstock.cost.errors import CostError
 from penstock.cost.links import Links
 from penstock.cost.mesh import Mesh
+from penstock.cost.overlap import Overlap
 from penstock.cost.presets import costs_preset
 from penstock.cost.ring import Ring
 from penstock.cost.uneven import Uneven
 
 __all__ = [
     "FREED_BY_INPUT", "CostError", "Costs", "CostsByLength", "FittedCosts", "LengthLine", "LengthSample",
-    "LinkCondition", "Links", "Mesh", "Ring", "Uneven", "costs_preset", "fit_costs",
+    "LinkCondition", "Links", "Mesh", "Overlap", "Ring", "Uneven", "costs_preset", "fit_costs",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.cost.errors import CostError
+from penstock.cost.overlap import Overlap
 from penstock.cost.uneven import ALL, EVEN, Array, Factors, Uneven
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, WEIGHT
 from penstock.schedule.short_repr import short_repr
@@ -90,6 +91,8 @@ class Costs:
             {"time": ..., "activation": ..., "message": ...} says more. Simulated and emulated runs use it, and so do
             `ps.plan` and `ps.planning.order_microbatches`. The library builds its schedules as if all microbatches
             cost the same.
+        overlap: what a rank hides of a forward and a full backward that it runs as one (`Schedule.pairs`); None where
+            it hides nothing, so that a pair takes as long as one after the other.
 
     The time of an update on its owner is that of kind "U" in `other`. Messages as ops (SEND_F and the like) take no
     time: `Links` says how late they arrive.
@@ -121,6 +124,7 @@ class Costs:
     weight_bytes: Sequence[float] = ()
     gradient_bytes: Sequence[float] = ()
     optimizer_bytes: Sequence[float] = ()
+    overlap: Overlap | None = None
 
     __repr__ = short_repr
 
@@ -151,6 +155,12 @@ class Costs:
         object.__setattr__(self, "uneven", uneven)
         for name, value in rows.items():
             object.__setattr__(self, name, value)
+        if self.overlap is not None:
+            if not isinstance(self.overlap, Overlap):
+                raise CostError(
+                    f"overlap is {reprlib.repr(self.overlap)}: give ps.cost.Overlap(f=[...], b=[...], hidden=0.9)"
+                )
+            self.overlap.check(f, b)
 
     @classmethod
     def uniform(
@@ -251,6 +261,17 @@ class Costs:
         """
         ms = self._even_duration(kind, stage, owns)
         return ms if microbatch is None or not self.factors.time else ms * self._time_factor(kind, stage, microbatch)
+
+    def pair_duration(self, forward: Sequence[Any], backward: Sequence[Any]) -> float:
+        """Milliseconds of a forward and a backward that a rank runs as one, each as (kind, stage, microbatch), or as
+        (kind, stage) before any factor."""
+        f, b = self.duration(*forward), self.duration(*backward)
+        if self.overlap is None:
+            return f + b
+        scales = [1.0, 1.0]
+        if self.factors.time:
+            scales = [self._time_factor(*op) if len(op) > 2 else 1.0 for op in (forward, backward)]
+        return self.overlap.time(forward[1], backward[1], f, b, *scales)
 
     def memory_change(self, kind: str, stage: int, microbatch: int | None = None) -> float:
         """What one op adds to (F, R) or takes from (I, W, B) the activations its rank holds.

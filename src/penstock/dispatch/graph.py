@@ -24,7 +24,7 @@ from penstock.schedule.columns import KINDS as COLUMN_KINDS
 from penstock.schedule.columns import NOTHING as MISSING
 from penstock.schedule.columns import Array, Columns, R, accumulation_edges, edges_of, numbered
 from penstock.schedule.dependencies import predecessors
-from penstock.schedule.op import COMMUNICATION, KINDS, UPDATE
+from penstock.schedule.op import COMMUNICATION, FORWARD, KINDS, UPDATE
 from penstock.schedule.text import ranks_together
 from penstock.schedule.updates import one_message_a_rank
 
@@ -65,12 +65,14 @@ class Graph:
             `queue_rank_first[r]` to `queue_rank_first[r + 1] - 1`.
         queue_of, priority: op -> its queue, op -> its priority class.
         place: op -> where it stands in the order of its rank, those of the rank's stream among the others.
-        gang: op -> which ops several ranks run together it belongs to, ALONE for the others.
+        gang: op -> which ops several ranks run together it belongs to, ALONE for the others. The ops of pairs (see
+            `schedule.pairs`) are gangs of one, since gangs are run in their turn.
         gang_first, gang_ops: gang g has the op numbers `gang_ops[gang_first[g]:gang_first[g + 1]]`.
         num_ranks: how many rows are ranks.
         holds: (kind, stage) -> the stage activations that a registered op takes, or gives back (below 0).
         some: (kind, stage) of registered ops that are of some microbatches each.
         columns: the ops as numbers; None where some are not plain.
+        backward_of: of each forward that is in a pair, the number of its backward.
     """
 
     rank, first, num_needed, edge_first, edge_to = _AsList(), _AsList(), _AsList(), _AsList(), _AsList()
@@ -86,9 +88,10 @@ class Graph:
         columns: Columns | None = None,
         holds: Mapping[tuple[str, int], float] | None = None,
         some: Collection[tuple[str, int]] = (),
+        backward_of: Mapping[int, int] | None = None,
     ) -> None:
         self._rows, self.num_ranks, self.arrays, self.columns = rows, num_ranks, arrays, columns
-        self.holds, self.some = holds or {}, some
+        self.holds, self.some, self.backward_of = holds or {}, some, backward_of or {}
         if number is not None:
             self.__dict__["number"] = number
         self._own: dict[int, list[tuple[int, ...]]] = {}
@@ -135,6 +138,13 @@ class Graph:
             self._own[rank] = [tuple(o for o in self.successors(op) if row[o] in rows) for op in range(self.num_ops)]
         return self._own[rank]
 
+    def receives(self, producer: int, op: int) -> Op:
+        """The op that what `producer` made is for, where `op` waits for it: in a pair the forward waits for both."""
+        backward = self.backward_of.get(op)
+        if backward is None or self.ops[producer].kind == FORWARD:
+            return self.ops[op]
+        return self.ops[backward]
+
     def host(self, op: int) -> int:
         """The rank of an op, be it on its stream."""
         return self.rank[op] % self.num_ranks
@@ -174,13 +184,15 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
         number[op] = next((n for n in found if rank[n] == sender), found[0])
     edges = _needed(schedule, number, rank)
     _check_closed(number, edges)
+    if lost := next((op for pair in schedule.pairs for op in pair if op not in number), None):
+        raise _refused(lost, "is missing, and is in a pair")
     between: Iterator[tuple[int, int]]
-    pairs = [*edges, *_accumulation_order(schedule), *version_order(schedule), *extra]
-    pairs += [] if schedule.max_in_flight is None else memory_edges(schedule, schedule.max_in_flight)
+    needs = [*edges, *_of_forwards(schedule, [*_accumulation_order(schedule), *version_order(schedule), *extra])]
+    needs += [] if schedule.max_in_flight is None else memory_edges(schedule, schedule.max_in_flight)
     if numbers or schedule.asynchronous:
-        between = _between_gangs(schedule, pairs, number, numbers, rank)
+        between = _between_gangs(schedule, needs, number, numbers, rank)
     else:
-        between = ((number[producer], number[consumer]) for producer, consumer in pairs)
+        between = ((number[producer], number[consumer]) for producer, consumer in needs)
     for source, target in between:
         successors[source].append(target)
         num_needed[target] += 1
@@ -201,9 +213,18 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
         "priority": priority,
         "place": _places(schedule, rows),
     }
-    arrays |= _queues(arrays["rank"], len(rows), priority, stage, own_kind) | _gangs(len(ops), list(numbers.values()))
+    backward_of = {number[forward]: number[backward] for forward, backward in schedule.pairs}
+    in_turn = [[member] for pair in backward_of.items() for member in pair]
+    arrays |= _queues(arrays["rank"], len(rows), priority, stage, own_kind)
+    arrays |= _gangs(len(ops), [*numbers.values(), *in_turn])
     return Graph(
-        lambda: rows, schedule.num_ranks, arrays, number, holds=schedule.graph.holds, some=schedule.graph.some_of
+        lambda: rows,
+        schedule.num_ranks,
+        arrays,
+        number,
+        holds=schedule.graph.holds,
+        some=schedule.graph.some_of,
+        backward_of=backward_of,
     )
 
 
@@ -302,7 +323,15 @@ def _needed(schedule: Schedule, number: dict[Op, int], rank: list[int]) -> list[
     return edges
 
 
+def _of_forwards(schedule: Schedule, edges: Sequence[tuple[Op, Op]]) -> Iterator[tuple[Op, Op]]:
+    """The edges, those to the backward of a pair led to its forward instead: there the pair begins."""
+    forward_of = schedule.graph.forward_of if schedule.pairs else {}
+    for producer, consumer in edges:
+        yield producer, forward_of.get(consumer, consumer)
+
+
 def _gangs(num_ops: int, gangs: list[list[int]]) -> dict[str, Array]:
+    """Ops that are taken in their turn alone: those that several ranks run together, and those of pairs, one each."""
     gang = np.full(num_ops, ALONE, np.int64)
     for index, members in enumerate(gangs):
         gang[members] = index

@@ -4,6 +4,8 @@
 
 `b`, `activation`, `message_bytes`, what is about updates and the model's state, `freed_by_input` and
 `kept_by_recompute` may be there too, and what `other` kinds of op take; `format` and `version` may be left out.
+What pairs of a forward and a backward hide: "overlap" has the communication of `f` and `b`, the share that is
+`hidden`, and what was `measured`, as [stage of the forward, stage of the backward, ms].
 Microbatches that differ: "uneven" has their factors; or a stage's entry is a list with one number per microbatch.
 A profile's file, and the name of a preset, stand for costs too (`read_costs`).
 """
@@ -15,7 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.cost import CostError, Costs, Uneven
+from penstock.cost import CostError, Costs, Overlap, Uneven
 from penstock.cost.costs import BY_MICROBATCH
 from penstock.cost.presets import PRESETS, is_preset, parse_preset
 from penstock.cost.uneven import ALL
@@ -42,8 +44,10 @@ def costs_from_json(text: str, num_stages: int) -> Costs:
     version = value.get("version", VERSION)
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION:
         raise CostError(f"version is {version!r}: this Penstock reads up to {VERSION}")
-    if unknown := sorted(set(value) - {*_ROWS, *_SHARES, "other", "uneven", "format", "version"}):
-        raise CostError(f"unknown field {unknown[0]!r}; costs have {', '.join((*_ROWS, *_SHARES))}, other and uneven")
+    if unknown := sorted(set(value) - {*_ROWS, *_SHARES, "other", "uneven", "overlap", "format", "version"}):
+        raise CostError(
+            f"unknown field {unknown[0]!r}; costs have {', '.join((*_ROWS, *_SHARES))}, other, uneven and overlap"
+        )
     if missing := [name for name in ("f", "i", "w") if name not in value]:
         raise CostError(f"field {missing[0]!r} is missing: f, i and w are needed")
     rows: dict[str, Any] = {name: _row(name, value[name], num_stages) for name in _ROWS if name in value}
@@ -53,9 +57,10 @@ def costs_from_json(text: str, num_stages: int) -> Costs:
             raise CostError(f"{name} is a yes or no: give a share from 0 to 1")
     shares = {name: value[name] for name in _SHARES if name in value}
     other = _other_costs(value.get("other", {}), num_stages)
+    overlap = _overlap(value["overlap"], num_stages) if "overlap" in value else None
     if any(isinstance(each, list) for name in BY_MICROBATCH if name in rows for each in rows[name]):
-        return Costs.by_microbatch(**rows, **shares, other=other, uneven=uneven)
-    return Costs(**rows, **shares, other=other, uneven=uneven)
+        return Costs.by_microbatch(**rows, **shares, other=other, uneven=uneven, overlap=overlap)
+    return Costs(**rows, **shares, other=other, uneven=uneven, overlap=overlap)
 
 
 def costs_to_json(costs: Costs) -> str:
@@ -74,6 +79,10 @@ def costs_to_json(costs: Costs) -> str:
         kinds.setdefault(kind, {})[stage] = ms
     if uneven := uneven_json(costs):
         value["uneven"] = uneven
+    if (overlap := costs.overlap) is not None:
+        value["overlap"] = {"f": list(overlap.f), "b": list(overlap.b), "hidden": overlap.hidden}
+        if overlap.measured:
+            value["overlap"]["measured"] = [[*stages, ms] for stages, ms in overlap.times.items()]
     if kinds:
         stages = range(costs.num_stages)
         value["other"] = {
@@ -100,6 +109,29 @@ def _uneven_costs(value: Any) -> Uneven:
             '"activation": ..., "message": ...}'
         )
     return Uneven.of(value)
+
+
+def _overlap(value: Any, num_stages: int) -> Overlap:
+    known = {"f", "b", "hidden", "measured"}
+    if not isinstance(value, dict) or not {"f", "b"} <= set(value) <= known:
+        raise CostError(
+            "field 'overlap': expected the communication of f and b in ms, the share that is hidden and, where there "
+            'are some, measured pairs, like {"f": 4, "b": 8, "hidden": 0.9, "measured": [[0, 3, 25.5]]}'
+        )
+    measured = value.get("measured", [])
+    rows = (
+        [row for row in measured if isinstance(row, list) and len(row) == 3] if isinstance(measured, list) else None
+    )
+    if rows != measured or not all(isinstance(each, int | float) for row in rows or () for each in row):
+        raise CostError(
+            "field 'overlap.measured': expected [stage of the forward, stage of the backward, ms] of each, got "
+            f"{json.dumps(measured)[:60]}"
+        )
+    hidden = value.get("hidden", 1.0)
+    if isinstance(hidden, bool):
+        raise CostError("overlap.hidden is a yes or no: give a share from 0 to 1")
+    f, b = (_row(f"overlap.{name}", value[name], num_stages) for name in ("f", "b"))
+    return Overlap(f, b, hidden, {(forward, backward): ms for forward, backward, ms in measured})
 
 
 def _other_costs(value: Any, num_stages: int) -> dict[str | tuple[str, int], float]:

@@ -39,6 +39,10 @@ their ops, by pairs:
 
  "registered": [["OFFLOAD", 1, 2, [], true, -1.0, [3, 5]]]
  "needs": [["OFFLOAD", 1, "F", 1, [[3, 7]]]]
+
+Version 9 writes a forward and a backward that a rank runs as one in one place of its row:
+
+ "order": [["0F0", "0F3+3B1"], ["1F0", "1F3+2B1"]]
 """
 
 from __future__ import annotations
@@ -63,8 +67,10 @@ from penstock.schedule import (
     parse_op,
 )
 from penstock.schedule.microbatch_order import grouped, ungrouped
+from penstock.schedule.pairs import JOIN, of_steps, paired_steps
+from penstock.schedule.text import parse_step
 
-FORMAT, VERSION = "penstock-schedule", 8
+FORMAT, VERSION = "penstock-schedule", 9
 MAX_FLOAT = sys.float_info.max
 
 
@@ -81,7 +87,7 @@ def to_json(schedule: Schedule) -> str:
         "placement": schedule.placement.pipelines,
         "microbatch_pipeline": schedule.microbatch_pipeline,
         "memory_limit": schedule.max_in_flight,
-        "order": [[str(op) for op in row] for row in schedule.order],
+        "order": [[JOIN.join(map(str, step)) for step in row] for row in paired_steps(schedule)],
     }
     if schedule.placement.shared:
         value["shared"] = schedule.placement.shared
@@ -109,6 +115,8 @@ def to_json(schedule: Schedule) -> str:
 def _version(schedule: Schedule) -> int:
     """The first version that can say it all, so that older readers read what they can."""
     graph = schedule.stage_graph
+    if schedule.pairs:
+        return 9
     if graph is not None and (graph.some_of or any(n.pairs for n in graph.needs)):
         return 8
     if graph is not None and (graph.holds or any(re.search("[0-9]", r.kind) for r in graph.registered)):
@@ -158,7 +166,9 @@ def from_json(text: str) -> Schedule:
     limit = value.get("memory_limit")
     if limit is not None:
         _field(value, "memory_limit", _is_number(limit), "a number above 0, or null")
-    order = tuple(tuple(_op(text, rank, step) for step, text in enumerate(row)) for rank, row in enumerate(rows))
+    order, pairs = of_steps(
+        [_step(text, rank, step, version) for step, text in enumerate(row)] for rank, row in enumerate(rows)
+    )
     return Schedule(
         name,
         Placement(tuple(tuple(ranks) for ranks in placement), _shared(value)),
@@ -168,6 +178,7 @@ def from_json(text: str) -> Schedule:
         _stage_graph(value, len(placement[0]) if placement else 0, version),
         _updates(value, version),
         _microbatch_orders(value),
+        pairs,
     )
 
 
@@ -268,9 +279,9 @@ def _field(value: dict[str, Any], name: str, right: bool, expected: str) -> Any:
     return value[name]
 
 
-def _op(text: str, rank: int, step: int) -> Op:
+def _step(text: str, rank: int, step: int, version: int) -> tuple[Op, ...]:
     try:
-        return parse_op(text)
+        return parse_step(text) if version > 8 else (parse_op(text),)
     except ValueError as error:
         raise ScheduleError(f"order, rank {rank}, step {step}: {error}", rule="json") from None
 

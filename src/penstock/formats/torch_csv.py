@@ -12,6 +12,8 @@ microbatch of `0BW3`; this one takes the whole cell or none of it. Where ops are
 UNSHARD, RESHARD and REDUCE_GRAD tell torch when to gather a stage's sharded weights and when to scale and sum
 its gradients. They have no counterpart here (our runtime does the latter after a stage's last backward), so they
 are checked for their place and left out on reading, and put in on writing. `torch_csv_write` writes.
+
+`(0F3;3B1)OVERLAP_F_B` is a forward and a backward that torch may run at once: a pair (`schedule.pairs`).
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 from penstock.schedule import Op, Placement, Schedule, ScheduleError
 from penstock.schedule.op import BACKWARD, COMMUNICATION, FORWARD, INPUT, KINDS, WEIGHT
+from penstock.schedule.pairs import of_steps
 
 BOOKKEEPING = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 OVERLAP = "OVERLAP_F_B"
@@ -50,7 +53,7 @@ class Cell:
         return self.line - 1
 
 
-def from_torch_csv(text: str, name: str = "torch", overlap: Literal["refuse", "in-order"] = "refuse") -> Schedule:
+def from_torch_csv(text: str, name: str = "torch") -> Schedule:
     """Reads torch's CSV, `compute_only` or `compute_comms`; the schedule has one pipeline.
 
     Cells may have blanks around them, and rows may differ in length, as torch writes them. What is read is in
@@ -58,15 +61,10 @@ def from_torch_csv(text: str, name: str = "torch", overlap: Literal["refuse", "i
 
     Args:
         name: of the schedule; the file has none.
-        overlap: what to do with `(0F3;3B1)OVERLAP_F_B`, a forward and a backward that torch may run at
-            once: refuse it, or take its parts one after the other, as torch's runtime does unless it is
-            given a function for them.
 
     Raises:
         ScheduleError (rule "csv"): names the line and column, counted from 1, and has them as attributes.
     """
-    if overlap not in ("refuse", "in-order"):
-        raise ScheduleError(f"overlap is {overlap!r}: write 'refuse' or 'in-order'", rule="options")
     lines = _LINE_END.split(text)
     if lines[-1] == "":
         lines.pop()
@@ -76,15 +74,21 @@ def from_torch_csv(text: str, name: str = "torch", overlap: Literal["refuse", "i
     hosts: dict[int, Cell] = {}
     reduced: dict[int, Cell] = {}
     beside: list[tuple[str, int, Cell]] = []
-    rows: list[tuple[Op, ...]] = []
+    rows: list[list[tuple[Op, ...]]] = []
     for line, content in enumerate(lines, start=1):
-        row: list[Op] = []
+        row: list[tuple[Op, ...]] = []
         for cell in _cells(line, content):
-            for op in _actions(cell, overlap):
-                if isinstance(op, Op):
-                    _note(op, cell, spots, hosts, reduced)
-                    row.append(op)
-                    continue
+            pair = _pair(cell)
+            if pair is not None:
+                for each in pair:
+                    _note(each, cell, spots, hosts, reduced)
+                row.append(pair)
+                continue
+            op = _action(cell, cell.text)
+            if isinstance(op, Op):
+                _note(op, cell, spots, hosts, reduced)
+                row.append((op,))
+            else:
                 kind, stage = op
                 if kind == "REDUCE_GRAD":
                     if stage in reduced:
@@ -97,14 +101,15 @@ def from_torch_csv(text: str, name: str = "torch", overlap: Literal["refuse", "i
                 f"rank {line - 1} has no op; a line is a rank, and each runs at least one stage"
                 + ("; delete the blank line" if not content.strip(_BLANK) and line == len(lines) else ""),
             )
-        rows.append(tuple(row))
+        rows.append(row)
     for kind, stage, cell in beside:
         if stage not in hosts or hosts[stage].rank != cell.rank:
             _fail(cell, f"{_spelled(cell)}: {kind} is for stages of its own rank, and stage {stage} has no op here")
     num_stages = _count_stages(hosts)
     num_microbatches = _count_microbatches(spots, num_stages)
     placement = Placement((tuple(hosts[stage].rank for stage in range(num_stages)),))
-    return Schedule.of(name, placement, rows, num_microbatches)
+    order, pairs = of_steps(rows)
+    return Schedule(name, placement, order, (0,) * num_microbatches, pairs=pairs)
 
 
 def _cells(line: int, content: str) -> Iterator[Cell]:
@@ -117,26 +122,23 @@ def _cells(line: int, content: str) -> Iterator[Cell]:
         start += len(raw) + 1
 
 
-def _actions(cell: Cell, overlap: str) -> Iterator[Op | tuple[str, int]]:
-    """What the cell says: an op, a (kind, stage) of torch's bookkeeping, or the parts of an overlapped pair."""
+def _pair(cell: Cell) -> tuple[Op, Op] | None:
+    """The forward and the backward that the cell has run as one; None where it is not about two."""
     together = _TOGETHER.fullmatch(cell.text)
     if together is None:
-        yield _action(cell, cell.text)
-        return
+        return None
     if together["kind"] != OVERLAP:
         _fail(cell, f"{_spelled(cell)}: torch writes pairs as (0F3;3B1){OVERLAP}, there is no {together['kind']}")
-    if overlap == "refuse":
+    found = [_action(cell, part.strip(_BLANK)) for part in together["parts"].split(";")]
+    kinds = [each.kind if isinstance(each, Op) else each[0] for each in found]
+    if kinds != [FORWARD, BACKWARD]:
         _fail(
             cell,
-            f"{_spelled(cell)}: {OVERLAP} runs two ops at once, which no rank does here; put "
-            f"{' and '.join(part.strip(_BLANK) for part in together['parts'].split(';'))} in cells of their own (or "
-            "read with overlap='in-order')",
+            f"{_spelled(cell)}: {OVERLAP} is of a forward (F) and then a full backward (B), and this is of "
+            f"{', '.join(kinds)}; put its parts in cells of their own",
         )
-    for part in together["parts"].split(";"):
-        found = _action(cell, part.strip(_BLANK))
-        if not isinstance(found, Op) or found.kind not in KINDS:
-            _fail(cell, f"{_spelled(cell)}: {part.strip(_BLANK)} is no compute op, and only these overlap")
-        yield found
+    forward, backward = found
+    return Op(*forward), Op(*backward)
 
 
 def _action(cell: Cell, text: str) -> Op | tuple[str, int]:

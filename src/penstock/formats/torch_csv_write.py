@@ -13,12 +13,14 @@ The first and last do nothing unless the stage's module is sharded (FSDP).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
-from penstock.formats.torch_csv import ACTIONS
+from penstock.formats.torch_csv import ACTIONS, OVERLAP
 from penstock.passes.communication import add_communication
 from penstock.schedule import Op, Schedule, ScheduleError, check
 from penstock.schedule.op import FORWARD
+from penstock.schedule.pairs import paired_steps
 from penstock.schedule.send_recv import has_communication, remove_communication, run_rendezvous
 from penstock.schedule.text import unit_columns
 
@@ -48,28 +50,35 @@ def to_torch_csv(schedule: Schedule, form: Form | None = None) -> str:
     _check_losses(schedule)
     if form == "compute_comms":
         _check_rendezvous(schedule)
-        rows = [_with_bookkeeping(row) for row in schedule.order]
+        rows = [_with_bookkeeping(row) for row in paired_steps(schedule)]
     else:
-        rows = [_spread(row, columns) for row, columns in zip(schedule.order, unit_columns(schedule), strict=True)]
+        steps = zip(paired_steps(schedule), unit_columns(schedule), strict=True)
+        rows = [_spread(row, columns) for row, columns in steps]
     return "".join(",".join(row) + "\n" for row in rows)
 
 
-def _spread(row: tuple[Op, ...], columns: list[int]) -> list[str]:
-    """The row with an empty cell for every step in which the rank waits."""
+def _spread(row: Sequence[tuple[Op, ...]], columns: Sequence[int]) -> list[str]:
+    """The row with an empty cell for every step in which the rank waits; the two of a pair are in one column."""
     cells = [""] * (columns[-1] + 1)
-    for op, column in zip(row, columns, strict=True):
-        cells[column] = str(op)
+    for ops, column in zip(row, dict.fromkeys(columns), strict=True):
+        cells[column] = _action(ops)
     return cells
 
 
-def _with_bookkeeping(row: tuple[Op, ...]) -> list[str]:
-    last = {op.stage: step for step, op in enumerate(row)}
+def _with_bookkeeping(row: Sequence[tuple[Op, ...]]) -> list[str]:
+    last = {op.stage: step for step, ops in enumerate(row) for op in ops}
     cells = [f"{stage}UNSHARD" for stage in last]
-    for step, op in enumerate(row):
-        cells.append(str(op))
-        if last[op.stage] == step:
-            cells += [f"{op.stage}REDUCE_GRAD", f"{op.stage}RESHARD"]
+    for step, ops in enumerate(row):
+        cells.append(_action(ops))
+        for stage in dict.fromkeys(op.stage for op in ops):
+            if last[stage] == step:
+                cells += [f"{stage}REDUCE_GRAD", f"{stage}RESHARD"]
     return cells
+
+
+def _action(ops: tuple[Op, ...]) -> str:
+    """An op, or the two of a pair, as torch writes them."""
+    return str(ops[0]) if len(ops) == 1 else f"({';'.join(map(str, ops))}){OVERLAP}"
 
 
 def _refuse(schedule: Schedule) -> None:

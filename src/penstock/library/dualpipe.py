@@ -1,8 +1,9 @@
 """DualPipe and DualPipeV (DeepSeek-V3 technical report, 2024): two streams of microbatches that meet.
 
 Every rank hosts two stages, one near the input and one near the loss of a pipeline (`near` and `far` below), and
-runs a forward of one beside a backward of the other. The original overlaps the two on the device. Here they are
-ops of their own, F before B, which is what its own code runs where nothing overlaps them.
+runs a forward of one beside a backward of the other. With `overlap` the two are a pair, one op with a time of its own
+(`schedule.pairs`), as in the original; without, ops of their own, F before B, which is what its code runs where
+nothing overlaps them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Literal
 
 from penstock.library.options import at_least, whole_multiple
 from penstock.schedule import Op, Placement, Schedule, v_shape
+from penstock.schedule.pairs import of_steps
 
 Side = Literal["near", "far"]
-Pair = Callable[[Side], tuple[int, Callable[[int], int]]]
+Hosted = Callable[[Side], tuple[int, Callable[[int], int]]]
 """What a rank hosts on a side: the stage, and the microbatch that comes k-th there."""
 
 
-def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+def dualpipe(num_ranks: int, num_microbatches: int, overlap: bool = False) -> Schedule:
     """Two pipelines, one down the ranks and one up: rank i hosts stage i of one, stage p - 1 - i of the other.
 
     Even microbatches go down, odd ones up. Two ranks, eight microbatches:
@@ -30,6 +32,9 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     Bubble (p/2 - 1)(f + i - w) where w <= i <= f <= i + w; peak p + 1 activations. The bubble in the authors'
     README counts an F beside a B as one op of its own length. The gradients of the two copies of a stage add up.
     Needs an even p, an even N and N >= 2p.
+
+    Args:
+        overlap: whether forwards and backwards are pairs where the original overlaps them.
     """
     whole_multiple("dualpipe", "ranks", num_ranks, "pipelines", 2)
     whole_multiple("dualpipe", "microbatches", num_microbatches, "pipelines", 2)
@@ -42,13 +47,14 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
             down = (side == "near") == (rank < num_ranks // 2)
             return (rank, lambda k: 2 * k) if down else (last - rank, lambda k: 2 * k + 1)
 
-        rows.append(_eight_phases(hosted, min(rank, last - rank), num_ranks // 2, num_microbatches // 2))
+        rows.append(_eight_phases(hosted, min(rank, last - rank), num_ranks // 2, num_microbatches // 2, overlap))
     down = tuple(range(num_ranks))
     pipelines = tuple(m % 2 for m in range(num_microbatches))
-    return Schedule("dualpipe", Placement((down, down[::-1])), tuple(map(tuple, rows)), pipelines)
+    order, pairs = of_steps(rows)
+    return Schedule("dualpipe", Placement((down, down[::-1])), order, pipelines, pairs=pairs)
 
 
-def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
+def dualpipe_v(num_ranks: int, num_microbatches: int, overlap: bool = False) -> Schedule:
     """DualPipe cut in half: one pipeline in a V, stages i and 2p - 1 - i on rank i, so no stage is there twice.
 
     Two ranks, stages 0 1 1 0 going down and up:
@@ -58,6 +64,14 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Bubble (p - 1)(f + i - w) in stage times where w <= i <= f <= i + w; peak 2p + 1 stage activations. Needs
     N >= 2p, odd or even, as nothing runs the other way.
+
+    With `overlap`, as torch writes it (OVERLAP_F_B):
+
+        rank 0 | 0F0 0F1 0F2 .   3F0 3I0 3W0 3F1 0F3+3B1 3F2+0B0 ...
+        rank 1 | .   1F0 2F0 1F1 2F1 1F2 2B0 2F2+1B0 1F3+2B1 ...
+
+    Args:
+        overlap: whether forwards and backwards are pairs where the original overlaps them.
     """
     at_least(f"dualpipe-v over {num_ranks} ranks", "microbatches", num_microbatches, 2 * num_ranks)
     rows = []
@@ -66,32 +80,43 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
         def hosted(side: Side, rank: int = rank) -> tuple[int, Callable[[int], int]]:
             return (rank if side == "near" else 2 * num_ranks - 1 - rank), lambda k: k
 
-        rows.append(_eight_phases(hosted, rank, num_ranks, num_microbatches))
-    return Schedule.of("dualpipe-v", v_shape(num_ranks), rows, num_microbatches)
+        rows.append(_eight_phases(hosted, rank, num_ranks, num_microbatches, overlap))
+    order, pairs = of_steps(rows)
+    return Schedule("dualpipe-v", v_shape(num_ranks), order, (0,) * num_microbatches, pairs=pairs)
 
 
-def _eight_phases(hosted: Pair, place: int, depth: int, num_microbatches: int) -> list[Op]:
-    """One rank's row: `place` ranks lie between it and the ends, `depth` ranks make half a round trip.
+def _eight_phases(
+    hosted: Hosted, place: int, depth: int, num_microbatches: int, overlap: bool
+) -> list[tuple[Op, ...]]:
+    """One rank's row, the two of a pair at once: `place` ranks lie between it and the ends, `depth` ranks make half a
+    round trip.
 
     Each side gets `num_microbatches`. A backward is split where its W can fill a bubble; a W that waits is run
     in the order in which its I ran.
     """
-    row: list[Op] = []
+    row: list[tuple[Op, ...]] = []
     count = {(kind, side): 0 for kind in "FB" for side in ("near", "far")}
-    late: deque[Op] = deque()
+    late: deque[tuple[Op, ...]] = deque()
 
     def forward(side: Side) -> None:
         stage, nth = hosted(side)
-        row.append(Op("F", stage, nth(count["F", side])))
+        row.append((Op("F", stage, nth(count["F", side])),))
         count["F", side] += 1
 
     def backward(side: Side, split: bool = False) -> None:
         stage, nth = hosted(side)
         m = nth(count["B", side])
         count["B", side] += 1
-        row.append(Op("I" if split else "B", stage, m))
+        row.append((Op("I" if split else "B", stage, m),))
         if split:
-            late.append(Op("W", stage, m))
+            late.append((Op("W", stage, m),))
+
+    def both(side: Side, other: Side, together: bool = True) -> None:
+        """A forward on one side beside a backward on the other."""
+        forward(side)
+        backward(other)
+        if overlap and together:
+            row[-2:] = [(*row[-2], *row[-1])]
 
     below, above = depth - place - 1, place + 1
     for _ in range(2 * below):
@@ -103,15 +128,13 @@ def _eight_phases(hosted: Pair, place: int, depth: int, num_microbatches: int) -
         backward("far", split=True)
         row.append(late.popleft())
         forward("far")
-    for _ in range(num_microbatches - 2 * depth + above):
-        forward("near")
-        backward("far")
-        forward("far")
-        backward("near")
+    for k in range(num_microbatches - 2 * depth + above):
+        # The first of the ranks in the middle, where a pair would start late: the backward is of the forward before.
+        both("near", "far", together=k > 0 or below > 0)
+        both("far", "near")
     for _ in range(below):
         backward("far")
-        forward("far")
-        backward("near")
+        both("far", "near")
     for k in range(2 * above):
         backward("near" if k % 2 else "far", split=k >= above)
     for _ in range(below):

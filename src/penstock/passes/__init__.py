@@ -1,7 +1,9 @@
-"""Schedule -> Schedule: separate and merge gradients, recompute, retime, reorder, messages and reductions as ops."""
+"""Schedule -> Schedule: separate and merge gradients, overlap, recompute, retime, reorder, messages and reductions as
+ops."""
 
 from penstock.passes.communication import add_communication, remove_communication
 from penstock.passes.merge import merge_gradients
+from penstock.passes.overlap import overlap_pairs, separate_pairs
 from penstock.passes.recomputation import recompute
 from penstock.passes.reduce import add_reductions
 from penstock.passes.reorder import reorder_microbatches
@@ -13,10 +15,12 @@ __all__ = [
     "add_communication",
     "add_reductions",
     "merge_gradients",
+    "overlap_pairs",
     "recompute",
     "remove_communication",
     "reorder_microbatches",
     "repeat_windows",
     "retime",
     "separate_gradients",
+    "separate_pairs",
 ]

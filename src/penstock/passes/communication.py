@@ -56,6 +56,11 @@ def add_communication(schedule: Schedule, costs: Costs | None = None) -> Schedul
     ops = OpGraph(graph.arrays["first"], graph.arrays["rank"], graph.sources, graph.arrays["edge_to"])
     timer = Timer(*ops.network())
     takes = np.array([_UNIT.get(op.kind, 1.0) if costs is None else costs.duration(*op) for op in graph.ops])
+    for forward, backward in graph.backward_of.items():
+        pair = (graph.ops[forward], graph.ops[backward])
+        takes[forward] = takes[[forward, backward]].sum() if costs is None else costs.pair_duration(*pair)
+        takes[backward] = 0.0
+    joined = set(graph.backward_of.values())
     start = timer.time(ops.row, takes).start
     depth = timer.time(ops.row, np.ones(graph.num_ops)).start
     """Where ops take no time it says which of those that start together comes first."""
@@ -69,13 +74,20 @@ def add_communication(schedule: Schedule, costs: Costs | None = None) -> Schedul
             rows[schedule.rank_of(receive.stage, receive.microbatch)].append(receive)
 
     for number in sorted(range(graph.num_ops), key=lambda o: (start[o], depth[o], graph.rank[o])):
-        op, rank = graph.ops[number], graph.rank[number]
+        if number in joined:  # with its forward
+            continue
+        rank = graph.rank[number]
         send_until(start[number])
-        rows[rank].append(op)
-        if (send := send_of(op)) is not None:
-            receive = other_end(send)
-            if 0 <= receive.stage < schedule.num_stages and schedule.rank_of(receive.stage, op.microbatch) != rank:
-                heapq.heappush(unsent, (start[number] + takes[number], rank, send, receive))
+        both = (number, graph.backward_of[number]) if number in graph.backward_of else (number,)
+        rows[rank] += [graph.ops[each] for each in both]
+        for op in (graph.ops[each] for each in both):
+            if (send := send_of(op)) is not None:
+                receive = other_end(send)
+                if (
+                    0 <= receive.stage < schedule.num_stages
+                    and schedule.rank_of(receive.stage, op.microbatch) != rank
+                ):
+                    heapq.heappush(unsent, (start[number] + takes[number], rank, send, receive))
     send_until(float("inf"))
     return replace(schedule, order=tuple(tuple(row) for row in rows))
 

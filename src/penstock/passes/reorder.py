@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from penstock.schedule import Op, Schedule, check, declare_order
+from penstock.schedule import Op, Pair, Schedule, check, declare_order
 from penstock.schedule.microbatch_order import Order, order_kind
 from penstock.schedule.op import BACKWARD, FORWARD, UPDATE
 
@@ -69,6 +69,7 @@ def _renumbered(schedule: Schedule, renamed: Schedule) -> Schedule:
             new_name[queue] = dict(zip(before, after, strict=True))
         return op._replace(microbatch=new_name[queue][op.microbatch])
 
-    result = replace(renamed, order=tuple(tuple(map(name, row)) for row in schedule.order))
+    rows = tuple(tuple(map(name, row)) for row in schedule.order)
+    result = replace(renamed, order=rows, pairs=tuple(Pair(*map(name, pair)) for pair in schedule.pairs))
     check(result)
     return result

@@ -14,6 +14,7 @@ from penstock.schedule import (
     MicrobatchOrder,
     Needs,
     Op,
+    Pair,
     Schedule,
     ScheduleError,
     Updates,
@@ -81,6 +82,11 @@ def repeat_windows(schedule: Schedule, num_windows: int) -> Schedule:
         microbatch_orders=tuple(
             replace(order, microbatches=tuple(_again(schedule, order, num_windows)))
             for order in schedule.microbatch_orders
+        ),
+        pairs=tuple(
+            Pair(*(_numbered(schedule, op, update) for op in pair))
+            for update in range(num_windows)
+            for pair in schedule.pairs
         ),
     )
     check(repeated)

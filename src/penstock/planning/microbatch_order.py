@@ -30,6 +30,7 @@ from penstock.engine.timing import Timer
 from penstock.engine.tolerance import EPSILON, is_within, slack
 from penstock.schedule import Op, Schedule, ScheduleError, check, declare_order, require_no_updates
 from penstock.schedule.columns import KINDS, Array
+from penstock.schedule.pairs import require_no_pairs
 from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation.lowered import Order
@@ -438,6 +439,7 @@ def in_order(schedule: Schedule, order: Array) -> Schedule:
 def _lowered(schedule: Schedule) -> Order:
     """A schedule that was checked, as arrays: the same from step to step."""
     require_no_updates(schedule, "which update a microbatch goes into follows from its number")
+    require_no_pairs(schedule, "order_microbatches times ops that run by themselves")
     if schedule.microbatch_orders:
         raise ScheduleError(
             f"{schedule.name} declares an order of microbatches already; give it as it was built, in ascending order",

@@ -163,7 +163,7 @@ def plan(
             or dispatch, or with shared stages or stages that branch, that is an error. These are planned for the
             makespan of a frozen order too.
         CostError: costs or links for other stages or ranks, costs that do not say how long the way to host memory
-            takes, or uneven microbatches in what is planned for even ones.
+            takes, an overlap of pairs, or uneven microbatches in what is planned for even ones.
 
     Examples:
         >>> import penstock as ps
@@ -180,6 +180,12 @@ def plan(
     links = Links.of(links)
     require_costs(costs)
     links.require_constant("ps.plan")
+    if costs.overlap is not None:
+        raise CostError(
+            "the costs have an overlap, and ps.plan plans ops that run by themselves: pairs could be quicker than "
+            "its lower bound; plan for dataclasses.replace(costs, overlap=None), and then join pairs with "
+            "ps.passes.overlap_pairs(plan.schedule, costs)"
+        )
     stages = _stages(costs, stages)
     if placement is not None or stages is None:
         placement = _placement(costs, num_ranks, num_microbatches, placement)

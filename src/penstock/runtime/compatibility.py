@@ -275,6 +275,8 @@ def why_not_replanned(schedule: Schedule) -> str | None:
         return f"has {num} pipelines, and orders are planned for one"
     if schedule.has_shared_ops or schedule.asynchronous:
         return "has ops that several ranks run together, or that run beside others, and orders are planned for others"
+    if schedule.pairs:
+        return "has pairs of ops that run as one, and orders are planned for ops that run by themselves"
     if not is_plain(schedule):
         return "has stages that branch, and orders are planned for a chain of them"
     return None

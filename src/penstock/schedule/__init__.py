@@ -4,6 +4,7 @@ from penstock.schedule.errors import ScheduleError
 from penstock.schedule.liveness import needed_channel_depth, peak_in_flight
 from penstock.schedule.microbatch_order import MicrobatchOrder, declare_order, declare_shown_order
 from penstock.schedule.op import Op, parse_op
+from penstock.schedule.pairs import Pair
 from penstock.schedule.placement import Placement, circular, one_to_one, v_shape
 from penstock.schedule.proof import check
 from penstock.schedule.schedule import Schedule
@@ -26,6 +27,7 @@ __all__ = [
     "MicrobatchOrder",
     "Needs",
     "Op",
+    "Pair",
     "Placement",
     "Registered",
     "Schedule",

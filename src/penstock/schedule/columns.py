@@ -7,8 +7,8 @@
     first    0, 4, 7
 
 Only plain ops have columns: F, B, I, W and R, each on one rank, of stages that all have the schedule's microbatches.
-For schedules with other ops (messages, updates, registered and shared ones) there are none, and their ops are gone
-through one by one.
+For schedules with other ops (messages, updates, pairs, registered and shared ones) there are none, and their ops are
+gone through one by one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Numbered(NamedTuple):
 def columns_of(schedule: Schedule) -> Columns | None:
     """The columns of a schedule; None where it has ops that are not plain."""
     graph = schedule.stage_graph
-    if schedule.updates is not None or schedule.placement.shared:
+    if schedule.updates is not None or schedule.placement.shared or schedule.pairs:
         return None
     if graph is not None and (graph.registered or graph.needs or graph.num_microbatches):
         return None

@@ -10,6 +10,7 @@ U(s, n)       of the owner after all backwards (B or W) of its window, of anothe
               and after the copy's U before it (see `updates`)
 SEND_F(s, m)  after F(s, m); RECV_F(s+1, m) after it; F(s+1, m) after that. SEND_B and RECV_B alike, downwards
 registered    as its `Needs` say
+pairs         the F of a pair also after all that its B needs; that B after the F (see `pairs`)
 """
 
 from __future__ import annotations
@@ -26,6 +27,18 @@ def predecessors(op: Op, graph: StageGraph, present: Mapping[Op, int]) -> list[O
     `present` holds every op of the schedule: the backward of the next stage is its B or its I, whichever
     is there (I where neither is, so that the missing op has a name).
     """
+    if not graph.pairs:
+        return _own_predecessors(op, graph, present)
+    if op in graph.forward_of:
+        return [graph.forward_of[op]]
+    needed = _own_predecessors(op, graph, present)
+    if (backward := graph.backward_of.get(op)) is not None:
+        needed += [each for each in _own_predecessors(backward, graph, present) if each not in needed]
+    return needed
+
+
+def _own_predecessors(op: Op, graph: StageGraph, present: Mapping[Op, int]) -> list[Op]:
+    """What an op needs for itself, whatever pair it is in."""
     kind, stage, microbatch = op
     if stage >= graph.num_stages:
         return []  # not a stage; `check` says so

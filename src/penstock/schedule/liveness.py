@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from penstock.engine.memory import peaks
@@ -93,7 +93,7 @@ def _run_unbounded(schedule: Schedule) -> UntimedRun:
 
 def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
     rank_of_op = {op: r for r, row in enumerate(schedule.order) for op in row}
-    graph = schedule.graph
+    graph, pairs = replace(schedule.graph, pairs=()), schedule.graph.backward_of
     if schedule.has_shared_ops or schedule.asynchronous:
         raise ScheduleError(
             "channels of bounded depth are not defined for ops that several ranks run together, nor for asynchronous "
@@ -137,9 +137,12 @@ def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
                 blocked.pop(rank, None)
                 return woken
             op = row[steps[rank]]
-            for producer in needs[op]:
+            waits = [(producer, op) for producer in needs[op]]
+            if pairs.get(op) in needs:  # what its backward needs has to be there, but is taken by that
+                waits += [(producer, pairs[op]) for producer in needs[pairs[op]] if producer != op]
+            for producer, user in waits:
                 remote = rank_of_op.get(producer, rank) != rank
-                if producer not in done if not remote or op.kind == UPDATE else (producer, op) not in arrived:
+                if producer not in done if not remote or op.kind == UPDATE else (producer, user) not in arrived:
                     blocked[rank] = producer, rank_of_op.get(producer, rank), False
                     if op.kind == UPDATE:
                         awaited.setdefault(producer, set()).add(rank)

@@ -18,6 +18,7 @@ from penstock.schedule.columns import Columns, columns_of, op_of, rows_of_ops
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.microbatch_order import MicrobatchOrder, ascending_order, declared, order_kind
 from penstock.schedule.op import FORWARD, UPDATE, Op
+from penstock.schedule.pairs import Pair, sorted_pairs
 from penstock.schedule.placement import Placement
 from penstock.schedule.stage_graph import StageGraph
 from penstock.schedule.updates import OWNER, Updates, Windows
@@ -39,6 +40,7 @@ class Schedule:
         updates: the window of the optimizer's updates, whose ops (U) are then in the order; None for none there.
         microbatch_orders: the order in which queues of ops run their microbatches, for those that do not run them in
             ascending order; see `microbatch_order`.
+        pairs: the forwards and backwards that a rank runs as one, in ascending order; see `pairs`.
 
     A value of this type need not be valid: `check` proves that. It is immutable and holds no model, so it can be
     printed, compared, saved and sent.
@@ -63,6 +65,7 @@ class Schedule:
     stage_graph: StageGraph | None = None
     updates: Updates | None = None
     microbatch_orders: tuple[MicrobatchOrder, ...] = ()
+    pairs: tuple[Pair, ...] = ()
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -79,6 +82,8 @@ class Schedule:
             )
         if self.microbatch_orders:
             object.__setattr__(self, "microbatch_orders", declared(self, self.microbatch_orders))
+        if self.pairs:
+            object.__setattr__(self, "pairs", sorted_pairs(self.pairs))
 
     def __repr__(self) -> str:
         pipelines = self.placement.num_pipelines
@@ -138,9 +143,9 @@ class Schedule:
         return cls(name, placement, (), microbatch_pipeline, max_in_flight).with_columns(columns)
 
     def with_columns(self, columns: Columns) -> Schedule:
-        """The same schedule of other ops, or of its own in another order, given as columns."""
+        """The same schedule of other ops, or of its own in another order, given as columns. It has no pairs."""
         made = object.__new__(Schedule)
-        vars(made).update({f.name: vars(self)[f.name] for f in fields(self) if f.name != "order"})
+        vars(made).update({f.name: vars(self)[f.name] for f in fields(self) if f.name != "order"} | {"pairs": ()})
         vars(made)["columns"] = columns
         return made
 
@@ -168,14 +173,11 @@ class Schedule:
 
     @cached_property
     def graph(self) -> StageGraph:
-        """How the stages depend on one another, and what updates wait for."""
-        if self.updates is not None:
-            return self._graph_with_updates
-        return self.stage_graph or StageGraph.chain(self.num_stages)
-
-    @cached_property
-    def _graph_with_updates(self) -> StageGraph:
-        return replace(self.stage_graph or StageGraph.chain(self.num_stages), updates=self.windows)
+        """How the stages depend on one another, and what updates and pairs wait for."""
+        graph = self.stage_graph or StageGraph.chain(self.num_stages)
+        if self.updates is None and not self.pairs:
+            return graph
+        return replace(graph, updates=self.windows, pairs=self.pairs)
 
     @property
     def windows(self) -> Windows | None:
@@ -263,6 +265,7 @@ class Schedule:
             microbatch_pipeline=self.microbatch_pipeline[:num],
             updates=None,
             microbatch_orders=tuple(orders),
+            pairs=(),
         )
 
     def __str__(self) -> str:

@@ -22,7 +22,8 @@ from math import gcd
 from numbers import Real
 
 from penstock.schedule.errors import ScheduleError
-from penstock.schedule.op import BUILT_IN, KIND_NAME
+from penstock.schedule.op import BUILT_IN, KIND_NAME, Op
+from penstock.schedule.pairs import Pair
 from penstock.schedule.short_repr import short_repr
 from penstock.schedule.updates import Windows
 
@@ -151,6 +152,7 @@ class StageGraph:
         registered: ops of the user's own kinds.
         needs: what waits for what, besides what the edges say.
         updates: the windows of a schedule that has updates as ops; `Schedule.graph` fills it in.
+        pairs: those of the schedule, whose ops wait for one another's needs; filled in alike.
 
     Raises:
         ScheduleError: an edge or op names a stage that is not there, the edges form a cycle (it is named), or
@@ -163,6 +165,7 @@ class StageGraph:
     registered: tuple[Registered, ...] = ()
     needs: tuple[Needs, ...] = ()
     updates: Windows | None = None
+    pairs: tuple[Pair, ...] = ()
 
     __repr__ = short_repr
 
@@ -228,6 +231,16 @@ class StageGraph:
         return found
 
     @cached_property
+    def backward_of(self) -> dict[Op, Op]:
+        """Of each forward that is in a pair its backward."""
+        return dict(self.pairs)
+
+    @cached_property
+    def forward_of(self) -> dict[Op, Op]:
+        """Of each backward that is in a pair its forward."""
+        return {backward: forward for forward, backward in self.pairs}
+
+    @cached_property
     def registered_of(self) -> dict[tuple[str, int], Registered]:
         """The registered ops by (kind, stage)."""
         return {(r.kind, r.stage): r for r in self.registered}
@@ -251,7 +264,7 @@ class StageGraph:
     @property
     def is_chain(self) -> bool:
         """Whether this says no more of the stages than that s feeds s + 1."""
-        return replace(self, updates=None) == _chain(self.num_stages)
+        return replace(self, updates=None, pairs=()) == _chain(self.num_stages)
 
     def microbatches_of(self, stage: int, otherwise: int) -> int:
         """How many microbatches the stage works on; `otherwise` is the schedule's number."""

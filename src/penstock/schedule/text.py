@@ -11,6 +11,8 @@ their microbatches in another order than the ascending one, lines above the rows
 
     order of B on stages 0 1: 2 1 0
 
+A forward and a backward that a rank runs as one (see `pairs`) stand in one cell: F3+B1.
+
 A grid written by hand needs no more than its rows: ranks and microbatches are counted, and a stage lies on the rank
 whose row has its ops (stage r on rank r where no cell names one). Several pipelines need the lines above the rows.
 """
@@ -18,13 +20,14 @@ whose row has its ops (stage r on rank r where no cell names one). Several pipel
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.microbatch_order import MicrobatchOrder, grouped, ungrouped
 from penstock.schedule.op import Op, parse_op
+from penstock.schedule.pairs import JOIN, of_steps
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import Needs, Registered, StageGraph
@@ -71,7 +74,7 @@ _ROW = re.compile(r"rank (?P<rank>[0-9]{1,7}) *\|(?P<cells>.*)")
 
 
 def unit_columns(schedule: Schedule) -> list[list[int]]:
-    """The column of every op when each takes one unit of time and starts as soon as it can.
+    """The column of every op when each takes one unit of time and starts as soon as it can; of a pair, one for both.
 
     Where the order can't be timed (a deadlock, a missing op), the ops left over follow one another.
     """
@@ -95,7 +98,12 @@ def unit_columns(schedule: Schedule) -> list[list[int]]:
             hosts = together.get(op, (rank,))
             if any(schedule.order[h][len(columns[h]) : len(columns[h]) + 1] != (op,) for h in hosts):
                 break  # the last of its ranks to come takes the others along
-            start = max([*(columns[h][-1] + 1 if columns[h] else 0 for h in hosts), *(finished[p] for p in needed)])
+            if _is_joined(graph, row, len(placed)):
+                start = placed[-1]
+            else:
+                start = max(
+                    [*(columns[h][-1] + 1 if columns[h] else 0 for h in hosts), *(finished[p] for p in needed)]
+                )
             for host in hosts:
                 columns[host].append(start)
             finished[op] = start + 1
@@ -104,8 +112,13 @@ def unit_columns(schedule: Schedule) -> list[list[int]]:
     for rank, row in enumerate(schedule.order):
         placed = columns[rank]
         while len(placed) < len(row):
-            placed.append(placed[-1] + 1 if placed else 0)
+            placed.append(placed[-1] + (not _is_joined(graph, row, len(placed))) if placed else 0)
     return columns
+
+
+def _is_joined(graph: StageGraph, row: Sequence[Op], place: int) -> bool:
+    """Whether the op at a place of a row is the backward of a pair whose forward comes right before it."""
+    return bool(graph.pairs) and place > 0 and graph.forward_of.get(row[place]) == row[place - 1]
 
 
 def ranks_together(schedule: Schedule) -> dict[Op, tuple[int, ...]]:
@@ -129,6 +142,11 @@ def rows_text(schedule: Schedule) -> list[str]:
     """The grid's rows, aligned, without the header lines."""
     columns = unit_columns(schedule)
     cells = [cell_texts(schedule, rank) for rank in range(schedule.num_ranks)]
+    for row, texts, places in zip(schedule.order, cells, columns, strict=True) if schedule.pairs else ():
+        for place in reversed(range(len(row))):
+            if _is_joined(schedule.graph, row, place):
+                texts[place - 1 : place + 1] = [JOIN.join(texts[place - 1 : place + 1])]
+                del places[place]
     width = max((len(c) for row in cells for c in row), default=1)
     label = len(f"rank {schedule.num_ranks - 1}")
     lines = []
@@ -352,14 +370,17 @@ def parse(text: str) -> Schedule:
         for k, found in mine.items():
             for m in found:
                 pipeline_of[m] = k
-    order = tuple(_parse_row(placement, rank, *rows[rank]) for rank in range(num_ranks))
+    order, pairs = of_steps(_parse_row(placement, rank, *rows[rank]) for rank in range(num_ranks))
     limit = float(head["limit"]) if head is not None and head["limit"] else None
-    return Schedule(name, placement, order, tuple(pipeline_of), limit, graph, updates, tuple(orders))
+    return Schedule(name, placement, order, tuple(pipeline_of), limit, graph, updates, tuple(orders), pairs)
 
 
 def _hosts_of(rows: Mapping[int, tuple[int, str, int]]) -> tuple[int, ...]:
     """The rank of each stage, read off rows without a header: stage r on rank r, or where its cells stand."""
-    cells = {rank: [cell for cell in text.split() if cell[0] != "."] for rank, (_, text, _) in rows.items()}
+    cells = {
+        rank: [cell for cell in text.replace(JOIN, " ").split() if cell[0] != "."]
+        for rank, (_, text, _) in rows.items()
+    }
     if not any(cell[0].isdigit() for row in cells.values() for cell in row):
         return tuple(range(len(rows)))
     hosts: dict[int, int] = {}
@@ -380,7 +401,9 @@ def _hosts_of(rows: Mapping[int, tuple[int, str, int]]) -> tuple[int, ...]:
 
 def _num_microbatches(rows: Mapping[int, tuple[int, str, int]]) -> int:
     """One more than the last microbatch of a forward."""
-    found = [int(m) for _, text, _ in rows.values() for m in re.findall(r"(?:^|[\s0-9])F([0-9]{1,7})(?=\s|$)", text)]
+    found = [
+        int(m) for _, text, _ in rows.values() for m in re.findall(r"(?:^|[\s+0-9])F([0-9]{1,7})(?=[\s+]|$)", text)
+    ]
     return max(found, default=-1) + 1
 
 
@@ -400,18 +423,27 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     return tuple(map(int, text.split())) if text else ()
 
 
-def _parse_row(placement: Placement, rank: int, line: int, cells: str, offset: int) -> tuple[Op, ...]:
+def _parse_row(placement: Placement, rank: int, line: int, cells: str, offset: int) -> list[tuple[Op, ...]]:
+    """The ops of a row, the two of a pair at once."""
     stages = placement.stages_of(rank)
     default = stages[0] if len(stages) == 1 else None
-    ops = []
+    steps = []
     for cell in re.finditer(r"\S+", cells):
         if cell[0] == ".":
             continue
         try:
-            ops.append(parse_op(cell[0], default))
+            steps.append(parse_step(cell[0], default))
         except ValueError as error:
             _fail(line, offset + cell.start(), str(error))
-    return tuple(ops)
+    return steps
+
+
+def parse_step(text: str, default_stage: int | None = None) -> tuple[Op, ...]:
+    """Reads an op, or the two of a pair: `0F3+3B1`. Raises ValueError."""
+    parts = text.split(JOIN)
+    if len(parts) > 2:
+        raise ValueError(f"{text[:40]!r} is no pair: two ops run as one, a forward and a backward, like 0F3+3B1")
+    return tuple([parse_op(part, default_stage) for part in parts])
 
 
 def _fail(line: int, column: int, message: str) -> NoReturn:

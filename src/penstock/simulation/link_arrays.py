@@ -99,9 +99,9 @@ def _is_plain(links: Links, used: Sequence[tuple[int, int]]) -> bool:
 
 
 def _size(order: Order, costs: Costs, source: int, edge: int) -> float:
-    ops, base = order.graph.ops, order.base
-    producer, consumer = ops[base[source]], ops[base[order.ints["edge_to"][edge]]]
-    return costs.message_size(producer, consumer)
+    graph, base = order.graph, order.base
+    producer = int(base[source])
+    return costs.message_size(graph.ops[producer], graph.receives(producer, int(base[order.ints["edge_to"][edge]])))
 
 
 def _arrival(order: Order, costs: Costs, lines: Lines, at: float) -> Callable[[int, float], float]:

@@ -214,6 +214,8 @@ def durations(schedule: Schedule, graph: Graph, costs: Costs) -> Array:
     else:
         known = {key: costs.duration(*key) for key in {(op.kind, op.stage) for op in graph.ops}}
         found = [known[op[:2]] for op in graph.ops]
+    for forward, backward in graph.backward_of.items():
+        found[forward], found[backward] = costs.pair_duration(graph.ops[forward], graph.ops[backward]), 0.0
     for number, op in enumerate(graph.ops if schedule.updates is not None else ()):
         if op.kind == "U":
             found[number] = costs.duration("U", op.stage, owns=schedule.pipeline_of(op) == OWNER)
@@ -279,7 +281,8 @@ class Runner:
         through, use = self._through(order, links, links_at)
         streams, bounded = order.num_rows - order.num_ranks, isinstance(transport, Blocking)
         plain = not (policy.wait or bounded or streams or through.lines or through.arrival or warmup)
-        if plain and policy.dispatch is Dispatch.FROZEN and len(order.ints["gang_first"]) <= 1:
+        alone = len(order.ints["gang_ops"]) == len(order.ints["gang_first"]) - 1
+        if plain and policy.dispatch is Dispatch.FROZEN and alone:
             timed = _swept(order, through.arrays["delay"], compile=use)
             if timed is not None:
                 return Ran(order, timed)

@@ -233,7 +233,7 @@ def _messages(graph: Graph, arrays: dict[str, Any], between: Any) -> tuple[Messa
     return tuple(
         Message(
             ops[producer],
-            ops[to[edge]],
+            graph.receives(producer, to[edge]),
             graph.host(producer),
             graph.host(to[edge]),
             float(ends[producer]),

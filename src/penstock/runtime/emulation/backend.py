@@ -152,7 +152,13 @@ class EmulatedBackend:
         return Payload.gradients([stamp, body])
 
     def _takes(self, op: Op) -> float:
-        """Milliseconds of an op; an update takes longest on the copy that owns its stage."""
+        """Milliseconds of an op; an update takes longest on the copy that owns its stage, and a pair's time is its
+        forward's."""
+        graph = self._wiring.schedule.graph
+        if graph.pairs and op in graph.backward_of:
+            return self._costs.pair_duration(op, graph.backward_of[op])
+        if graph.pairs and op in graph.forward_of:
+            return 0.0
         owns = op.kind != UPDATE or self._wiring.schedule.pipeline_of(op) == OWNER
         return self._costs.duration(*op, owns=owns)
 

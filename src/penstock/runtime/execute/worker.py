@@ -77,7 +77,7 @@ class Worker:
         self._launched = backend.launched
         self._held_back: int | None = None
         """An op that is not launched before all messages have left."""
-        self._number, self._stations = wiring.numbers(rank), wiring.stations
+        self._number, self._stations = wiring.waiting(rank), wiring.stations
         self._meeting = meeting
         self._standing: int | None = None
         """The op that this rank has come to, and others have not."""
@@ -173,7 +173,7 @@ class Worker:
     def awaited(self) -> Sequence[Edge]:
         """Messages from other ranks that the first op not yet run needs (those that came in included)."""
         number = self.dispatcher.first_awaited()
-        return () if number is None else self._wiring.stations[number].remote
+        return () if number is None else self._wiring.awaited(number)
 
     def stuck_on(self) -> str:
         """In words, what the rank waits for."""

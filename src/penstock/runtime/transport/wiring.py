@@ -142,6 +142,20 @@ class Wiring:
         found = {op: tuple(e for e in edges if e.is_tied_value) for op, edges in self.incoming.items()}
         return {op: edges for op, edges in found.items() if edges}
 
+    def waiting(self, rank: int) -> dict[Op, int]:
+        """The number of the op that waits for what each op of the rank gets from others: the op itself, or the
+        forward of the pair that it is in."""
+        number, graph = self.numbers(rank), self.graph
+        if not graph.backward_of:
+            return number
+        return {**number, **{graph.ops[backward]: forward for forward, backward in graph.backward_of.items()}}
+
+    def awaited(self, number: int) -> tuple[Edge, ...]:
+        """What an op waits for from other ranks; the forward of a pair for both."""
+        remote = self.stations[number].remote
+        backward = self.graph.backward_of.get(number)
+        return remote if backward is None else remote + self.stations[backward].remote
+
     def expected(self, rank: int) -> list[Edge]:
         """Messages `rank` gets from other ranks, in the order in which its frozen order needs them."""
         return [edge for number in self._numbers_of(rank) for edge in self.stations[number].remote]
@@ -160,7 +174,9 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
     of the gradient so far to that of the next one up, which runs after it anyway: the edge adds no wait that
     the chain of stages does not have. Where updates are ops, new values go the other way, with the forwards.
     """
-    chain = replace(schedule.graph, registered=(), needs=()) if schedule.graph.needs else schedule.graph
+    chain = schedule.graph
+    if chain.needs or chain.pairs:
+        chain = replace(chain, registered=(), needs=(), pairs=())
     number = {op: index for index, op in enumerate(op for row in schedule.order for op in row)}
     edges = [
         Edge(producer, op)

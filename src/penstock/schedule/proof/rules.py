@@ -5,6 +5,7 @@
     placement     every rank, stage and microbatch is in range, every op on the rank that hosts its stage
     coverage      each (stage, microbatch) has one F, and one B or one I with one W; each copy each update once
     message       where messages are ops: each is there at both ends, in one order
+    pairs         a forward and a full backward of another microbatch, side by side on one rank (`pairs`)
     order         no op before what it needs on the same rank
     microbatches  every queue of ops in the order of microbatches that is declared for it (`microbatch_order`)
     deadlock      the ranks, run together with bounded channels, all reach their last op
@@ -46,6 +47,7 @@ from penstock.schedule.op import (
     WEIGHT,
     Op,
 )
+from penstock.schedule.pairs import RULE, wrong_pair
 from penstock.schedule.proof.arrays import (
     are_covered,
     are_in_local_order,
@@ -116,6 +118,8 @@ def check(
         _check_coverage(schedule)
     if columns is None:
         _check_messages(schedule)
+    if (wrong := wrong_pair(schedule)) is not None:
+        raise error_at(schedule, RULE, *wrong)
     edges = None if found is None else edges_of(found, schedule.graph.targets)
     if columns is None or edges is None or not are_in_local_order(columns, edges):
         _check_local_order(schedule)
