@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.amdp.defaults import AMDP, CASES, OPTIONS, over
+from experiments.amdp.defaults import AMDP, CASES, OPTIONS, SYNC, over
 from experiments.common import results
 
 pytestmark = [pytest.mark.unit, pytest.mark.results]
@@ -29,6 +29,13 @@ def test_the_tutorial_says_what_was_found() -> None:
     assert found == shares("amdp, mismatch 1", 400)
     (found,) = re.findall(r"with the windows of 2d [^.]* ([\d.]+%) after 200", text)
     assert found == shares(tuple(OPTIONS)[6], 200)
+    (muon, adamw) = re.findall(r"Muon lost ([\d.]+%) .* AdamW lost ([\d.]+%)", text)[0]
+    assert muon == shares("amdp, mismatch 1, Muon", 200)
+    assert adamw == shares(tuple(OPTIONS)[4], 200)
+    rows = results.load(ROOT / "experiments/amdp/results", "defaults")
+    one, other = (results.find(rows, name=name, steps=200, seed=0)["loss"] for name in ("1f1b, Muon", SYNC))
+    (below,) = re.findall(r"synchronous loss was ([\d.]+%) below AdamW's", text)
+    assert below == f"{1 - one / other:.1%}"
 
 
 def test_every_case_is_one_of_the_runs() -> None:
