@@ -64,8 +64,13 @@ def test_the_table_and_the_file(
     out = tmp_path / "tune.json"
     assert main(["bench", "tune", "--rounds", "1", "--steps", "2", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "| zb-h1 | 2 | 8 of 2 |" in printed
+    assert "| zb-h1 | 2 x 1 | 8 of 2 |" in printed
+    assert "| 1f1b | 1 x 2 | 2 of 4 |" in printed
     result = json.loads(out.read_text())
     assert result["command"] == "penstock bench tune --rounds 1 --steps 2"
-    assert [row["pp"] for row in result["rows"]] == [1, 2, 2]
+    assert [(row["pp"], row["dp"]) for row in result["rows"]] == [(1, 1), *[(2, 1)] * 4, (1, 2)]
+    assert all(row["worst"] >= row["off"] for row in result["rows"])
+    assert result["rows"][1]["measured_bytes"] == 2000.0, "the higher of two ranks"
+    assert main(["bench", "tune", "--setting", "7"]) == 2
+    assert "--setting 7: there are 1 to 6" in capsys.readouterr().err
     assert str(tmp_path) not in out.read_text()

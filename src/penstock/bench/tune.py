@@ -47,15 +47,28 @@ MOST_ROUNDS = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """A schedule on some ranks; microbatches of one size."""
+    """A schedule on some ranks, in each of some replicas; microbatches of one size, as many in each replica."""
 
     schedule: str
     pp: int
     microbatch_size: int
     num_microbatches: int
+    dp: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all replicas."""
+        return self.pp * self.dp
 
 
-SETTINGS = (Setting("1f1b", 1, 4, 4), Setting("1f1b", 2, 4, 4), Setting("zb-h1", 2, 2, 8))
+SETTINGS = (
+    Setting("1f1b", 1, 4, 4),
+    Setting("1f1b", 2, 4, 4),
+    Setting("zb-h1", 2, 2, 8),
+    Setting("interleaved-1f1b", 2, 4, 4),
+    Setting("chimera", 2, 4, 4),
+    Setting("1f1b", 1, 4, 2, dp=2),
+)
 
 
 def run(
@@ -85,7 +98,7 @@ def run(
             found = _round(setting, told, model, steps, seconds)
             raw[setting].append(found)
             print(
-                f"{setting.schedule} pp {setting.pp}, microbatches of {setting.microbatch_size}: "
+                f"{setting.schedule} pp {setting.pp} dp {setting.dp}, microbatches of {setting.microbatch_size}: "
                 f"{found['predicted_ms']:.1f} ms predicted, {found['measured_ms']:.1f} measured, others kept "
                 f"{found['other_programs_cores'] or 0:.2f} cores busy",
                 file=sys.stderr,
@@ -101,14 +114,14 @@ def _round(setting: Setting, told: Settings, model: TunedModel, steps: int, seco
         Database(Path(name) / "new.sqlite") as database,
     ):
         meter = Meter(model, told, database, seconds)
-        need = NeededProfile(setting.microbatch_size, setting.pp, False)
-        meter.prepare([need], [setting.pp])
-    profile, transfer = meter.profiles[need], meter.transfers[setting.pp]
+        need = NeededProfile(setting.microbatch_size, setting.num_ranks, False)
+        meter.prepare([need], [setting.num_ranks])
+    profile, transfer = meter.profiles[need], meter.transfers[setting.num_ranks]
     cut = partition([sum(row) for row in zip(profile.f, profile.b)], schedule.num_stages)
-    prediction = predict(schedule, cut, profile, transfer, num_devices=num_devices(told))
-    shape = Shape(setting.pp, 1, setting.microbatch_size, setting.num_microbatches)
+    prediction = predict(schedule, cut, profile, transfer, setting.dp, num_devices(told))
+    shape = Shape(setting.pp, setting.dp, setting.microbatch_size, setting.num_microbatches)
     candidate = TuneCandidate(shape, TunePlan(setting.schedule, schedule), tuple(cut), False)
-    answer = run_job([trial_task(candidate, told, model, steps)], setting.pp, 1)[0]
+    answer = run_job([trial_task(candidate, told, model, steps)], setting.num_ranks, 1)[0]
     measured = measured_of([answer])
     return {
         "predicted_ms": prediction.step,
@@ -117,6 +130,8 @@ def _round(setting: Setting, told: Settings, model: TunedModel, steps: int, seco
         "measured_ms": measured.step,
         "measured_makespan_ms": measured.makespan,
         "ratio": prediction.step / measured.step,
+        "predicted_bytes": [memory.total for memory in prediction.memory],
+        "measured_bytes": list(measured.peak_bytes),
         "quiet": measured.quiet,
         "num_undisturbed": measured.undisturbed,
         "other_programs_cores": measured.others,
@@ -153,6 +168,9 @@ def _row(setting: Setting, rounds: list[dict[str, Any]]) -> dict[str, Any]:
         "measured_ms": median(each["measured_ms"] for each in counted),
         "ratio": median(each["ratio"] for each in counted),
         "off": median(abs(each["ratio"] - 1) for each in counted),
+        "worst": max(abs(each["ratio"] - 1) for each in counted),
+        "predicted_bytes": median(max(each["predicted_bytes"]) for each in counted),
+        "measured_bytes": median(max(each["measured_bytes"]) for each in counted),
         "raw": rounds,
     }
 
@@ -160,13 +178,16 @@ def _row(setting: Setting, rounds: list[dict[str, Any]]) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The medians, as Markdown."""
     lines = [
-        "| schedule | pp | microbatches | predicted ms | measured ms | ratio | off, median | quiet rounds |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| schedule | pp x dp | microbatches | predicted ms | measured ms | ratio | off, median | worst "
+        "| predicted MiB | measured MiB | quiet rounds |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         lines.append(
-            f"| {row['schedule']} | {row['pp']} | {row['num_microbatches']} of {row['microbatch_size']} "
+            f"| {row['schedule']} | {row['pp']} x {row['dp']} "
+            f"| {row['num_microbatches']} of {row['microbatch_size']} "
             f"| {row['predicted_ms']:.1f} | {row['measured_ms']:.1f} | {row['ratio']:.3f} | {row['off']:.1%} "
+            f"| {row['worst']:.1%} | {row['predicted_bytes'] / 2**20:.1f} | {row['measured_bytes'] / 2**20:.1f} "
             f"| {row['num_quiet']} of {row['num_rounds']} |"
         )
     return "\n".join(lines)

@@ -95,13 +95,19 @@ def tune(
     patience: Annotated[
         float, typer.Option("--patience", min=0, help="Seconds to wait for a quiet moment before each round.")
     ] = 60.0,
+    setting: Annotated[
+        list[int] | None, typer.Option("--setting", help="Only these, by number from 1; repeatable.")
+    ] = None,
     out: Raw = None,
     json: Json = False,
 ) -> None:
-    """Measure, predict and run three settings of a small GPT, and set predicted beside measured."""
+    """Measure, predict and run six settings of a small GPT, and set predicted beside measured."""
     from penstock.bench import tune as measured
 
-    result = measured.run(rounds, steps, seconds, patience=patience)
+    if wrong := [number for number in setting or () if not 1 <= number <= len(measured.SETTINGS)]:
+        raise Misuse(f"--setting {wrong[0]}: there are 1 to {len(measured.SETTINGS)}")
+    settings = [measured.SETTINGS[number - 1] for number in setting or range(1, len(measured.SETTINGS) + 1)]
+    result = measured.run(rounds, steps, seconds, settings, patience)
     _give(context, result, measured.table(result["rows"]), out, json)
 
 
