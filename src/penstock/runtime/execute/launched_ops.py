@@ -35,7 +35,7 @@ WAITS_FOR_NOBODY = frozenset({FORWARD, BACKWARD, INPUT, WEIGHT, RECOMPUTE})
 left: a rank that stands in the middle of one sends nothing, and others may need just that to come there."""
 
 
-class Mark(Protocol):
+class DeviceMark(Protocol):
     """A place in a device's queue of work."""
 
     def query(self) -> bool:
@@ -51,7 +51,7 @@ class Mark(Protocol):
 class DeviceQueue(Protocol):
     """A device that runs what it is given later than the call returns."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceMark:
         """Behind all that it was given so far."""
 
     def beside(self, payload: Payload) -> AbstractContextManager[Any]:
@@ -60,7 +60,7 @@ class DeviceQueue(Protocol):
     def waiting(self) -> AbstractContextManager[Any]:
         """Around a wait for a collective that orders what follows: only marks made there come after it."""
 
-    def watch(self, mark: Mark, then: Callable[[], None]) -> None:
+    def watch(self, mark: DeviceMark, then: Callable[[], None]) -> None:
         """Has `then` called by another thread once the device has passed a mark."""
 
     def close(self) -> None:
@@ -71,10 +71,10 @@ class WatchedMarks:
     """A thread that waits for one mark after the other."""
 
     def __init__(self) -> None:
-        self._waiting: SimpleQueue[tuple[Mark, Callable[[], None]] | None] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[DeviceMark, Callable[[], None]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def watch(self, mark: Mark, then: Callable[[], None]) -> None:
+    def watch(self, mark: DeviceMark, then: Callable[[], None]) -> None:
         """See `DeviceQueue`."""
         if self._thread is None:
             self._thread = threading.Thread(
@@ -88,7 +88,7 @@ class WatchedMarks:
         self._waiting.put(None)
 
 
-def _wait_for_all(waiting: SimpleQueue[tuple[Mark, Callable[[], None]] | None]) -> None:
+def _wait_for_all(waiting: SimpleQueue[tuple[DeviceMark, Callable[[], None]] | None]) -> None:
     while (item := waiting.get()) is not None:
         mark, then = item
         try:
@@ -107,7 +107,7 @@ class CudaQueue(WatchedMarks):
         self._device = device
         self._copies, self._waits = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceMark:
         # One that blocks lets the thread that waits for it sleep.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(torch.cuda.current_stream(self._device))
@@ -139,9 +139,9 @@ class LaunchedOps:
     def __init__(self, queue: DeviceQueue, most: int = AHEAD) -> None:
         self._queue, self.most = queue, most
         self._wake: Callable[[], None] | None = None
-        self._under_way: deque[tuple[Op, Mark, Mark]] = deque()
-        self._origin: Mark
-        self._started: Mark
+        self._under_way: deque[tuple[Op, DeviceMark, DeviceMark]] = deque()
+        self._origin: DeviceMark
+        self._started: DeviceMark
         self._origin_ns = 0
         self.num_ended = 0
         """Ops of the step that have ended. They end in the order in which they were launched."""
@@ -214,7 +214,7 @@ class LaunchedOps:
         """Around the sending of a message whose op has ended; see `DeviceQueue`."""
         return self._queue.beside(payload)
 
-    def _moment(self, mark: Mark) -> int:
+    def _moment(self, mark: DeviceMark) -> int:
         return self._origin_ns + round(self._origin.elapsed_time(mark) * 1e6)
 
 
