@@ -57,7 +57,7 @@ def measure(order: Order, processes: bool = False) -> dict[str, Any]:
         (folder / "order").write_bytes(pickle.dumps(order))
         code = launch(["-m", "experiments.pipemorph.measured", name], order.configuration.schedule.num_ranks)
         if code != 0:
-            raise SystemExit(f"a rank ended with exit code {code}; why is said above")
+            raise SystemExit(f"a rank ended with exit code {code}; the messages above say why")
         found: dict[str, Any] = pickle.loads((folder / "result").read_bytes())
         return found
 

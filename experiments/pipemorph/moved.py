@@ -79,7 +79,7 @@ def run(folder: Path, order: Order) -> dict[str, Any]:
             for process in ranks:
                 process.stop()
     if any(codes):
-        raise SystemExit(f"hosts ended with exit codes {codes}; why is said above")
+        raise SystemExit(f"hosts ended with exit codes {codes}; the messages above say why")
     found: dict[str, Any] = json.loads((folder / "result").read_text())
     for path in folder.iterdir():
         path.unlink()

@@ -102,7 +102,7 @@ def test_clocks_that_go_backwards_are_named_with_the_op(tmp_path: Path) -> None:
 
 def test_two_jobs_in_one_file_are_told_apart(tmp_path: Path) -> None:
     said = refused(tmp_path, lambda rows: [*rows, *({**row, "start_ts": row["start_ts"] + 5000} for row in rows)])
-    assert "is there twice, 5e+06 ms apart (72 such ops): are there two jobs" in said
+    assert "occurs twice, 5e+06 ms apart (72 such ops): are there two jobs" in said
     said = refused(tmp_path, lambda rows: [{**row, "job_id": name} for name in ("first", "second") for row in rows])
     assert "holds 2 jobs by its column job_id (first, second)" in said
 

@@ -198,7 +198,7 @@ def test_passes_time_and_hold_each_microbatch_as_it_is() -> None:
 
 def test_what_is_made_before_sizes_are_known_is_refused() -> None:
     given = replace(COSTS, uneven={"activation": [1, 2]})
-    with pytest.raises(ps.CostError, match="cost alike"):
+    with pytest.raises(ps.CostError, match="cost the same"):
         search_space(given, 2, 2)
     program = ps.Program(ps.placements.one_to_one(2), 2, ps.Rules("backward-first", memory_limit=4), costs=given)
     with pytest.raises(ps.CostError, match="keep alike"):

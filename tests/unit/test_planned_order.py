@@ -182,7 +182,7 @@ def test_a_memory_limit_counts_the_heaviest_microbatch() -> None:
     [{"objective": "span"}, {"objective": ps.planning.Expected((ps.Links(), ps.Links({(0, 1): 5.0})))}],
 )
 def test_what_is_planned_for_even_microbatches_alone(options: dict) -> None:
-    with pytest.raises(ps.CostError, match="cost alike"):
+    with pytest.raises(ps.CostError, match="cost the same"):
         ps.plan(UNEVEN, 4, 12, time_limit=0.1, **options)
 
 

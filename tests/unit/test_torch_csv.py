@@ -93,7 +93,7 @@ BAD: dict[str, tuple[str, tuple[int, int], str]] = {
         "'(1B1;0B0)OVERLAP_F_B': OVERLAP_F_B is of a forward (F) and then a full backward (B), and this is of B, B",
     ),
     "another pair": ("(0F0;0B0)OVERLAP\n", (1, 1), "torch writes pairs as (0F3;3B1)OVERLAP_F_B"),
-    "an op twice": ("0F0,0B0,0F0\n", (1, 3), "0F0 is there twice, first at line 1, column 1"),
+    "an op twice": ("0F0,0B0,0F0\n", (1, 3), "0F0 occurs twice, first at line 1, column 1"),
     "a stage on two ranks": ("0F0,0B0\n1F0,1B0,0F1\n", (2, 3), "0F1 puts stage 0 on rank 1, but it is on rank 0 too"),
     "a stage nowhere": ("0F0,0B0\n2F0,2B0\n", (2, 1), "'2F0': stage 1 has no op anywhere"),
     "a gap in the microbatches": ("0F0,0B0,0F2,0B2\n", (1, 3), "0F1 is missing here or before"),

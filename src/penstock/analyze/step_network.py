@@ -120,7 +120,7 @@ class StepNetwork:
             what = self._table.named(int(op)) if op != NONE else "a message"
             raise TraceError(
                 f"{self._table.trace.name}, step {int(self._table.steps[self.steps[0]])}: by the order of ops {what} "
-                "waits for what waits for it; are the clocks of hosts apart, or is a rank's file of another run?"
+                "waits for what waits for it; do the clocks of hosts differ, or is a rank's file from another run?"
             )
         return timed
 

@@ -179,7 +179,7 @@ def _require_forwards(trace: RunTrace) -> None:
 
 
 def _occurs_twice(trace: RunTrace) -> bool:
-    """Whether an op of a microbatch is there twice, which is then what is wrong."""
+    """Whether an op of a microbatch occurs twice, which is then what is wrong."""
     compute = np.flatnonzero(trace.has(lambda kind: kind.scope is Scope.COMPUTE))
     names = ("step", "replica", "rank", "kind", "stage", "microbatch")
     columns = np.stack([getattr(trace, name)[compute] for name in names], axis=1)
@@ -203,7 +203,7 @@ def _require_one_job(trace: RunTrace, number: Array) -> None:
     if twice.any():
         at = int(np.flatnonzero(twice)[0])
         raise TraceError(
-            f"{trace.name}: {_spot(trace, at)} is there twice, {trace.start[at] - trace.start[at - 1]:.6g} ms apart "
+            f"{trace.name}: {_spot(trace, at)} occurs twice, {trace.start[at] - trace.start[at - 1]:.6g} ms apart "
             f"({int(twice.sum())} such ops): are there two jobs, or two attempts of one, in this file? Give the rows "
             "of one, or tell them apart by replica"
         )
@@ -254,7 +254,7 @@ def _incomplete(
     if not complete.any():
         raise TraceError(
             f"{trace.name}: no step has all ops that others have: {said}. Record whole steps; where steps differ in "
-            "their microbatches, give those that are alike with --steps"
+            "their microbatches, choose those with the same ops by --steps"
         )
     if not drop_incomplete:
         raise TraceError(

@@ -17,7 +17,7 @@ from penstock.cli.output import print_json
 from penstock.formats.files import write_whole
 
 
-@app.command(short_help="What slowed a recorded run, what each cause costs, and what would help.")
+@app.command(short_help="Find out what slowed a recorded run, and what would help.")
 def analyze(
     traces: Annotated[
         list[str], typer.Argument(metavar="TRACE...", help="A file, a folder, or the profiles of all ranks.")
@@ -27,7 +27,7 @@ def analyze(
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option("--preset", help="Names in profiles: penstock, torchtitan, megatron or deepspeed. [what fits]"),
+        typer.Option("--preset", help="Names in profiles: penstock, torchtitan, megatron or deepspeed. [found]"),
     ] = None,
     pattern: Annotated[
         list[str] | None,
@@ -41,21 +41,22 @@ def analyze(
             "--column", metavar="OURS=THEIRS", help="A table's column, like microbatch=mb; may be repeated."
         ),
     ] = None,
-    unit: Annotated[str, typer.Option("--unit", help="Of a table's times: s, ms, us or ns.")] = "ms",
+    unit: Annotated[str, typer.Option("--unit", help="Unit of a table's times: s, ms, us or ns.")] = "ms",
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Of one pipeline, where names in profiles say no stage.")
+        int | None, typer.Option("--ranks", min=1, help="Ranks of one pipeline, if names in profiles have no stage.")
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option("--microbatches", min=1, help="Of a step, where profiles do not say it.")
+        int | None, typer.Option("--microbatches", min=1, help="Microbatches per step, if profiles do not say it.")
     ] = None,
     steps: Annotated[
-        str | None, typer.Option("--steps", metavar="LIST", help="Only these steps, like 12,20-23.")
+        str | None, typer.Option("--steps", metavar="LIST", help="Analyse only these steps, such as 12,20-23.")
     ] = None,
     drop_incomplete: Annotated[
         bool, typer.Option("--drop-incomplete", help="Leave out steps in which ops are missing.")
     ] = False,
     layers: Annotated[
-        str | None, typer.Option("--layers", metavar="LIST", help="Layers of each stage, like 8,8,8,6: for a cut.")
+        str | None,
+        typer.Option("--layers", metavar="LIST", help="Layers of each stage, such as 8,8,8,6, to suggest a cut."),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -30,14 +30,14 @@ def root() -> None:
     """Measure against a peer."""
 
 
-@bench.command(short_help="(I + W) / B of the split backward, beside torch's.")
+@bench.command(short_help="Compare the cost of a split backward with torch's.")
 def split(
     context: typer.Context,
     width: Annotated[list[int] | None, typer.Option("--width", help="Widths, repeatable. [8, 128, 512]")] = None,
     blocks: Annotated[list[int] | None, typer.Option("--blocks", help="Blocks a stage. [1, 4, 16]")] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds of the alternation.")] = 15,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Samples.")] = 2,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens a sample.")] = 64,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens per sample.")] = 64,
     compiled: Annotated[bool, typer.Option("--compiled", help="The stage under torch.compile, both ways.")] = False,
     out: Raw = None,
     json: Json = False,
@@ -53,7 +53,7 @@ def split(
     _give(context, {"machine": machine(), "rows": rows}, measured.table(rows), out, json)
 
 
-@bench.command(short_help="Steps of ours and of torch.distributed.pipelining.")
+@bench.command(short_help="Compare steps with those of torch.distributed.pipelining.")
 def runtime(
     context: typer.Context,
     size: Annotated[list[str] | None, typer.Option("--size", help="tiny, small; repeatable.")] = None,
@@ -64,7 +64,7 @@ def runtime(
     blocks: Annotated[int, typer.Option("--blocks", min=1, help="Blocks of the alternation.")] = 12,
     dispatch: Annotated[str, typer.Option("--dispatch", help="frozen, hinted or dynamic.")] = "frozen",
     transport: Annotated[
-        list[str] | None, typer.Option("--transport", help="Of ours: host, gloo; repeatable.")
+        list[str] | None, typer.Option("--transport", help="Penstock's transport: host or gloo; repeatable.")
     ] = None,
     memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory in own launches.")] = True,
     out: Raw = None,
@@ -86,12 +86,12 @@ def runtime(
     _give(context, result, measured.table(result["rows"]), out, json)
 
 
-@bench.command(short_help="Predicted beside measured steps of the tuner.")
+@bench.command(short_help="Compare the tuner's predicted steps with measured ones.")
 def tune(
     context: typer.Context,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Quiet rounds of each setting.")] = 5,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps a round.")] = 20,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Of measuring layers.")] = 1.0,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Seconds to measure layers.")] = 1.0,
     patience: Annotated[
         float, typer.Option("--patience", min=0, help="Seconds to wait for a quiet moment before each round.")
     ] = 60.0,
@@ -111,7 +111,7 @@ def tune(
     _give(context, result, measured.table(result["rows"]), out, json)
 
 
-@bench.command(short_help="Speeds of the planner and the gaps it proves.")
+@bench.command(short_help="Measure the planner's speed and the gaps that it proves.")
 def plan(
     context: typer.Context,
     instances: Annotated[int, typer.Option("--instances", min=1, help="Problems of each family.")] = 20,
@@ -125,7 +125,7 @@ def plan(
     size: Annotated[
         list[str] | None, typer.Option("--size", metavar="RANKSxN", help="tight: just these sizes, like 8x32.")
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Of the problems; drawn where not given.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of the problems; random by default.")] = None,
     out: Raw = None,
     json: Json = False,
 ) -> None:
@@ -162,7 +162,7 @@ def plan(
     _give(context, result, "\n\n".join(tables), out, json)
 
 
-@bench.command(short_help="Search of the whole space of programs.")
+@bench.command(short_help="Measure the search of all programs.")
 def space(
     context: typer.Context,
     ranks: Annotated[list[int] | None, typer.Option("--ranks", min=2, help="Repeatable. [2, 4, ..., 128]")] = None,

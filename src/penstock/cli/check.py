@@ -46,7 +46,7 @@ def check(
     channel_depth: Annotated[
         int | None,
         typer.Option(
-            "--channel-depth", min=1, help="Messages a channel holds; by default all that its ranks have in flight."
+            "--channel-depth", min=1, help="Messages that a channel holds; by default all that may be in flight."
         ),
     ] = None,
     json: Json = False,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 DEFAULTS = Settings()
 
 
-@app.command(short_help="Schedules side by side: throughput, memory, loss.")
+@app.command(short_help="Compare schedules: throughput, memory, loss.")
 def compare(
     schedules: Annotated[
         list[str] | None, typer.Argument(metavar="[SCHEDULE]...", help=f"Library schedules. [{' '.join(USUAL)}]")
@@ -41,7 +41,7 @@ def compare(
     microbatches: Annotated[
         int | None,
         typer.Option(
-            "--microbatches", help=f"Microbatches a step. [{DEFAULTS.microbatches}; with amdp 4 for each rank]"
+            "--microbatches", help=f"Microbatches per step. [{DEFAULTS.microbatches}; with amdp 4 for each rank]"
         ),
     ] = None,
     batch: options.Batch = None,
@@ -61,12 +61,16 @@ def compare(
     data: Annotated[str | None, typer.Option("--data", help="As in penstock train.")] = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate of all.")] = None,
     lr_warmup: Annotated[int | None, typer.Option("--lr-warmup", help="Steps up to the peak.")] = None,
-    optimizer: Annotated[str | None, typer.Option("--optimizer", help="Of all; else what is usual for each.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option("--optimizer", help="Optimizer of all; by default what is usual for each.")
+    ] = None,
     optimizer_options: options.OptimizerOptions = None,
-    clip: Annotated[float, typer.Option("--clip", help="Most a gradient's norm may be; 0 for none.")] = DEFAULTS.clip,
-    seed: Annotated[int, typer.Option("--seed", help="Of weights and data order.")] = DEFAULTS.seed,
+    clip: Annotated[
+        float, typer.Option("--clip", help="Largest norm of a gradient; 0 for no clipping.")
+    ] = DEFAULTS.clip,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of weights and data order.")] = DEFAULTS.seed,
     threads: Annotated[
-        int | None, typer.Option("--threads", help="Of each rank; else its share of the cores.")
+        int | None, typer.Option("--threads", help="Threads of each rank; by default its share of the cores.")
     ] = None,
     processes: Annotated[
         bool, typer.Option("--processes", help="One process per rank; else all ranks run in this one, in turn.")

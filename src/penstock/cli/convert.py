@@ -29,7 +29,7 @@ def convert(
         typer.Option(
             "--dialect",
             metavar="|".join(DIALECTS),
-            help="Of the .csv: with the messages that are there (torch, the default), without, or with all.",
+            help="Messages in the .csv: those of the schedule (torch, the default), none, or all.",
         ),
     ] = None,
     declare_order: Annotated[

@@ -70,7 +70,7 @@ def prepare(
         )
 
 
-@data.command(short_help="How long the documents of a text are.")
+@data.command(short_help="Show how long the documents of a text are.")
 def lengths(
     source: Annotated[
         str,
@@ -111,7 +111,9 @@ def generate(
     quantiles: Annotated[
         str,
         typer.Option(
-            "--quantiles", metavar="P5,P50,P95", help="Of the lengths, over the mean; by default a production job's."
+            "--quantiles",
+            metavar="P5,P50,P95",
+            help="Quantiles of the lengths, over the mean; by default a production job's.",
         ),
     ] = "0.81,0.88,1.92",
     longest: Annotated[float, typer.Option("--longest", help="Most, over the mean.")] = 4.0,

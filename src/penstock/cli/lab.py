@@ -45,7 +45,7 @@ def root() -> None:
     """Hosts in a box: network namespaces, real TCP, slow and dead links."""
 
 
-@lab.command(short_help="A lab for one command, run on every host.", context_settings=_TAKES_COMMAND)
+@lab.command(short_help="Run a command on every host of a new lab.", context_settings=_TAKES_COMMAND)
 def run(
     command: Command,
     hosts: Hosts = 2,
@@ -188,7 +188,7 @@ def show(json: Json = False) -> None:
         print("no labs")
 
 
-@lab.command(short_help="Take a lab away.")
+@lab.command(short_help="Remove a lab.")
 def remove(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="The only one, where not given.")] = None,
     json: Json = False,
@@ -202,7 +202,7 @@ def remove(
     _done(json, f"removed {name}", {"removed": [name]})
 
 
-@lab.command(short_help="Take away what labs of dead processes left.")
+@lab.command(short_help="Remove what labs of dead processes left behind.")
 def clean(json: Json = False) -> None:
     """Take away what labs left whose process was killed. Labs that run stay."""
     from penstock.lab.permitted import require

@@ -23,7 +23,7 @@ def layout(
     text: Annotated[str, typer.Argument(metavar="LAYOUT", help="As --pipeline-model-parallel-layout has it.")],
     ranks: Annotated[int, typer.Option("--ranks", min=1, help="Pipeline ranks; stage s is on rank s mod RANKS.")],
     microbatches: Annotated[
-        int | None, typer.Option("--microbatches", min=1, help="Microbatches a step; else four per rank.")
+        int | None, typer.Option("--microbatches", min=1, help="Microbatches per step; by default four per rank.")
     ] = None,
     times: Annotated[
         str | None,

@@ -20,22 +20,24 @@ Microbatches = Annotated[
 Stages = Annotated[
     int | None, typer.Option("--stages", help="Number of stages over the whole model (interleaved-1f1b).")
 ]
-Warmup = Annotated[str | None, typer.Option("--warmup", metavar="X0,X1,...", help="Warm-up counts, one a rank (zb).")]
+Warmup = Annotated[
+    str | None, typer.Option("--warmup", metavar="X0,X1,...", help="Warm-up counts, one per rank (zb).")
+]
 MaxInFlight = Annotated[
     float | None,
-    typer.Option("--max-in-flight", help="Most stage activations a rank may hold, freed at B or W."),
+    typer.Option("--max-in-flight", help="Most stage activations that a rank may hold, each until its B or W."),
 ]
 ScheduleOption = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
         metavar="KEY=VALUE",
-        help="What a library schedule takes besides, repeatable: num_stages=8, as ps.build does.",
+        help="Another option of a library schedule, as for ps.build, repeatable: num_stages=8.",
     ),
 ]
 Window = Annotated[
     int | None,
-    typer.Option("--window", help="Microbatches an update gathers (asynchronous schedules); none without it."),
+    typer.Option("--window", help="Microbatches per update (asynchronous schedules); by default no updates."),
 ]
 MaxMismatch = Annotated[
     int | None,

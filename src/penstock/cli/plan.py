@@ -41,7 +41,9 @@ def plan(
     default_delay: costs_options.DefaultDelay = 0.0,
     max_in_flight: Annotated[
         str | None,
-        typer.Option("--max-in-flight", metavar="COUNT", help="Most F - W a rank, or one a rank: 7,5."),
+        typer.Option(
+            "--max-in-flight", metavar="COUNT", help="Most microbatches from F to W on each rank: 7, or 7,5 by rank."
+        ),
     ] = None,
     memory_limit: Annotated[
         str | None,
@@ -56,16 +58,16 @@ def plan(
     ] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="How many draws (--vary).")] = 16,
     dispatch: Annotated[
-        str, typer.Option("--dispatch", help="How it will be run: frozen, hinted or dynamic.")
+        str, typer.Option("--dispatch", help="How the schedule will be run: frozen, hinted or dynamic.")
     ] = "frozen",
     split: Annotated[
         bool | None,
-        typer.Option("--split/--no-split", help="Every backward I and W, or every one B; by default what is best."),
+        typer.Option("--split/--no-split", help="Split every backward, or none; by default each as is best."),
     ] = None,
     recompute: Annotated[
         bool | None,
         typer.Option(
-            "--recompute/--no-recompute", help="Whether forwards may run again; by default where the costs say how."
+            "--recompute/--no-recompute", help="Whether forwards may run again; by default if the costs allow."
         ),
     ] = None,
     offload: Annotated[
@@ -73,16 +75,18 @@ def plan(
         typer.Option(
             "--offload",
             metavar="AMOUNT",
-            help="Most that waits in host memory a rank, or one a rank: 7,5; 'any' for any amount. The costs say how "
-            "long OFFLOAD and RELOAD take.",
+            help="Most activations in host memory for each rank: 7, or 7,5 by rank; 'any' for no limit. The costs "
+            "say how long OFFLOAD and RELOAD take.",
         ),
     ] = None,
     deal: Annotated[
         str, typer.Option("--deal", help="Microbatches of each pipeline: any, 'in turn', or counts like 5,3.")
     ] = "any",
     time_limit: Annotated[float, typer.Option("--time", metavar="SECONDS", help="Time to spend at most.")] = 10.0,
-    stop_at_gap: Annotated[float, typer.Option("--stop-at-gap", help="Gap that is good enough, 0.01 is 1%.")] = 1e-4,
-    seed: Annotated[int, typer.Option("--seed", help="Of the random numbers.")] = 0,
+    stop_at_gap: Annotated[
+        float, typer.Option("--stop-at-gap", help="Gap at which the search ends; 0.01 is 1%.")
+    ] = 1e-4,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random numbers.")] = 0,
     out: Out = None,
     json: Json = False,
 ) -> None:

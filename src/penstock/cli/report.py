@@ -34,7 +34,7 @@ class NoStory(Exception):
     rule = "log"
 
 
-@app.command(short_help="One page on a run: which link was slow when, what was decided, what it saved.")
+@app.command(short_help="Write a page on a run: slow links, decisions, and what they saved.")
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or the control.jsonl in it.")],
     out: Annotated[

@@ -38,7 +38,7 @@ def search(
     default_delay: costs_options.DefaultDelay = 0.0,
     memory_limit: Annotated[
         float | None,
-        typer.Option("--memory-limit", help="Most a rank may hold; a part's activation is 1 if not said."),
+        typer.Option("--memory-limit", help="Most that a rank may hold; the activation of a part is 1 by default."),
     ] = None,
     placement: Annotated[
         list[str] | None, typer.Option("--placement", help="Only this one, like v-shape+bidirectional; repeatable.")

@@ -69,14 +69,16 @@ def simulate(
         typer.Option(
             "--memory-limit",
             metavar="UNITS",
-            help="Not where frozen: most a rank may hold, in the unit of --activation, or one per rank: 7,5.",
+            help="Unless frozen: most that a rank may hold, in the unit of --activation: 7, or 7,5 by rank.",
         ),
     ] = None,
     emulate: Annotated[
         str | None,
         typer.Option("--emulate", metavar="threads|processes", help="Also run it, on emulated devices, and compare."),
     ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Emulated: times to run it; else 3.")] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Emulated: how often to run it; by default 3.")
+    ] = None,
     stretch: Annotated[
         float | None, typer.Option("--stretch", help="Emulated: slow ops and links down by this, against noise.")
     ] = None,

@@ -43,8 +43,8 @@ def split(
     microbatches: Annotated[
         int, typer.Option("--microbatches", min=1, help="Into how many a batch is cut.")
     ] = DEFAULTS.microbatches,
-    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples a step.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the weights.")] = DEFAULTS.seed,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples per step.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the weights.")] = DEFAULTS.seed,
     json: Json = False,
 ) -> None:
     """Show which layers each stage has, their parameters and costs, and what stages pass on."""

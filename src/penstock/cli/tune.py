@@ -32,14 +32,15 @@ Preset = Annotated[str, typer.Option("--preset", help="Sizes of a GPT, as in pen
 Depth = Annotated[int | None, typer.Option("--depth", min=1, help="Blocks, instead of the model's.")]
 Width = Annotated[int | None, typer.Option("--width", min=1, help="Width, instead of the model's.")]
 Heads = Annotated[int | None, typer.Option("--heads", min=1, help="Heads, instead of the model's.")]
-Context = Annotated[int | None, typer.Option("--context", min=1, help="Tokens a sample, instead of the model's.")]
+Context = Annotated[int | None, typer.Option("--context", min=1, help="Tokens per sample, instead of the model's.")]
 Dropout = Annotated[float | None, typer.Option("--dropout", help="Dropout, instead of the model's.")]
 Tied = Annotated[bool | None, typer.Option("--tied/--no-tied", help="Embedding and head share one weight.")]
-Tokenizer = Annotated[str | None, typer.Option("--tokenizer", help="A tokenizers JSON file; else bytes.")]
+Tokenizer = Annotated[str | None, typer.Option("--tokenizer", help="A tokenizers JSON file; without one, bytes.")]
 Precision = Annotated[str, typer.Option("--precision", help="float32, or bfloat16 with float32 weights.")]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="A class of torch.optim.")]
 OptimizerOptions = Annotated[
-    str | None, typer.Option("--optimizer-options", metavar="JSON", help="Its options besides lr, as JSON.")
+    str | None,
+    typer.Option("--optimizer-options", metavar="JSON", help="Options of the optimizer other than lr, as JSON."),
 ]
 ModelOptions = Annotated[
     str | None, typer.Option("--model-options", metavar="JSON", help="Arguments of your own model, as JSON.")
@@ -51,15 +52,17 @@ Model = Annotated[
 Data = Annotated[
     str | None, typer.Option("--data", metavar="FILE.py:NAME", help="What your own model learns from, or text.")
 ]
-Batch = Annotated[int | None, typer.Option("--batch", min=1, help="Samples a step; else 16, or your own data's.")]
-Clip = Annotated[float, typer.Option("--clip", min=0, help="Most the gradient's norm may be; 0 for none.")]
+Batch = Annotated[
+    int | None, typer.Option("--batch", min=1, help="Samples per step; by default 16, or those of your own data.")
+]
+Clip = Annotated[float, typer.Option("--clip", min=0, help="Largest norm of the gradient; 0 for no clipping.")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Threads = Annotated[int, typer.Option("--threads", min=1, help="Threads of each rank.")]
 DatabaseFile = Annotated[
     str | None,
-    typer.Option("--database", metavar="FILE", help="Keep measurements here; else in your cache folder."),
+    typer.Option("--database", metavar="FILE", help="File of measurements; by default in your cache folder."),
 ]
-Seconds = Annotated[float, typer.Option("--seconds", min=0.01, help="Of measuring, for each microbatch size.")]
+Seconds = Annotated[float, typer.Option("--seconds", min=0.01, help="Seconds to measure each microbatch size.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what the database has.")]
 
 _BYTES = re.compile(r"(?P<number>[0-9.]+)\s*(?P<unit>B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
@@ -88,34 +91,42 @@ def tune(
     clip: Clip = 1.0,
     device: Device = "cpu",
     threads: Threads = 1,
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Ranks at most; else as many as fit.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Most ranks; by default as many as fit.")
+    ] = None,
     pp: Annotated[str | None, typer.Option("--pp", metavar="N,N,...", help="Ranks of a pipeline to try.")] = None,
     dp: Annotated[str | None, typer.Option("--dp", metavar="N,N,...", help="Replicas of it to try.")] = None,
     microbatch_size: Annotated[
         str | None, typer.Option("--microbatch-size", metavar="N,N,...", help="Samples of a microbatch to try.")
     ] = None,
     schedule: Annotated[
-        list[str] | None, typer.Option("--schedule", help="Library schedules to try, repeatable; else all.")
+        list[str] | None, typer.Option("--schedule", help="Library schedules to try, repeatable; by default all.")
     ] = None,
     dispatch: Annotated[str, typer.Option("--dispatch", help="frozen, hinted, dynamic or auto.")] = "frozen",
     recompute: Annotated[
-        bool | None, typer.Option("--recompute/--no-recompute", help="Else tried where memory is limited.")
+        bool | None, typer.Option("--recompute/--no-recompute", help="By default tried if memory is limited.")
     ] = None,
     programs: Annotated[
-        bool, typer.Option("--programs/--no-programs", help="Search schedules of no name too, unless --schedule.")
+        bool,
+        typer.Option(
+            "--programs/--no-programs", help="Also search schedules without a name, unless --schedule is given."
+        ),
     ] = True,
     memory_limit: Annotated[
-        str | None, typer.Option("--memory-limit", metavar="BYTES", help="Most a rank may need, like 2GiB.")
+        str | None,
+        typer.Option("--memory-limit", metavar="BYTES", help="Most bytes that a rank may need, such as 2GiB."),
     ] = None,
     costs: Annotated[str | None, typer.Option("--costs", metavar="FILE", help="Costs of layers, as JSON.")] = None,
     tflops: Annotated[
         float | None, typer.Option("--tflops", help="Estimate costs for devices that sustain so many TFLOP/s.")
     ] = None,
-    latency: Annotated[float, typer.Option("--latency", min=0, help="Of links, ms, with --tflops.")] = 0.01,
-    bandwidth: Annotated[float, typer.Option("--bandwidth", min=0, help="Of links, GB/s, with --tflops.")] = 50.0,
+    latency: Annotated[float, typer.Option("--latency", min=0, help="Latency of links (ms), with --tflops.")] = 0.01,
+    bandwidth: Annotated[
+        float, typer.Option("--bandwidth", min=0, help="Bandwidth of links (GB/s), with --tflops.")
+    ] = 50.0,
     top: Annotated[int, typer.Option("--top", min=1, help="Candidates to show.")] = 10,
-    verify: Annotated[int, typer.Option("--verify", min=0, help="Of the best, to run for real.")] = 0,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Of each verification, twice.")] = 10,
+    verify: Annotated[int, typer.Option("--verify", min=0, help="How many of the best to run for real.")] = 0,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each verification, which runs twice.")] = 10,
     database: DatabaseFile = None,
     seconds: Seconds = 1.0,
     fresh: Fresh = False,

@@ -151,8 +151,8 @@ class Links:
         wrong = next((text for text, each in zip(self.texts(), self.conditions.values()) if not each.is_latency), "")
         wrong = wrong or (f"base={self.base:g}ms" if self.base else f"default={self.default}")
         raise CostError(
-            f"{what} takes delays that last, like 0:1=latency:20ms, and the links have {wrong}; give a delay that "
-            "stands for it, and simulate the result under what really holds"
+            f"{what} needs delays that do not change, such as 0:1=latency:20ms, but the links have {wrong}; "
+            "give a typical delay, and simulate the result under the real conditions"
         )
 
     @cached_property

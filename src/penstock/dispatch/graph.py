@@ -157,7 +157,7 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
         extra: more (producer, consumer) pairs than the chain of stages has, like a tensor that skips stages.
 
     Raises:
-        ScheduleError: an op is there twice, is of a kind or stage that is not there, or needs one that is missing.
+        ScheduleError: an op occurs twice, is of a kind or stage that is not there, or needs one that is missing.
     """
     if not extra and (made := _lower_columns(schedule)) is not None:
         return made

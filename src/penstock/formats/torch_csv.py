@@ -170,7 +170,7 @@ def _action(cell: Cell, text: str) -> Op | tuple[str, int]:
 def _note(op: Op, cell: Cell, spots: dict[Op, Cell], hosts: dict[int, Cell], reduced: dict[int, Cell]) -> None:
     """Notes where an op is, or refuses it there."""
     if op in spots:
-        _fail(cell, f"{op} is there twice, first at {_at(spots[op])}; each op runs once", op)
+        _fail(cell, f"{op} occurs twice, first at {_at(spots[op])}; each op runs once", op)
     host = hosts.setdefault(op.stage, cell)
     if host.rank != cell.rank:
         _fail(

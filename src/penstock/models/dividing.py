@@ -23,7 +23,7 @@ def require_width(what: str, width: int, num_ranks: int) -> None:
     """Raises ParallelError where ranks would not have as many features each."""
     if width % num_ranks:
         raise ParallelError(
-            f"{what} is {width} wide, which {num_ranks} tensor-parallel ranks cannot share out alike; give a number "
+            f"{what} is {width} wide, which {num_ranks} tensor-parallel ranks cannot divide evenly; give a number "
             "of ranks that divides it"
         )
 

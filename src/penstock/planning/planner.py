@@ -210,8 +210,8 @@ def plan(
             what = "recompute=True" if recompute else what if turn else f"deal {deal!r}"
             what = f"offload={offload!r}" if away else what
             raise CostError(
-                f"the costs have uneven microbatches, and {what} is planned for microbatches that cost alike; leave "
-                "`uneven` out, and order the microbatches of the plan with ps.planning.order_microbatches"
+                f"the costs have uneven microbatches, and {what} is planned for microbatches that all cost the same; "
+                "leave `uneven` out, and order the microbatches of the plan with ps.planning.order_microbatches"
             )
         assert placement is not None
         return _plan_uneven(

@@ -147,8 +147,8 @@ def search_space(
     """
     if costs.factors:
         raise CostError(
-            "search_space takes microbatches that cost alike; leave `uneven` out, and order the microbatches of what "
-            "is found with ps.planning.order_microbatches"
+            "search_space needs microbatches that all cost the same; leave `uneven` out, and order the microbatches "
+            "of the result with ps.planning.order_microbatches"
         )
     layouts = placements_of(num_ranks, _parts(costs, num_ranks, shared_ends), shared_ends)
     if unknown := [name for name in shapes or () if name not in layouts]:

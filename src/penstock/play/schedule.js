@@ -330,7 +330,7 @@ const schedules = (() => {
     s.order.forEach((row, rank) => row.forEach((op, step) => {
       if (spot.has(key(op)))
         throw errorAt(s, "coverage", rank, step, op,
-          `the op is there twice, first at step ${spot.get(key(op))[1]}; each op runs once`);
+          `the op occurs twice, first at step ${spot.get(key(op))[1]}; each op runs once`);
       spot.set(key(op), [rank, step]);
     }));
     for (let stage = 0; stage < numStages(s); stage++) {

@@ -325,8 +325,8 @@ class Program:
             self.rules_of(rank).memory_limit is not None for rank in range(self.num_ranks)
         ):
             raise CostError(
-                "a program with a memory_limit takes microbatches that keep alike, as it is made before it is known "
-                "which of them come together; leave `uneven` out, and then order the microbatches with "
+                "a program with a memory_limit needs microbatches that all keep the same, as it is made before it is "
+                "known which of them come together; leave `uneven` out, and then order the microbatches with "
                 "ps.planning.order_microbatches(schedule, costs, memory_limit=...)"
             )
         tables = graph.tables.copy()

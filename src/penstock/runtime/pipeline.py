@@ -269,7 +269,7 @@ class Pipeline:
         why = f"it shares {shared} parameters: functions are to make fresh stages" if shared else ""
         why = why or require_alike(self._local.learner.optimizer, then.learner.optimizer)
         if said := [each for each in self.gather(why) if each]:
-            raise RuntimeFailure(f"the pipeline there cannot take over: {said[0]}")
+            raise RuntimeFailure(f"the other pipeline cannot continue: {said[0]}")
 
     @property
     def schedule(self) -> Schedule:

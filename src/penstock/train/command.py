@@ -81,14 +81,16 @@ def train(
     dp: Annotated[int | None, _option("Replicas of the pipeline, each with its part of the batch.", "dp")] = None,
     tp: Annotated[int | None, _option("Processes that share each layer.", "tp")] = None,
     sharding: Annotated[
-        str | None, _option("What holders of a stage share out: none, copies, zero1, fsdp.", "sharding")
+        str | None, _option("What the holders of a stage divide: none, copies, zero1, fsdp.", "sharding")
     ] = None,
     microbatches: Annotated[
-        int | None, _option("Microbatches a step; with amdp 4 for each rank.", "microbatches")
+        int | None, _option("Microbatches per step; with amdp 4 for each rank.", "microbatches")
     ] = None,
     stages: Annotated[int | None, _option("Stages over the whole model (interleaved-1f1b).")] = None,
-    warmup: Annotated[str | None, _option("Warm-up counts, one a rank (zb).", metavar="X0,X1,...")] = None,
-    cut: Annotated[str | None, _option("Layers of each stage; else about equal cost.", metavar="N0,N1,...")] = None,
+    warmup: Annotated[str | None, _option("Warm-up counts, one per rank (zb).", metavar="X0,X1,...")] = None,
+    cut: Annotated[
+        str | None, _option("Layers of each stage; by default of about equal cost.", metavar="N0,N1,...")
+    ] = None,
     dispatch: Annotated[str | None, _option("frozen, hinted, dynamic or auto. [frozen; emulated: auto]")] = None,
     model: Annotated[
         str | None,
@@ -114,16 +116,16 @@ def train(
     depth: Annotated[int | None, _option("Blocks, instead of the preset's.")] = None,
     width: Annotated[int | None, _option("Width, instead of the preset's.")] = None,
     heads: Annotated[int | None, _option("Heads, instead of the preset's.")] = None,
-    context: Annotated[int | None, _option("Tokens a sample, instead of the preset's.")] = None,
+    context: Annotated[int | None, _option("Tokens per sample, instead of the preset's.")] = None,
     dropout: Annotated[float | None, _option("Dropout, instead of the preset's.")] = None,
     tied: Annotated[bool | None, _option("Embedding and head share one weight.")] = None,
     data: Annotated[
         str | None,
         _option("Text file, folder, .jsonl or .bin/.idx, or your own, nets.py:make_data; else Python's own library."),
     ] = None,
-    tokenizer: Annotated[str | None, _option("A tokenizers JSON file; else bytes.")] = None,
+    tokenizer: Annotated[str | None, _option("A tokenizers JSON file; without one, bytes.")] = None,
     steps: Annotated[int | None, _option("Updates.", "steps")] = None,
-    batch: Annotated[int | None, _option("Samples a step.", "batch")] = None,
+    batch: Annotated[int | None, _option("Samples per step.", "batch")] = None,
     packing: Annotated[
         str | None,
         _option(
@@ -132,7 +134,7 @@ def train(
             metavar="HOW|FILE",
         ),
     ] = None,
-    microbatch_tokens: Annotated[int | None, _option("Most tokens of a planned microbatch.")] = None,
+    microbatch_tokens: Annotated[int | None, _option("Largest number of tokens in a planned microbatch.")] = None,
     length_costs: Annotated[
         str | None,
         _option(
@@ -147,27 +149,35 @@ def train(
     optimizer: Annotated[
         str | None, _option("A class of torch.optim; muon: of hidden matrices, AdamW of the rest.", "optimizer")
     ] = None,
-    optimizer_options: Annotated[str | None, _option("Its options besides lr, as JSON.", metavar="JSON")] = None,
-    clip: Annotated[float | None, _option("Most the gradient's norm may be; 0 for none.", "clip")] = None,
+    optimizer_options: Annotated[
+        str | None, _option("Options of the optimizer other than lr, as JSON.", metavar="JSON")
+    ] = None,
+    clip: Annotated[float | None, _option("Largest norm of the gradient; 0 for no clipping.", "clip")] = None,
     precision: Annotated[str | None, _option("float32, or bfloat16 with float32 weights.", "precision")] = None,
     recompute: Annotated[bool | None, _option("Activation checkpointing of every block.")] = None,
-    seed: Annotated[int | None, _option("Of weights, data order and dropout.", "seed")] = None,
-    evaluate_every: Annotated[int | None, _option("Steps; 0 for at the end only.", "evaluate_every")] = None,
-    save_every: Annotated[int | None, _option("Steps; 0 for at the end only.", "save_every")] = None,
-    keep: Annotated[int | None, _option("Checkpoints kept.", "keep")] = None,
-    device: Annotated[str | None, _option("cpu, cuda, or emulated: ops only take their time.", "device")] = None,
+    seed: Annotated[int | None, _option("Seed of weights, data order and dropout.", "seed")] = None,
+    evaluate_every: Annotated[
+        int | None, _option("Steps between evaluations; 0 for only at the end.", "evaluate_every")
+    ] = None,
+    save_every: Annotated[
+        int | None, _option("Steps between checkpoints; 0 for only at the end.", "save_every")
+    ] = None,
+    keep: Annotated[int | None, _option("How many checkpoints to keep.", "keep")] = None,
+    device: Annotated[
+        str | None, _option("cpu, cuda, or emulated: ops take time and compute nothing.", "device")
+    ] = None,
     costs: Annotated[
         str | None, _option(f"Emulated: {', '.join(PRESETS)}, or a file. [{EMULATED.costs}]", metavar="NAME|FILE")
     ] = None,
     stretch: Annotated[float | None, _option("Emulated: slow ops and links down by this, against noise. [1]")] = None,
     message_cap: Annotated[
         str | None,
-        _option("Emulated: most bytes of a message; larger ones become so many. [1MB]", metavar="BYTES"),
+        _option("Emulated: largest message; larger ones are cut to it. [1MB]", metavar="BYTES"),
     ] = None,
     timeout: Annotated[float | None, _option("Seconds any wait may last.", "timeout")] = None,
-    threads: Annotated[int | None, _option("Threads of each rank; else its share of the cores.")] = None,
+    threads: Annotated[int | None, _option("Threads of each rank; by default its share of the cores.")] = None,
     sample: Annotated[int | None, _option("Tokens of text to write at the end.", "sample")] = None,
-    window: Annotated[int | None, _option("Asynchronous: microbatches an update gathers.")] = None,
+    window: Annotated[int | None, _option("Asynchronous: microbatches per update.")] = None,
     rule: Annotated[
         str | None,
         _option(f"Asynchronous: which weights ops read: {', '.join(RULES)}.", metavar="NAME"),
@@ -183,10 +193,13 @@ def train(
         _option("Conditions to inject, repeatable: 0:1=latency:30ms+loss:1%.", metavar="A:B=CONDITION"),
     ] = None,
     transport: Annotated[str | None, _option("host, direct, delegate or nccl.", "transport")] = None,
-    link_depth: Annotated[int | None, _option("Messages that a link holds under way. [direct: 2]")] = None,
-    delegates: Annotated[int | None, _option("Delegate processes a direction; else by measured rates.")] = None,
+    link_depth: Annotated[int | None, _option("Messages that may be under way on a link. [direct: 2]")] = None,
+    delegates: Annotated[
+        int | None, _option("Delegate processes per direction; by default from measured rates.")
+    ] = None,
     interfaces: Annotated[
-        str | None, _option("Of this host, for delegates, the preferred one first.", metavar="NAME,NAME,...")
+        str | None,
+        _option("Interfaces of this host for delegates, the preferred one first.", metavar="NAME,NAME,..."),
     ] = None,
     adapt: Annotated[bool | None, _option("Watch links; change the plan where that is faster.")] = None,
     store: Annotated[
@@ -196,10 +209,10 @@ def train(
         str | None, _option("Adapting: activations (4), or bytes (8GB), that may wait in host memory.", metavar="N")
     ] = None,
     in_process: Annotated[bool | None, _option("All ranks in one process, in turn; emulated: a thread each.")] = None,
-    out: Annotated[str | None, _option("Folder of the run; else a new one in runs/.")] = None,
+    out: Annotated[str | None, _option("Folder of the run; by default a new one in runs/.")] = None,
     resume: Annotated[
         str | None,
-        _option("Go on with the run in this folder; with the same --out, begin it there if need be.", metavar="RUN"),
+        _option("Continue the run in this folder; with the same --out, begin it there if need be.", metavar="RUN"),
     ] = None,
     fallback: Annotated[
         bool, typer.Option("--fallback", help="Resuming: from an older checkpoint, where the newest is damaged.")
@@ -207,7 +220,7 @@ def train(
     export: Annotated[
         str | None, _option("Write the model here at the end; a Hugging Face one as a folder.", metavar="PATH")
     ] = None,
-    port: Annotated[int | None, _option("Port for the ranks to meet at; else a free one.")] = None,
+    port: Annotated[int | None, _option("Port at which ranks find each other; by default a free one.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as one JSON object and nothing else.")
     ] = False,

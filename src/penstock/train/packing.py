@@ -32,8 +32,8 @@ def check_packing(settings: Settings) -> None:
         return
     if settings.model != GPT:
         raise SettingsError(
-            f"--packing {settings.packing} puts several documents into one row, which a GPT of ours keeps apart; "
-            f"--model {settings.model} would see one in another: leave it out"
+            f"--packing {settings.packing} puts several documents into one row, which only a built-in GPT keeps "
+            f"apart; --model {settings.model} would see one in another: leave it out"
         )
     if settings.is_asynchronous:
         raise SettingsError(

@@ -225,6 +225,6 @@ def read_settings(path: Path) -> dict[str, Any]:
         values = None
     if not isinstance(values, dict):
         raise SettingsError(
-            f"{path} is damaged: it is no JSON object; copy it from a run with the same settings, or start anew"
+            f"{path} is damaged: it is no JSON object; copy it from a run with the same settings, or start again"
         )
     return values

@@ -40,7 +40,7 @@ def read_towers(text: str | None) -> dict[str, TowerOptions]:
             raise SettingsError(f"--tower {each}: write NAME=KEY:VALUE+KEY:VALUE, like text=ranks:2+microbatches:8")
         if name in found:
             raise SettingsError(
-                f"--tower {each}: tower {name!r} is given twice; write all it wants in one, apart by +"
+                f"--tower {each}: tower {name!r} is given twice; give all its options at once, separated by +"
             )
         found[name] = _options(each, name, wanted)
     return found

@@ -109,7 +109,7 @@ class Database:
 
     def _damaged(self, why: str) -> DatabaseError:
         return DatabaseError(
-            f"{self.path} is damaged ({why}); delete it, and it is measured anew, or give another with --database"
+            f"{self.path} is damaged ({why}); delete it to measure again, or give another with --database"
         )
 
 

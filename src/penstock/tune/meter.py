@@ -167,7 +167,7 @@ class Meter:
             return reader(value, "measured")
         except TuneError as error:
             raise DatabaseError(
-                f"{self._database.path} is damaged ({error}); delete it, and it is measured anew, or give another "
+                f"{self._database.path} is damaged ({error}); delete it to measure again, or give another "
                 "with --database"
             ) from None
 

@@ -229,7 +229,7 @@ def _tune_estimated(
     model = tuned_model(settings)
     if (config := model.config) is None:
         raise TuneError(
-            f"--tflops estimates by the sizes of a GPT, and {model.name} is none; leave it out, to measure"
+            f"--tflops estimates from the sizes of a GPT, and {model.name} is not a GPT; leave it out to measure"
         )
     space = _space(asked, num_ranks, asked.microbatch_sizes, _recompute(asked, True))
     transfer = MessageCosts.assumed(source.latency, source.bandwidth)

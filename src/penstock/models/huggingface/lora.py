@@ -173,7 +173,7 @@ class Adapters:
                     continue
                 key = self._kept[name]
                 if key not in there:
-                    raise AdapterError(f"{file} has no {key!r}, which its config asks for; save the adapter anew")
+                    raise AdapterError(f"{file} has no {key!r}, which its config asks for; save the adapter again")
                 tensor = stored.get_tensor(key)
                 if tensor.shape != parameter.shape:
                     raise AdapterError(
@@ -227,7 +227,7 @@ def _config_of(given: Any) -> Any:
         given.inference_mode = False
     if isinstance(given, PeftConfig):
         if not isinstance(given, LoraConfig):
-            raise AdapterError(f"{type(given).__name__} is not LoRA; give a LoraConfig, whose adapters lie in layers")
+            raise AdapterError(f"{type(given).__name__} is not LoRA; give a LoraConfig")
         return copy.deepcopy(given)
     if not isinstance(given, Mapping):
         raise AdapterError(f"lora is a {type(given).__name__}; give a LoraConfig, its arguments or a folder")

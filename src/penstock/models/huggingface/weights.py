@@ -151,7 +151,7 @@ class Stored:
             ) from None
         self._kept |= {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
         if name not in self._kept:
-            raise DecoderError(f"{self.folder}: {name} could not be made of {origin.sources[0][0]} and its like")
+            raise DecoderError(f"{self.folder}: {name} could not be made from {origin.sources[0][0]} and the others")
         return self._kept.pop(name)
 
     def _tensor(self, source: str) -> Tensor:

@@ -31,7 +31,7 @@ def emulate_processes(schedule: Schedule, costs: Costs, *, timeout: float = 60.0
         (folder / ORDER).write_bytes(pickle.dumps((schedule, costs, timeout, options)))
         code = launch(["-m", "penstock.runtime.emulation.processes", name], schedule.num_ranks)
         if code != 0:
-            raise RuntimeFailure(f"the emulated ranks ended with exit code {code}; why is said above")
+            raise RuntimeFailure(f"the emulated ranks ended with exit code {code}; the messages above say why")
         found: Emulation = pickle.loads((folder / RESULT).read_bytes())
         return found
 

@@ -29,6 +29,6 @@ def explain(error: Exception, rank: int, peer: int | None, what: str, timeout: f
     if is_late(error):
         return DeadlineExceeded(
             f"rank {rank} waited {timeout:g} s for {what} from {source}; if that is just slow, give a longer "
-            f"timeout; if not, it stands still or was given other batches or calls"
+            f"timeout; if not, it is stuck, or was given other batches or calls"
         )
     return PeerLost(f"rank {rank} lost its connection to {source} while it waited for {what}")

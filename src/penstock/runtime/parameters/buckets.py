@@ -160,7 +160,7 @@ def gradient_of(parameter: Parameter) -> Tensor:
         )
     if placements_of(gradient) != placements_of(parameter):
         raise RuntimeFailure(
-            f"a gradient lies as {placements_of(gradient)} and its parameter as {placements_of(parameter)}; let "
+            f"a gradient is placed as {placements_of(gradient)} and its parameter as {placements_of(parameter)}; let "
             "the stage's parallelize= keep both alike"
         )
     return local(gradient)

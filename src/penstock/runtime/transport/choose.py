@@ -150,7 +150,7 @@ class TransportChoice:
     def require_dispatch(self, dispatch: Dispatch) -> None:
         """Raises RuntimeFailure where messages cannot be told apart as this dispatch needs."""
         if self.name == "nccl" and dispatch.is_dynamic:
-            raise RuntimeFailure("transport 'nccl' needs frozen dispatch: it can't tell which message has come")
+            raise RuntimeFailure("transport 'nccl' needs frozen dispatch: it cannot tell which message has arrived")
 
     def route(self, transport: Transport | None, delegated: Collection[tuple[int, int]]) -> None:
         """Says, between two steps, which links go by delegates, and so have no bound."""

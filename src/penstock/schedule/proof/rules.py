@@ -288,7 +288,7 @@ def _check_coverage(schedule: Schedule) -> None:
         for step, op in enumerate(row):
             if ((rank, op) in seen) if shared else (op in spot):
                 first = row.index(op) if shared else spot[op][1]
-                message = f"the op is there twice, first at step {first}; each op runs once"
+                message = f"the op occurs twice, first at step {first}; each op runs once"
                 raise error_at(schedule, "coverage", rank, step, op, message, peer=f"step {first}")
             if shared:
                 seen.add((rank, op))

@@ -79,7 +79,8 @@ class OwnSource:
         if not self.is_made and (isinstance(found, Iterator) or is_stateful(found)):
             what = "an iterator, which runs once" if isinstance(found, Iterator) else "a loader with a state"
             raise SettingsError(
-                f"{OPTION}: {self.own} is {what}; name a function that makes it, so that every run begins anew"
+                f"{OPTION}: {self.own} is {what}; name a function that makes it, so that every run starts "
+                "from the beginning"
             )
         return found
 

@@ -107,7 +107,7 @@ class TcpStore:
         else:
             raise StoreLost(f"{self._where} cannot be reached: {_first_line(error)}")
         if not _connecting.acquire(timeout=2 * CONNECT):
-            raise StoreLost(f"{self._where} cannot be reached: it answers nobody")
+            raise StoreLost(f"{self._where} cannot be reached: it does not answer")
         try:
             before = _sockets_to(self._port)
             client = self._make(before)
