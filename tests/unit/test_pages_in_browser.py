@@ -36,6 +36,14 @@ CROPPED = """() => {
   return [...wide, ...texts].map(name);
 }"""
 
+COLORS = """() => [...document.querySelectorAll("svg")].map((svg) => {
+  const found = {};
+  for (const bar of svg.querySelectorAll("rect[class^=k]"))
+    found[bar.textContent.match(/[A-Z]/)[0]] = getComputedStyle(bar).fill;
+  return found;
+})"""
+"""The colour of each kind of op in each picture of a page."""
+
 
 def compared() -> Comparison:
     """Two synchronous schedules and two that drain after four steps, with losses."""
@@ -81,6 +89,24 @@ def test_nothing_is_cropped(browser: Any, pages: Path, name: str, scheme: str) -
         assert dark == (scheme == "dark")
         assert errors == []
         context.close()
+
+
+def test_pictures_in_one_notebook_keep_their_colours(browser: Any) -> None:
+    """Styles of a picture in a page hold for the whole page, unless they are bound to the picture."""
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    page = context.new_page()
+    shown = [ps.build(name, 2, 4)._repr_html_() for name in ("1f1b", "zb-h1", "amdp")]
+    page.set_content("<p class='text'>a text of the notebook</p>" + "".join(shown))
+    colors = page.evaluate(COLORS)
+    alone = []
+    for each in shown:
+        page.set_content(each)
+        alone += page.evaluate(COLORS)
+    assert colors == alone
+    assert colors[0]["B"] != colors[1]["I"]
+    page.set_content("<p class='text'>a text of the notebook</p>" + shown[0])
+    assert page.evaluate("getComputedStyle(document.querySelector('p')).fill") == "rgb(0, 0, 0)"
+    context.close()
 
 
 def test_bars_that_touch_leave_no_stripes(browser: Any, pages: Path) -> None:

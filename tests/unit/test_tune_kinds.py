@@ -71,7 +71,7 @@ def test_towers_are_refused_by_name(folder: Path) -> None:
 
 def test_an_estimate_by_the_sizes_of_a_gpt_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "--model", "bert", "--preset", "nano", "--tflops", "1", "--ranks", "2"]) != 0
-    assert "--tflops estimates by the sizes of a GPT, and bert nano is none" in capsys.readouterr().err
+    assert "--tflops estimates from the sizes of a GPT, and bert nano is not a GPT" in capsys.readouterr().err
 
 
 @pytest.mark.slow

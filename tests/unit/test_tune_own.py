@@ -121,7 +121,7 @@ def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> 
         ("profile --data net.py:data", "--data net.py:data is for a model given with --model"),
         (
             "tune --model net.py:Net --data net.py:data --tflops 1 --ranks 2",
-            "--tflops estimates by the sizes of a GPT",
+            "--tflops estimates from the sizes of a GPT",
         ),
         ("tune --model net.py:Net --data net.py:data --depth 3", "--depth is for models of ours"),
         ('profile --model net.py:Net --data net.py:data --recompute --model-options {"norm":true}', "BatchNorm1d"),

@@ -98,10 +98,10 @@ def both(draw: Callable[[int], str], more: Callable[[int], str] = lambda width: 
     )
 
 
-def timelines(drawn: Sequence[Drawable], titles: Sequence[str], kinds: Sequence[str] = ()) -> str:
-    """Timelines on one time axis; `kinds` as for `to_svg`, where a page has several such figures."""
+def timelines(drawn: Sequence[Drawable], titles: Sequence[str]) -> str:
+    """Timelines on one time axis."""
     return both(
-        lambda width: to_svg(drawn, titles=titles, width=width, kinds=kinds).replace(
+        lambda width: to_svg(drawn, titles=titles, width=width, inline=True).replace(
             "<svg ", '<svg style="width:100%;height:auto" ', 1
         )
     )

@@ -7,8 +7,10 @@ the same text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import zip_longest
 from xml.sax.saxutils import escape
 
@@ -68,7 +70,7 @@ def to_svg(
     *,
     titles: Sequence[str] | None = None,
     width: int = 1200,
-    kinds: Sequence[str] = (),
+    inline: bool = False,
     comment: str | None = None,
 ) -> str:
     """Draws one or several schedules or timelines.
@@ -78,8 +80,8 @@ def to_svg(
             or several.
         titles: one for each timeline; by default the schedules' names.
         width: of the picture, in pixels; its height follows.
-        kinds: of ops that have colours, in order, by default those drawn. Pictures in one page share their styles,
-            so each of them is given the kinds of all.
+        inline: whether the picture becomes a part of a page. Its styles then hold within it alone, so that it changes
+            neither the page nor other pictures there.
         comment: put into the file's first line, like the command that made it.
 
     Raises:
@@ -91,7 +93,7 @@ def to_svg(
     length = max(p.timeline.makespan for p in shown) or 1.0
     margin = MARGIN if width >= PHONE else PHONE_MARGIN
     frame = _Frame(margin, margin + LABEL, width - margin - BUSY, length, row)
-    kinds = kind_order([*kinds, *(k for p in shown for k in p.kinds)])
+    kinds = kind_order(k for p in shown for k in p.kinds)
     body: list[str] = []
     y = MARGIN - 4
     tops = []
@@ -108,14 +110,28 @@ def to_svg(
     height = round(end + 4)
     first = f"<!-- {comment.replace('--', '- -')} -->\n" if comment else ""
     styles = STYLE + "".join(_kind_styles(kinds, shown))
+    scope = ""
+    if inline:
+        name = "penstock-" + sha256("".join(body).encode()).hexdigest()[:10]
+        scope, styles = f' class="{name}"', _scoped(styles, name)
     described = "; ".join(f"{p.title}: {', '.join(p.facts())}" for p in shown)
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg"{scope} width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" role="img" aria-label="{escape(described, {chr(34): "&quot;"})}">'
         f"\n<style>{styles}</style>\n"
         f'<rect class="page" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>'
     )
     return first + head + "\n" + "\n".join(body) + "\n</svg>\n"
+
+
+def _scoped(styles: str, name: str) -> str:
+    """The styles so that they hold within the element of that class alone."""
+
+    def scoped(rule: re.Match[str]) -> str:
+        selectors = [each.strip() for each in rule[1].split(",")]
+        return ",".join(f".{name}" if each == "svg" else f".{name} {each}" for each in selectors) + f"{{{rule[2]}}}"
+
+    return re.sub(r"([^{}@]+)\{([^{}]*)\}", scoped, styles)
 
 
 def _kind_styles(kinds: Sequence[str], shown: Sequence[Panel]) -> list[str]:

@@ -32,6 +32,6 @@ def shown(drawn: Any, num_ops: int) -> str:
     if num_ops > MOST_OPS:
         return f"{text}<p>{num_ops} ops are too many to draw here; save it as .html</p>"
     try:
-        return str(import_module("penstock.draw").to_svg(drawn))
+        return str(import_module("penstock.draw").to_svg(drawn, inline=True))
     except ScheduleError as error:
         return f"{text}<p>It cannot be drawn: {html.escape(str(error).splitlines()[0])}</p>"

@@ -149,11 +149,10 @@ def _timelines(found: Comparison) -> list[str]:
     if sum(len(row.simulated.timeline.ops) for row in found.rows) > MOST_OPS:
         note = f"The timelines have more than {MOST_OPS:,} ops in all, which a page would be slow with."
         return [section("Timelines", f"<p>{note} Draw one with penstock simulate --out.</p>")]
-    kinds = [timed.op.kind for row in found.rows for timed in row.simulated.timeline.ops]
     parts = []
     for drain in sorted({row.drain_every for row in found.rows}):
         rows = [row for row in found.rows if row.drain_every == drain]
-        drawn = timelines([row.simulated.timeline for row in rows], [row.name for row in rows], kinds)
+        drawn = timelines([row.simulated.timeline for row in rows], [row.name for row in rows])
         title = "One step" if drain == 1 else f"{drain} steps, after which the pipeline drains"
         parts.append(section(title, drawn, _said_of_timelines(rows)))
     return parts

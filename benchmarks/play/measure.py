@@ -1,0 +1,100 @@
+"""How soon the playground shows a schedule, and how long a frame takes while a slider is dragged.
+
+    python benchmarks/play/measure.py          measures, and writes results.json and the table of README.md
+
+Needs Chromium and playwright. *First schedule* is the time from opening the file until a schedule is proved, timed and
+drawn. *Frame* is the time from one frame of the browser to the next while the delay of a link is moved in each of 60 frames,
+at 32 ranks and 128 microbatches: each frame simulates twice, counts, paints the grid and the timelines.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from playwright.sync_api import Page, sync_playwright
+
+from penstock.bench.machine import machine
+from penstock.play import save
+
+FOLDER = Path(__file__).parent
+OPENINGS, FRAMES = 7, 60
+LARGE = "#s=zb-h1&p=32&n=128"
+
+DRAG = """async (frames) => {
+  const input = document.querySelector("#links .slider:nth-child(3) input"), found = [];
+  const frame = () => new Promise(requestAnimationFrame);
+  let last = 0;
+  for (let k = -3; k < frames; k++) {
+    await frame();
+    const now = performance.now();
+    if (k >= 0) found.push(now - last);
+    last = now;
+    input.value = 1 + ((k + 3) % 30);
+    input.dispatchEvent(new Event("input", { bubbles: true }));
+  }
+  return found;
+}"""
+
+
+def opened(browser: Any, url: str, width: int, scheme: str) -> tuple[Page, float]:
+    """A page with its first schedule, and how many milliseconds that took."""
+    page = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
+    began = time.perf_counter()
+    page.goto(url)
+    while not page.evaluate("document.body.dataset.updates > 0"):
+        page.wait_for_timeout(5)
+    return page, 1e3 * (time.perf_counter() - began)
+
+
+def main() -> None:
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
+        file = Path(folder) / "play.html"
+        save(file)
+        browser = started.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
+        for width, scheme in ((1400, "light"), (400, "dark")):
+            first = []
+            for _ in range(OPENINGS):
+                page, took = opened(browser, file.as_uri(), width, scheme)
+                page.context.close()
+                first.append(took)
+            page, _ = opened(browser, file.as_uri() + LARGE, width, scheme)
+            frames = sorted(page.evaluate(DRAG, FRAMES))
+            page.context.close()
+            rows.append({"width": width, "scheme": scheme, "first_ms": first, "frames_ms": frames})
+        version = browser.version
+        browser.close()
+    found = {"machine": machine(), "chromium": version, "rows": rows}
+    (FOLDER / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    readme = FOLDER / "README.md"
+    head, _, rest = readme.read_text(encoding="utf-8").partition("<!-- results -->\n")
+    end = rest.partition("<!-- end of results -->\n")[2]
+    readme.write_text(f"{head}<!-- results -->\n{table(rows)}<!-- end of results -->\n{end}", encoding="utf-8")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The table of the README."""
+    lines = [
+        "| page | first schedule, median | slowest | frame, median | 95% | slowest |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        first, frames = row["first_ms"], sorted(row["frames_ms"])
+        most = frames[int(0.95 * (len(frames) - 1))]
+        lines.append(
+            f"| {row['width']} px, {row['scheme']} | {median(first):.0f} ms | {max(first):.0f} ms "
+            f"| {median(frames):.0f} ms | {most:.0f} ms | {frames[-1]:.0f} ms |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
