@@ -7,6 +7,7 @@ import doctest
 import inspect
 import re
 import types
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -17,6 +18,11 @@ pytestmark = pytest.mark.unit
 
 NAMES = [name for name in ps.__all__ if not isinstance(getattr(ps, name), types.ModuleType)]
 ERRORS = {name for name in NAMES if isinstance(getattr(ps, name), type) and issubclass(getattr(ps, name), Exception)}
+
+FOLDERS = ("schedule", "cost", "simulation", "program", "passes", "library", "planning", "formats", "draw", "analyze",
+           "runtime")  # fmt: skip
+MADE_FOR_YOU = {"View", "OpCall", "Split"}
+"""Values that a user is given and does not make."""
 
 
 def parameters(thing: Any) -> set[str]:
@@ -45,6 +51,19 @@ def test_every_parameter_is_described(name: str) -> None:
     assert "Examples:" in text
     if name not in ERRORS:
         assert parameters(thing) - described(text) == set()
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_names_of_the_folders_describe_their_parameters(folder: str) -> None:
+    module = import_module(f"penstock.{folder}")
+    lacking = {}
+    for name in set(module.__all__) - set(ps.__all__) - MADE_FOR_YOU:
+        thing = getattr(module, name)
+        if not inspect.isfunction(thing) and not (isinstance(thing, type) and not issubclass(thing, Exception)):
+            continue  # an error, a module or a plain value
+        if missing := parameters(thing) - described(inspect.getdoc(thing) or ""):
+            lacking[name] = missing
+    assert lacking == {}
 
 
 @pytest.mark.parametrize("name", NAMES)

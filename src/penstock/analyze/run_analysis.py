@@ -27,7 +27,8 @@ class RunAnalysis:
     Attributes:
         run: the steps and their networks, to ask more of.
         metrics: the study's, and by link.
-        causes: the costliest first. what_ifs: the greatest gain first.
+        causes: the costliest first.
+        what_ifs: the greatest gain first.
         critical: where a step's time goes.
         effects: the factors of stages, workers and microbatches.
         fit: the pipelines as a schedule with costs; None where ranks did not run one order in all steps.
@@ -99,6 +100,7 @@ def analyze_trace(trace: RunTrace, *, layers: Sequence[int] = (), drop_incomplet
     """Replays a recorded run by the engine and says what slowed it.
 
     Args:
+        trace: as `penstock.formats.traces.read_trace` gives it.
         layers: of each stage, where known: then a better cut is one in whole layers.
         drop_incomplete: leave out steps in which ops are missing rather than refuse the trace.
 

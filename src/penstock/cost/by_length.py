@@ -40,7 +40,13 @@ KINDS = {"F": "f", "I": "i", "W": "w", "B": "b"}
 
 @dataclass(frozen=True)
 class LengthLine:
-    """`fixed + per_token * tokens + per_square * squares`, in ms or bytes."""
+    """`fixed + per_token * tokens + per_square * squares`, in ms or bytes.
+
+    Attributes:
+        fixed: ms or bytes for each microbatch.
+        per_token: ms or bytes for each token.
+        per_square: ms or bytes for each squared length, summed over sequences.
+    """
 
     fixed: float = 0.0
     per_token: float = 0.0
@@ -213,7 +219,14 @@ def length_sums(microbatches: Sequence[Lengths]) -> Array:
 
 
 class LengthSample(NamedTuple):
-    """An op that was measured: its kind and stage, the lengths of its microbatch, and what it took."""
+    """An op that was measured: its kind and stage, the lengths of its microbatch, and what it took.
+
+    Attributes:
+        kind: F, B, I or W.
+        stage: of the op.
+        lengths: tokens of each sequence in the microbatch.
+        ms: how long the op took.
+    """
 
     kind: str
     stage: int
@@ -241,7 +254,12 @@ class FitError:
 
 @dataclass(frozen=True)
 class FittedCosts:
-    """Costs by length as they were fitted, and how well they fit."""
+    """Costs by length as they were fitted, and how well they fit.
+
+    Attributes:
+        costs: the fitted lines.
+        errors: how far each sample is from them.
+    """
 
     costs: CostsByLength
     errors: tuple[FitError, ...]
@@ -269,6 +287,7 @@ def fit_costs(
     one for I and half for W.
 
     Args:
+        num_stages: of the model.
         samples: those of kinds other than F, B, I and W are passed over. Lengths are those of the stage's tower.
         activation: what a forward keeps, a line per stage, as `CostsByLength` takes it.
         message_bytes: what a stage sends on, a line per stage, as `CostsByLength` takes it.

@@ -25,6 +25,10 @@ def partition(costs: Sequence[float], num_stages: int) -> list[range]:
     """The layers of each stage, as consecutive ranges of at least one layer; exact, and always the same.
 
     `PartitionError` if there are more stages than layers, or a cost is negative or not a number.
+
+    Args:
+        costs: of each layer, in any unit.
+        num_stages: how many stages.
     """
     num_layers = len(costs)
     if num_stages < 1:

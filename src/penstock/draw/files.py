@@ -27,6 +27,10 @@ def save_picture(drawn: Given, path: str | Path) -> None:
         .txt                a schedule's grid (parses back), or bars of letters for a timeline
         .json .json.gz      a trace for ui.perfetto.dev and chrome://tracing
 
+    Args:
+        drawn: a schedule, a timeline, or a list of them.
+        path: of the file; its ending says what is written.
+
     Raises:
         ScheduleError: another ending, nothing to draw, a schedule that cannot run, or no such folder.
     """

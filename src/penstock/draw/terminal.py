@@ -43,6 +43,7 @@ def to_terminal(drawn: Schedule | Timeline, color: bool = True, width: int | Non
     """The picture as lines of text.
 
     Args:
+        drawn: a schedule or a timeline.
         color: whether to use colours (256-colour escapes); the caller knows about NO_COLOR and terminals.
         width: columns to stay within. By default the terminal's; where there is none, a timeline gets 120
             columns and a schedule all it needs. A schedule that is too long is cropped, and a line says so;

@@ -75,7 +75,11 @@ MAX_FLOAT = sys.float_info.max
 
 
 def to_json(schedule: Schedule) -> str:
-    """The schedule as native JSON."""
+    """The schedule as native JSON.
+
+    Args:
+        schedule: any schedule.
+    """
     graph = schedule.stage_graph
     told = 5 if schedule.asynchronous else 4
     if graph is not None and (graph.some_of or graph.holds):
@@ -131,7 +135,11 @@ def _version(schedule: Schedule) -> int:
 
 
 def from_json(text: str) -> Schedule:
-    """Reads native JSON; raises ScheduleError that names the field, what it holds and what it should."""
+    """Reads native JSON; raises ScheduleError that names the field, what it holds and what it should.
+
+    Args:
+        text: of a native JSON file.
+    """
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

@@ -41,7 +41,11 @@ Event = dict[str, Any]
 
 
 def to_perfetto(timelines: Timeline | Sequence[Timeline]) -> bytes:
-    """The trace of one or several timelines. Write it as `.json`, or gzipped as `.json.gz`."""
+    """The trace of one or several timelines. Write it as `.json`, or gzipped as `.json.gz`.
+
+    Args:
+        timelines: one or several, simulated or measured.
+    """
     given = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     events: list[Event] = []
     first_process = 1

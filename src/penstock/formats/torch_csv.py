@@ -60,6 +60,7 @@ def from_torch_csv(text: str, name: str = "torch") -> Schedule:
     its place, not proved: `ps.check` does that.
 
     Args:
+        text: of a CSV file.
         name: of the schedule; the file has none.
 
     Raises:

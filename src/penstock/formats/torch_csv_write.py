@@ -32,6 +32,7 @@ def to_torch_csv(schedule: Schedule, form: Form | None = None) -> str:
     """The schedule as torch's CSV. Its name and `max_in_flight` have no place there.
 
     Args:
+        schedule: any schedule.
         form: "compute_only" leaves messages out, "compute_comms" adds them where the schedule has none; by
             default the form is that of the schedule.
 

@@ -43,6 +43,7 @@ def add_communication(schedule: Schedule, costs: Costs | None = None) -> Schedul
     on one rank need none.
 
     Args:
+        schedule: what gets the messages.
         costs: when each op ends decides where receives stand; by default every op takes 1 and B takes 2.
 
     Raises:

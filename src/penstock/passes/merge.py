@@ -28,6 +28,7 @@ def merge_gradients(schedule: Schedule, costs: Costs | None = None, links: Links
     run together. Memory never grows. The makespan (frozen order, decoupled messages) never grows.
 
     Args:
+        schedule: with split backwards.
         costs: per stage; by default F = I = W = 1 ms for each rank's share of the model (`Costs.assumed`).
         links: delays; by default none.
 

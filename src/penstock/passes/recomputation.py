@@ -29,6 +29,8 @@ def recompute(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[f
     both, recompute first and separate gradients then, under the same limit. The order of the other ops stays.
 
     Args:
+        schedule: whose forwards may run again.
+        costs: per stage, with `kept_by_recompute`.
         memory_limit: most a rank may hold, in the units of the costs' activations; one for all or one a rank.
 
     Raises:

@@ -41,6 +41,7 @@ def add_reductions(schedule: Schedule, asynchronous: bool = True) -> Schedule:
     A schedule that has them stays as it is.
 
     Args:
+        schedule: of one replica.
         asynchronous: whether a REDUCE lasts until the sums are there, on a stream beside its rank, as they are to be
             timed; or only starts them, as the runtime has it, which waits for all at the end of a step.
 

@@ -30,6 +30,7 @@ def reorder_microbatches(
     leave room for them: 1F1B has no third forward before its first backward. Gradients are summed in the new order.
 
     Args:
+        schedule: what is renumbered.
         forward: the order of the forwards, as in `declare_order`.
         backward: the order of the backwards.
         stages: the stages whose order it is; all where not given.

@@ -43,6 +43,10 @@ def repeat_windows(schedule: Schedule, num_windows: int) -> Schedule:
     No update falls between a forward and its backward on any copy (`max_mismatch` is 0, and proved), so the numbers
     are those of as many synchronous steps. Peaks stay as they were. `retime` then fits the order to given costs.
 
+    Args:
+        schedule: a synchronous schedule: one window.
+        num_windows: how many times it runs.
+
     Raises:
         ScheduleError: a schedule that is not valid, has updates already or messages as ops, stages that work on
             other numbers of microbatches, or a number of windows below 1.

@@ -45,6 +45,7 @@ def retime(
     result is never longer than what came in, in the frozen order with decoupled messages.
 
     Args:
+        schedule: what is reordered.
         costs: per stage; by default F = I = W = 1 ms for each rank's share of the model (`Costs.assumed`).
         links: delays; by default none.
         memory_limit: most a rank may hold, in the units of the costs' activations; one for all or one a rank.

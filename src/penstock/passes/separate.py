@@ -59,6 +59,7 @@ def separate_gradients(
       gained the schedule comes back as it was.
 
     Args:
+        schedule: with full backwards.
         costs: per stage; by default F = I = W = 1 ms for each rank's share of the model (`Costs.assumed`).
         links: delays; by default none.
         memory_limit: most a rank may hold, in the units of the costs' activations; one for all or one a rank.

@@ -70,8 +70,10 @@ class OrderedMicrobatches:
         order: `order[k]` is the microbatch that runs where microbatch k ran before.
         rule: where the order comes from: a rule of `SHARES` or "arrival", and "moved" where moves made it better.
         dispatch: how it is best run.
-        makespan: predicted (ms); arrival: that of the schedule as it was, frozen.
-        peaks: most activations each rank holds in the order, in the units of the costs; arrival_peaks: as it was.
+        makespan: predicted (ms).
+        arrival: that of the schedule as it was, frozen (ms).
+        peaks: most activations that each rank holds in this order, in the unit of the costs.
+        arrival_peaks: the same of the schedule as it was.
         caps: what each rank was allowed to hold.
         seconds: spent.
     """
@@ -119,6 +121,10 @@ def order_microbatches(
     elsewhere) as long as time is left.
 
     Args:
+        schedule: whose microbatches are ordered.
+        costs: per stage, with `uneven`.
+        links: delays (ms); messages arrive at once where not given.
+        transport: as in `ps.simulate`.
         memory_limit: most activations a rank, or each rank, may hold, in the units of the costs; by default what each
             holds at most as the schedule is. It counts sizes: long microbatches side by side hold more than others.
         noise: the gain that a prediction must exceed, 0.05 for 5%; else order and dispatch stay arrival and frozen.

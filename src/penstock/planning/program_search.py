@@ -128,6 +128,11 @@ def search_space(
     """The best programs of each placement.
 
     Args:
+        num_ranks: devices of the pipeline.
+        num_microbatches: of a step.
+        links: delays (ms); messages arrive at once where not given.
+        shared_ends: whether all ranks share the first and the last part.
+        split: whether backwards are split into I and W.
         costs: of the model in `k * num_ranks` equal parts, from which stages are made by adding consecutive
             ones: a placement with v stages a rank needs k to be a multiple of v. With `shared_ends` one part
             more at either end: what is shared by all ranks (embedding and head).

@@ -56,6 +56,8 @@ def slow_link_schedule(
     waiting when no op is ready; counts above N are clipped to N; and forwards respect a memory cap.
 
     Args:
+        num_microbatches: of a step.
+        rule: what a stage does after its warm-up: "priority" or "alternate".
         costs: per stage; they need not be alike.
         links: delays between neighbouring ranks; by default none.
         warmup: x_i, one a stage, never rising; by default `adapted_warmups` for these links, within the limit.

@@ -65,7 +65,9 @@ def flushed_schedules(
     Args:
         costs_of: the model's costs by the number of stages it is cut into; it may raise CostError for numbers that
             cannot be.
-        window: microbatches between two updates. num_windows: how many such windows run one after the other.
+        num_ranks: devices of the pipeline.
+        window: microbatches between two updates.
+        num_windows: how many such windows run one after the other.
         links: delays (ms); none where not given.
         memory_limit: most memory a rank may hold, in the unit of the costs' activations.
         fits: whether a schedule may be taken, by the frozen timeline of one window; for limits that also count the

@@ -36,6 +36,9 @@ def tolerance(costs: Costs, stage: int, slack: float, kind: str = "I") -> float:
     Negative where the slack is too small even for a link without delay.
 
     Args:
+        costs: of each stage.
+        stage: the stage above the link.
+        slack: how many more forwards that stage runs before its first backward than the next one.
         kind: what passes the gradient on: "I", or "B" where backwards are not split.
     """
     _check_link(costs, stage)
@@ -47,6 +50,12 @@ def needed_slack(costs: Costs, stage: int, delay: float, kind: str = "I") -> int
 
     Corrects Algorithm 2, which takes the backward time of the wrong stage and rounds down: with t = 20 and
     c = 30 that gives slack 2, which tolerates 20 only; 3 is needed.
+
+    Args:
+        costs: of each stage.
+        stage: the stage above the link.
+        delay: of the link, each way (ms).
+        kind: what passes the gradient on: "I", or "B" where backwards are not split.
 
     Raises:
         CostError: the next stage takes no time, so that no number of its rounds lasts long enough.
@@ -68,6 +77,10 @@ def tolerances(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], float]
     Keys are (rank of stage i, rank of stage i + 1). A stage that runs all its forwards before its first
     backward waits for no backward: its link absorbs any delay (inf). A negative value says that the slack is
     too small even without delay.
+
+    Args:
+        schedule: with one stage per rank.
+        costs: of each stage.
 
     Raises:
         ScheduleError: a rank hosts more than one stage: Eq. 1 speaks of one stage per rank.
@@ -116,6 +129,8 @@ def initial_warmups(
     off the memory first; memory, activation and what is reserved may differ from stage to stage.
 
     Args:
+        num_stages: of the pipeline.
+        num_microbatches: of a step.
         memory: of each rank, in bytes or activation units; one number for all, or one a stage.
         activation: what one forward keeps, alike.
         reserved: what else the rank holds, alike.
@@ -165,6 +180,10 @@ def adapted_warmups(
     least margin is as large as the caps allow.
 
     Args:
+        costs: of each stage.
+        links: the delays (ms).
+        num_microbatches: of a step.
+        kind: what passes the gradient on: "I", or "B" where backwards are not split.
         max_in_flight: most forwards a stage may hold before its first backward; one number for all, or one a
             stage. None where activations go to host memory, as in the paper.
 

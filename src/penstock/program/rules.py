@@ -113,12 +113,20 @@ def depth_first(interval: int | None = None, strict: bool = False) -> Traversal:
 
 
 def earliest_first(deepest_first: bool = False) -> Traversal:
-    """Whatever has been ready longest (first in, first out)."""
+    """Whatever has been ready longest (first in, first out).
+
+    Args:
+        deepest_first: whether equals go by the stage nearest the model's end.
+    """
     return Traversal(deepest_first, pick=EARLIEST)
 
 
 def by_microbatch(deepest_first: bool = False) -> Traversal:
-    """The lowest microbatch, of whatever stage."""
+    """The lowest microbatch, of whatever stage.
+
+    Args:
+        deepest_first: whether equals go by the stage nearest the model's end.
+    """
     return Traversal(deepest_first, pick=BY_MICROBATCH)
 
 

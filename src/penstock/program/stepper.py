@@ -37,6 +37,7 @@ class NextOp:
     """The next op of one queue of a rank, and how it stands.
 
     Attributes:
+        op: the op.
         ready: whether it could have run.
         reason: why it was chosen or not, in words.
     """
@@ -48,7 +49,14 @@ class NextOp:
 
 @dataclass(frozen=True)
 class Step:
-    """One decision of one rank at `time` (ms): the op it took, or None, and all that it looked at."""
+    """One decision of one rank at `time` (ms): the op it took, or None, and all that it looked at.
+
+    Attributes:
+        time: when the rank decided (ms).
+        rank: the rank that decided.
+        chosen: the op that it took; None where it waits.
+        candidates: all ops that it looked at.
+    """
 
     time: float
     rank: int
@@ -70,7 +78,11 @@ class Step:
 
 
 class Stepper:
-    """Iterates over the decisions of a program, in the order in which they are taken."""
+    """Iterates over the decisions of a program, in the order in which they are taken.
+
+    Args:
+        program: whose decisions are made.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -36,8 +36,10 @@ class Placed:
     """A pipeline on the nodes of a mesh. Every process makes the same calls.
 
     Args:
-        make: builds the pipeline; called again for each move, so it is to build fresh stages: what is in them is then
-            replaced. device_type: of the mesh.
+        make: builds the pipeline. It is called again for each move, and must build new stages each time; their
+            contents are then replaced.
+        mesh: sizes, and the node at each place.
+        device_type: cpu or cuda.
 
     Attributes:
         pipe: to step; another one after each move, and so is its optimizer. mesh: where its nodes lie.

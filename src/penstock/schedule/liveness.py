@@ -166,7 +166,11 @@ def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
 
 
 def needed_channel_depth(schedule: Schedule) -> int:
-    """The smallest depth of every channel with which a schedule that `check` accepts still completes."""
+    """The smallest depth of every channel with which a schedule that `check` accepts still completes.
+
+    Args:
+        schedule: one that `check` accepts.
+    """
     if schedule.has_shared_ops or schedule.asynchronous:
         return int(max(_peaks(schedule, {})))
     if not run_untimed(schedule, 1).blocked:
@@ -190,6 +194,9 @@ def peak_in_flight(schedule: Schedule) -> tuple[float, ...]:
     """Most stage activations each rank holds at once when they live from F to B or W.
 
     Those that registered ops give back do not count, from the place of such an op in the order.
+
+    Args:
+        schedule: any schedule.
     """
     return _peaks(schedule, schedule.graph.holds)
 

@@ -167,6 +167,7 @@ def declare_order(
         rank 1 | .  F0 F1 F2 B2 B1 B0
 
     Args:
+        schedule: any schedule.
         forward: the order of the forwards: "ascending", "reversed", or microbatches, each once. One permutation of
             all microbatches does for all queues: with several pipelines each takes its own from it. None leaves what
             is declared.
@@ -216,6 +217,9 @@ def declare_shown_order(schedule: Schedule) -> Schedule:
     For schedules from files that can't say it. Gradients are then summed as the rows have it, not in ascending order.
     Of backwards it is the order of B and W; where I shows another, `check` refuses it. A queue that lacks ops is left
     as it is.
+
+    Args:
+        schedule: any schedule.
     """
     return replace(schedule, microbatch_orders=tuple(_shown_orders(schedule)))
 

@@ -69,6 +69,10 @@ def parse_op(text: str, default_stage: int | None = None) -> Op:
     """Reads `2F0` (stage 2), or `F0` where `default_stage` says which stage that is.
 
     Strict: the whole text must match. Raises ValueError.
+
+    Args:
+        text: of one op.
+        default_stage: the stage of an op that names none.
     """
     match = _OP.fullmatch(text)
     if match is None:

@@ -94,16 +94,29 @@ class Placement:
 
 
 def one_to_one(num_ranks: int) -> Placement:
-    """Stage i on rank i."""
+    """Stage i on rank i.
+
+    Args:
+        num_ranks: devices of the pipeline, and stages.
+    """
     return Placement((tuple(range(num_ranks)),))
 
 
 def circular(num_ranks: int, num_stages: int) -> Placement:
-    """Stage s on rank s mod num_ranks."""
+    """Stage s on rank s mod num_ranks.
+
+    Args:
+        num_ranks: devices of the pipeline.
+        num_stages: over the whole model.
+    """
     return Placement((tuple(s % num_ranks for s in range(num_stages)),))
 
 
 def v_shape(num_ranks: int) -> Placement:
-    """Two stages per rank, down the ranks and back up: the last rank hosts the two middle stages."""
+    """Two stages per rank, down the ranks and back up: the last rank hosts the two middle stages.
+
+    Args:
+        num_ranks: devices of the pipeline.
+    """
     down = tuple(range(num_ranks))
     return Placement((down + down[::-1],))

@@ -37,6 +37,9 @@ def has_communication(schedule: Schedule) -> bool:
 def remove_communication(schedule: Schedule) -> Schedule:
     """The schedule without SEND_F, RECV_F, SEND_B and RECV_B: ranks send what they have, and take what has come.
 
+    Args:
+        schedule: with messages as ops.
+
     Raises:
         ScheduleError: it is no schedule.
     """

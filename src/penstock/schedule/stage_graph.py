@@ -42,6 +42,13 @@ class Needs:
     Or `pairs` names them: op a of `before` comes before op b of `after`, for each (a, b), and other ops need nothing.
 
         Needs(("OFFLOAD", 0), ("F", 0), pairs=((3, 7),))      F7 starts when OFFLOAD3 has given its memory back
+
+    Attributes:
+        before: the (kind, stage) of the ops that unlock.
+        after: the (kind, stage) of the ops that wait.
+        num_before: how many ops of `before` make a group.
+        num_after: how many ops of `after` a group unlocks.
+        pairs: numbers of single ops, in place of groups.
     """
 
     before: tuple[str, int]
@@ -86,6 +93,8 @@ class Registered:
     """Ops of a kind of the user's own: `num_ops` of them on `stage`, numbered from 0, or as `microbatches` says.
 
     Attributes:
+        stage: the stage that the ops belong to.
+        num_ops: how many there are.
         kind: one upper-case letter, or at least three letters, digits or `_`, or two of which the second is a digit;
             none of the built-in kinds.
         ranks: the ranks that run it together; empty for those that host the stage.

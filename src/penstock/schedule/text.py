@@ -168,7 +168,11 @@ def _short(number: float) -> str:
 
 
 def to_text(schedule: Schedule) -> str:
-    """The whole text grid; `parse` reads it back to an equal schedule."""
+    """The whole text grid; `parse` reads it back to an equal schedule.
+
+    Args:
+        schedule: any schedule.
+    """
     head = (
         f"schedule {schedule.name}: {_plural(schedule.num_ranks, 'rank')}, "
         f"{_plural(schedule.num_stages, 'stage')}, "

@@ -73,7 +73,13 @@ class Updates:
 
 @dataclass(frozen=True)
 class Windows:
-    """The updates of a schedule with so many microbatches and pipelines, and how their ops are numbered."""
+    """The updates of a schedule with so many microbatches and pipelines, and how their ops are numbered.
+
+    Attributes:
+        window: microbatches that an update gathers.
+        num_microbatches: of the schedule, over all pipelines.
+        num_pipelines: of the schedule; each has a copy of every stage.
+    """
 
     window: int
     num_microbatches: int
@@ -163,6 +169,9 @@ def count_mismatch(schedule: Schedule) -> dict[tuple[int, int, int], int]:
     """By (stage, pipeline, microbatch), how many updates of that copy fall between its forward and its backward.
 
     AMDP's parameter mismatch (section 3.1). It is a matter of the order alone: no time, link or dispatch changes it.
+
+    Args:
+        schedule: a schedule with updates as ops.
     """
     return {
         (stage, schedule.microbatch_pipeline[m], m): len(passed)
@@ -177,6 +186,7 @@ def with_updates(schedule: Schedule, window: int, max_mismatch: int | None = Non
                  rank 1 | .  F0 B0 F1 B1 F2 B2                                  rank 1 | .  F0 B0 U0 F1 B1 U1 F2 ..
 
     Args:
+        schedule: a schedule of one pipeline, without updates.
         window: microbatches that an update gathers.
         max_mismatch: most updates between a forward and its backward, as in `Updates`.
         rule: which weights ops read, as in `Updates`.
@@ -209,7 +219,12 @@ def with_updates(schedule: Schedule, window: int, max_mismatch: int | None = Non
 
 
 def require_no_updates(schedule: Schedule, what: str) -> None:
-    """Raises ScheduleError where a schedule has updates; `what` says who takes none."""
+    """Raises ScheduleError where a schedule has updates; `what` says who takes none.
+
+    Args:
+        schedule: any schedule.
+        what: what does not support updates, for the message.
+    """
     if schedule.updates is not None:
         raise ScheduleError(
             f"{schedule.name} has updates as ops (U, every {schedule.updates.window} microbatches), and {what}; give "

@@ -39,6 +39,9 @@ def count_versions(schedule: Schedule) -> Copies:
     - spectrain, xpipe: 2, the newest and what predictions are written to; 1 where nothing is predicted.
 
     Where no updates are ops of the schedule it is 1.
+
+    Args:
+        schedule: any schedule.
     """
     copies = {(stage, k): 1 for k in range(schedule.placement.num_pipelines) for stage in range(schedule.num_stages)}
     rule = NEWEST if schedule.updates is None else schedule.updates.rule

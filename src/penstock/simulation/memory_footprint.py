@@ -58,7 +58,11 @@ class RankFootprint(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """What each rank of a schedule holds at most."""
+    """What each rank of a schedule holds at most.
+
+    Attributes:
+        ranks: what each rank holds, part by part.
+    """
 
     ranks: tuple[RankFootprint, ...]
 

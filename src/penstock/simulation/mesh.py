@@ -33,6 +33,8 @@ class TimedReduction(NamedTuple):
     """The gradients of one stage, added up over all replicas.
 
     Attributes:
+        rank: the rank that adds up.
+        stage: the stage whose gradients are added up.
         ready: when the last replica had run the stage's last W or B (ms).
         start, end: later than `ready` where the rank was still adding up another stage.
     """
@@ -89,6 +91,8 @@ def simulate_mesh(
     """Runs `schedule` on every replica of `mesh` and adds up gradients over its rings. Deterministic.
 
     Args:
+        schedule: of one pipeline; every replica runs it.
+        mesh: replicas, and the node at each of their places.
         costs: per stage; gradients weigh `gradient_bytes` (`weight_bytes` where not given), an update takes what
             kind "U" costs.
         links: between nodes, not ranks. Each serves what `mesh.use` says.

@@ -40,7 +40,16 @@ class TimedOp:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message between ranks: from the end of `source` to its arrival for `target` (ms)."""
+    """A message between ranks: from the end of `source` to its arrival for `target` (ms).
+
+    Attributes:
+        source: the op that made it.
+        target: the op that needs it.
+        source_rank: the rank that sends.
+        target_rank: the rank that receives.
+        sent: when it left (ms).
+        arrived: when it was there (ms).
+    """
 
     source: Op
     target: Op

@@ -216,7 +216,8 @@ def costs_preset(
     Args:
         name: one of `penstock.cost.presets.PRESETS`: gpt2-7b, 14b, 30b, 60b, 140b; amdp-gpt, amdp-bert.
         num_stages: the paper's where not given.
-        microbatch_size: samples; 1 where not given, 4 of AMDP's. sequence: tokens a sample; 1024.
+        microbatch_size: samples; 1 where not given, 4 of AMDP's.
+        sequence: tokens per sample; 1024 where not given.
         tensor_parallel: devices that share each layer; the paper's where not given.
         device: an `Accelerator`, or the name of one: h800, a100, a800; the paper's where not given.
         split: which layers make a stage, one of `penstock.cost.presets.SPLITS`: "even" for AMDP's where not given,

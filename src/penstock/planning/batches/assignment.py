@@ -23,6 +23,10 @@ def assign_evenly(work: Sequence[float] | Array, num_groups: int) -> list[list[i
     The longest come first, each to the group with least work that has room. Then the busiest group swaps one item for
     one of another group, by which the busier of the two becomes least busy; until no swap helps.
 
+    Args:
+        work: of each item, in any unit.
+        num_groups: how many groups.
+
     Raises:
         ScheduleError: work that is no row of numbers of at least 0, or that does not divide by the groups.
     """

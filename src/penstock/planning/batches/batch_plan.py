@@ -50,11 +50,14 @@ class BatchPlan:
         microbatches: of each replica its microbatches in the order in which they run, and of each the numbers of its
             sequences, ascending.
         packing: where the bins come from: "arrival" (as it arrived, and run frozen), "in turn", "even", or
-            "tapered ..."; rules: of each replica where the order comes from, as in `OrderedMicrobatches`.
-        dispatches: of each replica, how it is best run.
-        makespan: predicted, of the replica that takes longest (ms); arrival: that of the batch as it arrived, frozen.
+            "tapered ...".
+        rules: where the order of each replica comes from, as in `OrderedMicrobatches`.
+        dispatches: the dispatch under which each replica runs best.
+        makespan: predicted, of the replica that takes longest (ms).
+        arrival: that of the batch as it arrived, frozen (ms).
         busiest: the work of the replica that has most, over the mean.
-        peak: the most that any rank holds, as the costs count it; cap: the most that one may.
+        peak: the most that any rank holds, in the unit of the costs.
+        cap: the most that a rank may hold.
         seconds: spent.
     """
 
@@ -106,9 +109,12 @@ def plan_batch(
         lengths: of the sequences in the order in which they arrive, tokens each. Of several towers by name, in each a
             sample has its tokens, 0 for none, or the lengths of its parts, of which none sees another.
         schedule: of one replica; all run the same.
-        token_limit: most tokens of a microbatch, in the tower of the last stage. memory_limit: most that any rank may
-            hold, in the units of `costs.activation`; by default the most that one holds where the batch runs as it
-            arrived.
+        costs: of each stage, by length.
+        num_replicas: how many replicas share the batch.
+        links: delays (ms); messages arrive at once where not given.
+        token_limit: most tokens of a microbatch, in the tower of the last stage.
+        memory_limit: most that any rank may hold, in the unit of `costs.activation`; by default the most that a rank
+            holds where the batch runs as it arrived.
         noise: the gain that a prediction must exceed, 0.05 for 5%; else the batch stays as it arrived.
         dispatches: what is tried.
         moves: seconds for moving microbatches of each replica from where the rules have put them.

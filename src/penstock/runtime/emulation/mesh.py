@@ -84,7 +84,9 @@ class EmulatedMesh:
 
     Args:
         links: between nodes, injected on top of what threads take themselves.
-        ring: how rings move bytes. stretch: slows ops and links down alike.
+        costs: of each stage.
+        ring: how rings move bytes.
+        stretch: the factor by which ops and links are slowed down.
         depth: messages that a link which is not delegated holds under way; None: any number.
         timeout: seconds that any wait may last.
 

@@ -80,6 +80,8 @@ class EmulatedPipeline:
     Between processes every rank makes the same calls and gets the same results.
 
     Args:
+        schedule: what runs.
+        costs: of its stages: milliseconds, and bytes of messages.
         links: conditions injected into the transport, on top of what that takes itself.
         dispatch: "frozen", "hinted", "dynamic" or "auto" (the fastest of them by simulation over `links`).
         memory_limit: as in `ps.simulate`.

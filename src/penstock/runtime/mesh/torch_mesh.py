@@ -20,6 +20,10 @@ from penstock.runtime.mesh.process_mesh import PIPELINE, REPLICAS, SHARDS
 def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
     """The device mesh of a placement: dimensions pp, dp and tp. Every process must call it.
 
+    Args:
+        mesh: sizes, and the node at each place.
+        device_type: cpu or cuda.
+
     Raises:
         RuntimeFailure: torch.distributed has another number of processes.
     """

@@ -43,7 +43,8 @@ class DelegateOptions:
     """How delegates carry messages.
 
     Attributes:
-        num: of each direction and kind of a link, to begin with; most: as many as measured rates may ask for.
+        num: delegates for each direction and kind of a link, to begin with.
+        most: the largest number that measured rates may lead to.
         interfaces: this host's addresses or interfaces' names, the preferred one first; when one dies messages go by
             the next. None: those in PENSTOCK_INTERFACES, else in GLOO_SOCKET_IFNAME, else loopback where all ranks
             are on one host, else that which reaches MASTER_ADDR.
