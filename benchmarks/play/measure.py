@@ -2,9 +2,9 @@
 
     python benchmarks/play/measure.py          measures, and writes results.json and the table of README.md
 
-Needs Chromium and playwright. *First schedule* is the time from opening the file until a schedule is proved, timed and
-drawn. *Frame* is the time from one frame of the browser to the next while the delay of a link is moved in each of 60 frames,
-at 32 ranks and 128 microbatches: each frame simulates twice, counts, paints the grid and the timelines.
+Needs Chromium and playwright. *First schedule* is the time from opening the file until a schedule is proved, timed
+and drawn. *Frame* is the time from one frame of the browser to the next while the delay of a link is moved in each of 60
+frames, at 32 ranks and 128 microbatches: each frame simulates twice and paints the timelines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LARGE = "#s=zb-h1&p=32&n=128"
 DRAG = """async (frames) => {
   const input = document.querySelector("#links .slider:nth-child(3) input"), found = [];
   const frame = () => new Promise(requestAnimationFrame);
-  let last = 0;
+  let last = 0, updates = Number(document.body.dataset.updates);
   for (let k = -3; k < frames; k++) {
     await frame();
     const now = performance.now();
@@ -38,6 +38,8 @@ DRAG = """async (frames) => {
     input.value = 1 + ((k + 3) % 30);
     input.dispatchEvent(new Event("input", { bubbles: true }));
   }
+  await frame();
+  if (Number(document.body.dataset.updates) < updates + frames) throw new Error("a frame showed no update");
   return found;
 }"""
 
