@@ -3,8 +3,8 @@
     python benchmarks/play/measure.py          measures, and writes results.json and the table of README.md
 
 Needs Chromium and playwright. *First schedule* is the time from opening the file until a schedule is proved, timed
-and drawn. *Frame* is the time from one frame of the browser to the next while the delay of a link is moved in each of 60
-frames, at 32 ranks and 128 microbatches: each frame simulates twice and paints the timelines.
+and drawn. *Frame* is the time from one frame of the browser to the next while the delay of a link is moved in each of
+60 frames, at 32 ranks and 128 microbatches: each frame simulates twice and paints the timelines.
 """
 
 from __future__ import annotations
