@@ -108,7 +108,7 @@ WRONG: dict[str, tuple[str, str, int, int, Op, str]] = {
     ),
     "sent too early": ("F0 SEND_F0 F1", "SEND_F0 F0 F1", 0, 0, Op("SEND_F", 0, 0), "it needs F0 of stage 0, which"),
     "received late": ("RECV_F0 F0", "F0 RECV_F0", 1, 0, Op("F", 1, 0), "it needs RECV_F0 of stage 1, which comes"),
-    "twice": ("SEND_F1 ", "SEND_F1 SEND_F1 ", 0, 4, Op("SEND_F", 0, 1), "the op is there twice"),
+    "twice": ("SEND_F1 ", "SEND_F1 SEND_F1 ", 0, 4, Op("SEND_F", 0, 1), "the op occurs twice"),
     "swapped": (
         "RECV_F0 F0 RECV_F1",
         "RECV_F1 RECV_F0 F0",

@@ -123,12 +123,12 @@ def test_delays_are_asked_of_links_that_last() -> None:
         (ps.Links(base=0.5), "base=0.5ms"),
     ):
         assert not changing.is_constant
-        with pytest.raises(ps.CostError, match="takes delays that last") as caught:
+        with pytest.raises(ps.CostError, match="needs delays that do not change") as caught:
             changing.delay(0, 1)
         assert shown in str(caught.value)
-        with pytest.raises(ps.CostError, match=r"ps\.plan takes delays that last"):
+        with pytest.raises(ps.CostError, match=r"ps\.plan needs delays that do not change"):
             ps.plan(ps.Costs.uniform(3), 3, 3, links=changing)
-    with pytest.raises(ps.CostError, match="a sample of link delays takes delays that last"):
+    with pytest.raises(ps.CostError, match="a sample of link delays needs delays that do not change"):
         ps.planning.Expected([ps.Links(), ps.Links({(0, 1): "loss:1%"})])
 
 

@@ -150,7 +150,7 @@ def broken() -> dict[str, tuple[ps.Schedule, str, str]]:
             "coverage",
             "U1 of stage 1 is missing: update 0 of pipeline 1's copy, after microbatches 0 to 7",
         ),
-        "twice": (changed(one, 0, lambda row: [*row, ps.Op("U", 0, 2)]), "coverage", "the op is there twice"),
+        "twice": (changed(one, 0, lambda row: [*row, ps.Op("U", 0, 2)]), "coverage", "the op occurs twice"),
         "early on its rank": (
             changed(one, 1, moved(ps.Op("U", 1, 0), 3)),
             "order",

@@ -61,7 +61,7 @@ def find(text: str, option: str) -> tuple[ModuleType, Any]:
     if not own.name:
         names = _names_in(own.path)
         told = f"it defines {', '.join(names)}" if names else "it defines none yet"
-        raise SettingsError(f"{option} {text}: and which name in it? Give {own.path.name}:NAME; {told}")
+        raise SettingsError(f"{option} {text}: which name in it? Give {own.path.name}:NAME; {told}")
     module = _imported(own.path, option)
     if not hasattr(module, own.name):
         near = difflib.get_close_matches(own.name, [name for name in vars(module) if name[0] != "_"], n=3)
