@@ -43,7 +43,9 @@ class MuonAdamW(Optimizer):
 
     Args:
         params: parameters, not groups of them.
-        momentum, nesterov, ns_steps: of Muon. betas, eps: of AdamW. lr, weight_decay: of both.
+        lr, weight_decay: of both.
+        momentum, nesterov, ns_steps: of Muon.
+        betas, eps: of AdamW.
 
     Raises:
         RuntimeFailure: groups of parameters, or one that is split over processes.
@@ -110,7 +112,11 @@ def is_hidden_matrix(parameter: Tensor) -> bool:
 
 
 def leave_to_adamw(parameter: Tensor) -> None:
-    """Marks a matrix that is no hidden layer's: an embedding's table, or the output layer."""
+    """Marks a matrix that AdamW steps: an embedding's table, or the output layer.
+
+    Args:
+        parameter: the matrix.
+    """
     setattr(parameter, _MARK, ADAMW)
 
 
