@@ -201,7 +201,7 @@ def test_what_is_made_before_sizes_are_known_is_refused() -> None:
     with pytest.raises(ps.CostError, match="cost the same"):
         search_space(given, 2, 2)
     program = ps.Program(ps.placements.one_to_one(2), 2, ps.Rules("backward-first", memory_limit=4), costs=given)
-    with pytest.raises(ps.CostError, match="keep alike"):
+    with pytest.raises(ps.CostError, match="all keep the same"):
         program.build()
     assert ps.Program(ps.placements.one_to_one(2), 2, costs=given).build().num_ops == 8
 
