@@ -33,6 +33,7 @@ def overlap_pairs(schedule: Schedule, costs: Costs | None = None, links: Links |
     The order stays as it is. Pairs that are there already are weighed again.
 
     Args:
+        schedule: what gets the pairs.
         costs: with `overlap`, what pairs hide. By default all pairs are joined that can be without a deadlock.
         links: delays between the ranks; by default none.
 

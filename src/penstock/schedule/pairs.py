@@ -36,7 +36,12 @@ JOIN = "+"
 
 
 class Pair(NamedTuple):
-    """A forward and the backward that its rank runs with it. Written 0F3+3B1."""
+    """A forward and the backward that its rank runs with it. Written 0F3+3B1.
+
+    Attributes:
+        forward: the F.
+        backward: the B, of another microbatch.
+    """
 
     forward: Op
     backward: Op
@@ -91,6 +96,9 @@ def separate_pairs(schedule: Schedule) -> Schedule:
     """The schedule with the ops of each pair one after the other, each for itself.
 
     before   rank 0 | 0F3+3B1 0F4          after    rank 0 | 0F3 3B1 0F4
+
+    Args:
+        schedule: with or without pairs.
     """
     return replace(schedule, pairs=()) if schedule.pairs else schedule
 
