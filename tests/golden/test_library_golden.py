@@ -46,12 +46,9 @@ def test_grid(name: str, golden: Callable[[str, str], None]) -> None:
 
 @pytest.mark.parametrize("name", ps.library.SCHEDULES)
 def test_the_docstring_draws_the_schedule(name: str) -> None:
-    """What the drawing shows of each row is how the row begins, bubbles aside."""
+    """What a drawing shows of each row is how the row begins, bubbles aside; a second one shows the row's pairs."""
     function = ps.library.SCHEDULES[name]
-    lines = [line.split("|", 1)[1] for line in str(function.__doc__).splitlines() if line.strip().startswith("rank ")]
-    drawn = [[cell for cell in line.replace("...", "").split() if cell != "."] for line in lines]
-    if name == "mllm":
-        drawn = [_by_stage(rank, cells, len(drawn) + 1) for rank, cells in enumerate(drawn)]
+    plain, *with_pairs = str(function.__doc__).split("With `overlap`")
     options = {"zb": {"warmup": [5, 3, 1]}, "distmm": {"gather_every": 2}}.get(name, {})
     microbatches = {
         "gpipe": 3,
@@ -65,11 +62,22 @@ def test_the_docstring_draws_the_schedule(name: str) -> None:
         "chimera": 4,
         "hanayo": 2,
     }.get(name, 6)
-    schedule = function(len(drawn), microbatches, **options)
-    for rank, cells in enumerate(drawn):
-        stages = schedule.stages_of(rank)
-        row = [op.short() if len(stages) == 1 else str(op) for op in schedule.order[rank]]
-        assert row[: len(cells)] == cells, f"rank {rank}: {' '.join(row[: len(cells) + 2])}"
+    for text, given in (
+        (plain, options),
+        *((each, {**options, "overlap": True}) for each in with_pairs if "rank 0" in each),
+    ):
+        lines = [line.split("|", 1)[1] for line in text.splitlines() if line.strip().startswith("rank ")]
+        drawn = [[cell for cell in line.replace("...", "").split() if cell != "."] for line in lines]
+        pairs = {tuple(cell.split("+")) for cells in drawn for cell in cells if "+" in cell}
+        drawn = [[op for cell in cells for op in cell.split("+")] for cells in drawn]
+        if name == "mllm":
+            drawn = [_by_stage(rank, cells, len(drawn) + 1) for rank, cells in enumerate(drawn)]
+        schedule = function(len(drawn), microbatches, **given)
+        assert pairs <= {(str(one), str(other)) for one, other in schedule.pairs}
+        for rank, cells in enumerate(drawn):
+            stages = schedule.stages_of(rank)
+            row = [op.short() if len(stages) == 1 else str(op) for op in schedule.order[rank]]
+            assert row[: len(cells)] == cells, f"rank {rank}: {' '.join(row[: len(cells) + 2])}"
 
 
 def _by_stage(rank: int, cells: list[str], head: int) -> list[str]:

@@ -20,7 +20,7 @@ from penstock.cli.app import app
 OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 TORCHRUN = [block for page in [*PAGES, *OTHERS] for block in blocks(page) if block.more.startswith("torchrun=")]
 EXAMPLES = [page for page in PAGES if any(each.language in ("python", "sh", "console") for each in blocks(page))]
-NOT_LISTED = {"--help", "--help-all", "--update-golden", "--extra-index-url", "--max-restarts"}
+NOT_LISTED = {"--help", "--help-all", "--update-golden", "--extra-index-url", "--max-restarts", "--minutes"}
 
 every_page = pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: page.stem)
 
