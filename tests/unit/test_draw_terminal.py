@@ -9,6 +9,7 @@ import pytest
 
 import penstock as ps
 from penstock.draw import to_terminal
+from penstock.draw.panel import panels
 from penstock.simulation import Timeline
 
 pytestmark = pytest.mark.unit
@@ -73,3 +74,20 @@ def test_measured_with_an_offset_and_nothing_at_all() -> None:
     empty = Timeline(replace(t.schedule, order=((), ())), (), (), (0.0, 0.0))
     assert len(rows(to_terminal(empty, True, 90))) == 2
     assert len(rows(to_terminal(empty.schedule, True, 90))) == 2
+
+
+def test_both_ops_of_a_pair_are_drawn() -> None:
+    schedule = ps.build("dualpipe-v", 2, 4, overlap=True)
+    assert "0F3+3B1" in to_terminal(schedule, color=False)
+    painted = re.sub("\x1b\\[[0-9;]*m", "", to_terminal(schedule))
+    row = painted.splitlines()[1]
+    assert sum(map(str.isdigit, row.partition("|")[2])) == len(schedule.order[0])  # every op has its number
+    timeline = ps.simulate(schedule, ps.Costs.uniform(4, f=10, i=10, w=10))
+    (panel,) = panels(timeline)
+    bars = {timed.op: (timed.start, timed.end) for timed in panel.rows[0]}
+    for forward, backward in schedule.pairs:
+        if forward in bars:
+            assert bars[forward][1] == bars[backward][0]
+            assert bars[forward][1] - bars[forward][0] == pytest.approx(bars[backward][1] - bars[backward][0])
+            assert bars[forward][1] > bars[forward][0]
+    assert "shorter" not in to_terminal(timeline, color=False, width=120)

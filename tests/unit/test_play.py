@@ -157,3 +157,13 @@ def test_the_page_loads_nothing_and_holds_all_its_scripts() -> None:
 def test_a_page_that_cannot_be_written_says_why(tmp_path: Path) -> None:
     with pytest.raises(ps.ScheduleError, match="No such file or directory; name a file in a folder that is there"):
         save(f"{tmp_path}/nowhere/play.html")
+
+
+@needs_node
+def test_pairs_are_refused_by_name_at_their_cell() -> None:
+    text = str(ps.build("dualpipe-v", 2, 4, overlap=True))
+    (found,) = in_node(CHECK_GRIDS, [text])
+    message, rule, _, _, line, column = found
+    assert "the playground has no pairs like '0F3+3B1'" in message
+    assert rule == "text"
+    assert text.splitlines()[line - 1][column - 1 :].startswith("0F3+3B1")

@@ -46,8 +46,9 @@ class Panel:
 
     @cached_property
     def rows(self) -> list[list[TimedOp]]:
-        """The ops of each rank by start."""
-        return [sorted(row, key=lambda t: (t.start, t.end)) for row in self.timeline.rows]
+        """The ops of each rank by start. The two of a pair share its time, half each."""
+        rows = [sorted(row, key=lambda t: (t.start, t.end)) for row in self.timeline.rows]
+        return [_in_halves(row, dict(self.schedule.pairs)) for row in rows] if self.schedule.pairs else rows
 
     @cached_property
     def streams(self) -> list[list[TimedOp]]:
@@ -160,6 +161,19 @@ def panels(drawn: Drawable | Sequence[Drawable], titles: Sequence[str] | None = 
         timeline, unit = (one, "ms") if isinstance(one, Timeline) else (_in_units(one), "")
         result.append(Panel(timeline, titles[index] if titles else timeline.schedule.name, unit))
     return result
+
+
+def _in_halves(row: list[TimedOp], backward_of: dict[Op, Op]) -> list[TimedOp]:
+    """A rank's ops as they are drawn: a pair's backward, which takes no time of its own, has half of the pair's."""
+    drawn: list[TimedOp] = []
+    for timed in row:
+        before = drawn[-1] if drawn else None
+        if before is not None and backward_of.get(before.op) == timed.op and timed.start == timed.end == before.end:
+            middle = (before.start + before.end) / 2
+            drawn[-1] = replace(before, end=middle)
+            timed = replace(timed, start=middle)
+        drawn.append(timed)
+    return drawn
 
 
 def _in_units(schedule: Schedule) -> Timeline:

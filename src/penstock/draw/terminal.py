@@ -18,7 +18,7 @@ from penstock.draw.palette import KINDS, kind_name, kind_order
 from penstock.draw.panel import Panel, panels
 from penstock.draw.scale import short, ticks
 from penstock.schedule import Op, Schedule
-from penstock.schedule.text import cell_texts, unit_columns
+from penstock.schedule.text import grid_cells
 from penstock.simulation import TimedOp, Timeline
 
 DEFAULT_WIDTH, NARROWEST = 120, 20
@@ -59,27 +59,37 @@ def to_terminal(drawn: Schedule | Timeline, color: bool = True, width: int | Non
 
 
 def _grid(schedule: Schedule, color: bool, width: int | None) -> list[str]:
-    columns = unit_columns(schedule)
-    length = max((places[-1] + 1 for places in columns if places), default=0)
+    rows = grid_cells(schedule)
+    length = max((row[-1].column + 1 for row in rows if row), default=0)
     label = len(f"rank {schedule.num_ranks - 1}") + 2
+    most = max((len(cell.ops) for row in rows for cell in row), default=1)
     if color:
         digits = max((len(str(op.microbatch)) for row in schedule.order for op in row), default=1)
-        cell = digits + 2 if width is None or label + length * (digits + 2) <= width else digits + 1
+        room = width is None or label + length * most * (digits + 2) <= width
+        each = digits + (2 if room else 1)  # columns of an op
+        wide = each * most
     else:
-        cell = 1 + max((len(t) for r in range(schedule.num_ranks) for t in cell_texts(schedule, r)), default=1)
-    shown = length if width is None else min(length, max(1, (max(width, NARROWEST) - label) // cell))
+        wide = 1 + max((len(cell.text) for row in rows for cell in row), default=1)
+    shown = length if width is None else min(length, max(1, (max(width, NARROWEST) - label) // wide))
     chunks = [{stage: k for k, stage in enumerate(schedule.stages_of(r))} for r in range(schedule.num_ranks)]
     num_chunks = max(len(mine) for mine in chunks) if chunks else 1
     lines = [str(schedule).splitlines()[0]]
-    for rank, places in enumerate(columns):
-        cells = ["".ljust(cell) if color else ".".ljust(cell)] * min(shown, places[-1] + 1 if places else 0)
-        for op, text, place in zip(schedule.order[rank], cell_texts(schedule, rank), places, strict=True):
-            if place < shown:
-                chunk = chunks[rank].get(op.stage, 0)
+    for rank, row in enumerate(rows):
+        cells = ["".ljust(wide) if color else ".".ljust(wide)] * min(shown, row[-1].column + 1 if row else 0)
+        for cell in row:
+            if cell.column >= shown:
+                continue
+            if not color:
+                cells[cell.column] = cell.text.ljust(wide)
+                continue
+            part = wide // len(cell.ops)  # the two of a pair share their cell
+            painted = ""
+            for op in cell.ops:
                 number = (
-                    f"{op.microbatch} ".rjust(cell) if cell > len(str(op.microbatch)) + 1 else f" {op.microbatch}"
+                    f"{op.microbatch} ".rjust(part) if part > len(str(op.microbatch)) + 1 else f" {op.microbatch}"
                 )
-                cells[place] = _paint(number.rjust(cell), op, chunk, num_chunks) if color else text.ljust(cell)
+                painted += _paint(number.rjust(part), op, chunks[rank].get(op.stage, 0), num_chunks)
+            cells[cell.column] = painted
         lines.append(f"rank {rank}".ljust(label - 2) + " |" + "".join(cells))
     if shown < length:
         lines.append(f"(steps 0 to {shown - 1} of {length}; SVG and HTML show them all)")
@@ -102,10 +112,11 @@ def _bars(panel: Panel, color: bool, width: int) -> list[str]:
             body = _bar_row(panel, panel.streams[rank], length, scale, color)
             lines.append("beside".ljust(label - 2)[: label - 2] + " |" + body + "|")
     lines += _axis(panel, label, length, scale)
-    narrow = sum(1 for t in timeline.ops if (t.end - t.start) * scale < 1)
+    drawn = [timed for row in (*panel.rows, *panel.streams) for timed in row]
+    narrow = sum(1 for t in drawn if (t.end - t.start) * scale < 1)
     if narrow:
         lines.append(
-            f"(a column is {panel.time(1 / scale)}; {narrow} of {len(timeline.ops)} ops are shorter; "
+            f"(a column is {panel.time(1 / scale)}; {narrow} of {len(drawn)} ops are shorter; "
             "SVG and HTML show them all)"
         )
     lines += _legend(panel.kinds, label, panel.num_chunks, color, width)

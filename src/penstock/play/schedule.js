@@ -239,6 +239,9 @@ const schedules = (() => {
       const { line, cells, offset } = rows.get(rank), own = stagesOf(made, rank);
       for (const cell of cells.matchAll(/\S+/g)) {
         if (cell[0][0] === ".") continue;
+        if (cell[0].includes("+"))
+          fail(line, offset + cell.index, `the playground has no pairs like ${quoted(cell[0].slice(0, 40))}; ` +
+            "'penstock show FILE' draws this schedule");
         const op = parseOp(cell[0], own.length === 1 ? own[0] : null);
         if (typeof op === "string") fail(line, offset + cell.index, op);
         if (ELSEWHERE.includes(op.kind)) fail(line, offset + cell.index, `the playground has no ${op.kind} ops`);

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.microbatch_order import MicrobatchOrder, grouped, ungrouped
 from penstock.schedule.op import Op, parse_op
-from penstock.schedule.pairs import JOIN, of_steps
+from penstock.schedule.pairs import JOIN, of_steps, paired_steps
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import Needs, Registered, StageGraph
@@ -138,22 +138,36 @@ def cell_texts(schedule: Schedule, rank: int) -> list[str]:
     return [op.short() if single and op.stage in schedule.stages_of(rank) else str(op) for op in schedule.order[rank]]
 
 
+class Cell(NamedTuple):
+    """A cell of the grid: its column, the text, and the op that it is, or the two of a pair."""
+
+    column: int
+    text: str
+    ops: tuple[Op, ...]
+
+
+def grid_cells(schedule: Schedule) -> list[list[Cell]]:
+    """The cells of each rank that are not empty."""
+    found = []
+    for rank, (steps, columns) in enumerate(zip(paired_steps(schedule), unit_columns(schedule), strict=True)):
+        own, texts, place = [], cell_texts(schedule, rank), 0
+        for ops in steps:
+            own.append(Cell(columns[place], JOIN.join(texts[place : place + len(ops)]), ops))
+            place += len(ops)
+        found.append(own)
+    return found
+
+
 def rows_text(schedule: Schedule) -> list[str]:
     """The grid's rows, aligned, without the header lines."""
-    columns = unit_columns(schedule)
-    cells = [cell_texts(schedule, rank) for rank in range(schedule.num_ranks)]
-    for row, texts, places in zip(schedule.order, cells, columns, strict=True) if schedule.pairs else ():
-        for place in reversed(range(len(row))):
-            if _is_joined(schedule.graph, row, place):
-                texts[place - 1 : place + 1] = [JOIN.join(texts[place - 1 : place + 1])]
-                del places[place]
-    width = max((len(c) for row in cells for c in row), default=1)
+    rows = grid_cells(schedule)
+    width = max((len(cell.text) for row in rows for cell in row), default=1)
     label = len(f"rank {schedule.num_ranks - 1}")
     lines = []
-    for rank, (texts, places) in enumerate(zip(cells, columns, strict=True)):
-        line = ["."] * (places[-1] + 1 if places else 0)
-        for text, place in zip(texts, places, strict=True):
-            line[place] = text
+    for rank, row in enumerate(rows):
+        line = ["."] * (row[-1].column + 1 if row else 0)
+        for cell in row:
+            line[cell.column] = cell.text
         body = " ".join(c.ljust(width) for c in line)
         lines.append(f"{f'rank {rank}'.ljust(label)} | {body}".rstrip())
     return lines
