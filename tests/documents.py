@@ -3,7 +3,7 @@
 Blocks of one page run in order, in one folder and one namespace, so that a later one may use what an earlier one
 made. A block's language says what is done with it:
 
-    python              runs; a comment behind a print, and those right below a loop, are what it must print
+    python              runs; comments behind a print, or right below it or a loop, are what it must print
     python file=net.py  a file that lies in the folder of every page's examples, if it is one of docs/train.md
     python torchrun=2   runs under torchrun, where `blocks` is asked for these
     sh                  commands that must work; training and benchmarks are stopped before they start
@@ -256,14 +256,15 @@ def run_command(words: list[str], block: Block, capsys: pytest.CaptureFixture[st
 def run_python(block: Block, namespace: dict[str, Any]) -> None:
     """Runs an example statement by statement and compares what it prints with the comments that say so.
 
-    A comment behind a print says what that prints; lines of comments right below a loop say what it prints.
+    A comment behind a print says what that prints; lines of comments right below a print or a
+    loop say what that prints.
     """
     said = dict(print_comments(block.text))
     lines_of_text = block.text.splitlines()
     for node in ast.parse(block.text).body:
         end = node.end_lineno or node.lineno
         expected = [said[line] for line in range(node.lineno, end + 1) if line in said]
-        if isinstance(node, ast.For):
+        if isinstance(node, ast.For) or (lines_of_text[node.lineno - 1].startswith("print(") and not expected):
             below = takewhile(lambda line: line.startswith("# "), lines_of_text[end:])
             expected += [line.removeprefix("# ") for line in below]
         ast.increment_lineno(node, block.line - 1)

@@ -216,7 +216,8 @@ fullest rank holds at most. Its unit is what one microbatch leaves in a rank's s
 that back and W the other half. A schedule with several pipelines holds a copy of the weights for each, which is not
 counted here.
 
-A synchronous schedule gives the same gradients as a plain loop. An asynchronous one updates the weights while
+A synchronous schedule gives the same gradients as a plain loop, to the last bit where it has one pipeline. An
+asynchronous one updates the weights while
 microbatches are on their way, so it trains differently. [The tutorial](tutorials/asynchronous.md) says how much.
 """
 

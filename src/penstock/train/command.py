@@ -164,7 +164,8 @@ def train(
     ] = None,
     keep: Annotated[int | None, _option("How many checkpoints to keep.", "keep")] = None,
     device: Annotated[
-        str | None, _option("cpu, cuda, or emulated: ops take time and compute nothing.", "device")
+        str | None,
+        _option("cpu (even where there are GPUs), cuda, or emulated: ops take time and compute nothing.", "device"),
     ] = None,
     costs: Annotated[
         str | None, _option(f"Emulated: {', '.join(PRESETS)}, or a file. [{EMULATED.costs}]", metavar="NAME|FILE")
@@ -192,7 +193,7 @@ def train(
         list[str] | None,
         _option("Conditions to inject, repeatable: 0:1=latency:30ms+loss:1%.", metavar="A:B=CONDITION"),
     ] = None,
-    transport: Annotated[str | None, _option("host, direct, delegate or nccl.", "transport")] = None,
+    transport: Annotated[str | None, _option("host, gloo, direct, delegate or nccl.", "transport")] = None,
     link_depth: Annotated[int | None, _option("Messages that may be under way on a link. [direct: 2]")] = None,
     delegates: Annotated[
         int | None, _option("Delegate processes per direction; by default from measured rates.")
