@@ -182,7 +182,11 @@ def _far(what: str, found: Tensor, want: Tensor | None) -> list[str]:
 
 
 class Uses(nn.Module):
-    """Uses one weight: in a matmul, which autocast casts, and by looking up its rows, which it does not."""
+    """Uses one weight: in a matmul, which autocast casts, and by looking up its rows, which it does not.
+
+    Args:
+        uses: a letter for each; upper case where some microbatches alone have it.
+    """
 
     def __init__(self, uses: str, weight: nn.Parameter) -> None:
         super().__init__()
@@ -191,7 +195,8 @@ class Uses(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = (x.sum(1) * 10).long() % WIDTH
-        for use in self.uses:
+        some = float(x.detach()[0, 0]) > 0
+        for use in [use.lower() for use in self.uses if use.islower() or some]:
             if use == "m":
                 x = nn.functional.linear(x, self.weight).tanh()
             elif use == "l":

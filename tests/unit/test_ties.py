@@ -264,6 +264,19 @@ def test_tied_convolutions_under_autocast() -> None:
     assert not tie_runs.wrong_casts(nn.Sequential(*wide), ps.build("1f1b", 3, 4))
 
 
+# Upper case: in some microbatches alone.
+
+CHANGING = [("m", "mL"), ("mL", "mL"), ("m", "L", "m"), ("l", "LmL")]
+
+
+@pytest.mark.xfail(strict=True, reason="a stage without such a use in one microbatch is not looked at again")
+@pytest.mark.parametrize("uses", CHANGING)
+def test_a_tied_weight_used_once_more_in_some_microbatches_under_autocast(uses: Any) -> None:
+    for name in ("1f1b", "zb-h1"):
+        model = tie_runs.using(uses)
+        assert not tie_runs.wrong_casts(model, ps.build(name, len(uses), 4)), name
+
+
 class Sometimes(tie_runs.Uses):
     """Looks a row up in some microbatches only, or everything in a checkpoint whose backward is one of its own."""
 
