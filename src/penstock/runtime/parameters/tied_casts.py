@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.gradients import added
@@ -70,22 +71,19 @@ class DirectUses:
         self._cast_number = -1 if cast is None else int(cast.node._sequence_nr())
         self._parts: list[tuple[int, Tensor]] = []
         self.num = 0
-        leaves, _ = flatten(output)
-        pending: list[Any] = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
-        seen: set[Any] = set()
-        while pending:
-            node = pending.pop()
-            if node in seen:
-                continue
-            seen.add(node)
+        leaf = get_gradient_edge(parameter).node
+        outputs, _ = flatten(output)
+        seen: set[Any] = {each.grad_fn for each in outputs if each.grad_fn is not None}
+        pending: list[Any] = list(seen)
+        for node in pending:  # in every microbatch, as what one does not use the next one may: keep this short
             for place, (following, _) in enumerate(node.next_functions):
-                if following is None:
-                    continue
-                if getattr(following, "variable", None) is not parameter:
+                if following is leaf:
+                    if cast is None or node is not cast.node:
+                        self.num += 1
+                        self._watch(node, place)
+                elif following is not None and following not in seen:
+                    seen.add(following)
                     pending.append(following)
-                elif cast is None or node is not cast.node:
-                    self.num += 1
-                    self._watch(node, place)
 
     def _watch(self, node: Any, place: int) -> None:
         def note(inputs: tuple[Tensor | None, ...], _: Any) -> None:
@@ -132,7 +130,7 @@ class Sum:
             return self.direct if self.cast is None else self.both
         return added(self.direct, self.cast.float())  # autocast casts what is float32 alone
 
-    def after(self, direct: Tensor | None, cast: Cast | None, uses: DirectUses | None, name: str) -> Sum:
+    def after(self, direct: Tensor | None, cast: Cast | None, uses: DirectUses | None, name: str, stage: int) -> Sum:
         """The sum once a stage's backward has run.
 
         Args:
@@ -140,15 +138,16 @@ class Sum:
             name: of the parameter there.
 
         Raises:
-            RuntimeFailure: uses that were not seen when the forward ran.
+            RuntimeFailure: uses that the graph of the forward does not show.
         """
         expected = self.direct if uses is None else uses.with_uses(self.direct)
         as_seen = torch.equal(expected, direct) if expected is not None and direct is not None else expected is direct
         if not as_seen:
             raise RuntimeFailure(
-                f"{name} is shared by stages and used under autocast in a way that changes from microbatch to "
-                "microbatch, or inside a checkpoint with use_reentrant=True, and its gradient would be added up in "
-                "another order than in a plain loop; untie it, or keep its uses out of autocast"
+                f"{name} is shared by stages, and stage {stage} uses it under autocast in a way that the graph of "
+                "its forward does not show (inside a checkpoint with use_reentrant=True, or as its output), and its "
+                "gradient would be added up in another order than in a plain loop; give the checkpoint "
+                "use_reentrant=False, untie the parameter, or keep its uses out of autocast"
             )
         if cast is None:
             both = self.both

@@ -115,7 +115,6 @@ class TiedGradients:
         self._came: dict[tuple[int, int], Sum] = {}
         self._casts: dict[tuple[int, int, int], Cast] = {}
         self._uses: dict[tuple[int, int, int], DirectUses] = {}
-        self._never_direct: set[tuple[int, int]] = set()
         self._running: int | None = None
         self._handles: dict[int, Any] = {}
 
@@ -177,10 +176,10 @@ class TiedGradients:
                 cast = cast_of(leaf)
                 if cast is not None:
                     self._casts[slot, stage, m] = cast
-                if slot in stand_ins and leaf.requires_grad and (slot, stage) not in self._never_direct:
-                    self._uses[slot, stage, m] = found = DirectUses(leaf, output, cast)
-                    if not found.num:
-                        self._never_direct.add((slot, stage))
+                if slot in stand_ins and leaf.requires_grad:
+                    uses = DirectUses(leaf, output, cast)
+                    if uses.num:
+                        self._uses[slot, stage, m] = uses
 
     def sort(self, op: Op, received: Sequence[Payload]) -> tuple[Sequence[Payload], list[tuple[Tensor, Tensor]]]:
         """Tells the gradients of outputs from the tied sums, which come after them, by slot.
@@ -220,7 +219,7 @@ class TiedGradients:
             if cast is None and came.cast is None:
                 self._taken[key[:2]] = Sum(direct)
             else:
-                self._taken[key[:2]] = came.after(direct, cast, uses, self._ties[slot - 1].names[op.stage])
+                self._taken[key[:2]] = came.after(direct, cast, uses, self._ties[slot - 1].names[op.stage], op.stage)
         if self._casts:
             for key in [key for key in self._casts if key[1:] == (op.stage, op.microbatch)]:
                 del self._casts[key]
