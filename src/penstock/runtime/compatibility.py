@@ -4,7 +4,7 @@ schedule --require_runnable--> options --require_compatible--> stages --ties: ag
    |
    +--steered--> what may change of it while it runs
 
-`REFUSALS` is the whole table of features that exclude one another. docs/compatibility.md is written from it:
+`REFUSALS` is the table of a pipeline's features that exclude one another. docs/compatibility.md is written from it:
 
     python -m penstock.runtime.compatibility > docs/compatibility.md
 """
@@ -96,17 +96,17 @@ REFUSALS = (
     Refusal(
         UPDATES,
         "links made late, with replicas whose ranks share a process",
-        "late links change when these ranks take turns, and so in which order updates come, which all replicas have "
-        "to make alike",
+        "with injected delays, ranks that share a process take turns in another order. Updates could then come in "
+        "different orders on different replicas, and replicas must agree",
         "leave the links out, or give each rank a process",
         lambda c: c.has_updates and c.num_replicas > 1 and c.is_late and c.one_process,
     ),
     Refusal(
         UPDATES,
-        "a tied parameter of a stage whose inputs do not come from the lowest one that has it, or come in other "
-        "numbers of microbatches",
-        "new values of a tied parameter travel from its lowest stage with the forwards, and without one to wait for, "
-        "that stage's updates and the other's forwards could wait for each other",
+        "a tied parameter whose lowest stage does not feed the others that use it, or one in a model whose stages work "
+        "on different numbers of microbatches",
+        "new values of a tied parameter travel from its lowest stage with the forwards. Where another stage has no such "
+        "forward to wait for, its forwards and the lowest stage's updates could wait for each other",
         "untie them, or use a schedule without updates as ops",
         lambda c: c.has_updates and not all(_carries(c.schedule, stages) for stages in c.tied.values()),
     ),
@@ -185,7 +185,7 @@ def page() -> str:
     """The table as a page of the docs."""
     rows = [f"| {row.one} | {row.other} | {row.why} | {row.instead} |" for row in REFUSALS]
     schedules = [f"| {what} | {why} |" for what, why in OF_SCHEDULES]
-    return "\n".join([*_HEAD, *rows, *_BETWEEN, *schedules, ""])
+    return "\n".join([*_HEAD, *rows, *_BETWEEN, *schedules, *_TAIL])
 
 
 _HEAD = (
@@ -199,10 +199,17 @@ _HEAD = (
 )
 _BETWEEN = (
     "",
-    "Single schedules and models are refused by name, too:",
+    "Some schedules and models are refused by themselves, by name too:",
     "",
     "| what | why |",
     "|---|---|",
+)
+_TAIL = (
+    "",
+    "This is what a pipeline refuses. Other parts of Penstock refuse combinations of their own, each by name and before",
+    "anything runs. The pages of these parts say which: [training](train.md), [models](models.md), [passes](passes.md),",
+    "[planning](planning.md) and [other trainers](integrations.md).",
+    "",
 )
 
 
