@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from gallery import gallery
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from pages import generated
 from repository import DOCS, linked_files, relinked
 
@@ -29,7 +29,10 @@ def on_files(files: Files, config: Any) -> Files:
     for name, text in texts.items():
         files.append(File.generated(config, name, content=text))
     for name, path in linked_files().items():
-        files.append(File.generated(config, name, abs_src_path=str(path)))
+        file = File.generated(config, name, abs_src_path=str(path))
+        if path.suffix != ".md":
+            file.inclusion = InclusionLevel.INCLUDED  # mkdocs leaves out what lies in a folder like .github
+        files.append(file)
     return files
 
 

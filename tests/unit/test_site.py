@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -82,6 +83,24 @@ def test_the_site_asks_for_nothing_from_elsewhere(built: Path) -> None:
     for page in [*built.rglob("*.html"), *built.glob("site/*.css")]:
         text = page.read_text(encoding="utf-8")
         assert ELSEWHERE.findall(text) == [], page
+
+
+LINK = re.compile(r"""<a [^>]*?href="([^"#?]+)""")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("browser")
+def test_no_link_leads_to_what_the_site_has_not(built: Path) -> None:
+    """Files of folders like .github too, which mkdocs leaves out. The page for wrong addresses has links from the root."""
+    lost = []
+    for page in built.rglob("*.html"):
+        for target in set(LINK.findall(page.read_text(encoding="utf-8"))):
+            here = built if target.startswith("/") else page.parent
+            if not re.match(r"[a-z]+:", target) and not (here / unquote(target).lstrip("/")).exists():
+                lost.append(f"{page.relative_to(built)}: {target}")
+    assert lost == []
+    assert (built / "repository" / ".github" / "workflows" / "ci.yml").is_file()
+    assert "reference/commands.html" in LINK.findall((built / "404.html").read_text(encoding="utf-8").replace('"/', '"'))
 
 
 @pytest.mark.slow
