@@ -60,8 +60,8 @@ def page(paper: Paper) -> str:
         "",
         HOW,
         "",
-        "`make papers-quick` simulates the numbers of this table anew and compares them digit by digit, in a quarter of an",
-        "hour at most.",
+        "`make papers-quick` simulates the numbers of this table anew and compares them digit by digit, in a quarter",
+        "of an hour at most.",
         "",
         *_claims(paper.claims),
     ]

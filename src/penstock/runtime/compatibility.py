@@ -103,10 +103,10 @@ REFUSALS = (
     ),
     Refusal(
         UPDATES,
-        "a tied parameter whose lowest stage does not feed the others that use it, or one in a model whose stages work "
-        "on different numbers of microbatches",
-        "new values of a tied parameter travel from its lowest stage with the forwards. Where another stage has no such "
-        "forward to wait for, its forwards and the lowest stage's updates could wait for each other",
+        "a tied parameter whose lowest stage does not feed the others that use it, or one in a model whose stages "
+        "work on different numbers of microbatches",
+        "new values of a tied parameter travel from its lowest stage with the forwards. Where another stage has no "
+        "such forward to wait for, its forwards and the lowest stage's updates could wait for each other",
         "untie them, or use a schedule without updates as ops",
         lambda c: c.has_updates and not all(_carries(c.schedule, stages) for stages in c.tied.values()),
     ),
@@ -206,9 +206,9 @@ _BETWEEN = (
 )
 _TAIL = (
     "",
-    "This is what a pipeline refuses. Other parts of Penstock refuse combinations of their own, each by name and before",
-    "anything runs. The pages of these parts say which: [training](train.md), [models](models.md), [passes](passes.md),",
-    "[planning](planning.md) and [other trainers](integrations.md).",
+    "This is what a pipeline refuses. Other parts of Penstock refuse combinations of their own, each by name and",
+    "before anything runs. The pages of these parts say which: [training](train.md), [models](models.md),",
+    "[passes](passes.md), [planning](planning.md) and [other trainers](integrations.md).",
     "",
 )
 
