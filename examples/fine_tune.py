@@ -1,6 +1,6 @@
 """Fine-tunes a tiny Llama from a folder over two pipeline ranks, and saves a folder that transformers opens.
 
-    python examples/fine_tune.py            needs pip install "penstock[hf]"
+    python examples/fine_tune.py            needs pip install ".[hf]" in a checkout
 
 Give the folder of a model of your own in the place of `make_folder`.
 """

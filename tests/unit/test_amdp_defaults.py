@@ -16,25 +16,25 @@ pytestmark = [pytest.mark.unit, pytest.mark.results]
 ROOT = Path(__file__).parents[2]
 
 
-def shares(name: str, steps: int) -> str:
-    """As pages have it."""
-    return f"{statistics.mean(over(results.load(ROOT / 'experiments/amdp/results', 'defaults'), name, steps)):.1%}"
-
-
 def test_the_tutorial_says_what_was_found() -> None:
-    text = " ".join((ROOT / "docs/tutorials/asynchronous.md").read_text(encoding="utf-8").split())
-    (found,) = re.findall(r"in the mean ([\d.]+%) above .1f1b. after 400 steps", text)
-    assert found == shares(AMDP, 400)
-    (found,) = re.findall(r"with a mismatch of one it was ([\d.]+%)", text)
-    assert found == shares("amdp, mismatch 1", 400)
-    (found,) = re.findall(r"with the windows of 2d [^.]* ([\d.]+%) after 200", text)
-    assert found == shares(tuple(OPTIONS)[6], 200)
-    (muon, adamw) = re.findall(r"Muon lost ([\d.]+%) .* AdamW lost ([\d.]+%)", text)[0]
-    assert muon == shares("amdp, mismatch 1, Muon", 200)
-    assert adamw == shares(tuple(OPTIONS)[4], 200)
+    page = (ROOT / "docs/tutorials/asynchronous.md").read_text(encoding="utf-8")
     rows = results.load(ROOT / "experiments/amdp/results", "defaults")
+    names = {options: name for name, options in OPTIONS.items()}
+    said = re.findall(r"^\| `(--schedule amdp[^`]*)` \| (\d+) \| (\d+) \| ([\d.]+%) \|$", page, re.MULTILINE)
+    found = {(names[options], int(steps)): (int(seeds), share) for options, steps, seeds, share in said}
+    ran = {(row["name"], row["steps"]) for row in rows if "amdp" in row["name"]}
+    each = {key: over(rows, *key) for key in found}
+    assert found == {key: (len(shares), f"{statistics.mean(shares):.1%}") for key, shares in each.items()}
+    assert found.keys() == ran - {("amdp, each stage clips by 1", 200)}
+
+    text = " ".join(page.split())
+    (seeds,) = re.findall(r"the three of the first row are ([\d.]+, [\d.]+ and [\d.]+%)", text)
+    assert seeds == "{:.1f}, {:.1f} and {:.1f}%".format(*(abs(100 * share) for share in each[AMDP, 400]))
+    ((muon, adamw),) = re.findall(r"Muon lost ([\d.]+%) by it, where AdamW lost ([\d.]+%)", text)
+    assert muon == found["amdp, mismatch 1, Muon", 200][1]
+    assert adamw == found["amdp, mismatch 1, each stage clips by 1", 200][1]
     one, other = (results.find(rows, name=name, steps=200, seed=0)["loss"] for name in ("1f1b, Muon", SYNC))
-    (below,) = re.findall(r"synchronous loss was ([\d.]+%) below AdamW's", text)
+    (below,) = re.findall(r"whose loss was ([\d.]+%) below that of AdamW", text)
     assert below == f"{1 - one / other:.1%}"
 
 
