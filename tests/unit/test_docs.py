@@ -16,6 +16,7 @@ import penstock as ps
 from documents import PAGES, ROOT, Block, blocks, broken_links, missing_paths, prose, run_page
 from penstock import renamed
 from penstock.cli.app import app
+from penstock.train.asynchronous import ASYNCHRONOUS
 
 OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 TORCHRUN = [block for page in [*PAGES, *OTHERS] for block in blocks(page) if block.more.startswith("torchrun=")]
@@ -86,6 +87,13 @@ def test_every_layer_has_a_page() -> None:
     layers = {folder.name for folder in package.iterdir() if (folder / "__init__.py").exists()}
     headings = " ".join(page.read_text(encoding="utf-8").splitlines()[0] for page in PAGES)
     assert {layer for layer in layers if f"{layer}/" not in headings} == {"cli"}
+
+
+def test_the_primer_counts_the_schedules_of_the_library() -> None:
+    text = " ".join((ROOT / "docs" / "primer.md").read_text(encoding="utf-8").split())
+    every, updating = len(ps.library.SCHEDULES), len(ASYNCHRONOUS)
+    assert f"has {every} schedules. {every - updating} of them are synchronous" in text
+    assert f"The other {updating} are [asynchronous]" in text
 
 
 def test_every_option_of_training_is_told() -> None:
