@@ -923,6 +923,9 @@ PLANTED: dict[str, Case] = {
         samples=16,
         sharding="fsdp",
     ),
+    "a layer of several stages in a checkpoint with a backward of its own": Case(
+        11, ("reentrant checkpoint", "linear", "again", "again"), num_ranks=4
+    ),
     "a view first used again two stages after its memory was changed": Case(
         105,
         (

@@ -213,8 +213,8 @@ def using(uses: Sequence[str]) -> nn.Sequential:
     return nn.Sequential(*(Uses(use, weight) for use in uses))
 
 
-def wrong_casts(model: nn.Sequential, schedule: ps.Schedule, dtype: torch.dtype = torch.bfloat16) -> list[str]:
-    """What is not as in the loop under autocast, in words."""
+def wrong_casts(model: nn.Sequential, schedule: ps.Schedule, dtype: torch.dtype | None = torch.bfloat16) -> list[str]:
+    """What is not as in the loop under autocast, in words; without autocast where `dtype` is None."""
     plain, num = copy.deepcopy(model), schedule.num_microbatches
     pipe = ps.Pipeline(model, schedule, loss_fn=MSE, timeout=20, precision=ps.PrecisionOptions(autocast=dtype))
     found: list[str] = []

@@ -295,7 +295,7 @@ class Rows(tie_runs.Uses):
 class Adds(tie_runs.Uses):
     def forward(self, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
         x, *rows = given
-        return super().forward(x + sum(rows))
+        return super().forward(x + sum(row.reshape(-1, 6).sum(0) for row in rows))
 
 
 def test_rows_of_a_tied_weight_that_a_stage_gives_on_under_autocast() -> None:
@@ -304,16 +304,52 @@ def test_rows_of_a_tied_weight_that_a_stage_gives_on_under_autocast() -> None:
     assert not tie_runs.wrong_casts(model, ps.build("1f1b", 3, 4))
 
 
+class Gives(tie_runs.Uses):
+    """Gives the weight itself beside its output."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return super().forward(x), self.weight
+
+
+def test_a_tied_weight_that_is_a_stage_s_output_under_autocast_is_refused() -> None:
+    weight = tie_runs.using("m")[0].weight
+    model = nn.Sequential(tie_runs.Uses("l", weight), Gives("m", weight), Adds("m", weight))
+    with pytest.raises(RuntimeFailure, match=r"1\.weight is shared by stages, and stage 1 uses it under autocast"):
+        tie_runs.wrong_casts(model, ps.build("1f1b", 3, 4))
+
+
 class Checkpointed(tie_runs.Uses):
-    """Uses the weight in a checkpoint whose backward is one of its own."""
+    """Uses the weight, and (r) in a checkpoint whose backward is one inside the stage's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = checkpoint(lambda x: self.linear(x @ self.weight), x, use_reentrant=True)
+        for use in self.uses:
+            x = checkpoint(self.used, x, use_reentrant=True) if use == "r" else self.used(x)
+        y: torch.Tensor = self.linear(x)
         return y
 
+    def used(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).tanh()
 
-def test_uses_under_autocast_that_are_not_seen_in_the_forward_are_refused() -> None:
-    model = tie_runs.using("mm")
-    model[1] = Checkpointed("m", model[0].weight)
-    with pytest.raises(RuntimeFailure, match=r"1\.weight is shared by stages, and stage 1 uses it under autocast"):
-        tie_runs.wrong_casts(model, ps.build("1f1b", 2, 4))
+
+def wrong_checkpoints(uses: Any, name: str, dtype: torch.dtype | None = None) -> list[str]:
+    weight = tie_runs.using("m")[0].weight
+    model = nn.Sequential(nn.Linear(6, 6), *(Checkpointed(use, weight) for use in uses))
+    model = nn.Sequential(model[:2], *model[2:])
+    return tie_runs.wrong_casts(model, ps.build(name, len(uses), 4), dtype)
+
+
+@pytest.mark.parametrize(
+    "uses", ["mr", "rm", "rr", ["m", "rr"], ["mr", "r", "r"], ["rm", "", "rr"], ["", "rr", "r", "r"]]
+)
+def test_a_tied_weight_in_a_checkpoint_with_a_backward_of_its_own(uses: Any) -> None:
+    for name in ("1f1b", "zb-h1", *(["chimera"] if len(uses) in (2, 4) else [])):
+        assert not wrong_checkpoints(uses, name), name
+
+
+@pytest.mark.parametrize(
+    ("uses", "dtype"),
+    [(["m", "rm"], None), ("mmr", None), ("mrm", None), (["m", "mr"], None), ("mr", torch.bfloat16)],
+)
+def test_a_tied_weight_inside_such_a_checkpoint_and_outside_is_refused(uses: Any, dtype: torch.dtype | None) -> None:
+    with pytest.raises(RuntimeFailure, match="use it inside a checkpoint with use_reentrant=True and outside"):
+        wrong_checkpoints(uses, "1f1b", dtype)

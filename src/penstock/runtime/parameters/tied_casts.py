@@ -110,18 +110,24 @@ class Sum:
         direct: for the parameter itself. cast: for its cast.
         both: for the parameter, with the cast's part where that is if no stage above has a cast; None where it comes
             last.
+        apart: what backwards inside the backward (of checkpoints with use_reentrant=True) have given: a plain loop
+            adds each to the gradient as it comes, ahead of the sum. Where there is any, the rest is None.
     """
 
     direct: Tensor | None = None
     cast: Tensor | None = None
     both: Tensor | None = None
+    apart: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, payload: Payload) -> Sum:
-        return cls(*payload.leaves)
+        direct, cast, both = [*payload.leaves, None, None][:3]
+        return cls(direct, cast, both, tuple(part for part in payload.leaves[3:] if part is not None))
 
     def payload(self) -> Payload:
         direct = None if self.direct is None else local(self.direct)
+        if self.apart:
+            return Payload.gradients([None, None, None, *map(local, self.apart)])
         return Payload.gradients([direct] if self.cast is None else [direct, self.cast, self.both])
 
     def whole(self) -> Tensor | None:
@@ -145,9 +151,8 @@ class Sum:
         if not as_seen:
             raise RuntimeFailure(
                 f"{name} is shared by stages, and stage {stage} uses it under autocast in a way that the graph of "
-                "its forward does not show (inside a checkpoint with use_reentrant=True, or as its output), and its "
-                "gradient would be added up in another order than in a plain loop; give the checkpoint "
-                "use_reentrant=False, untie the parameter, or keep its uses out of autocast"
+                "its forward does not show (as its output, say), and its gradient would be added up in another order "
+                "than in a plain loop; untie it, or keep its uses out of autocast"
             )
         if cast is None:
             both = self.both

@@ -22,14 +22,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import currentframe
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.tied_casts import Cast, DirectUses, Sum, cast_of
 from penstock.runtime.parameters.ties import Tie, Ties
+from penstock.runtime.stage.autograd import run_backward
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.dtensor import as_shard, local
 from penstock.runtime.tensors.message import Edge, Payload
@@ -51,6 +54,8 @@ class StandIn:
             for name, own in module._parameters.items()
             if own is parameter
         ]
+        self._apart: list[Tensor] = []
+        self._summed = False
         self.leaf = self._made()
 
     def _made(self) -> Parameter:
@@ -58,11 +63,31 @@ class StandIn:
         leaf = Parameter(value.clone() if self._separate else value, self._parameter.requires_grad)
         leaf.__dict__.update(self._parameter.__dict__)
         if leaf.requires_grad:
-            leaf.register_post_accumulate_grad_hook(_nothing)  # the split backward defers nothing that has a hook
+            # So the split backward defers nothing of it, either.
+            leaf.register_post_accumulate_grad_hook(self._note)
         return leaf
+
+    def _note(self, leaf: Tensor) -> None:
+        """Keeps apart what a backward inside the backward gives; where it came to a sum, in the sum too."""
+        if not _is_inside():
+            self._summed = True
+        elif leaf.grad is not None:
+            self._apart.append(leaf.grad)
+            if not self._summed:
+                leaf.grad = None
+
+    def take(self) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """What an op's backward gave: its own sum, and what backwards inside it gave, in their order."""
+        total, self.leaf.grad = self.leaf.grad, None
+        apart = tuple(self._apart)
+        self._apart.clear()
+        self._summed = False
+        return total, apart
 
     def begin(self) -> None:
         """A step begins: it is as the parameter is by now."""
+        self._apart.clear()
+        self._summed = False
         known, now = self.leaf, self._parameter
         same_memory = local(known).data_ptr() == local(now).data_ptr() and known.shape == now.shape
         if self._separate:
@@ -80,8 +105,16 @@ class StandIn:
             setattr(module, name, self._parameter)
 
 
-def _nothing(parameter: Tensor) -> None:
-    """Sees a gradient and lets it be."""
+def _is_inside() -> bool:
+    """Whether the backward that has called a hook is not an op's but one inside it."""
+    frame = currentframe()
+    while frame is not None:
+        if frame.f_code is run_backward.__code__:
+            return False
+        if frame.f_code is torch.autograd.backward.__code__:
+            return frame.f_back is None or frame.f_back.f_code is not run_backward.__code__
+        frame = frame.f_back
+    return False  # a thread of autograd's, in which no Python called
 
 
 class TiedGradients:
@@ -197,6 +230,9 @@ class TiedGradients:
             parameter = stand_ins[slot].leaf if slot in stand_ins else self._local[slot, op.stage]
             if not parameter.requires_grad:
                 continue
+            if slot not in stand_ins:
+                for part in came.apart:
+                    run_backward([parameter], [as_shard(part.to(parameter.device), parameter)])
             direct = came.direct
             if slot not in stand_ins and cast is None:
                 direct = came.whole()
@@ -213,13 +249,23 @@ class TiedGradients:
         """After a backward: takes this microbatch's sums where another stage is the owner."""
         for slot, stand_in in self._here.items():
             key = slot, op.stage, op.microbatch
-            direct, stand_in.leaf.grad = stand_in.leaf.grad, None
+            direct, inside = stand_in.take()
             came = self._came.pop(key[:2], None) or Sum()
             cast, uses = self._casts.pop(key, None), self._uses.pop(key, None)
-            if cast is None and came.cast is None:
+            name = self._ties[slot - 1].names[op.stage]
+            if apart := (*came.apart, *inside):
+                if direct is not None or cast is not None or came.cast is not None:
+                    raise RuntimeFailure(
+                        f"{name} is shared by stages, which use it inside a checkpoint with use_reentrant=True and "
+                        f"outside of one, or under autocast (so does stage {op.stage}, or one below it), and its "
+                        "gradient would be added up in another order than in a plain loop; give the checkpoint "
+                        "use_reentrant=False"
+                    )
+                self._taken[key[:2]] = Sum(apart=apart)
+            elif cast is None and came.cast is None:
                 self._taken[key[:2]] = Sum(direct)
             else:
-                self._taken[key[:2]] = came.after(direct, cast, uses, self._ties[slot - 1].names[op.stage], op.stage)
+                self._taken[key[:2]] = came.after(direct, cast, uses, name, op.stage)
         if self._casts:
             for key in [key for key in self._casts if key[1:] == (op.stage, op.microbatch)]:
                 del self._casts[key]
