@@ -124,3 +124,10 @@ def test_a_small_problem_in_which_more_is_free_agrees_with_the_exact_solver(seed
     verdict = judge(draw_free(seed), time_limit=0.2)
     assert verdict.wrong == []
     assert verdict.solved.proved
+
+
+def test_a_plan_of_mixed_backwards_without_time_is_no_row_of_single_microbatches() -> None:
+    costs = ps.Costs(f=[10] * 4, i=[12] * 4, w=[10] * 4, b=[20] * 4)
+    found = ps.plan(costs, num_ranks=4, num_microbatches=8, max_in_flight=3, time_limit=1e-9)
+    alone = 8 * 4 * 30
+    assert found.makespan < alone / 2

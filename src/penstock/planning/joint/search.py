@@ -36,7 +36,7 @@ from penstock.planning.joint.rows import WHOLE, F, I, L, O, R, W
 from penstock.planning.library_starts import MOST_OPS, built
 from penstock.planning.problem import Problem, pose
 from penstock.planning.progress import Incumbent, Progress, certain
-from penstock.planning.threads import Threads, awaited, random_numbers_kept
+from penstock.planning.threads import Threads, awaited, is_quick, random_numbers_kept
 from penstock.schedule import Schedule, ScheduleError
 
 _PLAIN_SHARE, _LISTED_SHARE, _WALKED_SHARE = 0.25, 0.1, 0.5
@@ -169,13 +169,17 @@ def of_one_form(search: JointSearch, until: float) -> None:
     if all(_has_room(problem, r, problem.ops.held) for r in range(problem.num_ranks)):
         plain += [posed(problem.limits.cap, split) for split in splits]
     for number, each in enumerate(plain):
-        if search.closed or search.seconds >= until:
+        # However short the time, a small problem has the first orders of its plain forms: one microbatch at a time,
+        # which the search begins with, takes several times as long.
+        over = search.seconds >= until
+        if search.closed or (over and not is_quick(listing, problem.num_ops)):
             break
         seconds = (until - search.seconds) / (len(plain) - number)
         inner = strategy.begin(each, "makespan", search.seed, search.stop_at_gap, None, time.perf_counter())
         strategy.first_order(inner)
-        inner.until = seconds
-        strategy.run(inner)
+        if not over:
+            inner.until = seconds
+            strategy.run(inner)
         made = problem.read(each.schedule(inner.row, "plan"))
         search.take(made, inner.how)
         if forms.away:
