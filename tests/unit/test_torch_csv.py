@@ -142,7 +142,7 @@ def test_overlapped_pairs_may_be_separated() -> None:
         ("(0F1;0B0;0F2)OVERLAP_F_B", "and this is of F, B, F"),
         ("(0F1;0UNSHARD)OVERLAP_F_B", "and this is of F, UNSHARD"),
         ("(0F1;0B0)OVERLAP_B_F", "there is no OVERLAP_B_F"),
-        ("(0F0;0B0)OVERLAP_F_B", "0F0 is there twice"),
+        ("(0F0;0B0)OVERLAP_F_B", "0F0 occurs twice"),
     ],
 )
 def test_what_is_no_pair_is_refused(cell: str, says: str) -> None:

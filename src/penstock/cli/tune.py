@@ -212,10 +212,12 @@ def own_model(
     model: str | None, options: str | None, data: str | None, batch: int | None, seed: int = 0
 ) -> dict[str, Any]:
     """The settings of a model of one's own; of another one those that say which. Paths are from anywhere."""
-    from penstock.train.kinds import is_path
+    from penstock.train.kinds import check_model, is_path
     from penstock.train.own_file import is_own
     from penstock.train.settings import Settings
 
+    if model is not None:
+        check_model(model, None)  # by the words given, before they are a path
     own = {"model": model if model is None or not is_path(model) else os.path.abspath(model)}
     paths = {name: path for name, path in own.items() if path is not None}
     paths |= {} if data is None else {"data": os.path.abspath(data)}

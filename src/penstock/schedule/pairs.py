@@ -116,6 +116,8 @@ def require_no_pairs(schedule: Schedule, what: str) -> None:
 
 def wrong_pair(schedule: Schedule) -> tuple[int, int, Op, str] | None:
     """The first pair that cannot be one: rank, step and op, and what is wrong with it. None where all are right."""
+    if not schedule.pairs:
+        return None  # without its ops being asked for
     spots = {op: (rank, step) for rank, row in enumerate(schedule.order) for step, op in enumerate(row)}
     taken: dict[Op, Pair] = {}
     for pair in schedule.pairs:
