@@ -73,7 +73,7 @@ format: $(INSTALLED)
 
 install: $(INSTALLED)
 
-# Python compiles a module when it first imports it; pip would spend half a minute on thousands that nobody imports.
+# pip would compile what it installs on one core; compileall does on all. A few files of others are no Python 3.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -82,6 +82,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --retries 1 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(PIP) -e ".[dev]"
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	$(BIN)/python -m penstock.planning.compile_ahead
 	@touch $@
 

@@ -138,7 +138,7 @@ def cell_texts(schedule: Schedule, rank: int) -> list[str]:
     return [op.short() if single and op.stage in schedule.stages_of(rank) else str(op) for op in schedule.order[rank]]
 
 
-class Cell(NamedTuple):
+class GridCell(NamedTuple):
     """A cell of the grid: its column, the text, and the op that it is, or the two of a pair."""
 
     column: int
@@ -146,13 +146,13 @@ class Cell(NamedTuple):
     ops: tuple[Op, ...]
 
 
-def grid_cells(schedule: Schedule) -> list[list[Cell]]:
+def grid_cells(schedule: Schedule) -> list[list[GridCell]]:
     """The cells of each rank that are not empty."""
     found = []
     for rank, (steps, columns) in enumerate(zip(paired_steps(schedule), unit_columns(schedule), strict=True)):
         own, texts, place = [], cell_texts(schedule, rank), 0
         for ops in steps:
-            own.append(Cell(columns[place], JOIN.join(texts[place : place + len(ops)]), ops))
+            own.append(GridCell(columns[place], JOIN.join(texts[place : place + len(ops)]), ops))
             place += len(ops)
         found.append(own)
     return found
