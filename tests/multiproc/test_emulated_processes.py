@@ -131,11 +131,11 @@ def train_through_lines(rank: int) -> list[bool]:
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
         schedule = ps.build("zb-h1", 3, 6)
         pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), timeout=20)
-        assert isinstance(pipe._peers, GroupPeers)
-        group = pipe._peers.group
+        assert isinstance(pipe._local.peers, GroupPeers)
+        group = pipe._local.peers.group
         lines = DeviceLines(group, lines_of(wire(schedule)), "gloo", 20.0, torch.device("cpu"))
-        plain = GlooTransport(group, pipe._tags, 20.0, lines=lines)
-        pipe._transport = plain if links is None else ConditionedTransport(plain, Conditions(links))
+        plain = GlooTransport(group, pipe._local.tags, 20.0, lines=lines)
+        pipe._local.transport = plain if links is None else ConditionedTransport(plain, Conditions(links))
         x = torch.randn(12, 4)
         loss = pipe.step(x, x.sum(1, keepdim=True), update=False).loss
         found.append([loss, *(p.grad for p in pipe.parameters())])
