@@ -48,7 +48,8 @@ class Panel:
     def rows(self) -> list[list[TimedOp]]:
         """The ops of each rank by start. The two of a pair share its time, half each."""
         rows = [sorted(row, key=lambda t: (t.start, t.end)) for row in self.timeline.rows]
-        return [_in_halves(row, dict(self.schedule.pairs)) for row in rows] if self.schedule.pairs else rows
+        backward_of = dict(self.schedule.pairs)
+        return [_in_halves(row, backward_of) for row in rows] if backward_of else rows
 
     @cached_property
     def streams(self) -> list[list[TimedOp]]:

@@ -89,11 +89,7 @@ class Problem:
 
     def row(self, schedule: Schedule) -> Array:
         """The other way: a schedule of this placement as queue ids."""
-        queue = {
-            (kind, stage, int(pipeline)): q
-            for q, (kind, stage, pipeline) in enumerate(zip(self.kind, self.stage, self.queues.pipeline, strict=True))
-        }
-        pipelines = schedule.microbatch_pipeline
+        queue, pipelines = self.number, schedule.microbatch_pipeline
         return np.array(
             [queue[op.kind, op.stage, pipelines[op.microbatch]] for row in schedule.order for op in row], np.int64
         )

@@ -230,6 +230,9 @@ class LocalPipeline:
         if configuration.nodes != self.running.configuration.nodes:
             return configuration
         self.choice.prepare(self.transport, configuration.delegated)
+        now = self.running
+        if configuration == replace(now.configuration, dispatch=configuration.dispatch):
+            return replace(now, configuration=configuration)  # how ranks pick ops is no part of the plan
         return self._worked_out(configuration)
 
     def _worked_out(self, configuration: Configuration) -> ActivePlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunReport:
+class RunReport(ABC):
     """What a run came to.
 
     Attributes:
@@ -65,9 +66,9 @@ class RunReport:
         save_picture(pictures, folder.file("timeline.json"))
         write_whole(folder.report, json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n")
 
+    @abstractmethod
     def rows(self) -> list[tuple[str, str]]:
         """Lines of text, each with its heading, up to the notices."""
-        raise NotImplementedError
 
     def last_rows(self) -> list[tuple[str, str]]:
         """Those behind the notices."""
