@@ -11,7 +11,6 @@ from emulated_processes import step, tags_of, world
 from emulated_ranks import blocked_starts
 from packed import packed
 from penstock.cost import Links
-from penstock.dispatch import Dispatch
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.acknowledgements import Acknowledgements
@@ -39,7 +38,7 @@ def made(
     if name != "lines":
         choice = TransportOptions(name, depth=depth).choice(False)
         peers, cpu = GroupPeers(world(), 20.0), torch.device("cpu")
-        return choice.make(peers, tags, timeout, wiring, Dispatch.FROZEN, cpu, conditions)
+        return choice.make(peers, tags, timeout, wiring, cpu, conditions)
     told = None if depth is None else Acknowledgements(world(), timeout, depth)
     lines = DeviceLines(world(), lines_of(wiring), "gloo", timeout, torch.device("cpu"))
     transport: Transport = GlooTransport(world(), tags, timeout, told, lines)

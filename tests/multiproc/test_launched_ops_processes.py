@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock as ps
-from device_queues import LateQueue
+from device_queues import LateLines, LateQueue
 from packed import packed
 from penstock.runtime.execute import torch_devices
+from penstock.runtime.transport import choose, nccl
 from penstock.runtime.transport.gloo import GlooTransport
 from plain_loop import plain_step
 from processes import run_ranks
@@ -27,6 +28,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("1f1b", {"transport": "delegate"}),
     ("zb", {"transport": "host", "dispatch": "hinted", "links": ps.Links({(0, 1): 3.0})}),
     ("1f1b", {"transport": "gloo", "tied": [("0.weight", "6.weight")]}),
+    ("1f1b", {"transport": "nccl"}),
+    ("zb-v", {"transport": "nccl", "dispatch": "dynamic"}),
+    ("interleaved-1f1b", {"transport": "nccl", "dispatch": "hinted", "links": ps.Links({(0, 1): 3.0})}),
+    ("1f1b", {"transport": "nccl", "dispatch": "dynamic", "tied": [("0.weight", "6.weight")]}),
 ]
 """What carries messages wakes the rank when an op has ended, each in its own way."""
 
@@ -48,8 +53,19 @@ def late_queue(device: torch.device) -> LateQueue:
     return LateQueue(watches=True)
 
 
+made: list[LateLines] = []
+
+
+def late_lines(group: Any, timeout: float, wiring: Any, device: torch.device) -> nccl.DeviceLines:
+    lines = LateLines()
+    made.append(lines)
+    nccl.dist = lines  # type: ignore[assignment]
+    return nccl.DeviceLines(group, nccl.lines_of(wiring), "gloo", timeout, device, lines)
+
+
 def train(rank: int) -> list[tuple[dict[str, Any], int, int]]:
     torch_devices.queue_of = late_queue
+    choose._lines = late_lines
     found = []
     for name, options in CASES:
         model, schedule = build_model(), ps.build(name, 2, 8)
@@ -57,6 +73,8 @@ def train(rank: int) -> list[tuple[dict[str, Any], int, int]]:
             loss = pipe.step(*build_batch(), update=False).loss
             grads = {key: p.grad.tolist() for key, p in pipe.named_parameters() if p.grad is not None}
             found.append(({"loss": loss.item(), **grads}, len(pipe.timeline().ops), schedule.num_ops))
+    assert len(made) == sum(options.get("transport") == "nccl" for _, options in CASES)
+    assert all(lines.num_looks >= lines.num_waits > 0 for lines in made)
     return found
 
 
@@ -79,13 +97,24 @@ def leave_whole(stage: nn.Module, mesh: Any) -> None:
     """Both shards hold all of a stage: what matters here is who waits for whom."""
 
 
+MESHES = (
+    ((2, 2, 1), "none", "host"),
+    ((2, 2, 1), "fsdp", "host"),
+    ((2, 1, 2), "none", "host"),
+    ((2, 2, 1), "none", "nccl"),
+)
+
+
 def train_in_a_mesh(rank: int) -> tuple[list[float], list[int]]:
     """Replicas, whose gradients are summed by asynchronous ops; and shards, whose collectives the host waits for."""
     torch_devices.queue_of = late_queue
+    choose._lines = late_lines
     losses, most = [], []
-    for shape, sharding in (((2, 2, 1), "none"), ((2, 2, 1), "fsdp"), ((2, 1, 2), "none")):
+    for shape, sharding, transport in MESHES:
         mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
-        options = packed(loss_fn=nn.MSELoss(), sharding=sharding, dispatch="dynamic", parallelize=leave_whole)
+        options = packed(
+            loss_fn=nn.MSELoss(), sharding=sharding, dispatch="dynamic", parallelize=leave_whole, transport=transport
+        )
         with ps.Pipeline(
             build_model(),
             ps.build("1f1b", 2, 4),
@@ -109,13 +138,14 @@ def plain_losses() -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_meshes_train_and_wait_for_each_op_where_its_collectives_stop_the_host() -> None:
     outcomes = run_ranks(4, train_in_a_mesh)
     assert [o.code for o in outcomes] == [0] * 4, "\n".join(o.text for o in outcomes)
     for outcome in outcomes:
         losses, most = outcome.value
-        assert losses == pytest.approx(plain_losses() * 3, rel=1e-5)
-        assert most == [2, 1, 1]
+        assert losses == pytest.approx(plain_losses() * len(MESHES), rel=1e-5)
+        assert most == [2, 1, 1, 2]
 
 
 def frozen_gloo_is_woken(rank: int) -> bool:

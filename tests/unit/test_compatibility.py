@@ -55,7 +55,7 @@ def test_every_row_refuses_something_and_none_what_has_one_of_its_features() -> 
     branching = {row for row in REFUSALS if "whose lowest stage" in row.other or "several pipelines" in row.other}
     assert used == set(REFUSALS) - branching, "the library has no schedule for the others"
     for cell in CELLS:
-        plain = cell.schedule.updates is None and cell.transport != "nccl"
+        plain = cell.schedule.updates is None
         assert not plain or refusal_of(cell) is None
 
 

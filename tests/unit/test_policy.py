@@ -147,7 +147,7 @@ def test_the_runtime_chooses_too_and_refuses_to_wait_by_name() -> None:
     host = TransportChoice()
     assert dispatch_of("auto", schedule, costs, host) is Dispatch.HINTED
     assert dispatch_of("auto", schedule, costs, host, HALF_A_MS) is Dispatch.FROZEN
-    assert dispatch_of("auto", schedule, costs, TransportChoice("nccl")) is Dispatch.FROZEN
+    assert dispatch_of("auto", schedule, costs, TransportChoice("nccl")) is Dispatch.HINTED
     asynchronous = ps.build("amdp", 4, 8, window=4)
     assert dispatch_of("hinted", asynchronous, None, host) is Dispatch.HINTED
     with pytest.raises(ps.ScheduleError, match="policies that wait are for"):

@@ -131,20 +131,6 @@ REFUSALS = (
         "give sharding=\"none\" (--sharding none), or use rule 'none'",
         lambda c: c.predicts and c.schedule.placement.num_pipelines > 1 and c.sharding != "none",
     ),
-    Refusal(
-        "transport 'nccl'",
-        "dispatch other than frozen",
-        "it can't tell which message has come",
-        "run it frozen, or use transport 'host'",
-        lambda c: c.transport == "nccl" and c.dispatch != "frozen",
-    ),
-    Refusal(
-        "transport 'nccl'",
-        "asynchronous ops",
-        "their end must wake a rank that waits for messages, and NCCL's are waited for on the GPU",
-        "use 'host', 'gloo', 'direct' or 'delegate'",
-        lambda c: c.transport == "nccl" and bool(c.schedule.asynchronous),
-    ),
 )
 """Every one is looked at before any stage is built, and those of tied parameters once it is known which are one."""
 

@@ -173,9 +173,7 @@ class LocalPipeline:
         calls = calls_of(schedule, self._functions, held.stages, self.peers, given.timeout)
         together = lockstep_of(place, schedule.updates is not None, given.timeout)
         autocast = given.precision.autocast
-        # A wait for NCCL's messages can't be ended by anything else.
-        waits = self.choice.name == "nccl" or place.waits_in_ops(bool(schedule.placement.shared))
-        most_ahead = 1 if waits else AHEAD
+        most_ahead = 1 if place.waits_in_ops(bool(schedule.placement.shared)) else AHEAD
         self.devices = TorchDevices(schedule, held, ranks, given.loss_fn, autocast, calls, updating, most_ahead)
         self._made.callback(self.devices.close)
         self.executor = StepExecutor(self.devices, ranks, self.choice, self.conditions, together)
@@ -188,7 +186,6 @@ class LocalPipeline:
                 self.tags,
                 given.timeout,
                 wiring,
-                start.dispatch,
                 held.device,
                 self.conditions,
                 self.failover,
@@ -225,7 +222,6 @@ class LocalPipeline:
                 f"{plain.name} has the gradients of more stages complete at one place than {first.name}, with "
                 "which this pipeline was made: start a new one"
             )
-        self.choice.require_dispatch(configuration.dispatch)
         self.choice.require_schedule(configuration.schedule, configuration.delegated)
         if configuration.nodes != self.running.configuration.nodes:
             return configuration

@@ -176,9 +176,7 @@ class EmulatedPipeline:
         barrier = ProcessBarrier(peers, meeting_groups(plan.schedule, peers), timeout)
         self._conditions = Conditions(Links())
         given = None if self.link_conditions == Links() else self._conditions
-        self._transport = choice.make(
-            peers, plan.tags, timeout, plan.plan.wiring, plan.dispatch, torch.device("cpu"), given
-        )
+        self._transport = choice.make(peers, plan.tags, timeout, plan.plan.wiring, torch.device("cpu"), given)
         self._close.callback(self._transport.close)
         self._devices = EmulatedDevices(self._costs, 0.0, barrier, num_indices(plan.schedule))
         self._executor = StepExecutor(self._devices, peers.here, choice)

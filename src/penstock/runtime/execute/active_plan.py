@@ -147,7 +147,7 @@ def dispatch_of(
 
     Args:
         costs: of the schedule's stages; all ops take as long as each other where they are not known.
-        choice: how messages travel; "nccl" runs frozen.
+        choice: how messages travel.
         links: what is known of them; no delays where not given. memory_limit: as in `simulate`.
 
     Raises:
@@ -155,8 +155,6 @@ def dispatch_of(
     """
     if given != AUTO:
         return as_dispatch(given)
-    if choice.name == "nccl":
-        return Dispatch.FROZEN
     costs = costs or Costs.assumed(schedule.num_ranks, schedule.placement)
     found = choose_policy(
         schedule,

@@ -16,24 +16,31 @@ from penstock.schedule.text import ranks_together
 Key = TypeVar("Key")
 
 
-def groups_of(sets: Mapping[Key, tuple[int, ...]], peers: GroupPeers) -> dict[Key, dist.ProcessGroup | None]:
+def groups_of(
+    sets: Mapping[Key, tuple[int, ...]], whole: dist.ProcessGroup, timeout: float, backend: str | None = None
+) -> dict[Key, dist.ProcessGroup | None]:
     """For each set of ranks a group of its own; None where this process is not in it.
 
-    Every process of the pipeline must call it, with the same sets. Waits in a group end after the peers' deadline.
+    Every process of the pipeline must call it, with the same sets.
+
+    Args:
+        whole: the pipeline's group. timeout: seconds after which waits in a group end.
+        backend: of the groups; that of all of torch.distributed where not given.
     """
-    members = dist.get_process_group_ranks(peers.group)
+    members = dist.get_process_group_ranks(whole)
     inside = {key: [members[rank] for rank in ranks] for key, ranks in sets.items()}
-    return groups_of_processes(inside, peers.timeout, len(members) == dist.get_world_size())
+    return groups_of_processes(inside, timeout, len(members) == dist.get_world_size(), backend)
 
 
 def groups_of_processes(
-    sets: Mapping[Key, Sequence[int]], timeout: float, whole: bool
+    sets: Mapping[Key, Sequence[int]], timeout: float, whole: bool, backend: str | None = None
 ) -> dict[Key, dist.ProcessGroup | None]:
     """The same of sets of processes, by their numbers in all of torch.distributed.
 
     Args:
         whole: every process of torch.distributed calls it, with the same sets; else every process of theirs does, and
             others may have sets of their own, as many.
+        backend: of the groups; that of all of torch.distributed where not given.
     """
     limit = timedelta(seconds=timeout)
     made: dict[Key, dist.ProcessGroup | None] = {}
@@ -42,9 +49,9 @@ def groups_of_processes(
         is_member = dist.get_rank() in inside
         group: object = None
         if whole:
-            group = dist.new_group(inside, timeout=limit)
+            group = dist.new_group(inside, timeout=limit, backend=backend)
         elif is_member:
-            group = dist.new_group(inside, timeout=limit, use_local_synchronization=True)
+            group = dist.new_group(inside, timeout=limit, backend=backend, use_local_synchronization=True)
         if not is_member:
             # A group that its members alone make is named after them and after how many groups they know. So who is
             # not in this one makes one of itself, and all go on counting alike.
@@ -61,6 +68,6 @@ def meeting_groups(schedule: Schedule, peers: GroupPeers) -> dict[tuple[str, int
     """
     together = {(op.kind, op.stage): ranks for op, ranks in sorted(ranks_together(schedule).items())}
     keys = {place: (ranks, place if place in schedule.asynchronous else None) for place, ranks in together.items()}
-    groups = groups_of({key: key[0] for key in keys.values()}, peers)
+    groups = groups_of({key: key[0] for key in keys.values()}, peers.group, peers.timeout)
     found = {place: groups[key] for place, key in keys.items()}
     return {place: WeakGroup(group) for place, group in found.items() if group is not None}

@@ -65,7 +65,7 @@ def _meshes_of_shared(placement: Placement, mesh: ProcessMesh) -> dict[int, Any]
         return {}
     sets = {ranks: ranks for _, ranks in placement.shared}
     if mesh.shards is None:
-        groups = groups_of(sets, peers)
+        groups = groups_of(sets, peers.group, peers.timeout)
     else:
         # A row per rank: the processes that hold its other stages together.
         rows = peers.gather(dist.get_process_group_ranks(mesh.shards.get_group()))

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from penstock.control import Event
 from penstock.cost import Links
-from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.interfaces import addresses_for, network_name
 from penstock.runtime.mesh.peers import GroupPeers
@@ -25,7 +24,7 @@ from penstock.runtime.transport.failover import Failover
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.layer import layers_of
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
-from penstock.runtime.transport.nccl import DeviceLines, lines_of
+from penstock.runtime.transport.nccl import CudaLineStreams, DeviceLines, lines_of, require_queues
 from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.shared_memory import open_shared_memory
 from penstock.runtime.transport.wiring import Wiring
@@ -66,8 +65,7 @@ class TransportOptions:
     Attributes:
         name: "host" (shared memory between ranks of one host, else gloo; messages of a GPU pass through host memory,
             so several ranks may share one GPU), "gloo", "direct" (gloo with a bound on messages under way),
-            "delegate" (processes of their own carry messages), or "nccl" (from GPU to GPU, one GPU per rank, frozen
-            dispatch).
+            "delegate" (processes of their own carry messages), or "nccl" (from GPU to GPU, one GPU per rank).
         delegates: how delegates carry messages. With "host" or "direct" it says that single links may be delegated.
         depth: for experiments: how many messages may be under way to another rank before the sender waits. "direct"
             has a depth of 2 where none is given, the others have no bound.
@@ -148,11 +146,6 @@ class TransportChoice:
         routed = f" with {self.delegates.num} to {self.delegates.most} delegates" if self.has_delegates else ""
         return f"{self.name}{'' if self.depth is None else f' of depth {self.depth}'}{routed}"
 
-    def require_dispatch(self, dispatch: Dispatch) -> None:
-        """Raises RuntimeFailure where messages cannot be told apart as this dispatch needs."""
-        if self.name == "nccl" and dispatch.is_dynamic:
-            raise RuntimeFailure("transport 'nccl' needs frozen dispatch: it cannot tell which message has arrived")
-
     def route(self, transport: Transport | None, delegated: Collection[tuple[int, int]]) -> None:
         """Says, between two steps, which links go by delegates, and so have no bound."""
         for layer in layers_of(transport):
@@ -209,7 +202,6 @@ class TransportChoice:
         tags: Tags,
         timeout: float,
         wiring: Wiring,
-        dispatch: Dispatch,
         device: torch.device,
         conditions: Conditions | None,
         failover: Failover | None = None,
@@ -221,17 +213,11 @@ class TransportChoice:
                 connections break.
 
         Raises:
-            RuntimeFailure: "nccl" without a GPU or with dispatch that is not frozen; a schedule that needs more
-                than `depth`; an interface that is not there; a half-duplex link.
+            RuntimeFailure: "nccl" without a GPU, or with more lines than a GPU has queues for; a schedule that needs
+                more than `depth`; an interface that is not there; a half-duplex link.
         """
         if conditions is not None:
             conditions.require_own_queues()
-        if wiring.schedule.asynchronous and self.name == "nccl":
-            raise RuntimeFailure(
-                f"{wiring.schedule.name} has asynchronous ops, whose end must wake a rank that waits for messages, "
-                "and transport 'nccl' can't; use 'host', 'gloo', 'direct' or 'delegate'"
-            )
-        self.require_dispatch(dispatch)
         if self.depth is not None:
             require_depth(wiring.schedule, self.depth)
         made = self._carrying(peers, tags, timeout, wiring, device, failover)
@@ -288,4 +274,7 @@ class TransportChoice:
 def _lines(group: dist.ProcessGroup, timeout: float, wiring: Wiring, device: torch.device) -> DeviceLines:
     if device.type != "cuda" or not dist.is_nccl_available():
         raise RuntimeFailure(f"transport 'nccl' needs stages on a GPU, they are on {device}; use transport='host'")
-    return DeviceLines(group, lines_of(wiring), "nccl", timeout, device)
+    channels = lines_of(wiring)
+    for rank in range(dist.get_world_size(group)):  # all of them, so that all are told
+        require_queues(channels, rank)
+    return DeviceLines(group, channels, "nccl", timeout, device, CudaLineStreams(device))

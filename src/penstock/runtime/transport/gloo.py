@@ -394,10 +394,10 @@ class GlooTransport:
         # A thread waits all the time; a rank that finds the message there already can't tell how long it lay there.
         if self._threaded or now - start > SHORTEST_WAIT:
             posted.arrived = now
-        if self._lines_of(channel) is not None:
-            # Waiting for NCCL only orders streams; reading a part waits for the message itself. And a send is queued
-            # behind the device's compute: the host's clock doesn't know when it began.
-            posted.packet.preamble()
+        if (lines := self._lines_of(channel)) is not None:
+            # Read here, where nothing else waits for it. And a send is queued behind what the device was given: the
+            # host's clock doesn't know when it began.
+            lines.read(posted.packet)
             posted.arrived = None
         if channel.waiting:
             self._post(channel, wait_for_headers=False, follows=True)

@@ -5,23 +5,34 @@ was sent. Headers and tokens still go through host memory with tags, payloads fr
 
     rank 0 ==F==> rank 1 ==F==> rank 2          a line a channel, so that a receive posted ahead
     rank 0 <==B== rank 1 <==B== rank 2          in one never holds up another
+
+NCCL's own wait makes a stream wait, with all the compute that is queued on it, and lets the host go on. A rank that
+picks its ops must know instead which messages are there. So a thread asks whether a receive has ended, and the
+stream that computes never waits for a message: an op is launched when what it needs has come.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.failure import explain
+from penstock.runtime.mesh.groups import groups_of
 from penstock.runtime.mesh.weak_group import WeakGroup
 from penstock.runtime.transport.channel import ChannelKey, Incoming, Outgoing
 from penstock.runtime.transport.wire_format import DevicePacket, Packet, WireSpec
 from penstock.runtime.transport.wiring import Wiring
+
+FIRST_LOOK, LONGEST_LOOK = 20e-6, 500e-6
+"""Seconds between two looks at whether a message has come, at first and at most."""
 
 
 class NcclChannel(NamedTuple):
@@ -59,6 +70,79 @@ def lines_of(wiring: Wiring) -> list[NcclChannel]:
     return sorted(sent)
 
 
+QUEUES, MOST_QUEUES = 8, 32
+"""Queues of work between a host and its GPU: by default, and at most (CUDA_DEVICE_MAX_CONNECTIONS)."""
+OTHER_STREAMS = 5
+"""Streams beside those of the lines: for computing, copies, waits for collectives, receives and reads."""
+
+
+def require_queues(channels: Sequence[NcclChannel], rank: int) -> None:
+    """Raises RuntimeFailure where a rank has more lines than queues of its GPU: the stream that computes could share
+    one with a receive that waits, and stand still behind it.
+    """
+    needed = sum(rank in (line.source, line.target) for line in channels) + OTHER_STREAMS
+    try:
+        queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES))
+    except ValueError:
+        queues = QUEUES
+    if needed <= queues:
+        return
+    instead = (
+        "set CUDA_DEVICE_MAX_CONNECTIONS=32 before the program starts"
+        if needed <= MOST_QUEUES
+        else "use transport='host', or a schedule with fewer stages per rank"
+    )
+    raise RuntimeFailure(
+        f"transport 'nccl' would use {needed} streams on rank {rank}, a line of its own for each channel among them, "
+        f"and CUDA_DEVICE_MAX_CONNECTIONS gives its GPU {queues} queues of work: what computes could wait behind a "
+        f"message; {instead}"
+    )
+
+
+class LineStreams(Protocol):
+    """The streams of a device on which messages move, apart from the one that computes."""
+
+    def receiving(self, free: Any) -> AbstractContextManager[Any]:
+        """Around what makes or posts a buffer.
+
+        Args:
+            free: a mark behind the last use of the buffer, for which its receive waits; None for a new one.
+        """
+
+    def reading(self) -> AbstractContextManager[Any]:
+        """Around what reads a message that has come: it waits for nothing else."""
+
+    def used(self, buffer: torch.Tensor) -> Any:
+        """A mark behind what the stream that computes was given, the use of a buffer being the last."""
+
+
+class CudaLineStreams:
+    """Two streams of a GPU. Neither ever waits for a message, so that neither holds up another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._receives, self._reads = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._device = device
+
+    def receiving(self, free: Any) -> AbstractContextManager[Any]:
+        if free is not None:
+            self._receives.wait_event(free)
+        return torch.cuda.stream(self._receives)
+
+    def reading(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._reads)
+
+    def used(self, buffer: torch.Tensor) -> Any:
+        computing = torch.cuda.current_stream(self._device)
+        buffer.record_stream(computing)  # once let go, its memory is not used again before
+        mark = torch.cuda.Event()
+        mark.record(computing)
+        return mark
+
+
+def _ends(line: NcclChannel) -> tuple[int, int]:
+    return min(line.source, line.target), max(line.source, line.target)
+
+
 class DeviceLines:
     """The lines of one rank, as a part of what carries messages between processes.
 
@@ -67,6 +151,7 @@ class DeviceLines:
         backend: of the lines: "nccl", or "gloo" where the device is the processor.
         timeout: seconds that their making may take.
         device: where payloads lie.
+        streams: of the device; None where a wait for a message stops the host alone.
     """
 
     def __init__(
@@ -76,28 +161,30 @@ class DeviceLines:
         backend: str,
         timeout: float,
         device: torch.device,
+        streams: LineStreams | None = None,
     ) -> None:
-        self._rank, self._device = dist.get_rank(group), device
+        self._rank, self._device, self._streams = dist.get_rank(group), device, streams
         self._lines: dict[tuple[ChannelKey, bool], WeakGroup] = {}
         """By channel and whether this rank sends: with several pipelines it may be at either end of like ones."""
-        members = dist.get_process_group_ranks(group)
-        for line in channels:
-            ends = sorted((members[line.source], members[line.target]))
-            made = dist.new_group(ends, timeout=timedelta(seconds=timeout), backend=backend)
-            if self._rank in (line.source, line.target) and made is not None:
+        groups = groups_of({line: _ends(line) for line in channels}, group, timeout, backend)
+        for line, made in groups.items():
+            if made is not None:
                 self._lines[line.key, self._rank == line.source] = WeakGroup(made)
                 # Both ends meet here: a line that was first used by a receive posted ahead would wait for its sender.
                 dist.all_reduce(torch.zeros(1, device=device), group=made)
 
     def packet(self, spec: WireSpec) -> Packet:
         """A buffer for payloads."""
-        return DevicePacket(spec, self._device)
+        if self._streams is None:
+            return DevicePacket(spec, self._device)
+        with self._streams.receiving(None):
+            return DevicePacket(spec, self._device, self._streams.used)
 
     def send(self, channel: Outgoing, packet: Packet, timeout: float) -> Any:
         """Starts to send; the error of a line that failed names the other end."""
         line, end = self._lines[channel.key, True](), self._end(channel.peer)
         try:
-            return dist.isend(packet.buffer, group=line, group_dst=end)
+            return self._under_way(dist.isend(packet.buffer, group=line, group_dst=end))
         except RuntimeError as error:
             raise explain(error, self._rank, channel.peer, "a message to leave", timeout) from None
 
@@ -105,10 +192,44 @@ class DeviceLines:
         """Starts to receive, likewise."""
         line, end = self._lines[channel.key, False](), self._end(channel.peer)
         try:
-            return dist.irecv(packet.buffer, group=line, group_src=end)
+            if self._streams is None or not isinstance(packet, DevicePacket):
+                return self._under_way(dist.irecv(packet.buffer, group=line, group_src=end))
+            with self._streams.receiving(packet.free):
+                return self._under_way(dist.irecv(packet.buffer, group=line, group_src=end))
         except RuntimeError as error:
             raise explain(error, self._rank, channel.peer, "a message", timeout) from None
+
+    def read(self, packet: Packet) -> None:
+        """Reads which message a packet brought, on a stream that has nothing else to do."""
+        with nullcontext() if self._streams is None else self._streams.reading():
+            if isinstance(packet, DevicePacket):
+                packet.read()
+
+    def _under_way(self, work: Any) -> Any:
+        return work if self._streams is None else OnALine(work, self._streams)
 
     def _end(self, peer: int) -> int:
         """The peer's rank in a line: its ends are in ascending order."""
         return int(peer > self._rank)
+
+
+class OnALine:
+    """A message under way whose end the host can wait for, where the backend's own wait stops a stream instead."""
+
+    def __init__(self, work: Any, streams: LineStreams) -> None:
+        self._work, self._streams = work, streams
+
+    def wait(self, limit: timedelta) -> None:
+        """Returns once it has come, or has left.
+
+        Raises:
+            RuntimeError: it has not within the limit ("timed out"), or the line failed.
+        """
+        pause, until = FIRST_LOOK, time.monotonic() + limit.total_seconds()
+        while not self._work.is_completed():
+            if time.monotonic() > until:
+                raise RuntimeError(f"timed out after {limit.total_seconds():g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_LOOK)
+        with self._streams.reading():
+            self._work.wait()  # returns at once, and raises what went wrong

@@ -14,6 +14,7 @@ Tensors keep their memory layout: a matmul may round differently on a transposed
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -239,10 +240,20 @@ class Packet:
 
 
 class DevicePacket(Packet):
-    """A packet in a device's memory. Reading its preamble waits until what fills the packet has come."""
+    """A packet in a device's memory.
 
-    def __init__(self, spec: WireSpec, device: torch.device) -> None:
+    Args:
+        used: gives a mark behind the last use of a buffer, where a device queues what it is given.
+
+    Attributes:
+        free: that mark: what fills the packet again must wait for it.
+    """
+
+    def __init__(self, spec: WireSpec, device: torch.device, used: Callable[[Tensor], Any] | None = None) -> None:
         super().__init__(spec, torch.empty(spec.num_bytes, dtype=torch.uint8, device=device))
+        self.free: Any = None
+        self._used = used
+        self._read: Preamble | None = None
 
     def _lay_out(self) -> None:
         self._head = self.buffer[:ALIGN].view(torch.int64)
@@ -251,8 +262,22 @@ class DevicePacket(Packet):
     def announce(self, preamble: Preamble) -> None:
         self._head[:5].copy_(torch.tensor(preamble))
 
+    def read(self) -> None:
+        """Reads the preamble, once the packet is full; waits for the current stream."""
+        self._read = Preamble(*self._head[:5].tolist())
+
     def preamble(self) -> Preamble:
-        return Preamble(*self._head[:5].tolist())
+        if self._read is None:
+            self.read()
+        assert self._read is not None
+        return self._read
+
+    def unpack(self) -> Payload:
+        self._read = None
+        payload = super().unpack()
+        if self._used is not None:
+            self.free = self._used(self.buffer)
+        return payload
 
 
 class Preamble(NamedTuple):
