@@ -84,19 +84,25 @@ def list_ops(p: Any, space: Any, turned: bool, in_turn: bool) -> float:
     def number(q, j):  # type: ignore[no-untyped-def]
         return op_first[q] + (count[q] - 1 - j if turned else j)
 
+    def is_least(q, r):  # type: ignore[no-untyped-def]
+        """Whether no other queue of rank r that takes memory has a next op of less value."""
+        value = values[number(q, head[q])]
+        for other in range(rank_first[r], rank_first[r + 1]):
+            if memory[other] > 0 and head[other] < count[other] and values[number(other, head[other])] < value:
+                return False
+        return True
+
     def may_take(q, r):  # type: ignore[no-untyped-def]
         """Whether the next op of q leaves rank r under its cap, and able to finish what it has begun."""
         level = held[r] + memory[q]
-        if in_turn and memory[q] > 0:
-            value = values[number(q, head[q])]
-            for other in range(rank_first[r], rank_first[r + 1]):
-                if memory[other] > 0 and head[other] < count[other] and values[number(other, head[other])] < value:
-                    return False
         return memory[q] <= 0 or (
             level <= limit[r]
             and (
                 several[r] == 0
-                or can_finish(q, limit[r] - level, rank_first[r], rank_first[r + 1], head, count, memory, pipeline)
+                or (
+                    (not in_turn or is_least(q, r))
+                    and can_finish(q, limit[r] - level, rank_first[r], rank_first[r + 1], head, count, memory, pipeline)
+                )
             )
         )
 

@@ -90,9 +90,8 @@ def class_rows(problem: Problem) -> Array:
 def list_by_class(problem: Problem, classes: Array, space: ListSpace) -> float:
     """List scheduling by class, then by microbatch; the row is left in `space.row`."""
     queues = problem.queues
-    counts = queues.size
-    number = np.arange(queues.num_ops) - np.repeat(queues.op_first[:-1], counts)
-    space.values[:] = np.repeat(classes * float(counts.max(initial=0) + 1), counts) + number
+    class_value = classes * (queues.size.max(initial=0) + 1)
+    space.values[:] = np.arange(queues.num_ops) + np.repeat(class_value - queues.op_first[:-1], queues.size)
     space.wait[:] = 0.0
     module: Any = ready(list_by_values)
     return float(module.list_ops(queues, space, False, False))
