@@ -5,6 +5,7 @@ The clocks here are numbers that tests move; no test takes the time.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -387,7 +389,7 @@ def test_machine_code_is_used_from_the_moment_it_is_there(without_machine_code: 
     assert compiling.ready(longest_paths) is longest_paths
     folder = compiling.cache_folder(longest_paths)
     assert folder is not None
-    (folder / compiling._note(longest_paths)).touch()  # as another process does
+    (folder / compiling._note(longest_paths)).write_text("{}")  # as another process does
     assert compiling.ready(longest_paths) is compiling.compiled(longest_paths)
     assert longest_paths not in compile_ahead.missing()
 
@@ -425,6 +427,12 @@ def test_machine_code_of_another_copy_of_the_source_is_not_taken_for_ours(
     assert not compiling.is_compiled(there)
 
 
+def forget_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the next process."""
+    COMPILED.cache_clear()
+    monkeypatch.setattr(compiling, "_READY", set())
+
+
 def test_machine_code_for_a_type_that_is_gone_is_made_again(
     without_machine_code: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,15 +446,56 @@ def test_machine_code_for_a_type_that_is_gone_is_made_again(
     folder = compiling.cache_folder(longest_paths)
     assert folder is not None
     assert list(folder.rglob("*.nbi"))
-    compiling.cache_folder.cache_clear()
+    assert list(folder.glob("compiled-*"))
+    forget_what_is_compiled(monkeypatch)
     with monkeypatch.context() as patch:
         patch.delattr(network, "Network")
-        assert compiling.cache_folder(longest_paths) == folder
+        assert compiling.ready(longest_paths) is longest_paths
+        COMPILED(longest_paths)
     assert not list(folder.rglob("*.nb*"))
-    COMPILED.cache_clear()
     assert not list(folder.glob("compiled-*"))
-    monkeypatch.setattr(compiling, "_READY", set())
+    COMPILED.cache_clear()
     assert jackson_bound(problem) == bound
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_machine_code_for_a_tuple_with_other_fields_is_not_used(
+    cut_off: bool, without_machine_code: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Numba knows a class of named tuples by its name. When two fields had changed places and the functions that take
+    it had not, their old machine code was used and read the one for the other. Cut off: compiling had not ended."""
+    (tmp_path / "halves.py").write_text(
+        "from typing import Any, NamedTuple\n\n\nclass Halves(NamedTuple):\n    left: Any\n    right: Any\n"
+    )
+    (tmp_path / "takes_halves.py").write_text("def left(halves):\n    return halves.left[0]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    halves, takes_halves = map(importlib.import_module, ("halves", "takes_halves"))
+    given = {"left": np.array([1.0]), "right": np.array([2.0])}
+    with compiling.compiling(takes_halves):
+        assert COMPILED(takes_halves).left(halves.Halves(**given)) == 1.0
+    folder = compiling.cache_folder(takes_halves)
+    assert folder is not None
+    if cut_off:
+        for note in folder.glob("compiled-*"):
+            note.unlink()
+    forget_what_is_compiled(monkeypatch)
+    halves.Halves = namedtuple("Halves", ["right", "left"], module="halves")
+    assert not compiling.is_compiled(takes_halves)
+    assert COMPILED(takes_halves).left(halves.Halves(**given)) == 1.0
+    for name in ("halves", "takes_halves"):
+        del sys.modules[name]
+
+
+def test_whether_machine_code_is_there_is_known_without_reading_it(
+    without_machine_code: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that only asked read the indices of all machine code that was ever kept in the folder."""
+    COMPILED.cache_clear()
+    with compiling.compiling(longest_paths):
+        jackson_bound(tight())
+    forget_what_is_compiled(monkeypatch)
+    monkeypatch.setattr(compiling, "_clear_what_cannot_be_used", lambda folder: pytest.fail(f"{folder} was read"))
+    assert compiling.ready(longest_paths) is COMPILED(longest_paths)
 
 
 def test_no_process_is_started_whose_work_would_be_lost(

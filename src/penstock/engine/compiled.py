@@ -3,9 +3,11 @@
 The same source serves twice: uncompiled for the runtime, small simulations and users' own rules (no wait
 for numba), compiled for large ones. Numba's disk cache makes the compiling happen once a machine.
 
-Two traps of that cache are met here. It loads only functions whose module can be imported by name, so the
-twin is registered. And it forgets to look at the functions a function calls, so that an edit of `decider`
-would leave an old `event_loop` in use: the cache's folder carries a digest of all sources that take part.
+Three traps of that cache are met here. It loads only functions whose module can be imported by name, so the
+twin is registered. It forgets to look at the functions a function calls, so that an edit of `decider` would
+leave an old `event_loop` in use: the cache's folder carries a digest of all sources that take part. And it
+knows a named tuple by the name of its class, so that code made for other fields would read the wrong ones: which
+fields they had is noted beside the code.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import json
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,11 +61,15 @@ def ready(module: ModuleType) -> ModuleType:
 
 
 def is_compiled(module: ModuleType) -> bool:
-    """Whether the machine code of `module` is there: all of it, as `compiling` noted for this kind of processor."""
+    """Whether the machine code of `module` is there: all of it, as `compiling` noted for this kind of processor, and
+    made for named tuples that still have the same fields."""
     if module in _READY:
         return True
     folder = cache_folder(module)
-    if folder is not None and (folder / _note(module)).exists():
+    note = folder / _note(module) if folder is not None else None
+    if note is None or not note.exists():
+        return False
+    if all(_fields_of(name) == fields for name, fields in json.loads(note.read_text()).items()):
         _READY.add(module)
     return module in _READY
 
@@ -70,6 +78,7 @@ def is_compiled(module: ModuleType) -> bool:
 def compiling(module: ModuleType) -> Iterator[None]:
     """Within it the compiled twin is used, and so compiled. At its end all that is used of it has been: that is noted
     for other processes too, where numba keeps the machine code on disk."""
+    compiled(module)  # which removes what cannot be used, if that has not been seen to
     _READY.add(module)
     try:
         yield
@@ -78,7 +87,9 @@ def compiling(module: ModuleType) -> Iterator[None]:
         raise
     folder = cache_folder(module)
     if folder is not None:
-        (folder / _note(module)).touch()
+        begun = folder / f"begun-{os.getpid()}"
+        begun.write_text(json.dumps(_taken_by(compiled(module))))
+        begun.replace(folder / _note(module))
 
 
 _READY: set[ModuleType] = set()
@@ -86,7 +97,8 @@ _READY: set[ModuleType] = set()
 
 @functools.cache
 def _note(module: ModuleType) -> str:
-    """The name of the file that says that machine code of `module` for this processor lies beside it.
+    """The name of the file that says that machine code of `module` for this processor lies beside it, and for which
+    named tuples.
 
     Numba takes none that was made for another processor, by another version, or from a source at another path.
     """
@@ -96,7 +108,7 @@ def _note(module: ModuleType) -> str:
 
     processor = binding.get_default_triple(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
     made_by = *processor, version("numba"), sys.version, os.path.abspath(str(module.__file__))
-    return f"compiled-{hashlib.sha256(repr(made_by).encode()).hexdigest()[:16]}"
+    return f"compiled-for-{hashlib.sha256(repr(made_by).encode()).hexdigest()[:16]}"
 
 
 def _sources(module: ModuleType) -> list[bytes]:
@@ -125,23 +137,50 @@ def cache_folder(module: ModuleType) -> Path | None:
         except OSError:
             continue
         if os.access(folder, os.W_OK):
-            _clear_what_cannot_be_read(folder)
             return folder
     return None
 
 
-def _clear_what_cannot_be_read(folder: Path) -> None:
-    """Removes machine code for arguments of a type that is no longer there: numba would fail to read its index."""
+def _fields_of(name: str) -> list[str] | None:
+    """The fields of a class of named tuples, given as `module:name`; None where there is no such class now."""
+    module, _, of = name.partition(":")
+    try:
+        return list(getattr(importlib.import_module(module), of)._fields)
+    except (ImportError, AttributeError):
+        return None
+
+
+def _tuples(types: Iterable[Any]) -> Iterator[tuple[str, list[str]]]:
+    """Of all classes of named tuples among numba's types, the name and the fields when that was compiled."""
+    for each in types:
+        if hasattr(each, "instance_class"):
+            yield f"{each.instance_class.__module__}:{each.instance_class.__qualname__}", list(each.fields)
+        yield from _tuples(getattr(each, "types", ()))
+
+
+def _taken_by(twin: ModuleType) -> dict[str, list[str]]:
+    """The classes of named tuples that the functions of a compiled twin have been called with, and their fields."""
+    functions = [value for value in vars(twin).values() if hasattr(value, "py_func")]
+    return dict(chain.from_iterable(_tuples(types) for function in functions for types in function.signatures))
+
+
+def _clear_what_cannot_be_used(folder: Path) -> None:
+    """Removes machine code for named tuples that are no longer there, of which numba would fail to read the index, or
+    that have other fields now, which numba would take for the same."""
     for index in folder.rglob("*.nbi"):
         try:
             with index.open("rb") as file:
                 pickle.load(file)  # numba's version
-                pickle.loads(file.read())
+                _, compiled_for = pickle.loads(file.read())  # what it was made of, and a file for each signature
+            taken = chain.from_iterable(_tuples(signature) for signature, *_ in compiled_for)
+            usable = all(_fields_of(name) == fields for name, fields in taken)
         except (AttributeError, ImportError):
-            for each in (*folder.glob("compiled-*"), *index.parent.glob("*.nb*")):
-                each.unlink(missing_ok=True)
+            usable = False
         except (OSError, EOFError, pickle.UnpicklingError):
             continue
+        if not usable:
+            for each in (*folder.glob("compiled-*"), *index.parent.glob("*.nb*")):
+                each.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -153,6 +192,8 @@ def _caching(module: ModuleType) -> Iterator[Callable[[Any], Any]]:
     config: Any = numba_config
     folder, before = cache_folder(module), config.CACHE_DIR
     if folder is not None:
+        if not is_compiled(module):
+            _clear_what_cannot_be_used(folder)
         config.CACHE_DIR = str(folder)
 
     def compile_function(function: Any) -> Any:

@@ -101,7 +101,9 @@ def list_ops(p: Any, space: Any, turned: bool, in_turn: bool) -> float:
                 several[r] == 0
                 or (
                     (not in_turn or is_least(q, r))
-                    and can_finish(q, limit[r] - level, rank_first[r], rank_first[r + 1], head, count, memory, pipeline)
+                    and can_finish(
+                        q, limit[r] - level, rank_first[r], rank_first[r + 1], head, count, memory, pipeline
+                    )
                 )
             )
         )

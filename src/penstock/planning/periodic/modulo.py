@@ -48,7 +48,7 @@ def cp_sat() -> ModuleType:
         from ortools.sat.python import cp_model
     except ImportError:
         raise ScheduleError(
-            "this plan needs the CP-SAT solver, which is not installed: pip install penstock[exact]", rule="exact"
+            "this plan needs the CP-SAT solver, which is not installed: pip install 'penstock[exact]'", rule="exact"
         ) from None
     module: ModuleType = cp_model
     return module
