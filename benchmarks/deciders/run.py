@@ -280,25 +280,25 @@ def commit_of(checkout: Path) -> str:
 
 
 def main() -> int:
+    from penstock.bench.machine import machine
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="a checkout of commit 59f8f88")
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    head = {
+        "command": f"python benchmarks/deciders/run.py BEFORE --cases {given.cases} --first {given.first}",
+        "before": commit_of(given.before),
+        "now": commit_of(NOW),
+        "seeds": [given.first, given.first + given.cases - 1],
+        "machine": machine(),
+    }
     found = compared(given.before.resolve(), given.cases, given.first)
     for name, row in found["deciders"].items():
         print(f"{name}: {row['same']} of {row['cases']} the same, {row['of these refused by both']} of them refused")
     if given.out is not None:
-        from penstock.bench.machine import machine
-
-        head = {
-            "command": f"python benchmarks/deciders/run.py BEFORE --cases {given.cases} --first {given.first}",
-            "before": commit_of(given.before),
-            "now": commit_of(NOW),
-            "seeds": [given.first, given.first + given.cases - 1],
-            "machine": machine(),
-        }
         given.out.write_text(json.dumps(head | found, indent=1) + "\n")
     return 0
 
