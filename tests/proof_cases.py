@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -363,7 +363,7 @@ _MOST_GRAPH_OPS = 36
 
 @dataclass(frozen=True)
 class GraphCase:
-    """One problem of stages in a graph.
+    """One problem of stages in a graph, or of microbatches that differ.
 
     Attributes:
         tasks, cap: as the exact solver takes it.
@@ -536,7 +536,12 @@ def _tasks(
     return tasks, place
 
 
-def judge_graph(case: GraphCase, time_limit: float = 0.3, seconds: float = 60.0) -> Verdict:
+def judge_graph(
+    case: GraphCase,
+    time_limit: float = 0.3,
+    seconds: float = 60.0,
+    above_caps: Callable[[GraphCase, ps.Timeline], list[str]] | None = None,
+) -> Verdict:
     """Plans a problem of a graph, solves it, and compares; what does not hold, in words."""
     solved = solve_tasks(case.tasks, case.cap, seconds)
     verdict = Verdict(case, solved)
@@ -548,6 +553,8 @@ def judge_graph(case: GraphCase, time_limit: float = 0.3, seconds: float = 60.0)
     verdict.value, verdict.lower_bound = value, bound = plan.value, plan.lower_bound
     verdict.proved = plan.gap <= CLAIMED
     ps.check(plan.schedule)
+    if above_caps is not None:
+        verdict.wrong += above_caps(case, plan.timeline)
     if solved.value is not None and bound > solved.value * (1 + ROUNDING):
         verdict.wrong.append(f"the plan's bound {bound:g} is above the achieved {solved.value}")
     if value < solved.bound * (1 - ROUNDING):
@@ -555,3 +562,111 @@ def judge_graph(case: GraphCase, time_limit: float = 0.3, seconds: float = 60.0)
     if verdict.proved and solved.proved and solved.value is not None and value > solved.value * (1 + CLAIMED):
         verdict.wrong.append(f"the plan's {value:g} is called proved, but {solved.value} is achieved")
     return verdict
+
+
+UNEVEN = tuple(PLACEMENTS)
+"""Families of `draw_uneven`: where the stages lie."""
+
+_MOST_UNEVEN_OPS = 36
+
+
+def draw_uneven(seed: int, family: str | None = None) -> GraphCase:
+    """The problem of a seed in which each op takes a time of its own, and each forward keeps memory of its own.
+
+    Microbatch m is dealt to pipeline m mod P. The solver takes each op as a task and knows no order of microbatches.
+    """
+    source = random.Random(f"uneven {seed}")
+    family = family or source.choice(UNEVEN)
+    pipelines = source.choice(PLACEMENTS[family])
+    num_stages, num_ranks = len(pipelines[0]), 1 + max(map(max, pipelines))
+    kinds = "FIW" if source.random() < 0.6 else "FB"
+    num = source.randint(2, max(2, min(5, _MOST_UNEVEN_OPS // (num_stages * len(kinds)))))
+    longest = source.choice([4, 12])
+    of_length = source.random() < 0.3  # one length a microbatch, for all its ops
+    lengths = [source.randint(1, longest) for _ in range(num)]
+
+    def table(most: int) -> list[list[int]]:
+        return [[length if of_length else source.randint(1, most) for length in lengths] for _ in range(num_stages)]
+
+    time = {kind: table(longest) for kind in kinds}
+    late = source.random() < 0.5
+    delay = {
+        (a, b): source.randint(0, longest) if late and source.random() < 0.6 else 0
+        for a in range(num_ranks)
+        for b in range(num_ranks)
+        if a != b
+    }
+    limit = source.choice(["none", "max_in_flight", "memory_limit", "memory_limit"])
+    halves = kinds == "FIW" and limit == "memory_limit" and source.random() < 0.5
+    memory = [[2 * held for held in row] for row in table(4)]
+    if limit != "memory_limit":
+        memory = [[1] * num] * num_stages
+    ops = [(kind, s, m) for kind in kinds for s in range(num_stages) for m in range(num)]
+    place = {op: k for k, op in enumerate(ops)}
+    hosts = [pipelines[m % len(pipelines)] for m in range(num)]
+    tasks = []
+    for kind, s, m in ops:
+        other = s - 1 if kind == "F" else s + 1
+        needs = [] if kind == "F" else [(place["I" if kind == "W" else "F", s, m], 0)]
+        if kind != "W" and 0 <= other < num_stages:
+            needs.append((place[kind, other, m], delay.get((hosts[m][other], hosts[m][s]), 0)))
+        held = memory[s][m]
+        by_input = held // 2 if halves else 0
+        gives = {"F": 0, "B": held, "I": by_input, "W": held - by_input}[kind]
+        tasks.append(Task((hosts[m][s],), time[kind][s][m], tuple(needs), held if kind == "F" else 0, gives))
+    cap: list[int | None] = [None] * num_ranks
+    for r in range(num_ranks if limit != "none" else 0):
+        # Room for one microbatch as heavy as the heaviest is on each stage, or for more.
+        alone = max(sum(max(memory[s]) for s, host in enumerate(row) if host == r) for row in pipelines)
+        whole = sum(memory[s][m] for m in range(num) for s, host in enumerate(hosts[m]) if host == r)
+        cap[r] = source.randint(max(1, alone), max(1, alone, whole))
+    message = {kind: [[source.uniform(0.1, 3) for _ in range(num)] for _ in range(num_stages)] for kind in "FB"}
+    ones, none = [1.0] * num_stages, [0.0] * num_stages
+    costs = ps.Costs(
+        f=ones,
+        i=ones if "I" in kinds else none,
+        w=ones if "W" in kinds else none,
+        **({"b": ones} if "B" in kinds else {}),
+        activation=ones,
+        freed_by_input=0.5 if halves else 0.0,
+        uneven={"time": time, "activation": memory, "message": message},
+    )
+    arguments = {
+        "costs": costs,
+        "num_ranks": num_ranks,
+        "num_microbatches": num,
+        "links": ps.Links({pair: float(ms) for pair, ms in delay.items()}),
+        "placement": ps.Placement(pipelines),
+        "split": "W" in kinds,
+        "dispatch": source.choice(["frozen", "frozen", "frozen", "hinted", "dynamic"]),
+        "seed": seed,
+        **({} if limit == "none" else {limit: list(cap)}),
+    }
+    return GraphCase(seed, family, tuple(tasks), tuple(cap), arguments)
+
+
+def judge_uneven(case: GraphCase, time_limit: float = 0.3, seconds: float = 60.0) -> Verdict:
+    """As `judge_graph`; no rank may hold more than its cap either, as ops ran in the plan's timeline."""
+    return judge_graph(case, time_limit, seconds, _above_caps)
+
+
+def _above_caps(case: GraphCase, timeline: ps.Timeline) -> list[str]:
+    """The ranks that hold more than their caps, from when each op ran, in words."""
+    kinds = ("F", "I", "W") if case.arguments["split"] else ("F", "B")
+    num_stages, num = case.arguments["costs"].num_stages, case.arguments["num_microbatches"]
+    tasks = dict(
+        zip(((k, s, m) for k in kinds for s in range(num_stages) for m in range(num)), case.tasks, strict=True)
+    )
+    wrong = []
+    for r, (row, cap) in enumerate(zip(timeline.rows, case.cap, strict=True)):
+        changes = []
+        for timed in row:
+            task = tasks[timed.op.kind, timed.op.stage, timed.op.microbatch]
+            changes += [(timed.start, 1, task.takes), (timed.end, 0, -task.gives)]
+        held = most = 0
+        for _, _, change in sorted(changes):
+            held += change
+            most = max(most, held)
+        if cap is not None and most > cap:
+            wrong.append(f"rank {r} holds {most} of {cap}")
+    return wrong

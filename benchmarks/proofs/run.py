@@ -33,7 +33,20 @@ import ortools
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from penstock.bench.machine import machine
-from proof_cases import GRAPHS, OFFLOADED, Case, GraphCase, draw, draw_free, draw_graph, judge, judge_graph
+from proof_cases import (
+    GRAPHS,
+    OFFLOADED,
+    UNEVEN,
+    Case,
+    GraphCase,
+    draw,
+    draw_free,
+    draw_graph,
+    draw_uneven,
+    judge,
+    judge_graph,
+    judge_uneven,
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,8 @@ class Settings:
 def _case_of(kind: str, seed: int) -> Case | GraphCase:
     if kind == "graphs":
         return draw_graph(seed, GRAPHS[seed % len(GRAPHS)])
+    if kind == "uneven":
+        return draw_uneven(seed, UNEVEN[seed % len(UNEVEN)])
     if kind == "plain":
         return draw(seed)
     return draw_free(seed, OFFLOADED[seed % len(OFFLOADED)] if kind == "offload" else None)
@@ -59,7 +74,7 @@ def _judged(given: tuple[int, Settings]) -> dict[str, Any]:
     seed, asked = given
     case, load = _case_of(asked.kind, seed), os.getloadavg()[0]
     if isinstance(case, GraphCase):
-        found = judge_graph(case, asked.time, asked.seconds)
+        found = (judge_uneven if asked.kind == "uneven" else judge_graph)(case, asked.time, asked.seconds)
     else:
         found = judge(case, asked.time, asked.seconds)
     solved = found.solved
@@ -79,7 +94,8 @@ def _groups(kind: str, seed: int) -> dict[str, str]:
     """The groups that a case is counted in."""
     case = _case_of(kind, seed)
     if isinstance(case, GraphCase):
-        return {"family": case.family}
+        limit = next((name for name in ("max_in_flight", "memory_limit") if name in case.arguments), "none")
+        return {"family": case.family, **({"limit": limit} if kind == "uneven" else {})}
     return {
         "family": case.family,
         "objective": case.instance.objective,
@@ -185,6 +201,7 @@ def main() -> int:
         ("free", "cases in which more than the order is free"),
         ("graphs", "cases of stages that branch, and of shared stages"),
         ("offload", "cases in which activations may go to host memory"),
+        ("uneven", "cases in which each op takes a time and memory of its own"),
     ):
         kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="plain", help=of)
     parser.add_argument("--out", type=Path, help="the summary; the lines of cases go beside it, to .jsonl")

@@ -167,3 +167,33 @@ def test_a_certificate_names_the_schedules_it_covers(placement: ps.Placement | N
     plan = ps.plan(costs, 2, 4, placement=placement, split=split, time_limit=0.1)
     assert str(plan.certificate) == words
     assert plan.certificate.placement == plan.schedule.placement
+
+
+@pytest.mark.parametrize("family", range(5))
+def test_plans_of_uneven_microbatches_beside_the_exact_solver(family: int) -> None:
+    pytest.importorskip("ortools", reason="needs the extra `exact`")
+    from proof_cases import UNEVEN, draw_uneven, judge_uneven
+
+    for seed in (1000, 1001, 1002, 1003):
+        verdict = judge_uneven(draw_uneven(seed, UNEVEN[family]), 0.05, 10.0)
+        assert not verdict.wrong, (seed, UNEVEN[family])
+        assert verdict.solved.value is not None
+
+
+def test_a_bound_or_a_plan_that_is_wrong_of_uneven_microbatches_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ortools", reason="needs the extra `exact`")
+    import proof_cases
+    from proof_cases import draw_uneven, judge_uneven
+
+    case = draw_uneven(1000, "one-to-one")
+    solved = proof_cases.solve_tasks(case.tasks, case.cap, 10.0)
+    assert solved.value is not None
+    too_high = replace(solved, value=1, bound=1)
+    monkeypatch.setattr(proof_cases, "solve_tasks", lambda *_: too_high)
+    assert any("is above the achieved 1" in wrong for wrong in judge_uneven(case, 0.05).wrong)
+    too_low = replace(solved, bound=10**6)
+    monkeypatch.setattr(proof_cases, "solve_tasks", lambda *_: too_low)
+    assert any("is below the solver's bound" in wrong for wrong in judge_uneven(case, 0.05).wrong)
+    monkeypatch.setattr(proof_cases, "solve_tasks", lambda *_: solved)
+    without_room = replace(case, cap=(0,) * len(case.cap))
+    assert any("holds" in wrong for wrong in judge_uneven(without_room, 0.05).wrong)
