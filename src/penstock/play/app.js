@@ -7,7 +7,7 @@
   const TIMES = { F: "F forward", I: "I input", W: "W weight", B: "B whole" };
   const MOST_MS = 60, PLAN_MS = 3000, PLAN_SLICE = 25;
   const state = read(location.hash);
-  let shown = null; // the last schedule that was right: { schedule, graph, runs, place }
+  let shown = null; // the last schedule that was right: { schedule, graph, kinds, runs, place }
   let written = null; // what the grid says, right or not; null where it can't be read
   let chosen = null; // the key of an op
   let pending = null, planning = null, told = "";
@@ -110,7 +110,7 @@
         return counts[rank];
       }));
     const ranks = shown ? shown.schedule.numRanks : state.ranks;
-    const kinds = new Set(shown ? shown.graph.ops.map((op) => op.kind) : Object.keys(TIMES));
+    const kinds = new Set(shown ? shown.kinds : Object.keys(TIMES));
     if (kinds.has("R")) kinds.add("F");
     $("times").replaceChildren();
     for (const [kind, name] of Object.entries(TIMES))
@@ -201,7 +201,7 @@
       schedule = written = schedules.parse(state.grid);
       schedules.check(schedule);
     }
-    shown = { schedule, graph: runs.lower(schedule), runs: [], place: null };
+    shown = { schedule, graph: runs.lower(schedule), kinds: new Set(schedule.order.flat().map((op) => op.kind)), runs: [], place: null };
     if (chosen !== null && !shown.graph.number.has(chosen)) chosen = null;
     pass();
     if (what === "build" || before !== shapeOf(schedule)) showControls();
@@ -239,8 +239,7 @@
       });
       return row;
     }));
-    const kinds = new Set(shown.graph.ops.map((op) => op.kind));
-    $("legend").replaceChildren(...view.legend(kinds).map(([color, name]) => {
+    $("legend").replaceChildren(...view.legend(shown.kinds).map(([color, name]) => {
       const item = document.createElement("span"), patch = document.createElement("i");
       patch.style.background = color;
       item.append(patch, name);

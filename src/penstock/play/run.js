@@ -3,7 +3,7 @@
 // costs: { f, i, w, b: ms of a rank's whole share of the model, slow: [factor of each rank] }
 // links: Map of "a>b" to ms that messages of that link are late
 const runs = (() => {
-  const { again, key, needs, numStages, ScheduleError } = schedules;
+  const { again, key, KINDS, needs, numStages, ScheduleError } = schedules;
   const PRIORITY = { B: 0, I: 0, F: 1, W: 2, R: 2 };
   const CODES = { frozen: decider.FROZEN, hinted: decider.HINTED, dynamic: decider.CLASS_FIRST };
   const FREED_BY_INPUT = 0.5;
@@ -16,7 +16,8 @@ const runs = (() => {
     return first;
   }
 
-  // The schedule as arrays: ops numbered row by row, edges from what makes to what needs, queues to choose from.
+  // The schedule as arrays: ops numbered row by row, edges from what makes to what needs, queues to choose from, and
+  // what its ops hold. None of it depends on times or links, so that dragging those only fills arrays of numbers.
   function lower(s) {
     const ops = s.order.flat(), num = ops.length, number = new Map(ops.map((op, at) => [key(op), at]));
     const rank = new Int32Array(num), first = new Int32Array(s.numRanks + 1);
@@ -51,8 +52,10 @@ const runs = (() => {
       if (at === 0 || place[op] !== place[queueOps[at - 1]]) begins.push(at);
       queueOf[op] = begins.length - 1;
     });
+    const memory_change = memoryChanges(s, ops, rank);
     return {
-      ops, number, rank, first, missing, priority, successors,
+      ops, number, rank, first, missing, priority, successors, memory_change, frozen_peaks: peaksOf(first, memory_change),
+      kind: Uint8Array.from(ops, (op) => KINDS.indexOf(op.kind)),
       edge_first: Int32Array.from([0, ...successors.map(((total) => (each) => (total += each.length))(0))]),
       edge_to: Int32Array.from(successors.flat()),
       queue_ops: queueOps, queue_of: queueOf, queue_first: Int32Array.from([...begins, num]),
@@ -61,27 +64,31 @@ const runs = (() => {
   }
 
   function durationsOf(s, graph, costs) {
-    const per = perStage(s), of = { F: costs.f, R: costs.f, I: costs.i, W: costs.w, B: costs.b };
-    return Float64Array.from(graph.ops, (op, at) => (of[op.kind] / per) * (costs.slow ? costs.slow[graph.rank[at]] || 1 : 1));
+    const per = perStage(s), of = { F: costs.f, R: costs.f, I: costs.i, W: costs.w, B: costs.b }, found = new Float64Array(graph.ops.length);
+    for (let rank = 0; rank < s.numRanks; rank++) {
+      const table = KINDS.map((kind) => (of[kind] / per) * (costs.slow ? costs.slow[rank] || 1 : 1));
+      for (let op = graph.first[rank]; op < graph.first[rank + 1]; op++) found[op] = table[graph.kind[op]];
+    }
+    return found;
   }
 
   // How many stages a rank's share of the model is cut into: costs are said per share, so that schedules compare.
   const perStage = (s) => numStages(s) / s.numRanks;
 
-  function memoryChanges(s, graph) {
+  function memoryChanges(s, ops, rank) {
     const forwards = s.order.map(again);
-    return Float64Array.from(graph.ops, (op, at) => {
-      if (op.kind === "F") return forwards[graph.rank[at]].has(key(op)) ? 0 : 1;
+    return Float64Array.from(ops, (op, at) => {
+      if (op.kind === "F") return forwards[rank[at]].has(key(op)) ? 0 : 1;
       if (op.kind === "R") return 1;
       if (op.kind === "I") return -FREED_BY_INPUT;
       return op.kind === "W" ? FREED_BY_INPUT - 1 : -1;
     });
   }
 
-  function peaksOf(graph, change, numRanks) {
-    return range(numRanks).map((r) => {
+  function peaksOf(first, change) {
+    return range(first.length - 1).map((r) => {
       let held = 0, most = 0;
-      for (let op = graph.first[r]; op < graph.first[r + 1]; op++) most = Math.max(most, (held += change[op]));
+      for (let op = first[r]; op < first[r + 1]; op++) most = Math.max(most, (held += change[op]));
       return most;
     });
   }
@@ -120,8 +127,7 @@ const runs = (() => {
   function simulate(s, options) {
     const graph = options.graph || lower(s);
     const duration = options.duration || durationsOf(s, graph, options.costs);
-    const change = options.change || memoryChanges(s, graph);
-    const given = { ...options, graph, duration, change };
+    const given = { ...options, graph, duration };
     if (options.dispatch === "auto") {
       const tried = POLICIES.map((dispatch) => simulate(s, { ...given, dispatch }));
       const frozen = tried[POLICIES.length - 1].makespan;
@@ -132,9 +138,10 @@ const runs = (() => {
     const [name, share] = options.dispatch.split(":"), wait = share ? Number(share) : 0;
     const arrays = arraysOf(s, graph, options);
     if (wait) Object.assign(arrays, { wait, due: simulate(s, { ...given, dispatch: "frozen" }).arrays.start_time });
-    const frozenPeaks = peaksOf(graph, change, s.numRanks);
-    const cap = Float64Array.from(options.caps || (name === "frozen" ? frozenPeaks.map(() => Infinity) : frozenPeaks));
-    Object.assign(arrays, { policy: CODES[name], duration, memory_change: change, cap });
+    const memory_change = options.change || graph.memory_change;
+    const peaks = options.change ? peaksOf(graph.first, options.change) : graph.frozen_peaks;
+    const cap = Float64Array.from(options.caps || (name === "frozen" ? peaks.map(() => Infinity) : peaks));
+    Object.assign(arrays, { policy: CODES[name], duration, memory_change, cap });
     const ended = drive(arrays);
     if (ended < graph.ops.length) {
       const stuck = arrays.done.indexOf(0);
@@ -143,17 +150,19 @@ const runs = (() => {
         `${schedules.opText(graph.ops[stuck])} (rule: deadlock); the proof shows why`, { rule: "deadlock" });
     }
     const busy = new Array(s.numRanks).fill(0);
-    duration.forEach((ms, op) => (busy[graph.rank[op]] += ms));
-    const makespan = graph.ops.length ? maxOf(arrays.end_time) - minOf(arrays.start_time) : 0;
+    let first = Infinity, last = -Infinity;
+    for (let op = 0; op < duration.length; op++) {
+      busy[graph.rank[op]] += duration[op];
+      first = Math.min(first, arrays.start_time[op]);
+      last = Math.max(last, arrays.end_time[op]);
+    }
+    const makespan = graph.ops.length ? last - first : 0;
     return {
       schedule: s, graph, arrays, dispatch: options.dispatch, makespan, busy,
       bubble: makespan ? 1 - sum(busy) / (s.numRanks * makespan) : 0,
       start: arrays.start_time, end: arrays.end_time, peaks: [...arrays.peak],
     };
   }
-
-  const maxOf = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
-  const minOf = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
 
   // The schedule with each rank's ops in the order in which they ran.
   function executed(run) {

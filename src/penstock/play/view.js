@@ -37,38 +37,62 @@ const view = (() => {
       x: (time) => LABEL + (time / length) * room, timeAt: (px) => ((px - LABEL) / room) * length };
   }
 
-  // One row of pixels by how much of each an op covers: no seams and no moire, however thin ops are.
-  function rowPixels(run, rank, place, ratio, lane, colorOf) {
+  // How a schedule's ops look, whenever they run: for each op its place in the tables of colours and inks.
+  const seen = new WeakMap();
+  function looks({ schedule, graph }) {
+    if (seen.has(graph)) return seen.get(graph);
+    const { of, num } = chunks(schedule), places = new Map(), colors = [];
+    const index = Uint16Array.from(graph.ops, (op, at) => {
+      const chunk = of(graph.rank[at], op.stage), name = op.kind + chunk;
+      if (!places.has(name)) places.set(name, colors.push(shade(op.kind, chunk, num)) - 1);
+      return places.get(name);
+    });
+    const found = { index, colors: Float32Array.from(colors.flat()), inks: colors.map(ink) };
+    seen.set(graph, found);
+    return found;
+  }
+
+  // A row of pixels for each rank, by how much of each pixel an op covers: no seams and no moire, however thin ops are.
+  function rowsOfPixels(run, place, ratio, lane) {
     const count = Math.ceil(place.width * ratio), sums = new Float32Array(4 * count), { graph, start, end } = run;
-    for (let op = graph.first[rank]; op < graph.first[rank + 1]; op++) {
-      const rgb = colorOf(rank, graph.ops[op]);
-      const wide = (place.x(end[op]) - place.x(start[op])) * ratio;
-      let left = place.x(start[op]) * ratio;
-      const right = place.x(end[op]) * ratio - (wide > 5 * ratio ? 1 : wide > 3 * ratio ? 0.5 : 0);
-      for (let at = Math.floor(left); at < right && at < count; at++) {
-        const covered = Math.min(right, at + 1) - Math.max(left, at);
-        sums[4 * at] += rgb[0] * covered;
-        sums[4 * at + 1] += rgb[1] * covered;
-        sums[4 * at + 2] += rgb[2] * covered;
-        sums[4 * at + 3] += covered;
+    const { index, colors } = looks(run), rows = new ImageData(count, place.ranks), { data } = rows;
+    const from = place.x(0) * ratio, scale = (place.x(1) - place.x(0)) * ratio, blank = Math.ceil((LABEL - 2) * ratio);
+    for (let rank = 0; rank < place.ranks; rank++) {
+      sums.fill(0);
+      for (let op = graph.first[rank]; op < graph.first[rank + 1]; op++) {
+        const left = from + start[op] * scale, wide = (end[op] - start[op]) * scale, color = 3 * index[op];
+        const right = Math.min(count, left + wide - (wide > 5 * ratio ? 1 : wide > 3 * ratio ? 0.5 : 0));
+        for (let at = Math.floor(left); at < right; at++) {
+          const covered = Math.min(right, at + 1) - Math.max(left, at);
+          sums[4 * at] += colors[color] * covered;
+          sums[4 * at + 1] += colors[color + 1] * covered;
+          sums[4 * at + 2] += colors[color + 2] * covered;
+          sums[4 * at + 3] += covered;
+        }
+      }
+      for (let at = blank, to = 4 * (rank * count + blank); at < count; at++, to += 4) {
+        const bare = Math.max(0, 1 - sums[4 * at + 3]);
+        data[to] = sums[4 * at] + lane[0] * bare;
+        data[to + 1] = sums[4 * at + 1] + lane[1] * bare;
+        data[to + 2] = sums[4 * at + 2] + lane[2] * bare;
+        data[to + 3] = 255;
       }
     }
-    const pixels = new ImageData(count, 1);
-    for (let at = 0; at < count; at++) {
-      const covered = Math.min(1, sums[4 * at + 3]);
-      for (let c = 0; c < 3; c++) pixels.data[4 * at + c] = sums[4 * at + c] + lane[c] * (1 - covered);
-      pixels.data[4 * at + 3] = at / ratio < LABEL - 2 ? 0 : 255;
-    }
-    return pixels;
+    return rows;
   }
 
   const strip = typeof document === "undefined" ? null : document.createElement("canvas");
 
+  // A canvas of this size. To set a size, even the same, takes the browser new memory.
+  function sized(canvas, width, height) {
+    if (canvas.width !== width) canvas.width = width;
+    if (canvas.height !== height) canvas.height = height;
+  }
+
   // Draws the runs one below the other on one time axis; returns where they are, for the pointer.
   function draw(canvas, runs, chosen) {
     const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, place = layOut(runs, width);
-    canvas.width = Math.round(width * ratio);
-    canvas.height = Math.round(place.height * ratio);
+    sized(canvas, Math.round(width * ratio), Math.round(place.height * ratio));
     canvas.style.height = `${place.height}px`;
     const g = canvas.getContext("2d"), style = getComputedStyle(document.documentElement);
     const color = (name) => style.getPropertyValue(`--${name}`).trim(), lane = channels(long(color("lane")));
@@ -87,13 +111,10 @@ const view = (() => {
     g.textAlign = "left";
     g.fillText("ms", 6, 9);
     runs.forEach((run, at) => {
-      const { of, num } = chunks(run.schedule), table = new Map();
-      const colorOf = (rank, op) => {
-        const name = op.kind + of(rank, op.stage);
-        if (!table.has(name)) table.set(name, shade(op.kind, of(rank, op.stage), num));
-        return table.get(name);
-      };
-      const top = place.tops[at];
+      const top = place.tops[at], pixels = rowsOfPixels(run, place, ratio, lane), { index, inks } = looks(run);
+      sized(strip, pixels.width, pixels.height);
+      strip.getContext("2d").putImageData(pixels, 0, 0);
+      g.imageSmoothingEnabled = false;
       g.fillStyle = color("text");
       g.font = `600 12.5px ${FONT}`;
       g.fillText(`${run.dispatch}: ${short(run.makespan)} ms`, LABEL, top - HEAD / 2);
@@ -102,18 +123,13 @@ const view = (() => {
         g.font = `11px ${FONT}`;
         g.fillStyle = color("soft");
         if (place.pitch >= 12 || rank % 2 === 0) g.fillText(`rank ${rank}`, 6, y + place.bar / 2);
-        const pixels = rowPixels(run, rank, place, ratio, lane, colorOf);
-        strip.width = pixels.width;
-        strip.height = 1;
-        strip.getContext("2d").putImageData(pixels, 0, 0);
-        g.imageSmoothingEnabled = false;
-        g.drawImage(strip, 0, 0, pixels.width, 1, 0, y, pixels.width / ratio, place.bar);
+        g.drawImage(strip, 0, rank, pixels.width, 1, 0, y, pixels.width / ratio, place.bar);
         if (place.bar < 9) continue;
         g.textAlign = "center";
         for (let op = run.graph.first[rank]; op < run.graph.first[rank + 1]; op++) {
           const left = place.x(run.start[op]), wide = place.x(run.end[op]) - left, text = String(run.graph.ops[op].m);
           if (wide < 7 * text.length + 2) continue;
-          g.fillStyle = ink(colorOf(rank, run.graph.ops[op]));
+          g.fillStyle = inks[index[op]];
           g.fillText(text, left + wide / 2 - 0.5, y + place.bar / 2 + 0.5);
         }
         g.textAlign = "left";
