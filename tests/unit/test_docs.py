@@ -20,7 +20,8 @@ from penstock.train.asynchronous import ASYNCHRONOUS
 
 OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 TORCHRUN = [block for page in [*PAGES, *OTHERS] for block in blocks(page) if block.more.startswith("torchrun=")]
-EXAMPLES = [page for page in PAGES if any(each.language in ("python", "sh", "console") for each in blocks(page))]
+RUN_HERE = ("python", "sh", "console")
+EXAMPLES = [page for page in PAGES if any(each.language in RUN_HERE and not each.more for each in blocks(page))]
 NOT_LISTED = {"--help", "--help-all", "--update-golden", "--extra-index-url", "--max-restarts", "--minutes"}
 
 every_page = pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: page.stem)
