@@ -13,7 +13,7 @@ from penstock.library import ASYNCHRONOUS, SCHEDULES
 from penstock.library.v_blocks import from_pattern
 from penstock.planning import search as planning_search
 from penstock.planning.building_blocks import BlockSearch, hosts_several, steps_before
-from penstock.planning.library_starts import STARTS, named, row_of
+from penstock.planning.library_starts import STARTS, named
 from penstock.planning.problem import Problem, fits, pose
 from penstock.planning.search import Search, greedy, time_of
 from penstock.program.placements import bidirectional, wave
@@ -127,7 +127,7 @@ def test_a_v_with_five_activations_stays_no_longer_than_its_bound(num_microbatch
     left."""
     problem = posed(v_shape(4), 4, num_microbatches, 5.0)
     block = from_pattern("v", [(r, 9 - r, 10 + r, 17 - r) for r in range(4)], num_microbatches)
-    row = row_of(problem, block)
+    row = problem.row(block)
     least = {8: 56, 16: 104}[num_microbatches]
     for seed in range(8):  # compiled code draws other numbers than the same functions as they stand
         search = Search(problem, 0.0)

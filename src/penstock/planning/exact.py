@@ -29,9 +29,8 @@ import numpy as np
 from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
 from penstock.planning.bounds import heads_and_tails, work_is_cheap
-from penstock.planning.library_starts import fits
 from penstock.planning.periodic.modulo import common_unit
-from penstock.planning.problem import Problem
+from penstock.planning.problem import Problem, fits
 from penstock.planning.search import Search, time_of
 from penstock.planning.span_objective import Span
 from penstock.planning.threads import MOST_THREADS, num_cores

@@ -6,12 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-
-from penstock.engine.network import Array
 from penstock.library import build
 from penstock.planning.building_blocks import hosts_several
-from penstock.planning.problem import Problem, fits
+from penstock.planning.problem import fits
 from penstock.planning.search import Search, stepwise, time_of
 from penstock.program.placements import bidirectional, multi_directional, wave
 from penstock.schedule import Placement, Schedule, ScheduleError, circular, one_to_one, v_shape
@@ -57,7 +54,7 @@ def named(search: Search) -> None:
             stepwise(search)
         return
     for name, schedule in built(problem.placement, problem.queues.num_ranks, len(problem.microbatch_pipeline)):
-        row = row_of(problem, schedule)
+        row = problem.row(schedule)
         if row is not None:
             value = time_of(problem, row) if fits(problem, row) else -1.0
             if value >= 0:
@@ -86,19 +83,3 @@ def built(placement: Placement, num_ranks: int, num_microbatches: int) -> Iterat
                 made = build(name, num_ranks, num_microbatches, **counts, **form)
                 if made.placement == placement:
                     yield name, made
-
-
-def row_of(problem: Problem, schedule: Schedule) -> Array | None:
-    """The schedule as queue ids, each B as I and its W behind it where the problem has those; None where it does not
-    solve the problem."""
-    if schedule.microbatch_pipeline != problem.microbatch_pipeline:
-        return None
-    kinds = set(problem.kind)
-    halves = {"B": "IW"} if "W" in kinds else {}
-    ops = [op for row in schedule.order for op in row]
-    if not {op.kind for op in ops} <= kinds | set(halves):
-        return None
-    pipelines, queue = schedule.microbatch_pipeline, problem.number
-    return np.array(
-        [queue[kind, stage, pipelines[m]] for each, stage, m in ops for kind in halves.get(each, each)], np.int64
-    )

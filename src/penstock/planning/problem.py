@@ -87,11 +87,20 @@ class Problem:
         )
         return Schedule.of_columns(name, self.placement, columns, self.microbatch_pipeline, max_in_flight)
 
-    def row(self, schedule: Schedule) -> Array:
-        """The other way: a schedule of this placement as queue ids."""
-        queue, pipelines = self.number, schedule.microbatch_pipeline
+    def row(self, schedule: Schedule) -> Array | None:
+        """The other way: a schedule as queue ids, each B as I and its W behind it where the problem has those.
+
+        None where it does not solve the problem.
+        """
+        if schedule.microbatch_pipeline != self.microbatch_pipeline:
+            return None
+        kinds, queue, pipelines = set(self.kind), self.number, schedule.microbatch_pipeline
+        halves = {"B": "IW"} if "W" in kinds else {}
+        ops = [op for row in schedule.order for op in row]
+        if not {op.kind for op in ops} <= kinds | set(halves):
+            return None
         return np.array(
-            [queue[op.kind, op.stage, pipelines[op.microbatch]] for row in schedule.order for op in row], np.int64
+            [queue[kind, stage, pipelines[m]] for each, stage, m in ops for kind in halves.get(each, each)], np.int64
         )
 
 
