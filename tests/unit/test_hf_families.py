@@ -15,7 +15,7 @@ import penstock as ps
 from hf_families import FAMILIES, REFUSED, TRAINED, batch_of, config_of, model_of, plain_step, table
 from penstock.cli import main
 from penstock.models import CrossEntropy
-from penstock.models.huggingface import Decoder, DecoderError, inputs_and_targets
+from penstock.models.huggingface import Decoder, DecoderError
 from penstock.models.huggingface.compare import small_model
 from penstock.runtime.checkpoint import Reader
 from penstock.runtime.checkpoint.saving import find
@@ -53,13 +53,14 @@ def test_a_folder_trains_as_the_whole_model_does(name: str, tmp_path: Path) -> N
     pipe = ps.Pipeline(
         decoder.stages(4), schedule, loss_fn=decoder.loss, parallel=ps.ParallelOptions(tied=decoder.tied)
     )
-    result = pipe.step(*inputs_and_targets(batch), update=False)
+    result = pipe.step(*decoder.inputs_and_targets(batch), update=False)
     loss, gradients = plain_step(model, batch, 3, decoder.loss)
     assert torch.equal(torch.as_tensor(result.loss), loss)
     found = {key: parameter.grad for key, parameter in pipe.named_parameters()}
-    assert set(found) >= set(gradients)
-    differing = [key for key, gradient in gradients.items() if not _equal(found[key], gradient)]
+    differing = [key for key, gradient in found.items() if not _equal(gradient, gradients[key])]
     assert differing == []
+    names = {id(parameter): key for key, parameter in model.named_parameters(remove_duplicate=False) if key in found}
+    assert names.keys() == {id(parameter) for parameter in model.parameters()}
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -76,6 +77,8 @@ LARGE = {
     "gemma3_text": {"num_hidden_layers": 34},
     "mamba": {"num_hidden_layers": 48},
     "llava": {},
+    "t5": {"decoder_start_token_id": 0, "num_layers": 24},
+    "bart": {},
 }
 
 
@@ -84,7 +87,8 @@ def test_a_model_of_its_real_size_is_compared_on_a_small_copy(name: str) -> None
     """With the sizes that transformers has for it, up to 671 billion weights, of which none is ever made."""
     named = {"architectures": FAMILIES[name]["architectures"], "model_type": name}
     decoder = Decoder(transformers.AutoConfig.for_model(**named, **LARGE[name]))
-    assert decoder.num_layers == decoder.config.get_text_config().num_hidden_layers + 2
+    depths = {"t5": 24 + 24 + 3, "bart": 12 + 12 + 3}
+    assert decoder.num_layers == depths.get(name, decoder.config.get_text_config().num_hidden_layers + 2)
     assert all(parameter.device.type == "meta" for parameter in decoder._model.parameters())
 
 
@@ -143,8 +147,10 @@ def test_at_the_prompt(name: str, text: Path, tmp_path: Path, capfd: pytest.Capt
     task = DecoderTask(settings, settings.build_schedule())
     batch = task.read(None).batches[0]
     model = model_of(name)
-    parts = list(zip(batch.inputs.chunk(8), batch.targets.chunk(8), strict=True))
-    out = [(model(tokens, use_cache=False), targets) for tokens, targets in parts]
+    inputs = batch.inputs if isinstance(batch.inputs, dict) else {"input_ids": batch.inputs}
+    parts = [{key: value.chunk(8)[m] for key, value in inputs.items()} for m in range(8)]
+    targets = batch.targets.chunk(8)
+    out = [(model(**part, use_cache=False), wanted) for part, wanted in zip(parts, targets, strict=True)]
     added = [model.router_aux_loss_coef * each.aux_loss if task.decoder.has_router_loss else 0.0 for each, _ in out]
     plain = CrossEntropy()
     wanted = sum((plain(each.logits, t) + more).item() for (each, t), more in zip(out, added, strict=True)) / 8
@@ -156,7 +162,7 @@ def test_at_the_prompt(name: str, text: Path, tmp_path: Path, capfd: pytest.Capt
 WORDS = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "added_tokens": []}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek_v3", "llava", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek_v3", "llava", "bert", "t5", "marian"])
 def test_what_is_exported_is_opened_by_from_pretrained(name: str, text: Path, tmp_path: Path) -> None:
     """With every weight and buffer as it was trained, and the tokenizer."""
     folder, out = tmp_path / "model", tmp_path / "out"

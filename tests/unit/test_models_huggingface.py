@@ -273,10 +273,6 @@ def test_an_unknown_architecture_says_what_was_looked_for_and_how_to_cut_by_hand
         examine(TwoLists())
     with pytest.raises(DecoderError, match=r"no list of blocks 'model\.h'; its lists are model\.layers"):
         Decoder(model_of("llama"), blocks="model.h")
-    with pytest.raises(DecoderError, match="encoder and a decoder"):
-        examine(transformers.T5ForConditionalGeneration(transformers.T5Config(
-            d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=10, decoder_start_token_id=0
-        )))  # fmt: skip
     assert Decoder(model_of("llama"), blocks="model.layers").anatomy == Decoder(model_of("llama")).anatomy
 
 

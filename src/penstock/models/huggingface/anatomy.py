@@ -1,21 +1,26 @@
-"""What a causal language model is made of: which modules come before the blocks, which are the blocks, which follow.
+"""What a language model is made of: which modules come before the blocks, which are the blocks, which follow.
 
 Found by looking for the list of blocks and by running the model's own code over stand-ins, so no table of
-architectures is needed; what does not fit is refused by name, never cut wrongly.
+architectures is needed; what does not fit is refused by name, never cut wrongly. A model with an encoder has two
+lists:
+
+    layer    0                1 .. e           e + 1                      e + 2 .. e + d + 1    e + d + 2
+             encoder.before   encoder.blocks   before (norm, embedding)   blocks                after
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from itertools import product
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from penstock.models.huggingface.frame import Catcher, Stopped, hollow, stand_in
+from penstock.models.huggingface.frame import Catcher, Stopped, encoded, hollow, stand_in
 
-__all__ = ["Anatomy", "DecoderError", "examine"]
+__all__ = ["Anatomy", "DecoderError", "Encoder", "examine"]
 
 BY_HAND = (
     "name the list yourself, Decoder(..., blocks='transformer.h'), or write one module per stage and give "
@@ -23,8 +28,30 @@ BY_HAND = (
 )
 
 
+MOST_RETURNED = 3
+"""Things of a block."""
+
+
 class DecoderError(ValueError):
     """A model that is not a decoder we can cut, or a folder that does not hold one."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What of a model stands before its decoder.
+
+    Attributes:
+        blocks: path of its list of blocks. num_blocks: how many are in it. before: paths of what comes before them.
+        num_returned: see `Anatomy`. carried: too.
+        given_as: under which name, or as which positional argument, the decoder's blocks are given what it encoded.
+    """
+
+    blocks: str
+    num_blocks: int
+    before: tuple[str, ...]
+    num_returned: int
+    carried: tuple[int, ...]
+    given_as: str | int
 
 
 @dataclass(frozen=True)
@@ -32,10 +59,14 @@ class Anatomy:
     """Paths of modules in a model.
 
     Attributes:
-        blocks: of the list of blocks. num_blocks: how many are in it.
-        before, after: of what has weights and is called before, and after, the blocks.
+        blocks: of the list of blocks, the decoder's where there is an encoder. num_blocks: how many are in it.
+        before, after: of what has weights and is called before the blocks, but after those of an encoder, and after
+            them.
         loose: of what has none, like rotary embeddings and dropout.
-        returns_tuple: whether a block returns a tuple whose first entry are the hidden states.
+        buffers: names of what a checkpoint has of the modules around, and no module of a layer does.
+        num_returned: 0 where a block returns hidden states, else the length of the tuple of which they are the first.
+        carried: which of the others the next block is given.
+        encoder: None where there is none.
     """
 
     blocks: str
@@ -43,7 +74,46 @@ class Anatomy:
     before: tuple[str, ...]
     after: tuple[str, ...]
     loose: tuple[str, ...]
-    returns_tuple: bool
+    buffers: tuple[str, ...] = ()
+    num_returned: int = 0
+    carried: tuple[int, ...] = ()
+    encoder: Encoder | None = None
+
+    @property
+    def first_block(self) -> int:
+        """The layer that is the first of `blocks`."""
+        return 1 if self.encoder is None else self.encoder.num_blocks + 2
+
+    @property
+    def num_layers(self) -> int:
+        """All blocks, and a layer before and after each list of them."""
+        return self.first_block + self.num_blocks + 1
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """Paths of the lists of blocks."""
+        return (self.blocks,) if self.encoder is None else (self.encoder.blocks, self.blocks)
+
+    def paths(self, index: int) -> tuple[str, ...]:
+        """Of the modules with weights of a layer."""
+        if index == self.num_layers - 1:
+            return self.after
+        if index >= self.first_block:
+            return (f"{self.blocks}.{index - self.first_block}",)
+        if index == self.first_block - 1:
+            return self.before
+        assert self.encoder is not None
+        return self.encoder.before if index == 0 else (f"{self.encoder.blocks}.{index - 1}",)
+
+
+class _Traced(NamedTuple):
+    """What a run over stand-ins tells: what is called before each list of blocks, what after the last, what blocks
+    are given of those before them, and as what the decoder's are given what was encoded.
+    """
+
+    around: list[list[str]]
+    carried: list[tuple[int, ...]]
+    given_as: str | int
 
 
 def examine(model: Any, blocks: str | None = None) -> Anatomy:
@@ -53,31 +123,69 @@ def examine(model: Any, blocks: str | None = None) -> Anatomy:
         DecoderError: says what was looked for, what was found, and how to cut by hand.
     """
     name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise DecoderError(f"{name} has an encoder and a decoder; a decoder alone was looked for. {BY_HAND}")
-    if getattr(model.config, "layerdrop", 0.0):
-        raise DecoderError(
-            f"{name} leaves out blocks at random (config.layerdrop {model.config.layerdrop}); set it to 0"
-        )
-    path = _block_list(model, name) if blocks is None else _named_list(model, name, blocks)
-    parts, loose = _around(model, path, name)
+    for key in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if getattr(model.config, key, 0.0):
+            raise DecoderError(
+                f"{name} leaves out blocks at random (config.{key} {getattr(model.config, key)}); set it to 0"
+            )
+    if has_encoder(model.config):
+        if blocks is not None:
+            raise DecoderError(f"{name} has two lists of blocks, and {blocks!r} is one path; leave it out")
+        lists = _two_lists(model, name)
+    else:
+        lists = [_block_list(model, name) if blocks is None else _named_list(model, name, blocks)]
+    parts, loose, buffers = _around(model, lists, name)
     reasons = []
-    for returns_tuple in (False, True):
+    for nums_returned in sorted(product(range(MOST_RETURNED + 1), repeat=len(lists)), key=max):
         try:
-            before, after = _trace(model, path, parts, returns_tuple)
+            traced = _trace(model, lists, parts, nums_returned)
         except Exception as error:  # whatever the model's code raises over stand-ins, it does not fit
             reasons.append(f"{type(error).__name__}: {error}")
             continue
-        unused = [part for part in parts if part not in before and part not in after]
-        if unused and not _sees(model):
-            raise DecoderError(f"{name} has {unused[0]}, which its forward on tokens does not call. {BY_HAND}")
-        before = [*before, *unused]  # a tower for images, whose features take the place of some embeddings
-        count = len(blocks_of(model, path))
-        return Anatomy(path, count, tuple(before), tuple(after), tuple(loose), returns_tuple)
+        return _anatomy(model, lists, traced, nums_returned, (parts, loose, buffers))
     raise DecoderError(
-        f"{name}: the code around its blocks {path!r} does not run apart from them ({reasons[0]}); looked for an "
-        f"embedding, blocks that pass on hidden states, and a norm and head that return logits. {BY_HAND}"
+        f"{name}: the code around its blocks {' and '.join(map(repr, lists))} does not run apart from them "
+        f"({reasons[0]}); looked for an embedding, blocks that pass on hidden states, and a norm and head that "
+        f"return logits. {BY_HAND}"
     )
+
+
+def _anatomy(
+    model: Any,
+    lists: Sequence[str],
+    traced: _Traced,
+    nums_returned: Sequence[int],
+    found: tuple[list[str], list[str], list[str]],
+) -> Anatomy:
+    parts, loose, buffers = found
+    *firsts, before, after = traced.around
+    called = {part for each in traced.around for part in each}
+    unused = _without_copies(model, called, [part for part in parts if part not in called])
+    if unused and (firsts or not _sees(model)):
+        raise DecoderError(
+            f"{type(model).__name__} has {unused[0]}, which its forward on tokens does not call. {BY_HAND}"
+        )
+    encoder = None
+    if firsts:
+        count = len(blocks_of(model, lists[0]))
+        encoder = Encoder(lists[0], count, tuple(firsts[0]), nums_returned[0], traced.carried[0], traced.given_as)
+    return Anatomy(
+        lists[-1],
+        len(blocks_of(model, lists[-1])),
+        (*before, *unused),  # a tower for images, whose features take the place of some embeddings
+        tuple(after),
+        tuple(loose),
+        tuple(buffers),
+        nums_returned[-1],
+        traced.carried[-1],
+        encoder,
+    )
+
+
+def _without_copies(model: nn.Module, called: set[str], unused: list[str]) -> list[str]:
+    """Of modules that are not called those whose weights are not those of called ones."""
+    known = {id(p) for part in called for p in model.get_submodule(part).parameters()}
+    return [part for part in unused if any(id(p) not in known for p in model.get_submodule(part).parameters())]
 
 
 def blocks_of(model: nn.Module, path: str) -> nn.ModuleList:
@@ -88,6 +196,32 @@ def blocks_of(model: nn.Module, path: str) -> nn.ModuleList:
 def has_routers(config: Any) -> bool:
     """Whether a config asks for the loss of a mixture's routers."""
     return bool(getattr(config.get_text_config(decoder=True), "output_router_logits", False))
+
+
+def has_encoder(config: Any) -> bool:
+    """Whether a config is of a model with an encoder and a decoder."""
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def _two_lists(model: Any, name: str) -> list[str]:
+    """The one list of blocks in the encoder, and the one in the decoder."""
+    stacks = [model.get_encoder(), model.get_decoder()]
+    paths = {id(module): path for path, module in model.named_modules()}
+    found = []
+    for stack, what in zip(stacks, ("encoder", "decoder"), strict=True):
+        inside = [
+            (path, module)
+            for path, module in stack.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) and any(True for _ in module.parameters())
+        ]
+        outer = [path for path, _ in inside if not any(path.startswith(f"{other}.") for other, _ in inside)]
+        if len(outer) != 1 or id(stack) not in paths:
+            raise DecoderError(
+                f"{name}: looked for one list of blocks in its {what} and found {len(outer)}: "
+                f"{', '.join(outer) or 'none'}. {BY_HAND}"
+            )
+        found.append(f"{paths[id(stack)]}.{outer[0]}")
+    return found
 
 
 def _block_list(model: Any, name: str) -> str:
@@ -136,67 +270,109 @@ def _named_list(model: Any, name: str, path: str) -> str:
     return path
 
 
-def _around(model: nn.Module, blocks: str, name: str) -> tuple[list[str], list[str]]:
-    """Paths of the modules around the blocks, as near to the root as they can be: with weights, and without."""
+def _around(model: nn.Module, lists: Sequence[str], name: str) -> tuple[list[str], list[str], list[str]]:
+    """Paths of the modules around the blocks, as near to the root as they can be, with weights and without; and the
+    names of what modules above them keep in a checkpoint themselves.
+    """
     parts: list[str] = []
     loose: list[str] = []
-    for path, module in _outside(model, blocks):
+    for path, module in _outside(model, lists):
         (parts if any(True for _ in module.parameters()) else loose).append(path)
-    steps = blocks.split(".")
-    for depth in range(len(steps)):
-        holder = ".".join(steps[:depth])
-        if own := list(model.get_submodule(holder)._parameters):
+    buffers: list[str] = []
+    holders = {".".join(path.split(".")[:depth]) for path in lists for depth in range(len(path.split(".")))}
+    for holder in sorted(holders):
+        module = model.get_submodule(holder)
+        if own := list(module._parameters):
             where = holder or "the model"
             raise DecoderError(f"{name}: {where} has a weight of its own, {own[0]}, beside its modules. {BY_HAND}")
-    return parts, loose
+        kept = [key for key in module._buffers if key not in module._non_persistent_buffers_set]
+        buffers += [f"{holder}.{key}".removeprefix(".") for key in kept]
+    return parts, loose, buffers
 
 
-def _outside(module: nn.Module, blocks: str, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _outside(module: nn.Module, lists: Sequence[str], path: str = "") -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name
-        if blocks.startswith(f"{below}."):
-            yield from _outside(child, blocks, below)
-        elif below != blocks:
+        if any(each.startswith(f"{below}.") for each in lists):
+            yield from _outside(child, lists, below)
+        elif below not in lists:
             yield below, child
 
 
-def _trace(model: nn.Module, blocks: str, parts: list[str], returns_tuple: bool) -> tuple[list[str], list[str]]:
-    """Which parts the model's code calls before the blocks and which after, seen by running it over stand-ins.
+def _trace(model: Any, lists: Sequence[str], parts: list[str], nums_returned: Sequence[int]) -> _Traced:
+    """Which parts the model's code calls before, between and after the lists of blocks, seen by running it over
+    stand-ins.
 
     Raises whatever that raises; ValueError where blocks get something that follows from the embeddings.
     """
     called: list[tuple[str, tuple[Any, ...]]] = []
-    catchers = [Catcher(block, returns_tuple) for block in blocks_of(model, blocks)]
+    catchers = [
+        [Catcher(block, num) for block in blocks_of(model, path)]
+        for path, num in zip(lists, nums_returned, strict=True)
+    ]
     fill: dict[str, nn.Module] = {part: stand_in(model.get_submodule(part)) for part in parts}
-    frame = hollow(model, {**fill, blocks: nn.ModuleList(catchers)})
+    frame = hollow(model, {**fill, **{path: nn.ModuleList(each) for path, each in zip(lists, catchers, strict=True)}})
     tokens = torch.zeros(2, 3, dtype=torch.long)
     given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
+    if len(lists) > 1:
+        given["decoder_input_ids"] = torch.zeros(2, 4, dtype=torch.long)  # of another length than the encoder's
     if has_routers(model.config):
         given["output_router_logits"] = False  # there are no routers among stand-ins
+    named = dict(fill)
+    for path, each in zip(lists, catchers, strict=True):
+        named |= {f"{path}.{index}": catcher for index, catcher in enumerate(each)}
     with torch.no_grad():
-        marked = torch.zeros_like(_embedded(frame, catchers[0], given))
-        for path, module in [*fill.items(), *((str(index), catcher) for index, catcher in enumerate(catchers))]:
+        for each in catchers:
+            each[0].instead = torch.zeros_like(_embedded(frame, each[0], given))
+        for path, module in named.items():
             module.register_forward_pre_hook(_noting(called, path), with_kwargs=True)
-        catchers[0].instead = marked
         frame(**given)
-    order = [path for path, _ in called]
-    wanted = [str(i) for i in range(len(catchers))]
-    if [path for path in order if path in wanted] != wanted:
-        raise ValueError("its blocks are not called once each and in order")
-    first, last = order.index(wanted[0]), order.index(wanted[-1])
-    if between := [path for path in order[first:last] if path not in wanted]:
-        raise ValueError(f"{between[0]} is called between blocks")
-    if not any(each is marked for each in called[first + 1][1] if isinstance(each, Tensor)):
-        raise ValueError("what a block returns is not what the next module is given")
-    _require_independent(catchers, called[first][1])
-    before, after = order[:first], order[last + 1 :]
-    if both := set(before) & set(after):
-        raise ValueError(f"{both.pop()} is called before the blocks and after them")
-    return list(dict.fromkeys(before)), list(dict.fromkeys(after))
+        order = [path for path, _ in called]
+        around: list[list[str]] = []
+        for path, each in zip(lists, catchers, strict=True):
+            wanted = [f"{path}.{index}" for index in range(len(each))]
+            if [other for other in order if other in wanted] != wanted:
+                raise ValueError("its blocks are not called once each and in order")
+            first, last = order.index(wanted[0]), order.index(wanted[-1])
+            if between := [other for other in order[first:last] if other not in wanted]:
+                raise ValueError(f"{between[0]} is called between blocks")
+            if not any(value is each[0].instead for value in called[first + 1][1] if isinstance(value, Tensor)):
+                raise ValueError("what a block returns is not what the next module is given")
+            begin = 0 if not around else order.index(f"{lists[0]}.{len(catchers[0]) - 1}") + 1
+            around.append(order[begin:first])
+        around.append(order[last + 1 :])
+        given_as: str | int = ""
+        if len(lists) > 1:
+            given_as = _where_encoded(frame, catchers[-1], given)
+        carried = [
+            _carried(each, each[0].instead, given_as if number else None) for number, each in enumerate(catchers)
+        ]
+    around = [list(dict.fromkeys(parts)) for parts in around]
+    everywhere = [part for parts in around for part in parts]
+    if twice := [part for part in everywhere if everywhere.count(part) > 1]:
+        raise ValueError(f"{twice[0]} is called before the blocks and after them")
+    return _Traced(around, carried, given_as)
+
+
+def _where_encoded(frame: nn.Module, catchers: Sequence[Catcher], given: dict[str, Any]) -> str | int:
+    """As which argument a decoder's blocks, all of them, are given what was encoded."""
+    tokens = given["input_ids"]
+    width = catchers[0].instead.shape[-1] if catchers[0].instead is not None else 1
+    marked = torch.zeros(*tokens.shape, width)
+    frame(encoder_outputs=encoded(marked), **{key: each for key, each in given.items() if key != "input_ids"})
+    places: list[list[str | int]] = []
+    for catcher in catchers:
+        assert catcher.given is not None
+        args, kwargs = catcher.given
+        given_to: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
+        places.append([key for key, value in given_to if value is marked])
+    if not places[0] or any(each != places[0] for each in places):
+        raise ValueError("its decoder's blocks are not all given what the encoder's last one returns")
+    return places[0][0]
 
 
 def _embedded(frame: nn.Module, first: Catcher, given: dict[str, Any]) -> Tensor:
-    """What the first block is given."""
+    """What the first block of a list is given."""
     first.stops = True
     try:
         frame(**given)
@@ -211,14 +387,26 @@ def _noting(called: list[tuple[str, tuple[Any, ...]]], path: str) -> Callable[..
     return lambda _, args, kwargs: called.append((path, (*args, *kwargs.values())))
 
 
-def _require_independent(catchers: list[Catcher], first_given: tuple[Any, ...]) -> None:
-    """What blocks get beside the hidden states must follow from places and masks alone, not from embeddings."""
-    embedded = next(each for each in first_given if isinstance(each, Tensor))
+def _carried(catchers: Sequence[Catcher], embedded: Tensor | None, given_as: str | int | None) -> tuple[int, ...]:
+    """Which of what a block returns besides hidden states the next one is given.
+
+    All else must follow from places and masks alone, not from embeddings.
+    """
+    carried: set[int] = set()
     for index, catcher in enumerate(catchers):
         assert catcher.given is not None
         args, kwargs = catcher.given
-        for name, value in [*((f"argument {i + 1}", a) for i, a in enumerate(args)), *kwargs.items()]:
-            if value is embedded or (isinstance(value, Tensor) and value.shape == embedded.shape):
+        for key, value in [*enumerate(args), *kwargs.items()]:
+            if not isinstance(value, Tensor) or key == given_as:
+                continue
+            number = catchers[index - 1].number_of(value) if index else None
+            name = f"argument {key + 1}" if isinstance(key, int) else key
+            if number is not None:
+                carried.add(number)
+            elif any(other.number_of(value) is not None for other in catchers):
+                raise ValueError(f"block {index} is given {name}, which an earlier block than the last one returned")
+            elif value is embedded or (embedded is not None and value.shape == embedded.shape):
                 raise ValueError(
                     f"block {index} is given {name}, of the shape of embeddings, beside the hidden states"
                 )
+    return tuple(sorted(carried))

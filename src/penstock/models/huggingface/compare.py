@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.models.huggingface.anatomy import Anatomy, DecoderError
+from penstock.models.huggingface.anatomy import Anatomy, DecoderError, has_encoder
 from penstock.models.huggingface.loss import inputs_and_targets
-from penstock.models.huggingface.pieces import IMAGES, build_pieces
+from penstock.models.huggingface.pieces import IMAGES, TARGETS, build_pieces
 from penstock.models.huggingface.routers import Routers
+from penstock.models.huggingface.shift import Shift
 from penstock.models.huggingface.shrink import require_small, shrunken
 from penstock.models.huggingface.weights import model_of, shapes_of
 from penstock.runtime import partition
@@ -24,7 +25,7 @@ from penstock.runtime.tensors.pytree import flatten, unflatten
 __all__ = ["require_equal", "sample_batch", "small_model"]
 
 NUM_STAGES = 4
-NUM_TOKENS = 9
+NUM_TOKENS, NUM_WRITTEN = 9, 6
 NUM_SAMPLES = 2
 BY_HAND = "compare it by hand, then give compare=False"
 Batch = dict[str, Tensor]
@@ -57,7 +58,9 @@ def small_model(shapes: Any, anatomy: Anatomy) -> Any:
 
 
 def sample_batch(model: Any, seed: int) -> Batch:
-    """A few samples with labels, of which one is padded; with an image in each where the model sees."""
+    """A few samples with labels, of which one is padded; with an image in each where the model sees, and with labels
+    of another length where it has an encoder.
+    """
     config = model.config
     count = config.get_text_config(decoder=True).vocab_size
     draw = torch.Generator().manual_seed(seed)
@@ -71,6 +74,9 @@ def sample_batch(model: Any, seed: int) -> Batch:
     mask = torch.ones_like(tokens)
     mask[0, -2:] = 0
     batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+    if has_encoder(config):
+        batch["labels"] = torch.randint(1, count - 1, (NUM_SAMPLES, NUM_WRITTEN), generator=draw)
+        batch["labels"][0, -2:] = -100
     return batch if images is None else {**batch, IMAGES: images[0]}
 
 
@@ -80,19 +86,20 @@ def require_equal(model: Any, anatomy: Anatomy, routers: Routers | None, loss_fn
     Raises DecoderError with what differs first.
     """
     name = f"{type(model).__name__} ({model.config.model_type})"
-    paths = [*anatomy.before, *(f"{anatomy.blocks}.{i}" for i in range(anatomy.num_blocks)), *anatomy.after]
+    paths = [path for index in range(anatomy.num_layers) for path in anatomy.paths(index)]
     modules = {path: model.get_submodule(path) for path in paths}
-    layers = build_pieces(model, anatomy, range(anatomy.num_blocks + 2), modules, routers)
+    layers = build_pieces(model, anatomy, range(anatomy.num_layers), modules, routers)
     parts = partition([1.0] * len(layers), min(NUM_STAGES, len(layers)))
     stages = [nn.Sequential(*layers[part.start : part.stop]) for part in parts]
     batches = [sample_batch(model, seed) for seed in range(2)]
     weights = [loss_fn.weight(batch["labels"]) for batch in batches]
     shares = [weight / sum(weights) for weight in weights]
+    shift = None if anatomy.encoder is None else Shift(model, anatomy)
     whole = None
     try:
         whole = _learnt(model, (model(**batch, use_cache=False).loss for batch in batches), shares)
         _require_plain_loss(model, batches[0], loss_fn, name)
-        cut = _learnt(model, iter(_through(stages, batches, loss_fn)), shares)
+        cut = _learnt(model, iter(_through(stages, batches, loss_fn, shift)), shares)
     except DecoderError:
         raise
     except Exception as error:
@@ -132,13 +139,17 @@ def _learnt(model: Any, losses: Iterable[Tensor], shares: Sequence[float]) -> Le
     return Learnt(total, sums)
 
 
-def _through(stages: Sequence[nn.Module], batches: Sequence[Batch], loss_fn: TokenLoss) -> list[Tensor]:
+def _through(
+    stages: Sequence[nn.Module], batches: Sequence[Batch], loss_fn: TokenLoss, shift: Shift | None = None
+) -> list[Tensor]:
     """The losses of microbatches whose backwards go back through all stages.
 
     Each stage runs all of them before the next one begins, so that what one leaves behind elsewhere than in its
-    output does not reach the next one unseen.
+    output does not reach the next one unseen. `shift` makes of labels what a decoder is given.
     """
     values: list[Any] = [inputs_and_targets(batch)[0] for batch in batches]
+    if shift is not None:
+        values = [{**value, TARGETS: shift(batch["labels"])} for value, batch in zip(values, batches, strict=True)]
     for stage in stages:
         values = [stage(_across(value)) for value in values]
     return [loss_fn(value, batch["labels"]) for value, batch in zip(values, batches, strict=True)]

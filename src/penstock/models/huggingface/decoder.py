@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model as a flat list of layers that a pipeline can cut anywhere."""
+"""A language model of Hugging Face's as a flat list of layers that a pipeline can cut anywhere."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from penstock.models.huggingface.anatomy import DecoderError, examine, has_route
 from penstock.models.huggingface.compare import require_equal, sample_batch, small_model
 from penstock.models.huggingface.export import write_folder
 from penstock.models.huggingface.lora import Adapters
-from penstock.models.huggingface.loss import NextTokenLoss, WithRouterLoss
-from penstock.models.huggingface.pieces import Piece, build_pieces
+from penstock.models.huggingface.loss import NextTokenLoss, WithRouterLoss, inputs_and_targets
+from penstock.models.huggingface.pieces import TARGETS, Piece, build_pieces
 from penstock.models.huggingface.routers import Routers, routers_of
 from penstock.models.huggingface.shards import Shards, shards_of
+from penstock.models.huggingface.shift import Shift
 from penstock.models.huggingface.weights import (
     Adapted,
     Drawn,
@@ -40,12 +41,13 @@ __all__ = ["Decoder"]
 
 
 class Decoder:
-    """A decoder's embedding, blocks and head, `num_layers` layers in all, called by the model's own code.
+    """A decoder's embedding, blocks and head, `num_layers` layers in all, called by the model's own code. Those of an
+    encoder, where the model has one, come before them.
 
         decoder = Decoder("path/to/folder")                  # or a config, or a model
         pipe = ps.Pipeline(decoder.stages(4), ps.build("1f1b", 4, 8), loss_fn=NextTokenLoss(),
                            parallel=ps.ParallelOptions(tied=decoder.tied), ...)
-        pipe.step(*inputs_and_targets(batch))                # input_ids, attention_mask, labels
+        pipe.step(*decoder.inputs_and_targets(batch))        # input_ids, attention_mask, labels
 
     Parameters keep the names that they have in the model. A batch may have an attention mask, position ids and
     whatever else the model's blocks follow from; these go along from stage to stage.
@@ -128,7 +130,7 @@ class Decoder:
 
     @property
     def loss(self) -> CrossEntropy | NextTokenLoss | WithRouterLoss:
-        loss = CrossEntropy() if self.is_masked else NextTokenLoss()
+        loss = CrossEntropy() if self.is_masked or self.has_encoder else NextTokenLoss()
         return WithRouterLoss(loss) if self.has_router_loss else loss
 
     @property
@@ -142,6 +144,28 @@ class Decoder:
         return type(self._model).__name__.endswith("ForMaskedLM")
 
     @property
+    def has_encoder(self) -> bool:
+        """Whether it reads one text and writes another."""
+        return self.anatomy.encoder is not None
+
+    def inputs_and_targets(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """A batch of `input_ids`, `attention_mask`, ... and `labels`, of tensors [B, T], as what `pipe.step` takes.
+
+        For a model with an encoder `decoder_input_ids` are added, the labels shifted as the model itself does.
+
+        Raises:
+            DecoderError: there are no labels.
+        """
+        inputs, labels = inputs_and_targets(batch)
+        if self.has_encoder and TARGETS not in inputs:
+            inputs[TARGETS] = self._shift(labels)
+        return inputs, labels
+
+    @cached_property
+    def _shift(self) -> Shift:
+        return Shift(self._model, self.anatomy)
+
+    @property
     def has_router_loss(self) -> bool:
         """Whether its output is a dict of logits and the loss of a mixture's routers."""
         return self._routers is not None
@@ -153,13 +177,16 @@ class Decoder:
 
     @property
     def num_layers(self) -> int:
-        """The blocks, the embedding and the head."""
-        return self.anatomy.num_blocks + 2
+        """The blocks, the embedding and the head; with an encoder its own blocks and embedding too."""
+        return self.anatomy.num_layers
 
     @property
     def tied(self) -> list[list[str]]:
         """Groups of names of parameters that are one, for `ps.ParallelOptions(tied=...)`."""
-        return tied_groups(self._model)
+        anatomy = self.anatomy
+        paths = {path for index in range(anatomy.num_layers) for path in anatomy.paths(index)}
+        held = [[name for name in group if _is_in(name, paths)] for group in tied_groups(self._model)]
+        return [group for group in held if len(group) > 1]
 
     def layers(self, indices: Iterable[int] | None = None) -> list[Piece]:
         """The layers at `indices` (all, unless told otherwise), for an `nn.Sequential` or a stage.
@@ -170,12 +197,14 @@ class Decoder:
         wanted = list(range(self.num_layers) if indices is None else indices)
         if out := [index for index in wanted if not 0 <= index < self.num_layers]:
             raise DecoderError(f"layer {out[0]} asked of a decoder of {self.num_layers} layers, counted from 0")
-        modules: dict[str, nn.Module] = {path: self._source.module(path) for i in wanted for path in self._paths(i)}
+        modules: dict[str, nn.Module] = {
+            path: self._source.module(path) for i in wanted for path in self.anatomy.paths(i)
+        }
         pieces = build_pieces(self._model, self.anatomy, wanted, modules, self._routers)
         for piece in pieces:
             piece.shards = self.shards
         for names in self.tied:
-            _tie([name for name in names if any(name.startswith(f"{path}.") for path in modules)], modules)
+            _tie([name for name in names if _is_in(name, modules)], modules)
         return pieces
 
     def stage(self, indices: Iterable[int]) -> Stage:
@@ -189,7 +218,13 @@ class Decoder:
                 if path not in modules:
                     modules[path] = module
                     numbers.append(index)
-        stage = _DecoderStage(modules, numbers, _Calling(pieces))
+        stage = _DecoderStage(modules, numbers, _Calling(pieces), self.has_encoder)
+        if self.num_layers - 1 in wanted:
+            self._source.fill(self.anatomy.buffers)
+            for name in self.anatomy.buffers:
+                holder, _, last = name.rpartition(".")
+                place = stage.get_submodule(holder) if holder else stage
+                place.register_buffer(last, self._model.get_buffer(name))
         if self.adapters is not None:
             stage.constants = {name: hash_of(p) for name, p in stage.named_parameters() if not p.requires_grad}
         return stage
@@ -223,19 +258,13 @@ class Decoder:
 
     def costs(self) -> list[float]:
         """Forward FLOPs a token of each layer: two for each weight that is not looked up."""
-        return [max(1.0, sum(self._flops(path) for path in self._paths(i))) for i in range(self.num_layers)]
+        paths = [self.anatomy.paths(index) for index in range(self.num_layers)]
+        return [max(1.0, sum(self._flops(path) for path in each)) for each in paths]
 
     def _flops(self, path: str) -> float:
         modules = self._model.get_submodule(path).modules()
         multiplied = [module for module in modules if not isinstance(module, nn.Embedding)]
         return 2.0 * sum(p.numel() for module in multiplied for p in module.parameters(recurse=False))
-
-    def _paths(self, index: int) -> Sequence[str]:
-        if index == 0:
-            return self.anatomy.before
-        if index == self.num_layers - 1:
-            return self.anatomy.after
-        return [f"{self.anatomy.blocks}.{index - 1}"]
 
     def _parts(self, num_stages: int, cut: Sequence[int]) -> list[range]:
         if len(cut) != num_stages or min(cut) < 1 or sum(cut) != self.num_layers:
@@ -253,6 +282,8 @@ class Decoder:
         mask[1, :2] = 0
         parameter = next(self._model.parameters())
         batch = {"input_ids": tokens.to(parameter.device), "attention_mask": mask.to(parameter.device)}
+        if self.has_encoder:
+            batch[TARGETS] = batch["input_ids"][:, :4]
         pieces = self.layers()
         modes = {module: module.training for module in [*self._model.modules(), *pieces]}
         try:
@@ -279,14 +310,24 @@ class Decoder:
 class _DecoderStage(Stage):
     """Layers of a decoder."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], indices: Sequence[int], calling: _Calling) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], indices: Sequence[int], calling: _Calling, has_encoder: bool
+    ) -> None:
         super().__init__(modules, indices, calling)
         self.__dict__["_pieces"] = calling.pieces
+        self.__dict__["_has_encoder"] = has_encoder
 
     def shard_over(self, sharding: Sharding) -> None:
-        """Shards its layers in place. Raises ParallelError for layers with adapters."""
+        """Shards its layers in place.
+
+        Raises ParallelError for layers with adapters, or of a model with an encoder.
+        """
         if self.constants:
             raise ParallelError("layers with adapters are not shared out over tensor-parallel ranks; give tp 1")
+        if self.__dict__["_has_encoder"]:
+            raise ParallelError(
+                "layers of a model with an encoder are not shared out over tensor-parallel ranks; give tp 1"
+            )
         for piece in self.__dict__["_pieces"]:
             piece.shard_over(sharding)
 
@@ -302,6 +343,11 @@ class _Calling:
             if piece.first is module:
                 return piece(value)
         return value
+
+
+def _is_in(name: str, paths: Iterable[str]) -> bool:
+    """Whether a parameter is of one of the modules at these paths."""
+    return any(name.startswith(f"{path}.") for path in paths)
 
 
 def _tie(names: Sequence[str], modules: dict[str, nn.Module]) -> None:

@@ -68,7 +68,11 @@ class Zeros(FrameStandIn):
         self._dtype = dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        ids = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        given = (*args, *kwargs.values())
+        ids = next((value for value in given if isinstance(value, Tensor)), None)
+        if ids is None:  # some positions are looked up by the shape of the tokens
+            shape = next(value for value in given if isinstance(value, torch.Size))
+            return torch.zeros(shape[1], self.embedding_dim, dtype=self._dtype)
         return torch.zeros(*ids.shape, self.embedding_dim, dtype=self._dtype, device=ids.device)
 
 
@@ -91,8 +95,21 @@ class Same(FrameStandIn):
         return hidden
 
 
+class Widened(FrameStandIn):
+    """In place of a linear that changes the width: the first number it is given, as often as it has outputs."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden[..., :1].expand(*hidden.shape[:-1], self.out_features)
+
+
 class Catcher(FrameStandIn):
     """In place of a block: notes what the block would be given.
+
+    What the block returns besides hidden states has stand-ins too, which are recognized where the next block is given
+    them.
+
+    Args:
+        num_returned: 0 where the block returns hidden states alone, else the length of the tuple that it returns.
 
     Attributes:
         given: that, after a run.
@@ -100,12 +117,17 @@ class Catcher(FrameStandIn):
         instead: hidden states to give on in place of those that came.
     """
 
-    def __init__(self, original: nn.Module, returns_tuple: bool, stops: bool = False) -> None:
+    def __init__(self, original: nn.Module, num_returned: int, stops: bool = False) -> None:
         super().__init__(original)
-        self._returns_tuple = returns_tuple
+        self._num_returned = num_returned
+        self._others = tuple(torch.zeros(()) for _ in range(num_returned - 1))
         self.stops = stops
         self.given: Arguments | None = None
         self.instead: Tensor | None = None
+
+    def number_of(self, value: Any) -> int | None:
+        """Which entry of what the block returns a value stands for; None where it is nothing of it."""
+        return next((number for number, other in enumerate(self._others, 1) if other is value), None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs.pop("hidden_states")
@@ -113,13 +135,22 @@ class Catcher(FrameStandIn):
         if self.stops:
             raise Stopped(hidden)
         hidden = hidden if self.instead is None else self.instead
-        return (hidden,) if self._returns_tuple else hidden
+        return (hidden, *self._others) if self._num_returned else hidden
+
+
+def encoded(hidden: Tensor) -> Any:
+    """Hidden states as an encoder returns them."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput(last_hidden_state=hidden)
 
 
 def stand_in(original: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     """What a module with weights is replaced by; embeddings give numbers of `dtype`."""
     if isinstance(original, nn.Embedding):
         return Zeros(original, dtype)
+    if isinstance(original, nn.Linear) and original.in_features != original.out_features:
+        return Widened(original)
     inside = next((each for each in original.modules() if isinstance(each, nn.Embedding)), None)
     return Same(original) if inside is None else ZeroEmbeddings(original, inside.embedding_dim, dtype)
 

@@ -140,8 +140,8 @@ class Adapters:
 
     def on_small(self, small: nn.Module, anatomy: Anatomy) -> None:
         """Puts such adapters, none of them zero, into a small copy of the model, in place."""
-        blocks = f"{anatomy.blocks}."
-        inside = {t.removeprefix(blocks).partition(".")[2] if t.startswith(blocks) else t for t in self._targets}
+        lists = [f"{path}." for path in anatomy.lists]
+        inside = {_below_a_block(target, lists) for target in self._targets}
         config = copy.deepcopy(self.config)
         config.r, config.lora_dropout, config.rank_pattern, config.alpha_pattern = min(config.r, SMALL), 0.0, {}, {}
         with torch.random.fork_rng(devices=[]):
@@ -207,6 +207,12 @@ class Adapters:
             tensors = {key: found[prefix + name].contiguous() for name, key in self._kept.items()}
             save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         return target
+
+
+def _below_a_block(target: str, lists: list[str]) -> str:
+    """The path of a module in its block; of a module in none the whole."""
+    found = next((each for each in lists if target.startswith(each)), None)
+    return target if found is None else target.removeprefix(found).partition(".")[2]
 
 
 def _config_of(given: Any) -> Any:

@@ -1,8 +1,12 @@
-"""The layers of a decoder: embedding, blocks, head. Each holds its modules and calls them by the model's own code.
+"""The layers of a model: embedding, blocks, head. Each holds its modules and calls them by the model's own code.
 
 What goes from layer to layer is a dict: `hidden_states` [B, T, D], and what came with the tokens (`attention_mask`,
 `position_ids`) for the blocks to come. In a mixture of experts that learns with a loss of its routers, what these
-said goes along too, for the head to work the loss out.
+said goes along too, for the head to work the loss out. Behind an encoder goes along what it encoded, for every block
+of the decoder, and what a block returns for the next one, like the biases of T5.
+
+    embedding --> encoder's blocks --> bridge --> decoder's blocks --> head
+              hidden, carried                hidden, encoded, carried
 """
 
 from __future__ import annotations
@@ -15,13 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, blocks_of
-from penstock.models.huggingface.frame import Arguments, Catcher, Stopped, hollow, stand_in
+from penstock.models.huggingface.frame import Arguments, Catcher, Stopped, encoded, hollow, stand_in
 from penstock.models.huggingface.routers import ROUTED, Routers
 from penstock.models.huggingface.shards import Shards
 from penstock.runtime.tensor_parallel import Sharding
 
 Value = dict[str, Any]
 HIDDEN = "hidden_states"
+ENCODED = "encoded_states"
+"""What the decoder's blocks are given of the encoder."""
+CARRIED = "carried"
+"""What a block returned for the next one besides hidden states."""
+TARGETS = "decoder_input_ids"
 IMAGES = "pixel_values"
 """What inputs for a tower for images begin with."""
 
@@ -59,9 +68,10 @@ class EmbeddingPiece(Piece):
 
     _frame: nn.Module
 
-    def __init__(self, modules: Mapping[str, nn.Module], frame: nn.Module) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], frame: nn.Module, is_encoder: bool = False) -> None:
         super().__init__(modules)
         self.__dict__["_frame"] = frame
+        self._is_encoder = is_encoder
 
     def forward(self, given: Tensor | Value) -> Value:
         value = {"input_ids": given} if isinstance(given, Tensor) else dict(given)
@@ -73,6 +83,11 @@ class EmbeddingPiece(Piece):
         if "input_ids" not in value:
             raise DecoderError(f"the inputs are {', '.join(value) or 'none'}; input_ids must be among them")
         tokens = value.pop("input_ids")
+        if self._is_encoder and TARGETS not in value:
+            raise DecoderError(
+                f"the inputs are {', '.join(('input_ids', *value))}; a model with an encoder needs {TARGETS} too, "
+                "which decoder.inputs_and_targets(batch) makes of the labels"
+            )
         try:
             self._frame(input_ids=tokens, use_cache=False, **value)
         except Stopped as stopped:
@@ -92,14 +107,56 @@ class BlockPiece(Piece):
         self._heard = None if routers is None else routers.listen(block)
 
     def forward(self, value: Value) -> Value:
-        args, kwargs = self._around.arguments(self._index, value[HIDDEN], _beside(value))
+        args, kwargs = self._around.arguments(self._index, value)
         if self._heard is not None:
             self._heard.taken()  # by a block that is run again in a backward
         out = self.first(value[HIDDEN], *args, **kwargs)
         new = {**value, HIDDEN: out[0] if isinstance(out, tuple) else out}
         if self._heard is not None:
             new[ROUTED] = (*value.get(ROUTED, ()), *self._heard.taken())
+        if self._around.carried:
+            new[CARRIED] = tuple(out[number] for number in self._around.carried)
+        if self._index == self._around.num_blocks - 1:
+            new.pop(CARRIED, None)
+            new.pop(ENCODED, None)
         return new
+
+
+class BridgePiece(Piece):
+    """What stands between an encoder's blocks and the decoder's: the norm of the one, the embedding of the other."""
+
+    _frame: nn.Module
+    _entrance: Catcher
+    _exit: Catcher
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        frame: nn.Module,
+        entrance: Catcher,
+        way_out: Catcher,
+        given_as: str | int,
+    ) -> None:
+        super().__init__(modules)
+        self.__dict__["_frame"] = frame
+        self.__dict__["_entrance"] = entrance
+        self.__dict__["_exit"] = way_out
+        self._given_as = given_as
+
+    def forward(self, value: Value) -> Value:
+        self._entrance.instead = value[HIDDEN]
+        rest = _beside(value)
+        try:
+            self._frame(inputs_embeds=_blank(value[HIDDEN]), use_cache=False, **rest)
+        except Stopped as stopped:
+            assert self._exit.given is not None
+            args, kwargs = self._exit.given
+            made = args[self._given_as] if isinstance(self._given_as, int) else kwargs[self._given_as]
+            del rest[TARGETS]
+            return {HIDDEN: stopped.hidden, ENCODED: made, **rest}
+        finally:
+            self._entrance.instead = self._exit.given = None
+        raise DecoderError("the model ran without calling its decoder's blocks")
 
 
 class HeadPiece(Piece):
@@ -111,12 +168,18 @@ class HeadPiece(Piece):
     _entrance: Catcher
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], frame: nn.Module, entrance: Catcher, routers: Routers | None = None
+        self,
+        modules: Mapping[str, nn.Module],
+        frame: nn.Module,
+        entrance: Catcher,
+        routers: Routers | None = None,
+        is_behind: bool = False,
     ) -> None:
         super().__init__(modules)
         self.__dict__["_frame"] = frame
         self.__dict__["_entrance"] = entrance
         self._routers = routers
+        self._is_behind = is_behind
         self._router_output = None if routers is None else routers.returned_by(frame)
 
     def forward(self, value: Value) -> Tensor | dict[str, Tensor]:
@@ -124,7 +187,7 @@ class HeadPiece(Piece):
         if self._router_output is not None:
             self._router_output.logits = value.get(ROUTED, ())
         try:
-            out = self._frame(inputs_embeds=_blank(value[HIDDEN]), use_cache=False, **_beside(value))
+            out = self._frame(**_in_place_of_embeddings(value, self._is_behind), use_cache=False, **_beside(value))
         finally:
             self._entrance.instead = None
             if self._router_output is not None:
@@ -134,34 +197,62 @@ class HeadPiece(Piece):
 
 
 class Around:
-    """What the blocks of a stage are given: worked out once a microbatch, where it is used."""
+    """What the blocks of one list are given in a stage: worked out once a microbatch, where it is used.
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
-        self._catchers = _catchers(model, anatomy)
+    Args:
+        is_encoder: of the encoder's blocks, not of the decoder's.
+
+    Attributes:
+        carried: see `Anatomy`. num_blocks: in the list.
+    """
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, is_encoder: bool = False) -> None:
+        lists = _catchers(model, anatomy)
+        path = anatomy.encoder.blocks if is_encoder and anatomy.encoder is not None else anatomy.blocks
+        self._catchers = lists[path]
         self._catchers[-1].stops = True
+        self.num_blocks = len(self._catchers)
+        self.carried = anatomy.encoder.carried if is_encoder and anatomy.encoder is not None else anatomy.carried
+        self._is_behind = anatomy.encoder is not None and not is_encoder
         fill = _stand_ins(model, anatomy)
         # Dropout of the embedding must not draw here: its numbers would be missing in the blocks.
         self._loose = {path: _without_dropout(model.get_submodule(path)) for path in anatomy.loose}
-        self._frame = hollow(model, {**fill, **self._loose, anatomy.blocks: nn.ModuleList(self._catchers)})
-        self._known: tuple[list[Any], list[Arguments]] | None = None
+        self._frame = hollow(model, {**fill, **self._loose, **_as_modules(lists)})
+        self._known: tuple[list[Any], list[Arguments], Tensor | None] | None = None
 
-    def arguments(self, index: int, hidden: Tensor, rest: Value) -> Arguments:
+    def arguments(self, index: int, value: Value) -> Arguments:
+        """Of a block, by the value that comes to it."""
+        hidden, rest, made = value[HIDDEN], _beside(value), value.get(ENCODED)
         changes = [each._version for each in rest.values() if isinstance(each, Tensor) and not each.is_inference()]
-        key = [hidden.shape, hidden.dtype, hidden.device, *changes, *rest, *rest.values()]
+        shapes = [(each.shape, each.dtype, each.device) for each in (hidden, made) if each is not None]
+        key = [*shapes, *changes, *rest, *rest.values()]
         if self._known is None or not _same(self._known[0], key):
-            self._known = key, self._work_out(hidden, rest)
-        return self._known[1][index]
+            self._known = key, *self._work_out(value)
+        _, known, blank = self._known
+        args, kwargs = known[index]
+        carried = value.get(CARRIED, ())
 
-    def _work_out(self, hidden: Tensor, rest: Value) -> list[Arguments]:
+        def actual(given: Any) -> Any:
+            if given is blank and blank is not None:
+                return made
+            number = self._catchers[index - 1].number_of(given) if index and self.carried else None
+            return given if number is None else carried[self.carried.index(number)]
+
+        return tuple(actual(each) for each in args), {name: actual(each) for name, each in kwargs.items()}
+
+    def _work_out(self, value: Value) -> tuple[list[Arguments], Tensor | None]:
+        hidden = value[HIDDEN]
         for module in self._loose.values():
             if any(buffer.device != hidden.device for buffer in module.buffers()):
                 module.to(hidden.device)
+        instead = _in_place_of_embeddings(value, self._is_behind)
         try:
             with torch.no_grad():
-                self._frame(inputs_embeds=_blank(hidden), use_cache=False, **rest)
+                self._frame(**instead, use_cache=False, **_beside(value))
         except Stopped:
             pass
-        return [catcher.given for catcher in self._catchers if catcher.given is not None]
+        blank = instead["encoder_outputs"][0] if self._is_behind else None
+        return [catcher.given for catcher in self._catchers if catcher.given is not None], blank
 
 
 def build_pieces(
@@ -174,37 +265,66 @@ def build_pieces(
     """The layers at `indices`; `weights` has the modules with weights that they need, by path."""
     loose = {path: copy.deepcopy(model.get_submodule(path)) for path in anatomy.loose}
     hollow_parts = _stand_ins(model, anatomy)
-    around = Around(model, anatomy)
+    encoder = anatomy.encoder
+    around = {is_encoder: Around(model, anatomy, is_encoder) for is_encoder in (False, True)[: 1 + bool(encoder)]}
     pieces: list[Piece] = []
     for index in indices:
-        if 0 < index <= anatomy.num_blocks:
-            path = f"{anatomy.blocks}.{index - 1}"
-            pieces.append(BlockPiece(path, weights[path], index - 1, around, routers))
+        paths = anatomy.paths(index)
+        own = {path: weights[path] for path in paths}
+        number = index - anatomy.first_block
+        if 0 <= number < anatomy.num_blocks:
+            pieces.append(BlockPiece(paths[0], own[paths[0]], number, around[False], routers))
             continue
-        own = {path: weights[path] for path in (anatomy.before if index == 0 else anatomy.after)}
-        catchers = _catchers(model, anatomy)
-        frame = hollow(model, {**hollow_parts, **own, **loose, anatomy.blocks: nn.ModuleList(catchers)})
-        if index == 0:
-            catchers[0].stops = True
-            pieces.append(EmbeddingPiece({**own, **loose}, frame))
+        if encoder is not None and 0 < index <= encoder.num_blocks:
+            pieces.append(BlockPiece(paths[0], own[paths[0]], index - 1, around[True]))
+            continue
+        lists = _catchers(model, anatomy)
+        frame = hollow(model, {**hollow_parts, **own, **loose, **_as_modules(lists)})
+        first = lists[anatomy.blocks][0]
+        if number == anatomy.num_blocks:
+            pieces.append(HeadPiece({**own, **loose}, frame, first, routers, encoder is not None))
+        elif encoder is not None and index > 0:
+            first.stops = True
+            pieces.append(BridgePiece({**own, **loose}, frame, lists[encoder.blocks][0], first, encoder.given_as))
         else:
-            pieces.append(HeadPiece({**own, **loose}, frame, catchers[0], routers))
+            next(iter(lists.values()))[0].stops = True
+            pieces.append(EmbeddingPiece({**own, **loose}, frame, encoder is not None))
     return pieces
 
 
 def _beside(value: Value) -> Value:
     """What goes along beside what layers make."""
-    return {name: each for name, each in value.items() if name not in (HIDDEN, ROUTED)}
+    return {name: each for name, each in value.items() if name not in (HIDDEN, ROUTED, ENCODED, CARRIED)}
+
+
+def _in_place_of_embeddings(value: Value, is_behind: bool) -> Value:
+    """Arguments of the model by which its code embeds nothing, and encodes nothing where `is_behind` an encoder."""
+    hidden = _blank(value[HIDDEN])
+    if not is_behind:
+        return {"inputs_embeds": hidden}
+    made, mask = value.get(ENCODED), value.get("attention_mask")
+    if made is None:  # behind the decoder's blocks, where only masks ask for its length
+        length = hidden.shape[1] if mask is None else mask.shape[-1]
+        made = hidden[:, :1].expand(-1, length, -1)
+    return {"encoder_outputs": encoded(_blank(made)), "decoder_inputs_embeds": hidden}
 
 
 def _stand_ins(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
     # Whole numbers, which leave the type of the hidden states that they are added to as it is.
-    paths = (*anatomy.before, *anatomy.after)
+    paths = [*anatomy.before, *anatomy.after, *(() if anatomy.encoder is None else anatomy.encoder.before)]
     return {path: stand_in(model.get_submodule(path), torch.int8) for path in paths}
 
 
-def _catchers(model: nn.Module, anatomy: Anatomy) -> list[Catcher]:
-    return [Catcher(block, anatomy.returns_tuple) for block in blocks_of(model, anatomy.blocks)]
+def _catchers(model: nn.Module, anatomy: Anatomy) -> dict[str, list[Catcher]]:
+    """By the path of each list of blocks, in order."""
+    lists = {anatomy.blocks: anatomy.num_returned}
+    if anatomy.encoder is not None:
+        lists = {anatomy.encoder.blocks: anatomy.encoder.num_returned, **lists}
+    return {path: [Catcher(block, num) for block in blocks_of(model, path)] for path, num in lists.items()}
+
+
+def _as_modules(lists: Mapping[str, list[Catcher]]) -> dict[str, nn.Module]:
+    return {path: nn.ModuleList(catchers) for path, catchers in lists.items()}
 
 
 def _without_dropout(module: nn.Module) -> nn.Module:

@@ -20,7 +20,16 @@ from penstock.models.huggingface.anatomy import Anatomy, DecoderError, blocks_of
 __all__ = ["shrunken"]
 
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+ENCODER_DEPTHS = ("num_layers", "encoder_layers", "num_hidden_layers")
+DECODER_DEPTHS = ("num_decoder_layers", "decoder_layers")
+HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+)
 GROUPS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 WIDTHS = ("n_embd", "d_model", "n_inner", "d_inner", "d_ff", "ffn_dim", "word_embed_proj_dim")
 WIDE = ("hidden_size", "intermediate_size", "embedding_size")
@@ -58,7 +67,9 @@ def shrunken(model: Any, anatomy: Anatomy) -> Any:
     for each in _configs(small):
         was = getattr(each, "num_hidden_layers", None)
         _shrink(each)
-        if was is not None:
+        if each is small and anatomy.encoder is not None:
+            _cut_both(small, _enough(blocks_of(model, anatomy.encoder.blocks)), num_blocks)
+        elif was is not None:
             _cut(each, int(was), num_blocks if each is text else min(int(was), LEAST_BLOCKS))
     if (images := getattr(small, "vision_config", None)) is not None:
         _shrink_images(small, images)
@@ -91,10 +102,10 @@ def _shrink(config: Any) -> None:
             continue
         elif name in MOST:
             setattr(config, name, min(value, MOST[name]))
-        elif name in (*HEADS, *GROUPS, *WIDTHS) or name.endswith(WIDE) or name.endswith("_num_heads"):
+        elif name in (*HEADS, *GROUPS, *WIDTHS) or name.endswith((*WIDE, *INNER, "_num_heads")):
             less = _less(value, scale, 1 if "head" in name else ALIGNED)
             setattr(config, name, min(less, NARROW) if name.endswith(INNER) and _heads(config) else less)
-        elif name == "vocab_size":
+        elif name in ("vocab_size", "decoder_vocab_size"):
             setattr(config, name, min(value, NUM_WORDS))
     _renumber(config)
 
@@ -139,6 +150,14 @@ def _cut(config: Any, was: int, now: int) -> None:
             setattr(config, name, now)
         elif isinstance(value, list | tuple) and len(value) == was:
             setattr(config, name, value[:now])
+
+
+def _cut_both(config: Any, encoder: int, decoder: int) -> None:
+    """Fewer blocks in an encoder and in a decoder, which have depths of their own."""
+    for names, now in ((ENCODER_DEPTHS, encoder), (DECODER_DEPTHS, decoder)):
+        for name in names:
+            if isinstance(vars(config).get(name), int):
+                setattr(config, name, now)
 
 
 def _enough(blocks: Iterable[nn.Module]) -> int:

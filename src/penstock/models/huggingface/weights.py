@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -21,13 +22,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.models.huggingface.anatomy import DecoderError
+from penstock.models.huggingface.anatomy import DecoderError, has_encoder
 from penstock.models.seeded import generator_of
 
 if TYPE_CHECKING:
     from penstock.models.huggingface.lora import Adapters
 
-OVER_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+OVER_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "MTModel")
 """Ends of the names of classes whose loss is over tokens."""
 
 
@@ -39,6 +40,9 @@ class Source(Protocol):
     """Gives modules with their weights."""
 
     def module(self, path: str) -> nn.Module: ...
+    def fill(self, buffers: Sequence[str]) -> None:
+        """Fills the model's own buffers of these names with what the source has of them."""
+        ...
 
 
 class Given:
@@ -49,6 +53,9 @@ class Given:
 
     def module(self, path: str) -> nn.Module:
         return self._model.get_submodule(path)
+
+    def fill(self, buffers: Sequence[str]) -> None:
+        """They are."""
 
 
 class Drawn:
@@ -68,6 +75,9 @@ class Drawn:
                 self._shapes._init_weights(each)
         return module.to(self._dtype)
 
+    def fill(self, buffers: Sequence[str]) -> None:
+        """They are as the architecture makes them."""
+
 
 class Stored:
     """Modules with the weights of a folder, of which only those asked for are read.
@@ -86,10 +96,26 @@ class Stored:
     def module(self, path: str) -> nn.Module:
         module = _with_storage(self._shapes.get_submodule(path), self._dtype)
         stored = module.state_dict(keep_vars=True)  # which has no buffer that is worked out anew
+        made = {name for name in stored if self._is_never_saved(f"{path}.{name}")}
         with torch.no_grad():
+            if made:
+                for each in _deepest_first(module):
+                    self._shapes._init_weights(each)
             for name, tensor in stored.items():
-                tensor.copy_(self._read(f"{path}.{name}", tensor))
+                if name not in made:
+                    tensor.copy_(self._read(f"{path}.{name}", tensor))
         return module
+
+    def _is_never_saved(self, name: str) -> bool:
+        """Whether the architecture makes a weight anew, like a table of sines, and the folder has none."""
+        patterns = self._shapes._keys_to_ignore_on_save or ()
+        return name not in self._origins and any(re.search(pattern, name) for pattern in patterns)
+
+    def fill(self, buffers: Sequence[str]) -> None:
+        for name in buffers:
+            buffer = self._shapes.get_buffer(name)
+            if name in self._origins:  # else it is as the architecture makes it, as from_pretrained has it
+                buffer.copy_(self._read(name, buffer))
 
     def _read(self, name: str, wanted: Tensor) -> Tensor:
         names = [name, *_tied_names(self._shapes, name)]  # a tied weight is kept under one of its names
@@ -170,6 +196,9 @@ class Adapted:
     def module(self, path: str) -> nn.Module:
         return self._adapters.module(path, self.base.module(path))
 
+    def fill(self, buffers: Sequence[str]) -> None:
+        self.base.fill(buffers)
+
 
 def folder_of(source: Source) -> Path | None:
     """The folder that weights are read from."""
@@ -209,7 +238,7 @@ def shapes_of(config: Any) -> Any:
 
 def model_of(config: Any) -> Any:
     """The model of a config with fresh weights in float32: of the class that the config names, if that has a loss
-    over tokens, else a causal language model.
+    over tokens, else a causal language model, or one with an encoder where the config is of such a model.
 
     Raises DecoderError where transformers has none.
     """
@@ -225,10 +254,11 @@ def model_of(config: Any) -> Any:
     try:
         if named.endswith(OVER_TOKENS) and hasattr(transformers, named):
             return getattr(transformers, named)(config)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        auto = transformers.AutoModelForSeq2SeqLM if has_encoder(config) else transformers.AutoModelForCausalLM
+        return auto.from_config(config, dtype=torch.float32)
     except ValueError as error:
         kind = type(config).__name__
-        raise DecoderError(f"transformers makes no causal language model of a {kind}: {error}") from None
+        raise DecoderError(f"transformers makes no language model of a {kind}: {error}") from None
 
 
 def tied_groups(model: nn.Module) -> list[list[str]]:

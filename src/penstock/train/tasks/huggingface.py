@@ -25,12 +25,14 @@ from penstock.train.tasks.chain import chain_bytes
 from penstock.train.tasks.layers import recomputed, stage_layers
 from penstock.train.tasks.masked import judge_masked, mask_token, masked
 from penstock.train.tasks.sizes import refuse, require_shards
-from penstock.train.tasks.task import Data
+from penstock.train.tasks.spans import SpanForm, judge_spans, span_form, spans
+from penstock.train.tasks.task import BYTES, Data
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 
 BY_HAND = (
-    "looked for a causal language model of transformers with one list of blocks between an embedding and a head; to "
-    "cut another one by hand, write one module per stage and give ps.Pipeline the list of them"
+    "looked for a language model of transformers with one list of blocks between an embedding and a head, or one in "
+    "its encoder and one in its decoder; to cut another one by hand, write one module per stage and give ps.Pipeline "
+    "the list of them"
 )
 MOST = 300
 """Letters of a reason that are told."""
@@ -56,9 +58,9 @@ class DecoderTask:
         self.decoder = decoder = decoder_of(folder, has_weights, settings)
         self.config = config = decoder.config.get_text_config(decoder=True)
         self.sizes = sizes_in(folder) | ({} if decoder.adapters is None else {"lora": decoder.adapters.sizes})
-        most = int(getattr(config, "max_position_embeddings", None) or USUAL_CONTEXT)
-        self.num_tokens = settings.context or min(USUAL_CONTEXT, most)
-        if self.num_tokens > most:
+        most = getattr(config, "max_position_embeddings", None)  # T5 and Mamba take any number
+        self.num_tokens = settings.context or min(USUAL_CONTEXT, int(most or USUAL_CONTEXT))
+        if most and self.num_tokens > most:
             raise SettingsError(
                 f"--context {self.num_tokens}: {settings.model} takes {most} tokens at most; give that"
             )
@@ -72,8 +74,16 @@ class DecoderTask:
         self._mask = None
         if decoder.is_masked:
             self._mask = mask_token(self._tokenizer, config.vocab_size, settings.model)
+        self._spans = None
         self.tied = decoder.tied
         self.layer_costs = decoder.costs()
+        if decoder.has_encoder:
+            require_whole(settings, schedule)
+            self._spans = span_form(self._tokenizer, self.num_tokens, config.vocab_size, settings.model)
+            self.layer_costs = [
+                each * (self._spans.num_read if index < decoder.anatomy.first_block - 1 else self._spans.num_written)
+                for index, each in enumerate(self.layer_costs)
+            ]
         self._parts = stage_layers(self.layer_costs, schedule, settings.cut)
         require_shards(settings, schedule, config, config.vocab_size)
 
@@ -86,25 +96,58 @@ class DecoderTask:
     def _built(self, part: range) -> nn.Module:
         stage = self.decoder.stage(part)
         if self._settings.recompute:
-            block = re.compile(rf"{re.escape(self.decoder.anatomy.blocks)}\.\d+")
+            block = re.compile(rf"({'|'.join(map(re.escape, self.decoder.anatomy.lists))})\.\d+")
             for name, module in list(stage.named_modules()):
                 if block.fullmatch(name):
                     recomputed(module)
         return stage
 
     def message_bytes(self, schedule: Schedule) -> list[float]:
+        if self._spans is not None:
+            return self._bytes_of_both(self._spans)
         return chain_bytes(self._settings, schedule.num_stages, self.num_tokens * self.config.hidden_size)
+
+    def _bytes_of_both(self, form: SpanForm) -> list[float]:
+        """Hidden states, behind the encoder those of both; and the biases by pairs of places that a T5 passes on."""
+        anatomy, heads = self.decoder.anatomy, getattr(self.config, "num_attention_heads", 0)
+        read, written = form.num_read, form.num_written
+        samples = chain_bytes(self._settings, 2, 1)[0]
+        sent = []
+        for part in self._parts[:-1]:
+            if anatomy.encoder is not None and part.stop < anatomy.first_block:
+                passed = len(anatomy.encoder.carried) * (1 < part.stop < anatomy.first_block - 1)
+                tokens, pairs = read, passed * read * read
+            else:
+                passed = len(anatomy.carried) * (part.stop not in (anatomy.first_block, anatomy.num_layers - 1))
+                tokens = written + read * (part.stop < anatomy.num_layers - 1)
+                pairs = sum((written, read)[number] * written for number in range(passed))
+            sent.append(samples * tokens * self.config.hidden_size + BYTES * heads * pairs)
+        return [*sent, 0.0]
 
     def read(self, corpus: Corpus | None) -> Data:
         data = next_tokens(self._settings, self._tokenizer, self.num_tokens, corpus)
+        if self._spans is not None:
+            return spans(data, self._spans, self.decoder, self._settings.seed)
         return (
             data if self._mask is None else masked(data, self._mask, self._tokenizer.vocab_size, self._settings.seed)
         )
 
     def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
+        if self._spans is not None:
+            return judge_spans(pipe, data, loss)
         if self._mask is not None:
             return judge_masked(pipe, data, loss)
         return judge_decoder(self._settings, self._tokenizer, self.num_tokens, pipe, data, loss)
+
+
+def require_whole(settings: Settings, schedule: Schedule) -> None:
+    """Raises SettingsError where ranks would share the stages of a model with an encoder."""
+    what = f"--tp {settings.tp}" if settings.tp > 1 else schedule.name if schedule.placement.shared else None
+    if what is not None:
+        raise SettingsError(
+            f"{what} shares stages out over several ranks, which is known of models without an encoder, and "
+            f"{settings.model} has one; give another schedule, and leave --tp out"
+        )
 
 
 def find(model: str) -> tuple[Path, bool]:

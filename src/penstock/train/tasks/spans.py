@@ -1,0 +1,179 @@
+"""Text for a model that reads one text and writes another: spans of it are cut out, and it writes them.
+
+Raffel et al. 2020 (arXiv 1910.10683), section 3.1.4: 15% of the tokens are cut out, in spans of three on average.
+Each span leaves a mark of its own in the text that is read, and the text to be written is the spans behind their
+marks. A tokenizer without such marks has one mask, which stands for any span (Lewis et al. 2020, arXiv 1910.13461,
+"text infilling"), and the text to be written is the whole one.
+
+    the text    Thank you for inviting me to your party last week
+    read        Thank you <0> me to your party <1> week
+    to write    <0> for inviting <1> last <2>
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.data import ByteTokenizer, Tokenizer
+from penstock.data.tokenizer import FileTokenizer
+from penstock.models.huggingface import Decoder
+from penstock.runtime import Pipeline
+from penstock.train.checks import SettingsError
+from penstock.train.quality import Quality
+from penstock.train.tasks.masked import MASKS
+from penstock.train.tasks.task import Data, Example, TaskBatches
+
+SHARE, LENGTH = 0.15, 3
+"""Of the tokens that are cut out, and the tokens of a span on average."""
+SENTINEL = "<extra_id_{}>"
+COUNTED = 16
+"""Batches whose targets are counted for what frequencies alone give."""
+
+
+@dataclass(frozen=True)
+class SpanForm:
+    """How texts of one length are cut up.
+
+    Attributes:
+        length: tokens of a text.
+        marks: the number of the mark of each span, and one that ends the last, or of the one mask.
+    """
+
+    length: int
+    marks: tuple[int, ...]
+
+    @property
+    def num_cut(self) -> int:
+        """Tokens that are cut out."""
+        return num_cut(self.length)
+
+    @property
+    def num_spans(self) -> int:
+        return num_spans(self.length)
+
+    @property
+    def writes_all(self) -> bool:
+        """Whether the whole text is to be written."""
+        return len(self.marks) == 1
+
+    @property
+    def num_read(self) -> int:
+        """Tokens of the text that is read."""
+        return self.length - self.num_cut + self.num_spans
+
+    @property
+    def num_written(self) -> int:
+        """Tokens of the text that is written."""
+        return self.length if self.writes_all else self.num_cut + self.num_spans + 1
+
+    def cut(self, text: Any, draw: np.random.Generator) -> tuple[Any, Any]:
+        """Of a text[length] what is read, [num_read], and what is written, [num_written]; both of whole numbers."""
+        kept = _parts(self.length - self.num_cut, self.num_spans, draw)
+        gone = _parts(self.num_cut, self.num_spans, draw)
+        read: list[Any] = []
+        written: list[Any] = []
+        place = 0
+        for number, (before, inside) in enumerate(zip(kept, gone, strict=True)):
+            mark = [self.marks[0 if self.writes_all else number]]
+            end = place + before + inside
+            read += [text[place : place + before], mark]
+            written += [mark, text[place + before : end]]
+            place = end
+        if self.writes_all:
+            return np.concatenate(read), text
+        return np.concatenate(read), np.concatenate([*written, [self.marks[-1]]])
+
+
+def num_cut(length: int) -> int:
+    """Tokens that are cut out of a text of `length`."""
+    return max(1, round(SHARE * length))
+
+
+def num_spans(length: int) -> int:
+    """Spans that they lie in."""
+    return max(1, round(num_cut(length) / LENGTH))
+
+
+def _parts(total: int, count: int, draw: np.random.Generator) -> list[int]:
+    """A number as a sum of `count` others of at least 1, each such sum as likely as another."""
+    ends = np.sort(draw.choice(total - 1, count - 1, replace=False)) + 1
+    return [int(each) for each in np.diff([0, *ends, total])]
+
+
+def span_form(tokenizer: Tokenizer, length: int, vocab_size: int, model: str) -> SpanForm:
+    """The form for texts of `length` tokens. Raises SettingsError where the tokenizer has no marks for spans."""
+    if length < 4:
+        raise SettingsError(f"--context {length} is too short a text to cut spans out of; give at least 4")
+    needed = num_spans(length) + 1
+    if isinstance(tokenizer, FileTokenizer):
+        found = [tokenizer.number_of(SENTINEL.format(number)) for number in range(needed)]
+        if all(number is not None for number in found):
+            return SpanForm(length, tuple(int(number) for number in found if number is not None))
+        mask = next((number for word in MASKS if (number := tokenizer.number_of(word)) is not None), None)
+        if mask is not None:
+            return SpanForm(length, (mask,))
+        have = sum(number is not None for number in found)
+        raise SettingsError(
+            f"{model} writes the spans that are cut out of a text, and the tokenizer {tokenizer.name} has {have} of "
+            f"the {needed} marks {SENTINEL.format(0)} ... that texts of {length} tokens need, and no "
+            f"{' or '.join(MASKS)}; give the --tokenizer that the model was made for, or less --context"
+        )
+    first = ByteTokenizer.vocab_size
+    if vocab_size < first + needed:
+        raise SettingsError(
+            f"{model} writes the spans that are cut out of a text, and its vocabulary of {vocab_size} has no "
+            f"{needed} numbers behind those of the 256 bytes to mark them; give the --tokenizer that it was made for"
+        )
+    return SpanForm(length, tuple(range(first, first + needed)))
+
+
+def spans(data: Data, form: SpanForm, decoder: Decoder, seed: int) -> Data:
+    """Texts of which spans are cut out; which follows from the seed, the step and the sample's place alone."""
+    fixed = [_cut(each, form, decoder, (seed, 1, number)) for number, each in enumerate(data.validation)]
+    return replace(data, batches=SpanBatches(data.batches, form, decoder, seed), validation=fixed)
+
+
+class SpanBatches:
+    """Batches of a text in which each step cuts out spans."""
+
+    def __init__(self, batches: TaskBatches, form: SpanForm, decoder: Decoder, seed: int) -> None:
+        self._batches, self._form, self._decoder, self._seed = batches, form, decoder, seed
+
+    def __getitem__(self, step: int) -> Example:
+        return _cut(self._batches[step], self._form, self._decoder, (self._seed, 0, step))
+
+
+def _cut(example: Example, form: SpanForm, decoder: Decoder, seed: tuple[int, ...]) -> Example:
+    draw = np.random.default_rng(seed)
+    pairs = [form.cut(text, draw) for text in example.inputs.numpy()]
+    read, written = (torch.from_numpy(np.stack(each).astype(np.int64)) for each in zip(*pairs, strict=True))
+    return Example(*decoder.inputs_and_targets({"input_ids": read, "labels": written}))
+
+
+def judge_spans(pipe: Pipeline, data: Data, loss: float) -> Quality:
+    """Beside a guess of each token to write by its frequency in what is written. Every rank must call it."""
+    told = torch.cat([data.batches[step].targets.flatten() for step in range(COUNTED)])
+    wanted = torch.cat([example.targets.flatten() for example in data.validation])
+    counts = torch.bincount(told, minlength=int(torch.maximum(told.max(), wanted.max())) + 1) + 1.0
+    shares = counts / counts.sum()
+    unigram, chance = float(-shares[wanted].log().mean()), float((wanted == shares.argmax()).float().mean())
+    first = next(iter(data.validation))
+    said = torch.cat([part.argmax(-1) for part in pipe.predict(first.inputs)])
+    accuracy = float((said == first.targets).float().mean())
+    bar = "below" if math.isfinite(loss) and loss < unigram else "not below"
+    return Quality(
+        unit="nats a token that is written, on the validation text",
+        beside=(
+            f"{bar} {unigram:.3f}, what frequencies of tokens give",
+            f"{accuracy:.1%} of the tokens right, each after the right ones before it; {chance:.1%} by always saying "
+            "the commonest",
+        ),
+        unigram=unigram,
+        accuracy=accuracy,
+        chance=chance,
+    )

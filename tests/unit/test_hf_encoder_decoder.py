@@ -1,0 +1,175 @@
+"""Models with an encoder and a decoder: any cut and schedule, at the prompt, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import penstock as ps
+from hf_families import FAMILIES, batch_of, config_of, model_of, plain_step
+from penstock.cli import main
+from penstock.data import ByteTokenizer
+from penstock.data.tokenizer import load_tokenizer
+from penstock.models import ParallelError
+from penstock.models.huggingface import Decoder, DecoderError
+from penstock.train.checks import SettingsError
+from penstock.train.tasks.spans import SpanForm, span_form
+from train_runs import losses
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[hf]'")
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+CUTS = {
+    "a stage for each layer": ("1f1b", 1, [1] * 10),
+    "the bridge begins a stage": ("zb-h1", 4, [4, 2, 2, 2]),
+    "the bridge ends a stage": ("1f1b", 3, [5, 3, 2]),
+    "the head alone": ("1f1b", 3, [2, 7, 1]),
+    "two stages per rank": ("interleaved-1f1b", 2, [3, 2, 3, 2]),
+}
+
+
+@pytest.mark.parametrize("what", CUTS)
+def test_any_cut_learns_what_the_whole_model_does(what: str) -> None:
+    schedule, ranks, cut = CUTS[what]
+    model, batch = model_of("t5"), batch_of("t5")
+    decoder = Decoder(model, compare=False)
+    cut = [*cut[:-1], cut[-1] + decoder.num_layers - sum(cut)]
+    options: dict[str, Any] = {"num_stages": len(cut)} if schedule == "interleaved-1f1b" else {}
+    ranks = len(cut) if not options else ranks
+    pipe = ps.Pipeline(
+        decoder.stages(len(cut), cut),
+        ps.build(schedule, ranks, 2 if options else 3, **options),
+        loss_fn=decoder.loss,
+        parallel=ps.ParallelOptions(tied=decoder.tied),
+    )
+    result = pipe.step(*decoder.inputs_and_targets(batch), update=False)
+    found = {key: parameter.grad.clone() for key, parameter in pipe.named_parameters() if parameter.grad is not None}
+    whole = model_of("t5")
+    loss, gradients = plain_step(whole, batch, 2 if options else 3, decoder.loss)
+    assert torch.equal(torch.as_tensor(result.loss), loss)
+    assert found
+    assert [key for key, gradient in found.items() if not torch.equal(gradient, gradients[key])] == []
+
+
+def test_a_stage_makes_nothing_else_of_the_model(tmp_path: Path) -> None:
+    model = model_of("t5")
+    model.save_pretrained(tmp_path)
+    decoder = Decoder(tmp_path, compare=False)
+    built = [stage() for stage in decoder.stages(4)]  # type: ignore[operator]
+    names = [{name for name, _ in stage.named_parameters()} for stage in built]
+    assert [one & other for one, other in itertools.combinations(names, 2) if one & other] == []
+    assert all(sum(p.numel() for p in stage.parameters()) < 0.6 * decoder.model.num_parameters() for stage in built)
+    assert all(each.device.type == "meta" for each in decoder.model.parameters())
+
+
+def test_labels_are_shifted_as_the_model_does() -> None:
+    """Marian begins with the token of its config, and M2M100 has no method of transformers for it."""
+    labels = torch.tensor([[5, 6, -100], [7, 8, 9]])
+    decoder = Decoder(config_of("marian"), compare=False)
+    inputs, targets = decoder.inputs_and_targets({"input_ids": labels.abs(), "labels": labels})
+    assert inputs["decoder_input_ids"].tolist() == [[2, 5, 6], [2, 7, 8]]
+    assert targets is labels
+    sizes = {key: value for key, value in FAMILIES["bart"].items() if key not in ("model_type", "architectures")}
+    changes = {"decoder_start_token_id": 1, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+    other = Decoder(
+        transformers.M2M100Config(**{**sizes, **changes}),
+        compare=False,
+    )
+    given, _ = other.inputs_and_targets({"input_ids": labels.abs(), "labels": labels})
+    assert given["decoder_input_ids"].tolist() == [[1, 5, 6], [1, 7, 8]]
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    with pytest.raises(DecoderError, match=r"at random \(config\.decoder_layerdrop 0\.5\)"):
+        Decoder(transformers.BartConfig(d_model=16, vocab_size=20, decoder_layerdrop=0.5))
+    with pytest.raises(DecoderError, match=r"two lists of blocks, and 'encoder\.block' is one"):
+        Decoder(config_of("t5"), blocks="encoder.block")
+    decoder = Decoder(config_of("t5"), compare=False)
+    layer = decoder.layers([0])[0]
+    with pytest.raises(DecoderError, match=r"needs decoder_input_ids too, which decoder\.inputs_and_targets"):
+        layer({"input_ids": torch.zeros(1, 3, dtype=torch.long)})
+    with pytest.raises(ParallelError, match="with an encoder are not shared out"):
+        decoder.stage([0]).shard_over(None)  # type: ignore[arg-type]
+    nameless = transformers.T5Config(**{**FAMILIES["t5"], "decoder_start_token_id": None})
+    with pytest.raises(DecoderError, match="does not shift labels for its decoder"):
+        Decoder(nameless, compare=False).inputs_and_targets(batch_of("t5"))
+
+
+def test_spans_put_back_are_the_text() -> None:
+    for length, seed in itertools.product((4, 7, 16, 50, 128), range(5)):
+        form = span_form(ByteTokenizer(), length, 400, "t5")
+        draw = np.random.default_rng(seed)
+        text = draw.integers(0, 256, length)
+        read, written = form.cut(text, draw)
+        assert (len(read), len(written)) == (form.num_read, form.num_written)
+        spans = {int(part[0]): part[1:] for part in np.split(written, np.flatnonzero(written >= 256))[1:]}
+        back = [spans[int(token)] if token >= 256 else [token] for token in read]
+        assert np.concatenate(back).tolist() == text.tolist()
+        assert sum(map(len, spans.values())) == form.num_cut
+        assert len(spans) == form.num_spans + 1, "and the mark that ends the last"
+    whole = SpanForm(16, (300,))
+    read, written = whole.cut(text[:16], draw)
+    assert written.tolist() == text[:16].tolist()
+    assert list(read).count(300) == whole.num_spans
+
+
+def test_a_tokenizer_without_marks_for_spans_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="vocabulary of 257 has no 2 numbers behind those of the 256 bytes"):
+        span_form(ByteTokenizer(), 16, 257, "t5")
+    vocabulary = {"a": 0, "[UNK]": 1, "<extra_id_0>": 2}
+    words = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "added_tokens": []}
+    file = tmp_path / "tokenizer.json"
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
+    file.write_text(json.dumps({**words, "model": model}))
+    with pytest.raises(SettingsError, match=r"has 1 of the 2 marks <extra_id_0> \.\.\. that texts of 16 tokens"):
+        span_form(load_tokenizer(file), 16, 300, "t5")
+    vocabulary["<extra_id_1>"] = 3
+    file.write_text(json.dumps({**words, "model": model}))
+    assert span_form(load_tokenizer(file), 16, 300, "t5").marks == (2, 3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("t5")
+    model_of("t5").save_pretrained(place / "model")
+    draw = random.Random(1)
+    (place / "text.txt").write_text(" ".join(draw.choice(["rank", "stage", "op", "plan"]) for _ in range(2000)))
+    return place
+
+
+OPTIONS = "--context 16 --batch 8 --microbatches 4 --sample 0 --lr 0.01 --evaluate-every 0 --threads 1"
+
+
+def test_ranks_that_would_share_a_stage_are_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = f"train --model {folder / 'model'} --data {folder / 'text.txt'} --out {folder / 'tp'} {OPTIONS} --tp 2"
+    assert main(line.split()) == 2
+    assert "--tp 2 shares stages out over several ranks" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-1f1b --ranks 2"])
+def test_a_run_goes_on_where_it_was_and_processes_change_nothing(schedule: str, folder: Path, tmp_path: Path) -> None:
+    model = f"--model {folder / 'model'} --data {folder / 'text.txt'} {OPTIONS} --schedule {schedule}"
+    assert main(f"train {model} --steps 4 --in-process --out {tmp_path / 'whole'}".split()) == 0
+    assert main(f"train {model} --steps 2 --in-process --out {tmp_path / 'part'}".split()) == 0
+    assert main(f"train --resume {tmp_path / 'part'} --steps 4".split()) == 0
+    assert losses(tmp_path / "part") == losses(tmp_path / "whole")
