@@ -90,7 +90,7 @@ def drawn(seed: int) -> dict[str, Any]:
             "warmup": source.choice([None, None, 1, 2]),
             "max_in_flight": source.choice([None, 2, 3, 4]),
         },
-        "values": [source.randint(0, 9) + (0.0 if whole else source.random()) for _ in range(1000)],
+        "values": [source.randint(0, 9) + (0.0 if whole else source.random()) for _ in range(300)],
         "wait": [source.choice([0.0, 0.0, 3.0]) for _ in range(num_ranks)],
         "cap": source.choice([float("inf"), 2.0, 3.0]) * len(pipelines[0]) * len(pipelines) / num_ranks,
         "turned": source.random() < 0.3,
@@ -110,7 +110,8 @@ def links_of(case: dict[str, Any], num_ranks: int) -> ps.Links:
 def given_schedule(seed: int) -> str:
     """The schedule that both dispatch: one of the library's, as this checkout builds it."""
     case = drawn(seed)
-    return str(ps.build(case["library"], *case["library_counts"]))
+    num_ranks, num_microbatches = case["library_counts"]
+    return str(ps.build(case["library"], num_ranks, max(num_microbatches, 2 * num_ranks)))
 
 
 def by_rules(case: dict[str, Any]) -> str:
