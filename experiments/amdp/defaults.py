@@ -3,8 +3,10 @@
     python -m experiments.amdp.defaults --minutes 4     goes on for so long; half an hour of one core in all
     python -m experiments.amdp.defaults --show          what there is so far
 
-Each run is a command, all ranks in one process: the validation loss after its last step. Four stages clip by half of
-`--clip` each; where a run says `--clip 2`, each clips by 1, as stages did before they shared the clipping out.
+Each run is a command, all ranks in one process: the validation loss after its last step. Where nothing is said of
+updates, AMDP learns as a synchronous schedule and the whole model's gradient is clipped. Where updates are ops, four stages
+clip by half of `--clip` each; where a run says `--clip 2`, each clips by 1, as stages did before they shared the
+clipping out.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from experiments.amdp import RESULTS
 from experiments.common.command import options
 from experiments.common.results import Row, known, save, table
 
-SYNC, AMDP = "1f1b", "amdp"
+SYNC, AMDP, SHARES = "1f1b", "amdp", "amdp, mismatch 0, each stage clips its share"
 OPTIONS = {
     SYNC: "--schedule 1f1b",
     AMDP: "--schedule amdp",
-    "amdp, each stage clips by 1": "--schedule amdp --clip 2",
+    SHARES: "--schedule amdp --max-mismatch 0",
+    "amdp, each stage clips by 1": "--schedule amdp --max-mismatch 0 --clip 2",
     "amdp, mismatch 1": "--schedule amdp --max-mismatch 1",
     "amdp, mismatch 1, each stage clips by 1": "--schedule amdp --max-mismatch 1 --clip 2",
     "amdp, predicting, each stage clips by 1": "--schedule amdp --rule xpipe --clip 2",
@@ -38,14 +41,15 @@ OPTIONS = {
     "amdp, mismatch 1, Muon": "--schedule amdp --max-mismatch 1 --optimizer muon",
     "amdp, predicting, Muon": "--schedule amdp --rule xpipe --optimizer muon",
 }
-"""The last of AdamW's is what `--schedule amdp` did until it was measured."""
+"""The last of AdamW's is what `--schedule amdp` did until it was measured, and `SHARES` what it did after that."""
 
 CASES = (
-    *((name, 400, seed) for seed in (0, 1, 2) for name in (SYNC, AMDP)),
-    *((name, 400, 0) for name in tuple(OPTIONS)[2:4]),
-    *((name, 200, seed) for seed in (0, 1, 2) for name in (SYNC, tuple(OPTIONS)[6])),
-    *((name, 200, 0) for name in OPTIONS if name not in (SYNC, AMDP, "amdp, mismatch 1", tuple(OPTIONS)[6])),
-    *((name, 200, 1) for name in tuple(OPTIONS)[4:6]),
+    *((name, 400, seed) for seed in (0, 1, 2) for name in (SYNC, SHARES)),
+    *((name, 400, 0) for name in tuple(OPTIONS)[3:5]),
+    *((name, 200, seed) for seed in (0, 1, 2) for name in (SYNC, tuple(OPTIONS)[7])),
+    *((name, 200, 0) for name in OPTIONS if name not in (SYNC, AMDP, SHARES, "amdp, mismatch 1", tuple(OPTIONS)[7])),
+    *((name, 200, 1) for name in tuple(OPTIONS)[5:7]),
+    *((AMDP, 400, seed) for seed in (2, 0, 1)),
 )
 """(name, steps, seed), in the order in which they run."""
 

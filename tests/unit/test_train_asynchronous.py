@@ -71,12 +71,16 @@ def amdp_defaults(text: Path, folder: Path, options: str) -> Settings:
     return Settings.from_mapping(json.loads((folder / "settings.json").read_text()))
 
 
-def test_amdp_by_its_name_alone_learns_as_a_synchronous_run(tmp_path: Path, text: Path) -> None:
-    """Windows are the whole batch, in four microbatches for each rank, and no update falls into a microbatch."""
-    found = amdp_defaults(text, tmp_path / "amdp", "--schedule amdp --clip 0 --steps 6")
-    assert (found.microbatches, found.window, found.max_mismatch, found.rule) == (16, 16, 0, None)
-    amdp_defaults(text, tmp_path / "expected", "--schedule 1f1b --clip 0 --steps 6")
-    assert losses(tmp_path / "amdp") == pytest.approx(losses(tmp_path / "expected"), rel=1e-4)
+def test_amdp_by_its_name_alone_learns_what_1f1b_does(tmp_path: Path, text: Path) -> None:
+    """Each stage clipped its own gradient by default, and so a seed ended 1.2% above 1f1b."""
+    found = amdp_defaults(text, tmp_path / "amdp", "--schedule amdp --clip 0.5 --steps 6")
+    assert (found.microbatches, found.window, found.max_mismatch, found.rule) == (16, None, None, None)
+    amdp_defaults(text, tmp_path / "expected", "--schedule 1f1b --clip 0.5 --steps 6")
+    like = pytest.approx(losses(tmp_path / "expected"), rel=1e-6)  # gradients are summed in another order
+    assert losses(tmp_path / "amdp") == like
+    assert any(line["grad_norm"] > 0.5 for line in metrics(tmp_path / "amdp")), "nothing was clipped"
+    amdp_defaults(text, tmp_path / "stages", "--schedule amdp --clip 0.5 --steps 6 --max-mismatch 0")
+    assert losses(tmp_path / "stages") != like  # where updates are ops, stages still clip by themselves
 
 
 def test_stages_share_the_clipping_out() -> None:
@@ -89,9 +93,9 @@ def test_stages_share_the_clipping_out() -> None:
 
 def test_microbatches_of_amdp_go_as_far_as_the_batch(tmp_path: Path, text: Path) -> None:
     few = amdp_defaults(text, tmp_path / "few", "--schedule amdp --batch 13 --ranks 4")
-    assert (few.microbatches, few.window) == (12, 12)
+    assert few.microbatches == 12
     many = amdp_defaults(text, tmp_path / "many", "--schedule amdp --batch 40 --ranks 2")
-    assert (many.microbatches, many.window) == (8, 8)
+    assert many.microbatches == 8
     given = amdp_defaults(text, tmp_path / "given", "--schedule amdp --microbatches 4 --window 8 --max-mismatch 1")
     assert (given.microbatches, given.window, given.max_mismatch) == (4, 8, 1)
 
@@ -128,7 +132,8 @@ UPDATES = {"amdp": 8, "pipedream": 32, "pipedream-2bw": 8, "xpipe": 8, "spectrai
 
 @pytest.mark.parametrize("schedule", ASYNCHRONOUS)
 def test_the_name_is_enough(train: Train, tmp_path: Path, schedule: str) -> None:
-    report = train("run", f"--schedule {schedule} --steps 8 --evaluate-every 3")
+    more = "--drain-every 8" if schedule == "amdp" else ""  # which learns as a synchronous one where nothing is said
+    report = train("run", f"--schedule {schedule} --steps 8 --evaluate-every 3 {more}")
     updating = report["updating"]
     assert updating["num_updates"] == UPDATES[schedule]
     mismatch = 0 if schedule == "amdp" else 3 if UPDATES[schedule] == 32 else 1
@@ -156,15 +161,15 @@ def test_the_name_is_enough(train: Train, tmp_path: Path, schedule: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["--window 8", "--max-mismatch 1", "--sharding none", "--drain-every 2"])
+@pytest.mark.parametrize("options", ["--window 8", "--max-mismatch 1", "--max-mismatch 0 --sharding none", "--drain-every 2"])
 def test_options_of_amdp(train: Train, tmp_path: Path, options: str) -> None:
     updating = train("run", f"--schedule amdp --steps 8 {options}")["updating"]
     assert updating["num_updates"] == (4 if "window" in options else 8)
-    assert updating["proved"] == updating["measured"] == (1 if "mismatch" in options else 0)
+    assert updating["proved"] == updating["measured"] == (1 if "mismatch 1" in options else 0)
     assert updating["zero"] == ("sharding" not in options)
     assert updating["drain_every"] == (2 if "drain" in options else 8)
     if "sharding" in options:  # which copy steps changes no number
-        train("on", "--schedule amdp --steps 8")
+        train("on", "--schedule amdp --steps 8 --max-mismatch 0")
         assert losses(tmp_path / "run") == losses(tmp_path / "on")
 
 

@@ -264,7 +264,7 @@ def test_parts_of_replicas_are_the_batches_of_one_pipeline(train: Train, place: 
     )
     assert (
         main(
-            [*["train", "--model", "resnet.py:ResNet", "--data", "parts.py:parts", "--dp", "2", "--schedule", "amdp"]]
+            [*["train", "--model", "resnet.py:ResNet", "--data", "parts.py:parts", "--dp", "2", "--schedule", "vnag"]]
         )
         == 2
     )

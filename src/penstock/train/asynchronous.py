@@ -43,8 +43,7 @@ ASYNCHRONOUS: Mapping[str, Usual] = {
         },
     ),
 }
-"""Schedules that are trained with their updates among the other ops. What is usual for `amdp` costs no quality: with
-windows of 4d an update gathers the whole batch, and with no mismatch its gradient is the synchronous one."""
+"""Schedules that are trained with their updates among the other ops. `amdp` is, where an option says how."""
 
 OPTIONS = ("window", "rule", "max_mismatch", "drain_every")
 PREDICTING = ("spectrain", "xpipe")
@@ -66,6 +65,10 @@ def usual_microbatches(schedule: str, ranks: int, batch: int | None = None) -> i
 def completed(given: Mapping[str, Any], learning: bool = True) -> dict[str, Any]:
     """Settings of a run with what is usual for its schedule, where the given ones do not say.
 
+    Where nothing is said of its updates, `amdp` learns as a synchronous schedule: with an update a step and no mismatch
+    its pipelines drain at each update anyway, so that updates among the other ops would save no time, and each stage
+    would clip its gradient by itself.
+
     Args:
         given: all that is known: schedule, ranks, microbatches, steps and so on; None stands for not given.
         learning: whether the run learns, and so has an optimizer.
@@ -73,7 +76,7 @@ def completed(given: Mapping[str, Any], learning: bool = True) -> dict[str, Any]
     found = {name: value for name, value in given.items() if value is not None}
     schedule, rule = str(found.get("schedule")), found.get("rule")
     usual = ASYNCHRONOUS.get(schedule)
-    if usual is None:
+    if usual is None or (schedule == "amdp" and learning and not set(OPTIONS) & set(found)):
         return dict(given)
     by_rule = ASYNCHRONOUS.get(rule, usual) if isinstance(rule, str) else usual
     if learning and not {"optimizer", "optimizer_options"} & set(found):
