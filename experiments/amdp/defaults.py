@@ -4,9 +4,9 @@
     python -m experiments.amdp.defaults --show          what there is so far
 
 Each run is a command, all ranks in one process: the validation loss after its last step. Where nothing is said of
-updates, AMDP learns as a synchronous schedule and the whole model's gradient is clipped. Where updates are ops, four stages
-clip by half of `--clip` each; where a run says `--clip 2`, each clips by 1, as stages did before they shared the
-clipping out.
+updates, AMDP learns as a synchronous schedule and the whole model's gradient is clipped. Where updates are ops, four
+stages clip by half of `--clip` each; where a run says `--clip 2`, each clips by 1, as stages did before they shared
+the clipping out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from experiments.amdp import RESULTS
 from experiments.common.command import options
-from experiments.common.results import Row, known, save, table
+from experiments.common.results import Row, facts, known, save, table
 
 SYNC, AMDP, SHARES = "1f1b", "amdp", "amdp, mismatch 0, each stage clips its share"
 OPTIONS = {
@@ -100,7 +100,8 @@ def main() -> None:
         if given.show or case in done or time.monotonic() - began > 60 * given.minutes:
             continue
         rows.append(run(*case))
-        save(given.out, "defaults", rows, seeds=(0, 1, 2))
+        note = facts(given.out, "defaults").get("note", "")
+        save(given.out, "defaults", rows, seeds=(0, 1, 2), note=note)
         print(*case, f"{rows[-1]['loss']:.4f}", flush=True)
     print("\n".join(lines(rows)))
 

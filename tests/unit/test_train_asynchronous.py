@@ -161,13 +161,15 @@ def test_the_name_is_enough(train: Train, tmp_path: Path, schedule: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["--window 8", "--max-mismatch 1", "--max-mismatch 0 --sharding none", "--drain-every 2"])
+@pytest.mark.parametrize(
+    "options", ["--window 8", "--max-mismatch 1", "--drain-every 8 --sharding none", "--drain-every 2"]
+)
 def test_options_of_amdp(train: Train, tmp_path: Path, options: str) -> None:
     updating = train("run", f"--schedule amdp --steps 8 {options}")["updating"]
     assert updating["num_updates"] == (4 if "window" in options else 8)
     assert updating["proved"] == updating["measured"] == (1 if "mismatch 1" in options else 0)
     assert updating["zero"] == ("sharding" not in options)
-    assert updating["drain_every"] == (2 if "drain" in options else 8)
+    assert updating["drain_every"] == (2 if "drain-every 2" in options else 8)
     if "sharding" in options:  # which copy steps changes no number
         train("on", "--schedule amdp --steps 8 --max-mismatch 0")
         assert losses(tmp_path / "run") == losses(tmp_path / "on")

@@ -84,7 +84,10 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "a store for nothing": ("--store redis://127.0.0.1:1", ["add --adapt"]),
     "host memory in bytes": ("--adapt --host-memory 8GB", ["how many bytes an activation has", "like 4"]),
     "window not a multiple of the block": ("--schedule amdp --window 6", ["window", "4 microbatches", "got 6"]),
-    "microbatches that are no block": ("--schedule amdp --max-mismatch 0 --microbatches 6", ["6 are none", "--microbatches 4 or 8"]),
+    "microbatches that are no block": (
+        "--schedule amdp --rule none --microbatches 6",
+        ["6 are none", "--microbatches 4 or 8"],
+    ),
     "odd ranks": ("--schedule amdp --ranks 3", ["ranks", "got 3", "2 or 4"]),
     "no window": ("--schedule amdp --window 0", ["window is 0", "at least 1"]),
     "a window below the ranks": ("--schedule pipedream-2bw --window 3", ["at least 4", "got 3"]),

@@ -39,7 +39,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     ),
     "sharding": ("--dp 2 --sharding zero3", ["no sharding 'zero3'", "none, copies, zero1 or fsdp"]),
     "sharding without replicas": ("--sharding fsdp", ["--sharding fsdp", "there is one", "--dp 2"]),
-    "asynchronous replicas in one process": ("--schedule pipedream-2bw --dp 2 --in-process", ["leave out --in-process"]),
+    "asynchronous replicas in one process": ("--schedule vnag --dp 2 --in-process", ["leave out --in-process"]),
     "adapting in one process": ("--adapt --dp 2 --in-process", ["between processes", "leave out --in-process"]),
     "a link of nodes that are not there": ("--pp 2 --dp 2 --link 3:4=latency:1ms", ["--link", "link 3:4", "0 to 3"]),
     "shards in one process": ("--tp 2 --in-process", ["--tp 2", "leave out --in-process"]),

@@ -65,9 +65,9 @@ def usual_microbatches(schedule: str, ranks: int, batch: int | None = None) -> i
 def completed(given: Mapping[str, Any], learning: bool = True) -> dict[str, Any]:
     """Settings of a run with what is usual for its schedule, where the given ones do not say.
 
-    Where nothing is said of its updates, `amdp` learns as a synchronous schedule: with an update a step and no mismatch
-    its pipelines drain at each update anyway, so that updates among the other ops would save no time, and each stage
-    would clip its gradient by itself.
+    Where nothing is said of its updates, `amdp` learns as a synchronous schedule: with an update a step and no
+    mismatch its pipelines drain at each update anyway, so that updates among the other ops would save no time, and
+    each stage would clip its gradient by itself.
 
     Args:
         given: all that is known: schedule, ranks, microbatches, steps and so on; None stands for not given.
