@@ -169,7 +169,7 @@ class Passes:
         self._method, self._task, self._window = method, task, window
         text = corpus()
         order = task.seed if method.seed is None else method.seed
-        self._batches, self._held_out = _data(task, text, order)
+        self._batches, self._held_out = data_of(task, text, order)
         optimizer = functools.partial(OPTIMIZERS[method.optimizer], lr=method.peak, **method.optimizer_options)
         is_bert = isinstance(task.config, BERTConfig)
         self._pipe = ps.Pipeline(
@@ -249,7 +249,7 @@ Batch = tuple[Any, Any]
 """Inputs and targets."""
 
 
-def _data(task: Task, text: Corpus, order: int) -> tuple[Callable[[int], Batch], list[Batch]]:
+def data_of(task: Task, text: Corpus, order: int) -> tuple[Callable[[int], Batch], list[Batch]]:
     """A batch by its number, and the batches held out."""
     context = task.config.context
     if isinstance(task.config, BERTConfig):

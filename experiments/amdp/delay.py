@@ -1,0 +1,287 @@
+"""What full staleness costs: PipeDream's delay of up to 7 updates, under optimizers and rules made for delay.
+
+    python -m experiments.amdp.delay --minutes 30     goes on for so long
+    python -m experiments.amdp.delay --show           what there is so far
+
+A plain loop, no pipeline: at update t stage k of 8 computes with the weights it had after t - (7 - k) updates, and
+never drains. It is the worst case of every asynchronous schedule of one pipeline.
+
+The protocol, which changes for no result:
+
+- **Task.** The GPT of `convergence.py`: 8 blocks on 8 stages, 64 wide, bytes of the standard library's text, 300
+  updates of 32 sequences of 16 tokens, warm-up over 30, a cosine down to a tenth, no clipping.
+- **Ways.** `WAYS`, each with its optimizer: nothing late; late, with backwards on the weights of their forwards
+  (rule `pipedream`); forwards on weights predicted as far ahead as they are late, backwards on the newest (rule
+  `xpipe`); a stage's rate divided by its versions, one more than its delay, for good (`by_stage`), or by a power of
+  them that falls from 1 to 0 over the first third, which is PipeMare's schedule (`anneals`).
+- **Rates.** On seed 100, which nothing else counts: from `GRID` up and down by factors of two until the best is not
+  at an edge. With nothing late they are those that `convergence.py` found on that seed.
+- **Judged** on seeds 0, 1 and 2: the mean and each seed's loss on text held out, over the same optimizer's with
+  nothing late, each at its own rate.
+
+Jobs run in the order of `WAYS`, and what has not run is told as such.
+
+These runs on seed 100 came before the protocol was committed. Muon: nothing late at 0.016 (1.946); late at 0.008
+(2.370); predicted at 0.008 (2.360), with backwards on the forwards' weights 2.369, at 0.016 2.368, at 0.004 2.321;
+those at 0.008 with momentum 0.98 (2.371), with PipeMare's rates over 100 updates (2.373), predicted by the mean of
+what steps moved (2.413). Rotated, which moved by its first gradient then, at 0.004: nothing late (2.077), late
+(2.566), predicted (2.527).
+
+What is not tried: the error feedback of arXiv 2606.30634, PipeMare's discrepancy correction and the delay
+compensation of arXiv 1609.08326. Of the first only the abstract was at hand. The second stands for weights of the
+forward that are not kept, and here they are. The third takes the square of the gradient for a curvature.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.amdp import RESULTS
+from experiments.amdp.delay_optimizers import Stepped
+from experiments.amdp.learning import NUM_STAGES, Task, corpus, cut, data_of, shown
+from experiments.common.command import options
+from experiments.common.results import Row, known, save, table
+from penstock.models import CrossEntropy, GPTConfig
+from penstock.models.gpt import build_layers
+from penstock.runtime.parameters.muon import mark_ends, marked_like
+
+SEEDS, HELD_OUT, UPDATES = (0, 1, 2), 100, 300
+CONFIG = GPTConfig(vocab_size=256, context=16, depth=8, width=64, num_heads=4)
+GRID: Mapping[str, float] = {"AdamW": 1e-3, "NAdam": 2e-3, "Muon": 4e-3, "Rotated": 2e-3}
+"""Where the rates of each optimizer begin; four times that where late stages have lower ones."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train.
+
+    Attributes:
+        name: in tables. optimizer: of `Stepped`.
+        late: whether stages compute with old weights.
+        predicts: forwards read weights predicted as many updates ahead as they are late.
+        by_stage: power of a stage's versions by which its rate is divided.
+        anneals: of the run, the share in which PipeMare's power falls from 1 to 0.
+        peak: its rate; None where it is to be found.
+    """
+
+    name: str
+    optimizer: str
+    late: bool = True
+    predicts: bool = False
+    by_stage: float = 0.0
+    anneals: float = 0.0
+    peak: float | None = None
+
+    @property
+    def first_peak(self) -> float:
+        """Where the search for its rate begins."""
+        return GRID[self.optimizer] * (4 if self.by_stage or self.anneals else 1)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a way, at a peak learning rate, on a seed."""
+
+    way: str
+    seed: int
+    peak: float
+
+    @property
+    def key(self) -> tuple[str, int, float]:
+        return self.way, self.seed, self.peak
+
+
+WAYS = (
+    Way("Muon, synchronous", "Muon", late=False, peak=1.6e-2),
+    Way("Muon, late, predicted, slower by stage", "Muon", predicts=True, by_stage=1.0),
+    Way("Muon, late, predicted", "Muon", predicts=True),
+    Way("Muon, late", "Muon"),
+    Way("Muon, late, slower by stage", "Muon", by_stage=1.0),
+    Way("Muon, late, predicted, PipeMare's rates", "Muon", predicts=True, anneals=1 / 3),
+    Way("AdamW, synchronous", "AdamW", late=False, peak=4e-3),
+    Way("AdamW, late, predicted, slower by stage", "AdamW", predicts=True, by_stage=1.0),
+    Way("AdamW, late, predicted", "AdamW", predicts=True),
+    Way("AdamW, late", "AdamW"),
+    Way("NAdam, synchronous", "NAdam", late=False, peak=8e-3),
+    Way("NAdam, late", "NAdam"),
+    Way("Rotated, synchronous", "Rotated", late=False),
+    Way("Rotated, late, predicted, slower by stage", "Rotated", predicts=True, by_stage=1.0),
+    Way("Rotated, late", "Rotated"),
+)
+
+
+def run(job: Job, way: Way, num_updates: int = UPDATES) -> Row:
+    """Trains a way and returns its row; a run that diverges has a `final` of None."""
+    torch.set_num_threads(1)
+    began = time.process_time()
+    task = Task(CONFIG, num_batches=num_updates, warmup=num_updates // 10, samples=32, seed=job.seed)
+    loop = Loop(way, task, job.peak)
+    fine = all(math.isfinite(loop.update(number)) for number in range(num_updates))
+    return {
+        "way": job.way,
+        "seed": job.seed,
+        "peak": job.peak,
+        "updates": num_updates,
+        "final": loop.evaluate() if fine else None,
+        "seconds": time.process_time() - began,
+    }
+
+
+class Loop:
+    """The loop of one way."""
+
+    def __init__(self, way: Way, task: Task, peak: float) -> None:
+        self._way, self._task, self._peak = way, task, peak
+        self._batches, self._held_out = data_of(task, corpus(), task.seed)
+        layers = build_layers(CONFIG, seed=task.seed)
+        self._model, self._loss_of = nn.Sequential(*layers), CrossEntropy()
+        self._parameters: list[nn.Parameter] = []
+        self.delays: list[int] = []
+        for stage, part in enumerate(cut(CONFIG)):
+            module = nn.ModuleList([layers[place] for place in part])
+            mark_ends(module, stage == NUM_STAGES - 1)
+            for parameter in module.parameters():
+                self._parameters.append(parameter)
+                self.delays.append(NUM_STAGES - 1 - stage if way.late else 0)
+        weights = [marked_like(each, nn.Parameter(each.detach().clone(), False)) for each in self._parameters]
+        self._stepped = Stepped(way.optimizer, weights, momentum_decay=self._momentum_decay())
+        self.weights = self._stepped.weights
+        self._to_read = [
+            [weight.clone() for _ in range(1 + delay)]
+            for weight, delay in zip(self.weights, self.delays, strict=True)
+        ]
+        """Of each weight what the forwards to come read, the next one first."""
+
+    def _momentum_decay(self) -> float:
+        """NAdam's momentum rises over the run as over the 40,000 updates of its paper's."""
+        return 0.004 * 40_000 / self._task.num_batches
+
+    def update(self, number: int) -> float:
+        """A forward, its backward and the step from the newest weights; returns the loss."""
+        for parameter, reads in zip(self._parameters, self._to_read, strict=True):
+            parameter.data.copy_(reads.pop(0))
+        inputs, targets = self._batches(number)
+        self._model.zero_grad()
+        loss: Tensor = self._loss_of(self._model(inputs), targets)
+        if self._way.predicts:  # as under XPipe's rule the backward reads the newest
+            self._fill()
+        loss.backward()
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        with torch.no_grad():
+            self._stepped.step(gradients, self._rates(number))
+            later = self._later(number + 1)
+            for reads, weight in zip(self._to_read, later, strict=True):
+                reads.append(weight)
+        return float(loss.detach())
+
+    def _rates(self, number: int) -> list[float]:
+        rate, way = self._task.rate(number, self._peak), self._way
+        power = way.by_stage
+        if way.anneals:
+            power += 1 - min(number / (way.anneals * self._task.num_batches), 1.0)
+        return [rate / (1 + delay) ** power for delay in self.delays]
+
+    def _later(self, number: int) -> list[Tensor]:
+        """What forwards will read that begin now."""
+        if not self._way.predicts:
+            return [weight.clone() for weight in self.weights]
+        rates = self._rates(min(number, self._task.num_batches - 1))
+        ahead = zip(self.weights, self._stepped.next_directions(), rates, self.delays, strict=True)
+        return [weight - rate * delay * direction for weight, direction, rate, delay in ahead]
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The newest weights' mean loss over the text held out."""
+        self._fill()
+        losses = [float(self._loss_of(self._model(x), y)) for x, y in self._held_out]
+        return statistics.mean(losses)
+
+    def _fill(self) -> None:
+        """The model has the newest weights."""
+        for parameter, weight in zip(self._parameters, self.weights, strict=True):
+            parameter.data.copy_(weight)
+
+
+def next_job(rows: Sequence[Row]) -> Job | None:
+    """What the protocol asks for next; None once it is done."""
+    done = {(row["way"], row["seed"], row["peak"]): row["final"] for row in rows}
+    for way in WAYS:
+        found = {
+            peak: math.inf if final is None else final
+            for (name, seed, peak), final in done.items()
+            if (name, seed) == (way.name, HELD_OUT)
+        }
+        peak = way.peak or _next_peak(way.first_peak, found)
+        if way.peak is None and peak is not None:
+            return Job(way.name, HELD_OUT, peak)
+        for seed in SEEDS:
+            job = Job(way.name, seed, way.peak or best_peak(found))
+            if job.key not in done:
+                return job
+    return None
+
+
+def best_peak(finals: Mapping[float, float]) -> float:
+    """The rate with the least loss; of those alike the least rate."""
+    return min(finals, key=lambda peak: (finals[peak], peak))
+
+
+def _next_peak(first: float, finals: Mapping[float, float]) -> float | None:
+    for peak in (first, first * 2, first / 2):
+        if peak not in finals:
+            return peak
+    best = best_peak(finals)
+    if best == max(finals):
+        return best * 2
+    return best / 2 if best == min(finals) else None
+
+
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    """A row a way: its rate, its losses, and what they are over the optimizer's with nothing late."""
+    body = []
+    judged: dict[str, dict[int, Any]] = {}
+    for way in WAYS:
+        mine = [row for row in rows if row["way"] == way.name]
+        tried = {row["peak"]: row["final"] for row in mine if row["seed"] == HELD_OUT}
+        finals = {row["seed"]: row["final"] for row in mine if row["seed"] in SEEDS}
+        judged[way.name] = finals
+        if not tried and not finals:
+            continue
+        (like,) = [each.name for each in WAYS if each.optimizer == way.optimizer and not each.late]
+        over = [
+            finals[seed] / judged[like][seed] - 1
+            for seed in finals
+            if finals[seed] is not None and judged.get(like, {}).get(seed) is not None
+        ]
+        best = way.peak or best_peak({peak: math.inf if final is None else final for peak, final in tried.items()})
+        cells = [way.name, f"{best:g}", shown(tried[best]) if best in tried else "-"]
+        each = [shown(final) for final in finals.values()]
+        mean = statistics.mean(over) if over else None
+        body.append([*cells, " ".join(each) or "-", "-" if mean is None else f"{mean:+.2%}", str(len(finals))])
+    yield from table(["way", "rate", "seed 100", "judged", "over synchronous", "seeds"], body)
+    yield f"{len(rows)} runs; {'the protocol is done' if next_job(rows) is None else 'not done'}"
+
+
+def main() -> None:
+    parser = options(__doc__, RESULTS, show=True)
+    parser.add_argument("--minutes", type=float, default=4.0, help="begin no run after so many")
+    given = parser.parse_args()
+    rows, began = known(given.out, "delay"), time.monotonic()
+    ways = {way.name: way for way in WAYS}
+    while not given.show and time.monotonic() - began < 60 * given.minutes and (job := next_job(rows)) is not None:
+        rows.append(run(job, ways[job.way]))
+        save(given.out, "delay", rows, seeds=(*SEEDS, HELD_OUT))
+        print(f"{job.way}, seed {job.seed}, {job.peak:g}: {shown(rows[-1]['final'])}", flush=True)
+    print("\n".join(lines(rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The plain loop that is late by as much as PipeDream: its optimizers are torch's, its delay the pipeline's, and its
+protocol asks for what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experiments.amdp import delay
+from experiments.amdp.delay import HELD_OUT, SEEDS, WAYS, Job, Loop, Way, lines, next_job
+from experiments.amdp.delay_optimizers import Stepped, even_singular_values
+from experiments.amdp.learning import Method, Task, train
+from penstock.runtime import MuonAdamW
+
+pytestmark = pytest.mark.unit
+
+
+def stepped(kind: str, optimizer: torch.optim.Optimizer, weights: list[Tensor], **options: Any) -> list[Tensor]:
+    """Five steps of both on the same gradients; what the loop's has."""
+    random = torch.Generator().manual_seed(1)
+    mine = Stepped(kind, [weight.detach().clone() for weight in weights], **options)
+    for rate in (0.01, 0.02, 0.02, 0.01, 0.005):
+        gradients = [torch.randn(weight.shape, generator=random) for weight in weights]
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient.clone()
+        optimizer.step()
+        mine.step(gradients, [rate] * len(weights))
+    return mine.weights
+
+
+def made() -> list[nn.Parameter]:
+    random = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=random)) for shape in ((6, 4), (4, 6), (5,), (6, 4))]
+
+
+def test_adamw_and_nadam_are_torchs() -> None:
+    weights = made()
+    optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.95), weight_decay=0.1)
+    torch.testing.assert_close(stepped("AdamW", optimizer, [*weights]), [each.detach() for each in weights])
+    weights = made()
+    nadam: dict[str, Any] = {"betas": (0.99, 0.999), "weight_decay": 0.01, "decoupled_weight_decay": True}
+    found = stepped("NAdam", torch.optim.NAdam(weights, momentum_decay=0.5, **nadam), [*weights], momentum_decay=0.5)
+    torch.testing.assert_close(found, [each.detach() for each in weights])
+
+
+def test_muon_is_the_products_but_for_bfloat16() -> None:
+    weights = made()
+    found = stepped("Muon", MuonAdamW(weights, weight_decay=0.1), [*weights])
+    torch.testing.assert_close(found, [each.detach() for each in weights], rtol=0.0, atol=2e-3)
+    moved = [float((one - other).detach().abs().max()) for one, other in zip(made(), weights, strict=True)]
+    assert min(moved) > 2e-2, "the tolerance must be far below what a step moves"
+
+
+def test_singular_values_become_even() -> None:
+    matrices = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(even_singular_values(matrices))
+    assert 0.5 < float(values.min()) <= float(values.max()) < 1.3
+
+
+def test_rotated_adam_sees_no_coordinates() -> None:
+    """Turned gradients make it step by the turned steps, which Adam's own do not."""
+    random = torch.Generator().manual_seed(2)
+    left, right = (torch.linalg.qr(torch.randn(size, size, generator=random).double())[0] for size in (4, 3))
+    gradients = [torch.randn(4, 3, generator=random).double() for _ in range(25)]
+    off = {}
+    for kind in ("Rotated", "AdamW"):
+        plain, turned = torch.zeros(4, 3).double(), torch.zeros(4, 3).double()
+        one, other = Stepped(kind, [plain]), Stepped(kind, [turned])
+        for gradient in gradients:
+            one.step([gradient], [0.01])
+            other.step([left @ gradient @ right.mT], [0.01])
+        off[kind] = float((turned - left @ plain @ right.mT).abs().max() / plain.abs().max())
+    assert off["Rotated"] < 1e-6 < 1e-2 < off["AdamW"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("predicts", [False, True])
+def test_its_delay_is_that_of_pipedreams_order(predicts: bool) -> None:
+    """Eleven microbatches, each a window, through eight stages of the runtime."""
+    task = Task(delay.CONFIG, num_batches=11, every=11, warmup=2, samples=32, seed=3)
+    loop = Loop(Way("", "AdamW", predicts=predicts), task, 4e-3)
+    losses = [loop.update(number) for number in range(11)]
+    rule = "xpipe" if predicts else None
+    row = train(Method("", "pipedream", window=1, peak=4e-3, samples=32, rule=rule), task)
+    assert row["mismatch"] == 7
+    assert losses == pytest.approx(row["losses"], rel=1e-5)
+    assert loop.evaluate() == pytest.approx(row["final"], rel=1e-5)
+
+
+def carried_out(loss: Any) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    while (job := next_job(rows)) is not None:
+        assert len(rows) < 500
+        rows.append({"way": job.way, "seed": job.seed, "peak": job.peak, "final": loss(job)})
+    return rows
+
+
+def test_rates_come_from_a_seed_that_is_not_judged() -> None:
+    best = {way.name: way.peak or way.first_peak / 8 for way in WAYS}
+    rows = carried_out(lambda job: 2.0 + abs(job.peak - best[job.way]))
+    for way in WAYS:
+        mine = [row for row in rows if row["way"] == way.name]
+        assert sorted(row["seed"] for row in mine if row["seed"] != HELD_OUT) == list(SEEDS)
+        assert {row["peak"] for row in mine if row["seed"] in SEEDS} == {best[way.name]}
+        if way.peak is None:
+            assert min(row["peak"] for row in mine) < best[way.name] < max(row["peak"] for row in mine)
+        else:
+            assert len(mine) == len(SEEDS)
+    assert "the protocol is done" in list(lines(rows))[-1]
+
+
+def test_a_run_that_diverges_counts_as_such() -> None:
+    way = WAYS[1]
+    rows: list[dict[str, Any]] = [{"way": way.name, "seed": HELD_OUT, "peak": way.first_peak, "final": None}]
+    assert "diverged" in "\n".join(lines(rows))
+    assert isinstance(next_job(rows), Job)
