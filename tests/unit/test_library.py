@@ -130,6 +130,12 @@ def test_zb_may_have_any_slack(warmup: list[int]) -> None:
     [
         ("1f1bb", {}, "no schedule named '1f1bb'; did you mean 1f1b?"),
         ("qqq", {}, f"no schedule named 'qqq'; there are {', '.join(ps.library.SCHEDULES)}"),
+        ("ZBVZeroBubble", {}, "no schedule named 'ZBVZeroBubble'; what torch and TorchTitan call so is zb-v here"),
+        (
+            "ScheduleDualPipeV",
+            {},
+            "no schedule named 'ScheduleDualPipeV'; what torch and TorchTitan call so is dualpipe-v here",
+        ),
         ("1f1b", {"warmup": [1]}, "1f1b has no option 'warmup'; it takes no options"),
         ("zb", {"num_stages": 8}, "zb has no option 'num_stages'; it takes warmup, max_in_flight"),
         (

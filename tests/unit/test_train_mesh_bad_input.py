@@ -47,6 +47,11 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "a file in one process": ("--dp 2 --schedule four.json --in-process", ["four.json", "leave out --in-process"]),
     "a model that is none": ("--model gptt", ["no model 'gptt'", "did you mean gpt?", "bert, clip", "config.json"]),
     "a path that is none": ("--model nowhere/model", ["nowhere/model", "there is no config.json"]),
+    "a model of the hub by its name": ("--model microsoft/phi", ["Nothing is downloaded", "save_pretrained(FOLDER)"]),
+    "weights in a pickled file alone": (
+        "--model pickled",
+        ["pickled holds weights in pytorch_model.bin alone", "only safetensors", "pickled/config.json"],
+    ),
     "an unknown architecture": (
         "--model unknown",
         [
@@ -124,6 +129,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, config in configs.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
+    (folder / "pickled").mkdir()
+    (folder / "pickled/config.json").write_text(json.dumps(configs["llama"]))
+    (folder / "pickled/pytorch_model.bin").write_bytes(b"weights")
     (folder / "broken").mkdir()
     (folder / "broken/config.json").write_text("{")
     return folder

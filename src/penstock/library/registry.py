@@ -53,6 +53,17 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "mllm": mllm,
 }
 
+TORCH_NAMES = {
+    "1f1b": "1f1b",
+    "interleaved1f1b": "interleaved-1f1b",
+    "gpipe": "gpipe",
+    "loopedbfs": "looped-bfs",
+    "interleavedzerobubble": "interleaved-1f1b with split backwards",
+    "zbvzerobubble": "zb-v",
+    "dualpipev": "dualpipe-v",
+}
+"""What `torch.distributed.pipelining` and TorchTitan call schedules, in small letters -> its name here."""
+
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag", "amdp")
 """Orders over a whole run, which no flush ends: they take a `window`, and have their updates as ops with it."""
 
@@ -96,6 +107,8 @@ def build(
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name, SCHEDULES, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(SCHEDULES)}"
+        if (ours := TORCH_NAMES.get(name.lower().removeprefix("schedule"))) is not None:
+            hint = f"what torch and TorchTitan call so is {ours} here"
         raise ScheduleError(f"no schedule named {name!r}; {hint}", rule="name")
     for what, count in (("ranks", num_ranks), ("microbatches", num_microbatches)):
         whole_number(name, what, count)

@@ -36,6 +36,8 @@ BY_HAND = (
 )
 MOST = 300
 """Letters of a reason that are told."""
+UNREAD = ("pytorch_model*.bin", "*.pt", "*.pth", "*.gguf", "tf_model*.h5", "*.msgpack")
+"""Files that hold weights in other forms than safetensors."""
 USUAL_CONTEXT = 128
 """Tokens a sample, where nothing is said and the model takes as many."""
 
@@ -156,8 +158,17 @@ def find(model: str) -> tuple[Path, bool]:
     if not (folder / "config.json").is_file():
         raise SettingsError(
             f"--model {model}: there is no config.json; give gpt, bert, clip, a folder that save_pretrained left, or "
-            "the config.json of a Hugging Face model (nothing is downloaded)"
+            "the config.json of a Hugging Face model. Nothing is downloaded: transformers saves one of the hub into "
+            "a folder by AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(FOLDER), the tokenizer alike"
         )
+    if not has_weights and folder == Path(model):
+        others = [file.name for pattern in UNREAD for file in sorted(folder.glob(pattern))]
+        if others:
+            raise SettingsError(
+                f"--model {model} holds weights in {others[0]} alone, which are not read, as only safetensors are; "
+                "save it by transformers, AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(ANOTHER), or "
+                f"give {model}/config.json to begin with fresh weights"
+            )
     return folder, has_weights
 
 
