@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -74,3 +75,38 @@ def test_the_table_and_the_file(
     assert main(["bench", "tune", "--setting", "7"]) == 2
     assert "--setting 7: there are 1 to 6" in capsys.readouterr().err
     assert str(tmp_path) not in out.read_text()
+
+
+def test_every_round_is_kept_and_a_run_that_was_ended_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "LOOK", 0.01)
+    monkeypatch.setattr(bench, "others", lambda clocks: 0.0)
+    out = tmp_path / "tune.json"
+    words = ["bench", "tune", "--rounds", "2", "--steps", "2", "--setting", "1", "--setting", "2", "--out", str(out)]
+
+    def call(fake: tune_models.Ranks, *more: str) -> int:
+        for module in (meter, bench):
+            monkeypatch.setattr(module, "run_job", fake)
+        return main([*words, *more])
+
+    ended = tune_models.Ranks(interrupt_at=7)  # each round is three tasks: two rounds are whole
+    with contextlib.suppress(KeyboardInterrupt):
+        call(ended)
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["pp"], row["num_rounds"]) for row in rows] == [(1, 1), (2, 1)]
+    rest = tune_models.Ranks()
+    assert call(rest, "--resume") == 0
+    assert len(rest.tasks) == 6, "the other two rounds alone"
+    whole = json.loads(out.read_text())
+    assert [(row["pp"], row["num_rounds"]) for row in whole["rows"]] == [(1, 2), (2, 2)]
+    assert whole["command"] == "penstock bench tune --rounds 2 --steps 2 --setting 1 --setting 2"
+    capsys.readouterr()
+    words[3] = "3"
+    assert call(tune_models.Ranks(), "--resume") == 2
+    assert "is of another command" in capsys.readouterr().err
+    out.write_text("[]")
+    assert call(tune_models.Ranks(), "--resume") == 2
+    assert "is no file of penstock bench" in capsys.readouterr().err
+    assert main(["bench", "tune", "--resume"]) == 2
+    assert "give it with --out" in capsys.readouterr().err

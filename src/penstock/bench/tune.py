@@ -1,6 +1,7 @@
 """Whether a tuned step takes as long as was predicted: predicted beside measured, in alternation.
 
     penstock bench tune --out FILE.json
+    penstock bench tune --out FILE.json --resume     goes on where that was ended
 
 For each setting a round measures layers and messages afresh, predicts the step, and then runs the schedule for real
 through the launcher and the runtime. Rounds of the settings alternate. Of the steps those count in which ranks and
@@ -14,7 +15,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -77,6 +78,8 @@ def run(
     seconds: float = 1.0,
     settings: Sequence[Setting] = SETTINGS,
     patience: float = 60.0,
+    before: Mapping[str, Any] | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Predicts and runs each setting.
 
@@ -84,19 +87,23 @@ def run(
         rounds: quiet ones wanted of each setting.
         steps: timed of each run. seconds: of measuring layers.
         patience: seconds to wait before each round for a moment in which nothing else runs.
+        before: what an earlier call kept, whose rounds count. keep: gets the result so far after every round.
 
     Returns:
         `{"machine": ..., "rows": [...]}`; a row has medians and every round's numbers.
     """
     told = Settings(preset=MODEL, microbatches=1, ranks=1, threads=1)
     model = tuned_model(told)
-    raw: dict[Setting, list[dict[str, Any]]] = {setting: [] for setting in settings}
+    raw = {setting: _rounds_of(setting, before) for setting in settings}
     for number in range(rounds * MOST_ROUNDS):
         left = [setting for setting in settings if len(_quiet(raw[setting])) < rounds]
         for setting in left if number % 2 == 0 else left[::-1]:
+            if len(raw[setting]) > number:
+                continue  # an earlier call came so far
             _await_quiet(patience)
             found = _round(setting, told, model, steps, seconds)
             raw[setting].append(found)
+            keep(_result(raw))
             print(
                 f"{setting.schedule} pp {setting.pp} dp {setting.dp}, microbatches of {setting.microbatch_size}: "
                 f"{found['predicted_ms']:.1f} ms predicted, {found['measured_ms']:.1f} measured, others kept "
@@ -104,7 +111,21 @@ def run(
                 file=sys.stderr,
                 flush=True,
             )
-    return {"machine": machine(), "model": MODEL, "rows": [_row(setting, raw[setting]) for setting in settings]}
+    return _result(raw)
+
+
+def _rounds_of(setting: Setting, before: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Those that an earlier call ran of a setting."""
+    rows = [] if before is None else before["rows"]
+    return [
+        each for row in rows if {name: row[name] for name in vars(setting)} == vars(setting) for each in row["raw"]
+    ]
+
+
+def _result(raw: Mapping[Setting, Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """Of the settings that have been run."""
+    rows = [_row(setting, rounds) for setting, rounds in raw.items() if rounds]
+    return {"machine": machine(), "model": MODEL, "rows": rows}
 
 
 def _round(setting: Setting, told: Settings, model: TunedModel, steps: int, seconds: float) -> dict[str, Any]:

@@ -98,6 +98,9 @@ def tune(
     setting: Annotated[
         list[int] | None, typer.Option("--setting", help="Only these, by number from 1; repeatable.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the rounds in --out, where this command was ended.")
+    ] = False,
     out: Raw = None,
     json: Json = False,
 ) -> None:
@@ -107,7 +110,10 @@ def tune(
     if wrong := [number for number in setting or () if not 1 <= number <= len(measured.SETTINGS)]:
         raise Misuse(f"--setting {wrong[0]}: there are 1 to {len(measured.SETTINGS)}")
     settings = [measured.SETTINGS[number - 1] for number in setting or range(1, len(measured.SETTINGS) + 1)]
-    result = measured.run(rounds, steps, seconds, settings, patience)
+    before = _before(context, out) if resume else None
+    result = measured.run(
+        rounds, steps, seconds, settings, patience, before, lambda result: _keep(context, result, out)
+    )  # fmt: skip
     _give(context, result, measured.table(result["rows"]), out, json)
 
 
@@ -185,13 +191,47 @@ def space(
 
 def _give(context: typer.Context, result: dict[str, Any], table: str, out: str | None, as_json: bool) -> None:
     """Prints the table or the numbers, and writes the numbers with the command that made them."""
-    if out is not None:
-        words = [word for word in context.obj.arguments if word not in ("--out", out, "--json")]
-        command = " ".join(["penstock", *words])
-        write_whole(Path(out), json_module.dumps({"command": command, **result}, indent=1) + "\n")
+    _keep(context, result, out)
     if as_json:
         print_json(result)
     else:
         print(table)
         if out is not None:
             print(f"wrote {out}")
+
+
+def _keep(context: typer.Context, result: dict[str, Any], out: str | None) -> None:
+    """Writes the numbers to `--out`, where it is given, with the command that made them."""
+    if out is not None:
+        written = {"command": _command(context, out), **result}
+        write_whole(Path(out), json_module.dumps(written, indent=1) + "\n")
+
+
+def _command(context: typer.Context, out: str | None) -> str:
+    """What was asked for, wherever the numbers go and in however many calls."""
+    return " ".join(["penstock", *(word for word in context.obj.arguments if word not in _NOT_ASKED and word != out)])
+
+
+_NOT_ASKED = ("--out", "--json", "--resume")
+
+
+def _before(context: typer.Context, out: str | None) -> dict[str, Any] | None:
+    """What this command has written to `--out` before; None where nothing is there yet."""
+    from penstock.bench.machine import machine
+
+    if out is None:
+        raise Misuse("--resume goes on with the numbers in a file; give it with --out")
+    if not Path(out).exists():
+        return None
+    try:
+        found: dict[str, Any] = json_module.loads(Path(out).read_text())
+        then = {"command": found["command"], "machine": found["machine"]}
+    except (ValueError, KeyError, TypeError):
+        raise Misuse(f"--resume: {out} is no file of penstock bench; give another --out") from None
+    for what, now in (("command", _command(context, out)), ("machine", machine())):
+        if then[what] != now:
+            raise Misuse(
+                f"--resume: {out} is of another {what}, {then[what]}, and this is {now}; give another --out, or "
+                "leave out --resume to begin anew"
+            )
+    return found

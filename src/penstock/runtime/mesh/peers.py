@@ -33,8 +33,10 @@ class Peers(Protocol):
     def sum(self, values: Tensor) -> Tensor:
         """The sum of every process's `values`."""
 
-    def share(self, tensor: Tensor | None, like: Tensor | None, source: int, targets: Sequence[int]) -> Tensor | None:
-        """What `source` has, for `targets`, who say by `like` what shape and type it will be; None for others."""
+    def share(
+        self, tensors: Sequence[Tensor | None], likes: Sequence[Tensor | None], source: int, targets: Sequence[int]
+    ) -> list[Tensor | None]:
+        """What `source` has, for `targets`, who say by `likes` what shapes and one type it has; None for others."""
 
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value, by process; plain data of our own making."""
@@ -53,8 +55,10 @@ class LocalPeers:
     def sum(self, values: Tensor) -> Tensor:
         return values
 
-    def share(self, tensor: Tensor | None, like: Tensor | None, source: int, targets: Sequence[int]) -> Tensor | None:
-        return tensor
+    def share(
+        self, tensors: Sequence[Tensor | None], likes: Sequence[Tensor | None], source: int, targets: Sequence[int]
+    ) -> list[Tensor | None]:
+        return list(tensors)
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -115,44 +119,60 @@ class GroupPeers:
         self._wait(lambda: self.start(op), None, "a sum over all ranks")
         return op.tensor.clone()
 
-    def share(self, tensor: Tensor | None, like: Tensor | None, source: int, targets: Sequence[int]) -> Tensor | None:
+    def share(
+        self, tensors: Sequence[Tensor | None], likes: Sequence[Tensor | None], source: int, targets: Sequence[int]
+    ) -> list[Tensor | None]:
         rank = self.here[0]
         if rank == source:
+            self._send_all(tensors, [target for target in targets if target != source])
+            return list(tensors)
+        if rank not in targets or any(like is None for like in likes):
+            return [None] * len(tensors)
+        return self._receive_all([like for like in likes if like is not None], source)
+
+    def _send_all(self, tensors: Sequence[Tensor | None], targets: Sequence[int]) -> None:
+        """For each (whether there is one, sparse dimensions, entries, whether coalesced), then all dense ones as one
+        message, then the parts of the sparse ones.
+        """
+        if not targets:
+            return
+        there = [tensor for tensor in tensors if tensor is not None]
+        dense = [tensor.reshape(-1) for tensor in there if not tensor.is_sparse]
+        parts = [torch.tensor([_kind_of(tensor) for tensor in tensors]), *([torch.cat(dense)] if dense else [])]
+        parts += [part for t in there if t.is_sparse for part in (t._indices(), t._values())]
+        for part in (part.cpu().contiguous() for part in parts):
             for target in targets:
-                if target != source:
-                    self._send_one(tensor, target)
-            return tensor
-        if rank not in targets or like is None:
-            return None
-        kind = torch.zeros(4, dtype=torch.int64)
-        self.receive(kind, source, TIED)
-        present, sparse_dims, num, coalesced = kind.tolist()
-        if not present:
-            return None
-        if not sparse_dims:
-            buffer = torch.empty(like.shape, dtype=like.dtype)
-            self.receive(buffer, source, TIED)
-            return torch.empty_like(like).copy_(buffer)
+                self.send(part, target, TIED)
+
+    def _receive_all(self, likes: Sequence[Tensor], source: int) -> list[Tensor | None]:
+        """What `_send_all` sent."""
+        kinds = torch.zeros(len(likes), 4, dtype=torch.int64)
+        self.receive(kinds, source, TIED)
+        dense = [like for like, (there, dims, _, _) in zip(likes, kinds.tolist(), strict=True) if there and not dims]
+        flat = torch.empty(sum(like.numel() for like in dense), dtype=likes[0].dtype)
+        if dense:
+            self.receive(flat, source, TIED)
+        found: list[Tensor | None] = []
+        start = 0
+        for like, (present, sparse_dims, num, coalesced) in zip(likes, kinds.tolist(), strict=True):
+            if not present:
+                found.append(None)
+            elif not sparse_dims:
+                part = flat[start : start + like.numel()].view(like.shape)
+                found.append(torch.empty_like(like).copy_(part))
+                start += like.numel()
+            else:
+                found.append(self._receive_sparse(like, source, sparse_dims, num, bool(coalesced)))
+        return found
+
+    def _receive_sparse(self, like: Tensor, source: int, sparse_dims: int, num: int, coalesced: bool) -> Tensor:
         indices = torch.empty(sparse_dims, num, dtype=torch.int64)
         values = torch.empty(num, *like.shape[sparse_dims:], dtype=like.dtype)
         self.receive(indices, source, TIED)
         self.receive(values, source, TIED)
         return torch.sparse_coo_tensor(
-            indices, values, like.shape, device=like.device, is_coalesced=bool(coalesced), check_invariants=False
+            indices, values, like.shape, device=like.device, is_coalesced=coalesced, check_invariants=False
         )
-
-    def _send_one(self, tensor: Tensor | None, target: int) -> None:
-        """A tensor, or that there is none: (whether there is one, sparse dimensions, entries, whether coalesced) and
-        its parts."""
-        if tensor is None:
-            kind, parts = [0, 0, 0, 0], []
-        elif tensor.is_sparse:
-            kind = [1, tensor.sparse_dim(), tensor._nnz(), int(tensor.is_coalesced())]
-            parts = [tensor._indices(), tensor._values()]
-        else:
-            kind, parts = [1, 0, 0, 0], [tensor]
-        for part in (torch.tensor(kind), *parts):
-            self.send(part.cpu().contiguous(), target, TIED)
 
     def gather(self, value: Any) -> list[Any]:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -198,6 +218,14 @@ class GroupPeers:
             yield timedelta(seconds=seconds)
         except RuntimeError as error:
             raise explain(error, self.here[0], peer, what, seconds) from None
+
+
+def _kind_of(tensor: Tensor | None) -> list[int]:
+    if tensor is None:
+        return [0, 0, 0, 0]
+    if tensor.is_sparse:
+        return [1, tensor.sparse_dim(), tensor._nnz(), int(tensor.is_coalesced())]
+    return [1, 0, 0, 0]
 
 
 class MeshPeers(GroupPeers):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,11 +24,13 @@ BUCKET_BYTES = 25 * 2**20
 """Most bytes of a bucket, unless one tensor alone has more: large enough for a link's full speed, small enough that
 the first is under way while others are being made."""
 
+OneTensor = TypeVar("OneTensor", bound=Tensor)
 
-def cut_into_buckets(parameters: Iterable[Parameter], key: Callable[[Parameter], Any]) -> list[list[Parameter]]:
+
+def cut_into_buckets(parameters: Iterable[OneTensor], key: Callable[[OneTensor], Any]) -> list[list[OneTensor]]:
     """Parameters in groups of one type, device and `key`, in their order, each group within BUCKET_BYTES."""
-    buckets: list[list[Parameter]] = []
-    open_ones: dict[Any, tuple[list[Parameter], int]] = {}
+    buckets: list[list[OneTensor]] = []
+    open_ones: dict[Any, tuple[list[OneTensor], int]] = {}
     for parameter in parameters:
         kind = parameter.dtype, parameter.device, key(parameter)
         size = local(parameter).numel() * parameter.element_size()

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from penstock.runtime.mesh.peers import GroupPeers, Peers
+from penstock.runtime.parameters.buckets import cut_into_buckets
 from penstock.runtime.parameters.gradients import added
 from penstock.runtime.parameters.pipeline_copies import Copies
 from penstock.runtime.parameters.ties import Tie, Ties
@@ -59,47 +60,61 @@ class Holders:
         holds = {ranks[stage] for ranks in placement.pipelines for stage in tie.stages}
         return cls(cls.of_stage(placement, tie.owner).adds, tuple(sorted(holds)))
 
-    def given(self, tensor: Tensor | None, like: Tensor | None, peers: Peers) -> Tensor | None:
+    def given(
+        self, tensors: Sequence[Tensor | None], likes: Sequence[Tensor | None], peers: Peers
+    ) -> list[Tensor | None]:
         """What the owner has, on every rank that holds it.
 
         Args:
-            like: what a rank holds, which says shape and type.
+            likes: what a rank holds, which says shape and type; all of one type.
         """
-        return _sent(tensor, like, self.adds[0], self.holds, peers) if self.adds else tensor
+        return _sent(tensors, likes, self.adds[0], self.holds, peers) if self.adds else list(tensors)
 
-    def summed(self, parts: Mapping[int, Tensor | None], like: Tensor | None, peers: Peers) -> Tensor | None:
-        """The sum of the gradients of all pipelines, ((g0 + g1) + g2) ..., on every rank that holds the tensor.
+    def summed(
+        self, parts: Mapping[int, Sequence[Tensor | None]], likes: Sequence[Tensor | None], peers: Peers
+    ) -> list[Tensor | None]:
+        """Sums of the gradients of all pipelines, ((g0 + g1) + g2) ..., on every rank that holds the tensors.
 
         Args:
-            parts: by pipeline what adds up here.
+            parts: by pipeline what adds up here, a part for each of `likes`.
         """
-        total = parts.get(OWNER)
+        nothing = [None] * len(likes)
+        totals = list(parts.get(OWNER, nothing))
         for pipeline, rank in enumerate(self.adds[1:], start=1):
-            came = _sent(parts.get(pipeline), like, rank, self.adds[:1], peers)
-            total = added(total, came)
-        return self.given(total, like, peers)
+            came = _sent(parts.get(pipeline, nothing), likes, rank, self.adds[:1], peers)
+            totals = [added(total, part) for total, part in zip(totals, came, strict=True)]
+        return self.given(totals, likes, peers)
 
     def share(self, tensors: Iterable[Tensor], peers: Peers) -> None:
         """Gives tensors the owner's values."""
         with torch.no_grad():
-            for tensor in tensors:
-                value = self.given(tensor, tensor, peers)
-                if value is not None and value is not tensor:
-                    memory(tensor).copy_(local(value))
+            for bucket in cut_into_buckets(tensors, lambda _: None):
+                for tensor, value in zip(bucket, self.given(bucket, bucket, peers), strict=True):
+                    if value is not None and value is not tensor:
+                        memory(tensor).copy_(local(value))
 
 
 def _sent(
-    tensor: Tensor | None, like: Tensor | None, source: int, targets: Sequence[int], peers: Peers
-) -> Tensor | None:
+    tensors: Sequence[Tensor | None],
+    likes: Sequence[Tensor | None],
+    source: int,
+    targets: Sequence[int],
+    peers: Peers,
+) -> list[Tensor | None]:
     """What one rank has, there and on the targets; None on others. In one process: what that has."""
     if not isinstance(peers, GroupPeers):
-        return tensor
+        return list(tensors)
     is_source = peers.here[0] == source
-    mine = None if tensor is None or not is_source else local(tensor.detach())
-    part = peers.share(mine, None if like is None else local(like.detach()), source, targets)
+    if not is_source and peers.here[0] not in targets:
+        return [None] * len(tensors)
+    mine = [None if t is None or not is_source else local(t.detach()) for t in tensors]
+    came = peers.share(mine, [None if like is None else local(like.detach()) for like in likes], source, targets)
     if is_source:
-        return tensor
-    return None if part is None or like is None else as_shard(part, like.detach())
+        return list(tensors)
+    return [
+        None if part is None or like is None else as_shard(part, like.detach())
+        for part, like in zip(came, likes, strict=True)
+    ]
 
 
 def share_values_of_stages(stages: Mapping[int, Stage], placement: Placement, peers: Peers) -> None:
@@ -133,21 +148,22 @@ class SharedTensors:
     # Gradients.
 
     def sum_gradients(self) -> None:
-        """Adds up the gradients of all pipelines, and gives the sums to all that hold the parameters."""
-        found: list[tuple[Sequence[Parameter], Tensor | None]] = []
+        """Adds up the gradients of all pipelines, and gives the sums to all that hold the parameters.
+
+        Those of many parameters are one message, as each message takes time of its own, however small it is.
+        """
         by_copy = {index: self._copies.take_gradients(index) for index in self._adding}
         owned = {tie.name for tie in self._ties}
+        stages, tied = _Parts(), _Parts()
         for index, holders in self._of_stages.items():
             for name, parameter in self._copies.own(index).items():
                 if name not in owned:
-                    parts = {k: gradients[name] for k, gradients in by_copy[index].items()}
-                    found.append(([parameter], holders.summed(parts, parameter, self._peers)))
+                    stages.add([parameter], holders, {k: found[name] for k, found in by_copy[index].items()})
         for tie, holders, mine in zip(self._ties, self._of_ties, self._tied, strict=True):
-            parts = {k: gradients[tie.name] for k, gradients in by_copy.get(tie.owner, {}).items()}
-            found.append((mine, holders.summed(parts, mine[0] if mine else None, self._peers)))
-        for parameters, total in found:
-            for parameter in parameters:
-                parameter.grad = total
+            if mine:
+                tied.add(mine, holders, {k: found[tie.name] for k, found in by_copy.get(tie.owner, {}).items()})
+        for parts in (stages, tied):
+            parts.sum(self._peers)
 
     def followers(self) -> list[tuple[Parameter, Parameter]]:
         """Of the parameters of a tie here all but the first, and that one: they have its value and gradient."""
@@ -182,7 +198,32 @@ class SharedTensors:
 
     def spread(self, slot: int, tensor: Tensor | None) -> Tensor | None:
         """What the owner of a tied parameter has of it, for all ranks that hold it."""
-        return self._of_ties[slot - 1].given(tensor, self.tied(slot), self._peers)
+        return self._of_ties[slot - 1].given([tensor], [self.tied(slot)], self._peers)[0]
+
+
+class _Parts:
+    """Gradients to be added up, each with all parameters here that get the sum."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, Sequence[Parameter]] = {}
+        self._holders: dict[int, Holders] = {}
+        self._parts: dict[int, Mapping[int, Tensor | None]] = {}
+
+    def add(self, parameters: Sequence[Parameter], holders: Holders, parts: Mapping[int, Tensor | None]) -> None:
+        """`parts`: by pipeline. All ranks that hold a parameter add it in the same order."""
+        first = id(parameters[0])
+        self._parameters[first], self._holders[first], self._parts[first] = parameters, holders, parts
+
+    def sum(self, peers: Peers) -> None:
+        """Gives the parameters their sums, bucket by bucket."""
+        firsts = [parameters[0] for parameters in self._parameters.values()]
+        for bucket in cut_into_buckets(firsts, lambda p: self._holders[id(p)]):
+            pipelines = {k for p in bucket for k in self._parts[id(p)]}
+            parts = {k: [self._parts[id(p)].get(k) for p in bucket] for k in pipelines}
+            totals = self._holders[id(bucket[0])].summed(parts, bucket, peers)
+            for parameter, total in zip(bucket, totals, strict=True):
+                for each in self._parameters[id(parameter)]:
+                    each.grad = total
 
 
 def _parameters_of(tie: Tie, stages: Mapping[int, Stage]) -> list[Parameter]:
