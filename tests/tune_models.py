@@ -81,7 +81,7 @@ class Ranks:
         if task["do"] == "transfer":
             if num_ranks == 1:
                 return {"gap": 0.01, "step_alone": 0.5}
-            rows = {name: [0.1, 0.2] for name in ("send", "receive", "delay", "reduce", "threads")}
+            rows = {name: [0.1, 0.2] for name in ("send", "receive", "delay", "reduce", "threads", "sums", "values")}
             return {"sizes": [1000, 100000], **rows, "gap": 0.01, "step": 1.0}
         if task["do"] == "run":
             clock = {"wall": 0.05, "own": 0.04, "machine": 0.04 * num_ranks + self._others * 0.05}

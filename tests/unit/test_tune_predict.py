@@ -103,11 +103,29 @@ def test_copies_reduce_their_gradients_in_a_ring(copies: int, expected: float) -
     assert reduce_time(ps.build("1f1b", 2, 4), ranges(1, 1), plain(), links, copies) == pytest.approx(expected)
 
 
-def test_several_pipelines_reduce_too() -> None:
+def test_copies_of_stages_send_gradients_to_their_owners_and_get_its_values() -> None:
     schedule = ps.build("dualpipe", 2, 4)
     told = profile(2, weight=[10.0, 20.0])
-    links = MessageCosts([0.0, 100.0], [0, 0], [0, 0], [0, 0], [0.0, 100.0], [0, 0])
-    assert reduce_time(schedule, ranges(1, 1), told, links, 1) == pytest.approx(30.0)
+    nothing = [0.0, 0.0]
+    links = MessageCosts(
+        [0.0, 100.0], nothing, nothing, nothing, [0.0, 7.0], nothing, sums=[0.0, 100.0], values=[0.0, 50.0]
+    )
+    assert reduce_time(schedule, ranges(1, 1), told, links, 1) == pytest.approx(10 + 20 + 5 + 10)
+    assert reduce_time(ps.build("1f1b", 2, 4), ranges(1, 1), told, links, 1) == 0.0
+
+
+def test_bug_the_optimizer_ran_for_copies_that_others_step() -> None:
+    """Both ranks have both stages, and each steps and keeps the state of its own alone."""
+    told = plain()
+    one, both = (predict(ps.build(name, 2, 4), ranges(1, 1), told, transfer()) for name in ("1f1b", "chimera"))
+    assert both.update == one.update == 5.0
+    assert [memory.state for memory in both.memory] == [memory.state for memory in one.memory] == [20.0, 40.0]
+    assert [memory.weights for memory in both.memory] == [30.0, 30.0]
+
+
+def test_files_without_copies_take_messages_for_them() -> None:
+    links = MessageCosts([0.0, 100.0], [0, 0], [0, 0], [1.0, 3.0], [0, 0], [0, 0])
+    assert (links.at("sums", 50.0), links.at("values", 50.0)) == (4.0, 2.0)
 
 
 def test_tied_weights_travel_with_every_backward() -> None:

@@ -179,7 +179,7 @@ def _quiet(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [each for each in rounds if each["quiet"]]
 
 
-def _row(setting: Setting, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+def _row(setting: Setting, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     counted = _quiet(rounds) or rounds
     return {
         **vars(setting),

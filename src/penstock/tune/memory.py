@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.engine.memory import peaks
-from penstock.schedule import Op, Schedule
+from penstock.schedule import Op, Placement, Schedule
+from penstock.schedule.updates import OWNER
 from penstock.tune.profile import Profile
 
 POSTED = 2
@@ -39,7 +40,8 @@ class RankMemory:
 def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> list[RankMemory]:
     """Each rank's bytes at its fullest moment; `cut[stage]` are the layers of a stage.
 
-    A weight that two layers share counts at each stage that holds one of them, as each keeps a copy.
+    A weight that two layers share counts at each stage that holds one of them, as each keeps a copy. Where several
+    pipelines have copies of a stage, what the optimizer keeps counts at its owner, which alone steps.
     """
     kept = [profile.total("activation", layers) for layers in cut]
     held = [profile.total("held", layers) for layers in cut]
@@ -47,10 +49,13 @@ def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> lis
     for rank, row in enumerate(schedule.order):
         stages = schedule.stages_of(rank)
         weights = sum(profile.total("weight", cut[stage]) for stage in stages)
-        state = sum(profile.total("state", cut[stage]) for stage in stages)
-        if profile.tied and {0, len(cut) - 1} <= set(stages):  # the head has no weight of its own
-            share = state / weights if weights else 0.0
-            weights, state = weights - profile.tied, state - profile.tied * share
+        owned = owned_by(schedule.placement, rank)
+        state = sum(profile.total("state", cut[stage]) for stage in owned)
+        if profile.tied and {0, len(cut) - 1} <= set(owned):  # the head has no weight of its own
+            stepped = sum(profile.total("weight", cut[stage]) for stage in owned)
+            state -= profile.tied * (state / stepped if stepped else 0.0)
+        if profile.tied and {0, len(cut) - 1} <= set(stages):
+            weights -= profile.tied
         channels = [cut[s][-1] for s in stages if s < len(cut) - 1] + [cut[s - 1][-1] for s in stages if s > 0]
         remote = sum(profile.output[layer] for layer in channels) if schedule.num_ranks > 1 else 0.0
         # Each channel carries activations one way and gradients of the same size the other.
@@ -64,6 +69,11 @@ def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> lis
             )
         )
     return found
+
+
+def owned_by(placement: Placement, rank: int) -> list[int]:
+    """The stages that a rank steps: of those that several pipelines have copies of, the owners'."""
+    return [stage for stage in range(placement.num_stages) if rank in placement.hosts(OWNER, stage)]
 
 
 def peak_bytes(row: Sequence[Op], kept: Sequence[float], held: Sequence[float]) -> float:

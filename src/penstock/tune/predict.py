@@ -2,6 +2,9 @@
 
     step  =  what a step costs besides  +  makespan  +  reducing gradients  +  the slowest rank's update
 
+Where several pipelines have copies of a stage, the copies' gradients go to the owner before that. It alone updates,
+and its values go to the copies afterwards (`sharding="copies"`, which is what `penstock train` does by default).
+
 Between ops a rank packs, sends and takes in messages; that time is added to the ops themselves, and the rest of
 what lies between two ranks' ops is the delay of their link:
 
@@ -21,7 +24,7 @@ from penstock.schedule import Schedule
 from penstock.simulation import simulate
 from penstock.simulation.auto import WITHOUT_WAITING, choose_policy
 from penstock.simulation.simulator import AUTO
-from penstock.tune.memory import RankMemory, memory_of
+from penstock.tune.memory import RankMemory, memory_of, owned_by
 from penstock.tune.profile import MessageCosts, Profile
 
 
@@ -31,7 +34,8 @@ class Prediction:
 
     Attributes:
         step: milliseconds. makespan: of them, from the first op to the last.
-        update: of the slowest rank. reduce: of summing gradients over copies of the pipeline.
+        update: of the slowest rank. reduce: of summing gradients over copies of stages and of the pipeline, and of
+            giving copies of stages the values of their owners.
         bubble_ratio: of the simulated ops. memory: by rank of one pipeline.
     """
 
@@ -122,7 +126,7 @@ def predict(
         makespan = max(makespan, num_copies * sum(timeline.busy) / num_devices)
     memory = memory_of(schedule, cut, profile)
     update = max(
-        sum(profile.total("update", cut[stage]) for stage in schedule.stages_of(rank))
+        sum(profile.total("update", cut[stage]) for stage in owned_by(schedule.placement, rank))
         for rank in range(schedule.num_ranks)
     )
     reduce = reduce_time(schedule, cut, profile, transfer, num_copies)
@@ -137,18 +141,24 @@ def predict(
 def reduce_time(
     schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: MessageCosts, num_copies: int
 ) -> float:
-    """Milliseconds of summing gradients over the ranks that hold the same stage, after the last backward.
+    """Milliseconds of bringing together the ranks that hold the same stage, outside the makespan.
 
-    A ring over k ranks moves 2 (k - 1) / k of the bytes through each; over two that is what was measured.
+    A copy in another pipeline sends its gradients to the owner and gets the sum, and after the update the weights.
+    Several copies go one after another. Replicas sum in a ring: over k ranks it moves 2 (k - 1) / k of the bytes
+    through each, and over two that is what was measured.
     """
     slowest = 0.0
     for rank in range(schedule.num_ranks):
         total = 0.0
+        together: dict[tuple[int, ...], float] = {}
         for stage in schedule.stages_of(rank):
-            hosts = len({ranks[stage] for ranks in schedule.placement.pipelines}) * num_copies
-            if hosts > 1:
-                size = profile.total("weight", cut[stage])
-                total += transfer.at("reduce", size) * 2 * (hosts - 1) / hosts
+            size = profile.total("weight", cut[stage])
+            hosts = tuple(ranks[stage] for ranks in schedule.placement.pipelines)
+            together[hosts] = together.get(hosts, 0.0) + size
+            if num_copies > 1:
+                total += transfer.at("reduce", size) * 2 * (num_copies - 1) / num_copies
+        for hosts, size in together.items():
+            total += (transfer.at("sums", size) + transfer.at("values", size)) * (len(set(hosts)) - 1)
         slowest = max(slowest, total)
     return slowest
 

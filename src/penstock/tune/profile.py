@@ -114,6 +114,7 @@ class Profile:
 
 
 _BY_SIZE = ("sizes", "send", "receive", "delay", "reduce", "threads")
+_OF_COPIES = ("sums", "values")
 _OPTIONAL = ("op_overhead", "recompute", "transient", "step", "tied", "source")
 
 
@@ -130,6 +131,9 @@ class MessageCosts:
         gap: milliseconds between two ops of a rank when nothing is sent or received.
         step: milliseconds of a step in which no op runs, with several ranks; step_alone: with one.
         reduce: milliseconds of summing so many bytes over two ranks.
+        sums: milliseconds of adding up gradients of so many bytes where another pipeline has a copy of the stage:
+            they go to the owner, and the sum comes back. values: of giving the copy the owner's weights after an
+            update. Where a file has none, a message there and back, and one.
         source: "measured", "assumed" or the file it was read from.
     """
 
@@ -143,9 +147,15 @@ class MessageCosts:
     step: float = 0.0
     step_alone: float = 0.0
     source: str = "measured"
+    sums: Sequence[float] | None = None
+    values: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        for name in _BY_SIZE:
+        for name in _OF_COPIES:
+            if getattr(self, name) is None:
+                times = 2 if name == "sums" else 1
+                object.__setattr__(self, name, [times * delay for delay in self.delay])
+        for name in (*_BY_SIZE, *_OF_COPIES):
             object.__setattr__(self, name, _row(self.source, name, getattr(self, name), len(self.sizes)))
         if not self.sizes or any(b <= a for a, b in pairwise(self.sizes)):
             raise TuneError(

@@ -6,7 +6,8 @@ for a backward. The gaps between ops then show one cost each:
     rank 0 | F0 F1 F2 F3          .. B0 .... B1 .... B2 .... B3      F to F: send         before a B: delay
     rank 1 | .. F0---F1---F2---F3---B0---B1---B2---B3                F to F: receive      B to B: send
 
-`delay` is from the end of an op to the start of the one on the other rank that waited for it, all included.
+`delay` is from the end of an op to the start of the one on the other rank that waited for it, all included. What
+copies of a stage on two ranks exchange after the last op (`sums`, `values`) is timed by itself.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 
 from penstock.library import build
 from penstock.runtime import Pipeline
+from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.parameters.shared import Holders
 from penstock.simulation import Timeline
 
 SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
@@ -33,6 +36,11 @@ NUM_MICROBATCHES = 8
 WARM_UPS = 3
 FLOAT_BYTES = 4
 DEADLINE = 60.0
+NUM_TENSORS = 16
+COPIES = Holders((1, 0), (0, 1))
+"""Of a stage in two pipelines: the owner is on rank 1."""
+
+Exchange = Callable[[int, list[Tensor], GroupPeers], None]
 
 
 def measure_transfer(rank: int, num_ranks: int, steps: int, meet: Callable[[], None]) -> dict[str, Any]:
@@ -43,7 +51,8 @@ def measure_transfer(rank: int, num_ranks: int, steps: int, meet: Callable[[], N
     if num_ranks == 1:
         timelines, step, _ = _steps(1, SIZES[0], steps)
         return {"gap": undisturbed(_gaps(timelines, 0, "F", "F")), "step_alone": step}
-    rows: dict[str, list[float]] = {"send": [], "receive": [], "delay": [], "reduce": [], "threads": []}
+    rows: dict[str, list[float]] = {name: [] for name in ("send", "receive", "delay", "reduce", "threads")}
+    rows |= {"sums": [], "values": []}
     gaps: list[float] = []
     rests: list[float] = []
     measured = []
@@ -61,6 +70,8 @@ def measure_transfer(rank: int, num_ranks: int, steps: int, meet: Callable[[], N
         rows["receive"].append(max(0.0, undisturbed(_gaps(timelines, 1, "F", "F")) - gap))
         rows["delay"].append(undisturbed(_delays(timelines)))
         rows["reduce"].append(_reduce(size, steps, meet))
+        rows["sums"].append(_of_copies(rank, size, steps, meet, _add_up))
+        rows["values"].append(_of_copies(rank, size, steps, meet, _give_values))
     rising = {name: rising_with_size(row) for name, row in rows.items()}
     return {"sizes": list(SIZES), **rising, "gap": gap, "step": undisturbed(rests)}
 
@@ -171,3 +182,30 @@ def _reduce(size: int, steps: int, meet: Callable[[], None]) -> float:
         dist.all_reduce(values)
         found.append((time.perf_counter() - start) * 1e3)
     return undisturbed(found)
+
+
+def _of_copies(rank: int, size: int, steps: int, meet: Callable[[], None], exchange: Exchange) -> float:
+    """Milliseconds until what a stage's copies on two ranks have in common is the same on both.
+
+    By the code that pipelines run, for about as many tensors as a block of a model has. Rank 0 has the copy, so it is
+    the last to be done.
+    """
+    group = dist.group.WORLD
+    assert group is not None, "ranks are here"
+    peers = GroupPeers(group, DEADLINE)
+    parts = list(torch.ones(size // FLOAT_BYTES).chunk(NUM_TENSORS))
+    found = []
+    for _ in range(steps):
+        meet()
+        start = time.perf_counter()
+        exchange(rank, parts, peers)
+        found.append((time.perf_counter() - start) * 1e3)
+    return undisturbed(found)
+
+
+def _add_up(rank: int, parts: list[Tensor], peers: GroupPeers) -> None:
+    COPIES.summed({1 - rank: parts}, parts, peers)
+
+
+def _give_values(rank: int, parts: list[Tensor], peers: GroupPeers) -> None:
+    COPIES.share(parts, peers)
