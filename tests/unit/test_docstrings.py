@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+import enum
 import inspect
 import re
 import types
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +19,15 @@ import penstock as ps
 pytestmark = pytest.mark.unit
 
 NAMES = [name for name in ps.__all__ if not isinstance(getattr(ps, name), types.ModuleType)]
+NOT_MADE = (Exception, enum.Enum)
+"""Classes that a caller only names or catches."""
 ERRORS = {name for name in NAMES if isinstance(getattr(ps, name), type) and issubclass(getattr(ps, name), Exception)}
 
-FOLDERS = ("schedule", "cost", "simulation", "program", "passes", "library", "planning", "formats", "draw", "analyze",
-           "runtime")  # fmt: skip
-MADE_FOR_YOU = {"View", "OpCall", "Split"}
+PACKAGE = Path(ps.__file__).parent
+FOLDERS = sorted(
+    file.parent.name for file in PACKAGE.glob("*/__init__.py") if "\n__all__ = " in file.read_text(encoding="utf-8")
+)
+MADE_FOR_YOU = {"View", "OpCall", "Split", "Graph"}
 """Values that a user is given and does not make."""
 
 
@@ -29,6 +35,8 @@ def parameters(thing: Any) -> set[str]:
     """What a caller may give: the fields of a value, or the parameters of a call."""
     if isinstance(thing, type) and issubclass(thing, tuple):
         return set(thing._fields)
+    if getattr(thing, "_is_protocol", False):
+        return set(inspect.get_annotations(thing))
     if dataclasses.is_dataclass(thing):
         return {each.name for each in dataclasses.fields(thing) if each.init and not each.name.startswith("_")}
     return set(inspect.signature(thing).parameters) - {"self"}
@@ -59,11 +67,15 @@ def test_names_of_the_folders_describe_their_parameters(folder: str) -> None:
     lacking = {}
     for name in set(module.__all__) - set(ps.__all__) - MADE_FOR_YOU:
         thing = getattr(module, name)
-        if not inspect.isfunction(thing) and not (isinstance(thing, type) and not issubclass(thing, Exception)):
-            continue  # an error, a module or a plain value
+        if not inspect.isfunction(thing) and not (isinstance(thing, type) and not issubclass(thing, NOT_MADE)):
+            continue  # an error, an enumeration, a module or a plain value
         if missing := parameters(thing) - described(inspect.getdoc(thing) or ""):
             lacking[name] = missing
     assert lacking == {}
+
+
+def test_the_folders_are_those_of_the_reference() -> None:
+    assert set(FOLDERS) >= {"schedule", "planning", "control", "runtime", "models", "data", "lab"}
 
 
 @pytest.mark.parametrize("name", NAMES)

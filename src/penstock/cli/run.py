@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code.
 
     Without `argv` this is the program itself, whose process may be forked: in a rank of a run it carries on here.
+
+    Args:
+        argv: the words after `penstock`; those of this process where not given.
     """
     done = _told(Invocation(list(sys.argv[1:] if argv is None else argv), is_program=argv is None))
     return done if isinstance(done, int) else done.run()

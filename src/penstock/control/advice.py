@@ -40,7 +40,13 @@ class Obstacle(StrEnum):
 
 @dataclass(frozen=True)
 class Help:
-    """What would help, the option that gives it, and the simulated iteration time (ms) with it."""
+    """Something that would help.
+
+    Attributes:
+        what: what would help, in words.
+        option: the option that gives it.
+        ms: the simulated iteration time with it, in ms.
+    """
 
     what: str
     option: str
@@ -52,14 +58,18 @@ class Help:
 
 @dataclass(frozen=True)
 class Unanswered:
-    """Links that are late, or ops that are slow, to which nothing was changed.
+    """Links that are late, or ops that are slow, for which nothing was changed.
 
     Attributes:
-        iteration: after which this was said; obstacle: what stood in the way; why: in words.
+        iteration: the iteration after which this was reported.
+        obstacle: what stood in the way.
+        why: the reason in words.
         cause: links with their delay (ms); a stage with slow ops counts as a link to itself.
-        before, now: median measured step (ms) before it began and since. simulated: what runs, simulated now.
-        helps: what would, the least first.
-        nodes: of a mesh, links between nodes with their delay (ms).
+        before: median measured step before it began, in ms.
+        now: median measured step since, in ms.
+        simulated: simulated iteration time of what runs, in ms.
+        helps: what would help, the smallest change first.
+        nodes: on a mesh, links between nodes with their delay (ms).
     """
 
     iteration: int

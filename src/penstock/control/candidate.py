@@ -49,9 +49,13 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that could run next, what it changes, and the price (ms) of switching to it.
+    """A configuration that could run next.
 
-    Delegating is priced there and back, so that going back is paid in advance.
+    Attributes:
+        action: what it changes.
+        configuration: what would run.
+        price: what switching to it costs, in ms. Delegating is priced there and back, so that going back is paid in
+            advance.
     """
 
     action: Action
@@ -93,9 +97,12 @@ class Measured:
 def candidates(
     job: Job, now: Configuration, measured: Measured, offered: Sequence[Schedule] = (), may_return: bool = True
 ) -> tuple[Candidate, ...]:
-    """All that could run next, what runs now first; without it where a dead link forbids that.
+    """All that could run next. What runs now comes first, and is left out where a dead link forbids it.
 
     Args:
+        job: what may change.
+        now: what runs.
+        measured: what has been measured of links and ops.
         offered: schedules found elsewhere.
         may_return: whether links may stop being delegated.
     """

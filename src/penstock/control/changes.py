@@ -53,7 +53,13 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Change:
-    """A verified change: the levels before and after, and how many numbers ago it began."""
+    """A verified change of a number that a `Detector` watches.
+
+    Attributes:
+        before: the level before, in the unit of the numbers.
+        after: the level since.
+        began: how many numbers ago it began.
+    """
 
     before: float
     after: float
@@ -65,10 +71,16 @@ class Change:
 
 
 class Detector:
-    """Watches one number. `least` is the smallest change that matters, in its unit.
+    """Watches one number and says when its level has changed.
+
+    Args:
+        least: the smallest change that matters, in the unit of the number.
+        sensitivity: how many numbers must differ, and by how much; the defaults where not given.
 
     Attributes:
-        num_suspected, num_verified, num_false: alarms so far; the false ones nothing followed.
+        num_suspected: alarms so far.
+        num_verified: alarms that turned out to be changes.
+        num_false: alarms that nothing followed.
     """
 
     WINDOW = 64

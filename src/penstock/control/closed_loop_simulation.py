@@ -30,12 +30,14 @@ PROBE_EVERY = 5
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """One iteration.
+    """One iteration of a rehearsal.
 
     Attributes:
-        number: from 0; start: when it began (ms); ms: how long it took.
+        number: from 0.
+        start: when it began, in ms.
+        ms: how long it took.
         decision: the number of the decision that was in force; 0 is the start.
-        peaks: most activations each rank held.
+        peaks: the most activations that each rank held.
     """
 
     number: int
@@ -47,7 +49,12 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """All iterations, all decisions."""
+    """What a simulated run with a controller came to.
+
+    Attributes:
+        iterations: all iterations, in order.
+        decisions: all decisions, in order.
+    """
 
     iterations: tuple[Rehearsed, ...]
     decisions: tuple[Decision, ...]
@@ -63,7 +70,14 @@ class Rehearsal:
 
 
 def run_once(job: Job, configuration: Configuration, links: Links, at: float = 0.0) -> Timeline:
-    """One simulated iteration of a configuration that begins at the moment `at` (ms) of the links' conditions."""
+    """Simulates one iteration.
+
+    Args:
+        job: the costs and the placement.
+        configuration: what runs.
+        links: the conditions of the links.
+        at: the moment of these conditions at which it begins, in ms.
+    """
     return simulate(
         configuration.schedule,
         job.costs,
@@ -76,7 +90,13 @@ def run_once(job: Job, configuration: Configuration, links: Links, at: float = 0
 
 
 def measured_events(timeline: Timeline, number: int, costs: Costs) -> list[Event]:
-    """What the ranks would report of an iteration: times of its messages, waiting left out, and of its ops."""
+    """What the ranks would report of an iteration: the times of its messages, without waiting, and of its ops.
+
+    Args:
+        timeline: the simulated iteration.
+        number: the number of the iteration.
+        costs: what messages and ops cost, for their bytes.
+    """
     blocked = {(timed.rank, timed.op): timed.blocked for timed in timeline.ops if timed.blocked}
     rows: dict[Link, list[tuple[float, float, float]]] = {}
     for message in timeline.messages:
@@ -104,11 +124,14 @@ def rehearse(
     costs: Callable[[float], Costs] | None = None,
     probe_every: int = PROBE_EVERY,
 ) -> Rehearsal:
-    """Runs iterations from `begin` until the moment `until` (ms) of the links' conditions.
+    """Simulates iterations in which a controller decides, until a moment of the links' conditions.
 
     Args:
         controller: fresh, or from another rehearsal.
-        delay: iterations that still run what ran before, from a decision until all ranks have committed it.
+        conditions: the links over time.
+        until: the moment at which it ends, in ms.
+        begin: the moment at which the first iteration begins, in ms.
+        delay: iterations that still run the old configuration, from a decision until all ranks have committed it.
         costs: what ops really take in an iteration that begins at a moment (ms); by default what the job assumes.
         probe_every: iterations from one round of probes between a mesh's nodes to the next.
     """

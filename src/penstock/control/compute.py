@@ -35,9 +35,11 @@ class ComputeChange:
     """A verified change of how long a stage's ops take.
 
     Attributes:
-        rank, stage: which; change: the time of one of each kind (ms) before and after.
-        factors: how many times as long each kind takes as before the first change.
-        num_iterations: since it began.
+        rank: the rank whose ops changed.
+        stage: the stage of these ops.
+        change: what one op of each kind takes together, before and after, in ms.
+        factors: by kind, how many times as long an op takes as before the first change.
+        num_iterations: iterations since it began.
     """
 
     rank: int

@@ -62,7 +62,14 @@ _SAY = 3
 
 @dataclass(frozen=True)
 class Counts:
-    """Alarms over all links and stages: changes suspected, verified, and followed by nothing; decisions made."""
+    """Alarms over all links and stages.
+
+    Attributes:
+        suspected: changes that were suspected.
+        verified: suspected changes that turned out to be changes.
+        false: suspected changes that nothing followed.
+        decisions: decisions made.
+    """
 
     suspected: int
     verified: int
@@ -73,16 +80,23 @@ class Counts:
 class Controller:
     """Decides what a job runs. The same events give the same decisions.
 
-    After a decision it waits for `Switched` or `Dropped` before it makes another; after `Dropped` it leaves the ranks
-    in peace for some iterations, unless a link dies.
+    After a decision it waits for `Switched` or `Dropped` before it makes another. After `Dropped` it decides nothing
+        for some iterations, unless a link dies.
+
+    Args:
+        job: what runs at the start, its costs, and what may change.
+        sensitivity: how large a change must be and how long it must last; the defaults where not given.
+        log: called with each line of the log, which `replay` reads; no log where not given.
 
     Attributes:
-        job, sensitivity: as given.
+        job: as given.
+        sensitivity: as given.
         now: the configuration that runs.
-        lost: ms lost so far to not running the best candidate; paid: ms that switches cost so far, never more than
-            was lost, except where a dead link forced a switch.
+        lost: ms lost so far because the best candidate did not run.
+        paid: ms that switches have cost so far. It is never more than was lost, unless a dead link forced a switch.
         changes: verified changes of links and stages, each with the iteration in which it was verified.
-        verdicts: what measured steps said of decisions. unanswered: causes that nothing was changed for, and why.
+        verdicts: what measured steps said of decisions.
+        unanswered: causes for which nothing was changed, and why.
     """
 
     def __init__(

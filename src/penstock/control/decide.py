@@ -25,11 +25,13 @@ from penstock.simulation.runner import Ran
 
 @dataclass(frozen=True)
 class Scored:
-    """A candidate and its mean simulated iteration time (ms) under the measured links.
+    """A candidate and its simulated iteration time under the measured links.
 
     Attributes:
+        candidate: the candidate.
+        ms: its mean iteration time over the scenarios, in ms.
         each: the time in each scenario, where there are several.
-        peaks: most activations that each rank holds in any of them.
+        peaks: the most activations that each rank holds in any of them.
         worst: the time with each link as late as in the worst of them; None where they hardly differ.
     """
 
@@ -41,7 +43,13 @@ class Scored:
 
 
 def score(job: Job, measured: Measured, candidate: Candidate) -> Scored:
-    """Simulates a candidate on each scenario."""
+    """Simulates a candidate on each scenario.
+
+    Args:
+        job: the costs and the placement.
+        measured: what has been measured of links and ops, with its scenarios.
+        candidate: what would run.
+    """
     found = [_tried(job, candidate.configuration, links) for links in measured.scenarios]
     times = tuple(ms for ms, _ in found)
     peaks = tuple(map(max, zip(*(peaks for _, peaks in found), strict=True)))
@@ -52,7 +60,13 @@ def score(job: Job, measured: Measured, candidate: Candidate) -> Scored:
 
 
 def predict(job: Job, configuration: Configuration, scenarios: Sequence[Links]) -> float:
-    """Mean simulated iteration time (ms) of a configuration over scenarios of links' own paths."""
+    """Mean simulated iteration time (ms) of a configuration.
+
+    Args:
+        job: the costs and the placement.
+        configuration: what runs.
+        scenarios: the links' own paths, one value per scenario.
+    """
     return fmean(_tried(job, configuration, links)[0] for links in scenarios)
 
 
@@ -63,18 +77,22 @@ def _tried(job: Job, configuration: Configuration, links: Links) -> tuple[float,
 def choose(
     scored: Sequence[Scored], budget: float, least_gain: float, returning: bool = False, wary: bool = False
 ) -> tuple[Scored, float]:
-    """The best candidate that can be paid for, and what is lost in an iteration to keeping what runs now (ms).
+    """The best candidate that can be paid for, and what each iteration loses (ms) while what runs now stays.
 
-    A candidate that is slower in one of several scenarios is none: that it is faster in others may be chance. What is
-    saved must be at least `least_gain`, after its standard error over the scenarios is taken off if `wary`. Among
-    equals: the cheapest, then the one with the fewest delegated links, then one that is not frozen (it takes a late
-    message best), then the first. What runs now stays unless the best saves enough; a candidate that delegates fewer
-    links is taken as soon as it is no slower, even with links at their worst, if `returning`. Where what
-    runs now is not among the candidates, a dead link forbids it: all can be paid for, and nothing is lost.
+    - A candidate that is slower in one of several scenarios is left out: that it is faster in others may be chance.
+    - What is saved must be at least `least_gain`.
+    - Among equals the cheapest wins, then the one with the fewest delegated links, then one that is not frozen (it
+        copes best with a late message), then the first.
+    - If what runs now is not among the candidates, a dead link forbids it. Then all can be paid for, and nothing is
+        lost.
 
     Args:
-        scored: what runs now first, if it can go on.
-        budget: what switching may cost now (ms).
+        scored: the candidates; what runs now comes first, if it can go on.
+        budget: what switching may cost now, in ms.
+        least_gain: the least share of the iteration time that a switch must save.
+        returning: whether a candidate that delegates fewer links is taken as soon as it is no slower, even with
+            links at their worst.
+        wary: whether the standard error over the scenarios is taken off what a candidate saves.
     """
     now = scored[0] if scored[0].candidate.action is Action.KEEP else None
     sure = [each for each in scored if now is None or _never_slower(each, now)]

@@ -15,18 +15,22 @@ class Decision:
     """What is to run next.
 
     Attributes:
-        number: from 1, one more each time.
-        iteration: after which it was made.
-        action: what it changes; configuration: what is to run.
-        reason: in words.
-        ms_now, ms_then: simulated iteration time (ms) under the measured links; now is None where a dead link
-            leaves no iteration time. Of a change that is taken back: measured, with it and before it.
-        price: of the switch (ms).
-        causes: what the changes that led to it are put down to: "latency", "bandwidth", "occupancy", "loss", "delay"
-            (of a link), "compute" (of a stage's ops); none where nothing had changed.
-        peaks: most activations that each rank holds, simulated under the measured links, in the units of the costs.
-        in_host: what of them is above what its device holds, and waits in host memory: at most the job's
-            `host_memory`.
+        number: decisions are numbered from 1.
+        iteration: the iteration after which it was made.
+        action: what it changes.
+        configuration: what is to run.
+        reason: why, in words.
+        ms_now: iteration time (ms) of what runs now; None where a dead link leaves none. It is simulated under the
+            measured links. If the decision takes a change back, it is measured, with the change.
+        ms_then: iteration time (ms) of what is to run. If the decision takes a change back, it is measured, before
+            the change.
+        price: what the switch costs, in ms.
+        causes: what the changes that led to it are attributed to: "latency", "bandwidth", "occupancy", "loss",
+            "delay" (of a link), "compute" (of a stage's ops); none where nothing had changed.
+        peaks: the most activations that each rank holds, simulated under the measured links, in the units of the
+            costs.
+        in_host: how much of them is above what the device of each rank holds, and waits in host memory: at most the
+            job's `host_memory`.
     """
 
     number: int

@@ -172,7 +172,12 @@ class OpTimes:
 
 @dataclass(frozen=True, slots=True)
 class IterationEnded:
-    """All ranks have ended iteration `number`, which took `ms`. Numbers rise."""
+    """All ranks have ended an iteration.
+
+    Attributes:
+        number: the number of the iteration. Numbers rise.
+        ms: how long it took, in ms.
+    """
 
     number: int
     ms: float
@@ -183,7 +188,11 @@ class IterationEnded:
 
 @dataclass(frozen=True, slots=True)
 class LinkDown:
-    """The link's own path carries nothing any more, in either direction."""
+    """The link's own path carries nothing any more, in either direction.
+
+    Attributes:
+        link: the link, as (from, to).
+    """
 
     link: Link
 
@@ -193,7 +202,11 @@ class LinkDown:
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    """The link's own path carries messages again."""
+    """The link's own path carries messages again.
+
+    Attributes:
+        link: the link, as (from, to).
+    """
 
     link: Link
 
@@ -228,21 +241,33 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class Switched:
-    """All ranks run decision `number` from the next iteration on."""
+    """All ranks run decision `number` from the next iteration on.
+
+    Attributes:
+        number: the number of the decision.
+    """
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Decision `number` was given up: no rank runs it, and none will."""
+    """Decision `number` was given up: no rank runs it, and none will.
+
+    Attributes:
+        number: the number of the decision.
+    """
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A schedule found elsewhere, by `ps.plan` for one, that the controller may choose from now on."""
+    """A schedule found elsewhere, by `ps.plan` for example, that the controller may choose from now on.
+
+    Attributes:
+        schedule: the schedule.
+    """
 
     schedule: Schedule
 

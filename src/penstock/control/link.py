@@ -38,14 +38,15 @@ class LinkEstimate:
     """One direction of a link since its last verified change.
 
     Attributes:
-        delay: median time of a message by itself (ms); mean: the mean, of which the late ones are part.
-        latency: ms that do not grow with size; bandwidth: bytes a second. None where sizes do not tell them apart;
-            a bandwidth of inf says that size makes no difference.
-        late_share: of messages that took far longer than others of their size: what loss looks like.
-        num_messages: that this rests on.
-        busy: of `delay`, how long the link is busy with a message (ms), so that those behind it wait; None where
-            neither sizes nor messages under way together tell.
-        held: share of messages that arrived together with the one before: what loss looks like in a stream.
+        delay: median time of a message by itself, in ms.
+        mean: mean time of a message, in ms, late ones included.
+        latency: the part that does not grow with size, in ms; None where sizes do not tell the two parts apart.
+        bandwidth: bytes per second; None where sizes do not tell, inf where size makes no difference.
+        late_share: share of messages that took far longer than others of their size, as lost packets cause it.
+        num_messages: how many messages this rests on.
+        busy: the part of `delay`, in ms, during which the link is busy with the message, so that later ones wait;
+            None where neither sizes nor messages under way together tell.
+        held: share of messages that arrived together with the one before, as lost packets cause it in a stream.
     """
 
     delay: float
@@ -76,12 +77,17 @@ def estimate(
     busy: Sequence[float | None] = (),
     held: Sequence[float] = (),
 ) -> LinkEstimate:
-    """From messages as (bytes, ms). `least` ms is the smallest difference that matters.
+    """Estimates one direction of a link from its messages.
 
-    `busy` and `held` are what iterations told of these, see `Transfers`. Where they do not tell how long the link is
-    busy with a message, size does.
+    The fit runs through the median of each size, with the median slope, so outliers do not move it. If `busy` and
+        `held` do not tell how long the link is busy with a message, sizes do.
 
-    The fit runs through the median of each size, with the middle slope, so wild values do not move it.
+    Args:
+        messages: of each message its bytes and the ms that it took.
+        least: the smallest difference that matters, in ms.
+        busy: ms for which each iteration found the link busy with a message, see `Transfers`; None where it did not
+            tell.
+        held: share of messages of each iteration that arrived together with the one before, see `Transfers`.
     """
     times = [ms for _, ms in messages]
     rows: dict[float, list[float]] = {}
@@ -137,9 +143,12 @@ class LinkChange:
     """A verified change of one direction of a link.
 
     Attributes:
-        link: which; change: the levels before and after (ms), or shares of late messages.
-        cause: see `Cause`; before, after: the estimates.
-        num_iterations: since it began.
+        link: the link, as (from, to).
+        change: the levels before and after, in ms, or shares of late messages.
+        cause: what it is attributed to, see `Cause`.
+        num_iterations: iterations since it began.
+        before: the estimate before.
+        after: the estimate since.
         of_share: whether the levels are shares of late messages.
     """
 

@@ -16,13 +16,16 @@ OUTCOMES = {"decision", "verdict", "unanswered"}
 
 
 def replay(lines: Iterable[str]) -> tuple[Decision, ...]:
-    """Feeds a log's events to a new controller, and holds what it says against the log.
+    """Feeds a log's events to a new controller, and compares its decisions with those of the log.
 
-    A log that was cut off in the middle of its last line, or before the decision of its last event, is read as far
-    as it goes.
+    If a log was cut off in the middle of its last line, or before the decision of its last event, it is read up to
+        there.
+
+    Args:
+        lines: the lines of the log.
 
     Raises:
-        ControlError: no log, one of another version, or decisions that differ, with the line.
+        ControlError: it is no log, or one of another version, or a decision differs; the message names the line.
     """
     controller: Controller | None = None
     made: list[Decision] = []

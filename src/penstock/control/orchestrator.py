@@ -31,21 +31,23 @@ LEAST = 2.0
 
 
 class Orchestrator:
-    """Says when nodes should change places: it is fed what short messages between all nodes take.
+    """Says when nodes should change places. It is fed what short messages between all nodes take.
+
+    Args:
+        job: costs with `gradient_bytes` or `weight_bytes`, what may change, and the smallest delay that matters.
+        mesh: where nodes lie at the start.
+        ring: how rings move bytes.
+        usual: what holds for all links besides, such as their bandwidth.
+        moving: charges a move for the state that nodes must fetch.
+        sensitivity: how large a change of a link must be, and for how many probes it must last.
+        absorb: whether the order may change with the places, see `rerank`.
+        allowed: which meshes may be chosen, see `rerank`.
 
     Attributes:
         mesh: where nodes lie, as far as the orchestrator has been informed.
         now: what runs, as far as it has been informed.
-        late: ms that each late link takes besides what links take as a rule.
+        late: by link, the ms that it takes longer than links take as a rule.
         news: what the latest round of probes verified.
-
-    Args:
-        job: costs with `gradient_bytes` or `weight_bytes`; what may change; the smallest delay that matters.
-        ring: how rings move bytes.
-        usual: what holds for all links besides, such as their bandwidth.
-        moving: charges a move for the state that nodes must fetch.
-        absorb: whether the order may change with the places, see `rerank`.
-        allowed: which meshes may be chosen, see `rerank`.
     """
 
     def __init__(

@@ -45,8 +45,9 @@ class Moving:
     """What moving state costs.
 
     Attributes:
-        state_bytes: of each rank: parameters and the optimizer's state. bandwidth: bytes a second of a link.
-        num_iterations: over which the move must pay.
+        state_bytes: bytes of parameters and optimizer state of each rank.
+        bandwidth: bytes per second of a link.
+        num_iterations: iterations over which the move must pay.
 
     Raises:
         ControlError: numbers that make no sense.
@@ -74,11 +75,16 @@ class Reranking:
     """What to do about the links of a mesh.
 
     Attributes:
-        mesh: where the nodes are to lie. configuration: what every replica is to run there.
-        ms_now: predicted iteration as things are. ms_moved: with nodes moved alone. ms_then: with both.
-        moving_ms: what moving takes, where it was asked for.
-        moved: nodes that are to lie elsewhere. fetching: those that need another rank's state, with that rank.
-        num_tried: placements looked at. exhaustive: whether these were all.
+        mesh: where the nodes are to lie.
+        configuration: what every replica is to run there.
+        ms_now: predicted iteration time as things are, in ms.
+        ms_moved: predicted iteration time (ms) if nodes move and nothing else changes.
+        ms_then: predicted iteration time (ms) if nodes move and the configuration changes.
+        moving_ms: what moving takes, in ms, where it was asked for.
+        moved: the nodes that are to lie elsewhere.
+        fetching: pairs of a node and the rank whose state it needs.
+        num_tried: placements that were tried.
+        exhaustive: whether these were all placements.
     """
 
     mesh: Mesh
@@ -107,16 +113,19 @@ def rerank(
 ) -> Reranking:
     """The placement of nodes, and what to run on it, with the least predicted iteration time.
 
-    It is never slower than staying. Among equals the one that moves the fewest nodes wins, then the fewest states.
+    It is never slower than staying. Among equals the one that moves the fewest nodes wins, then the one that moves
+        the fewest states.
 
     Args:
-        job: costs, memory, what may be changed. mesh: where nodes lie now.
+        job: costs, memory, and what may be changed.
+        mesh: where nodes lie now.
         links: between nodes, as measured.
+        ring: how rings move bytes; the default of `simulate_mesh` where not given.
         now: what runs now; the job's start where not given.
         absorb: whether the schedule, its dispatch and delegated links may change too.
-        allowed: placements that count; all where not given. Staying always does.
-        moving: charges a placement for the state it moves.
-        exhaustive_up_to: placements up to which all are tried; swaps beyond.
+        allowed: says of a placement whether it counts; all count where not given. Staying always does.
+        moving: charges a placement for the state that it moves.
+        exhaustive_up_to: up to so many placements all are tried; with more, swaps.
 
     Raises:
         ScheduleError, CostError: what `simulate_mesh` refuses.

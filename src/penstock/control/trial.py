@@ -117,14 +117,20 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a trial came to.
+    """The result of a trial.
 
     Attributes:
-        number: of the decision; iteration: after which this was known.
-        kept: whether the change stays; why: in words.
-        before, after: median measured step (ms); num_before, num_after: of so many steps.
-        calm: median step (ms) before the links changed. noise: deviation of a step (ms).
-        promised: ms that each step was to become shorter by, simulated.
+        number: the number of the decision.
+        iteration: the iteration after which this was known.
+        kept: whether the change stays.
+        why: the reason in words.
+        before: median measured step before the change, in ms.
+        after: median measured step with it, in ms.
+        num_before: how many steps `before` rests on.
+        num_after: how many steps `after` rests on.
+        calm: median step before the links changed, in ms.
+        noise: standard deviation of a step, in ms.
+        promised: ms by which each step was to become shorter, by simulation.
     """
 
     number: int

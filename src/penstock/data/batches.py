@@ -19,7 +19,12 @@ __all__ = ["Batch", "Batches", "validation_batches"]
 
 
 class Batch(NamedTuple):
-    """`inputs` and `targets`, both int64[B, T]; the targets are the inputs one token on."""
+    """A batch of windows of a text. The targets are the inputs one token on.
+
+    Attributes:
+        inputs: int64[B, T].
+        targets: int64[B, T].
+    """
 
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -28,9 +33,16 @@ class Batch(NamedTuple):
 class Batches:
     """`batches[step]` for any step from 0 on, the same on every machine for the same tokens and seed.
 
-    `vocab_size`, if given, makes a token outside the vocabulary a `DataError` that names its position, rather
-    than an index error deep in the model. `DataError` too if the tokens do not fill one window of
-    `context + 1`.
+    Args:
+        tokens: the text.
+        batch_size: windows per batch.
+        context: tokens per window.
+        seed: decides the order of the windows.
+        vocab_size: if given, a token outside the vocabulary is a `DataError` that names its position, rather than an
+            index error deep in the model.
+
+    Raises:
+        DataError: a batch without samples, or tokens that do not fill one window of `context + 1`.
     """
 
     def __init__(
@@ -68,8 +80,17 @@ def validation_batches(
 ) -> list[Batch]:
     """Up to `num_batches` fixed batches of windows spread evenly over `tokens`, each of the full size.
 
-    Fewer where the tokens do not fill that many, at least one: its windows overlap if they must. `DataError`
-    if the tokens do not fill one window.
+    There are fewer if the tokens do not fill that many, but at least one; its windows then overlap if they must.
+
+    Args:
+        tokens: the text.
+        batch_size: windows per batch.
+        context: tokens per window.
+        num_batches: the most batches.
+        vocab_size: if given, a token outside it is a `DataError`.
+
+    Raises:
+        DataError: the tokens do not fill one window.
     """
     if batch_size < 1 or num_batches < 1:
         raise DataError(f"{num_batches} validation batches of {batch_size} samples; both must be at least 1.")

@@ -39,9 +39,16 @@ SAMPLE = 1 << 16
 class Corpus:
     """Tokens to train on and to validate on.
 
-    `train_starts` and `validation_starts` are where their documents begin, int64; where a document lies on both
-    sides, the rest of it is one for validation. `digest` is short and changes with the tokens, so that a checkpoint
-    can tell on what it was trained.
+    Attributes:
+        train: the tokens to train on.
+        validation: the tokens to validate on.
+        train_starts: where the documents of `train` begin, int64.
+        validation_starts: where the documents of `validation` begin, int64. Where a document lies on both sides, the
+            rest of it counts as a document here.
+        vocab_size: number of different tokens that there may be.
+        num_documents: documents on both sides together.
+        description: where the text comes from, in words.
+        digest: a short text that changes with the tokens, so that a checkpoint can tell on what it was trained.
     """
 
     train: Tokens
@@ -59,10 +66,15 @@ class Corpus:
 
 
 def open_corpus(source: str | Path | None = None, tokenizer: Tokenizer | None = None) -> Corpus:
-    """Opens a corpus: None for the standard library, or a text file, a folder, a .jsonl or a .bin/.idx pair.
+    """Opens a corpus.
 
-    `tokenizer` is bytes by default; for a `.bin/.idx` pair, tokenised already, only its vocabulary counts.
-    Raises `DataError` if there is no text or it cannot be read.
+    Args:
+        source: a text file, a folder, a .jsonl file or a .bin/.idx pair; None for Python's standard library.
+        tokenizer: bytes where not given. A `.bin/.idx` pair is tokenised already, so only its vocabulary counts
+            there.
+
+    Raises:
+        DataError: there is no text, or it cannot be read.
     """
     tokenizer = tokenizer or ByteTokenizer()
     prefix = index_prefix(source) if source is not None else None

@@ -29,7 +29,14 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Entropies:
-    """Nats a token: cross-entropies on the validation tokens, and the entropies of the training counts."""
+    """How well counts alone predict a text, in nats per token.
+
+    Attributes:
+        unigram: cross-entropy of the validation tokens under the counts of single tokens.
+        bigram: cross-entropy of the validation tokens under the counts of pairs.
+        train_unigram: entropy of the training text's single tokens.
+        train_bigram: entropy of the training text's tokens, given the one before.
+    """
 
     unigram: float
     bigram: float
@@ -42,9 +49,16 @@ class Entropies:
 
 
 def entropies(train: Tokens, validation: Tokens, vocab_size: int, max_tokens: int = 1 << 26) -> Entropies:
-    """Unigram and bigram cross-entropy of `validation` under counts of the first `max_tokens` of `train`.
+    """Unigram and bigram cross-entropy of a text under the counts of another.
 
-    Raises `DataError` if either side has fewer than two tokens or a token outside the vocabulary.
+    Args:
+        train: the tokens that are counted.
+        validation: the tokens that are predicted.
+        vocab_size: number of different tokens.
+        max_tokens: the first so many of `train` are counted.
+
+    Raises:
+        DataError: fewer than two tokens on either side, or a token outside the vocabulary.
     """
     train, validation = train[:max_tokens], validation[:max_tokens]
     for name, tokens in (("training", train), ("validation", validation)):

@@ -37,7 +37,11 @@ def long_tailed(
     """Lengths in tokens, int64[num], at least 1 each, drawn one by one.
 
     Args:
-        mean: tokens. quantiles: the 5th, 50th and 95th percentile over the mean. longest: the most, over the mean.
+        num: how many lengths.
+        mean: tokens per length, on average.
+        seed: decides what is drawn.
+        quantiles: the 5th, 50th and 95th percentile, each divided by the mean.
+        longest: the longest length, divided by the mean.
 
     Raises:
         DataError: quantiles that do not rise, or that no lengths of that mean have.

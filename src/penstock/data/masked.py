@@ -26,7 +26,14 @@ IGNORED = -100
 
 
 class MaskedSamples(NamedTuple):
-    """`tokens`, `segments` and `labels` (-100 where nothing is to be guessed), int64[B, T]; `follows` int64[B]."""
+    """Samples of two parts with masked tokens.
+
+    Attributes:
+        tokens: int64[B, T], special tokens and masks included.
+        segments: int64[B, T], 0 in the first part and 1 in the second.
+        labels: int64[B, T], the tokens to be guessed, -100 elsewhere.
+        follows: int64[B], 1 where the second part follows the first in the text.
+    """
 
     tokens: NDArray[np.int64]
     segments: NDArray[np.int64]
@@ -38,11 +45,14 @@ class MaskedText:
     """`samples(numbers)` for any sample numbers from 0 on, the same on every machine for the same tokens and seed.
 
     Args:
-        tokens: a text. vocab_size: of it; the special tokens (start, between, mask) are the three numbers after it.
-        length: tokens a sample, special ones included. share: of the tokens that are to be guessed.
+        tokens: a text.
+        vocab_size: of the text; the special tokens (start, between, mask) are the three numbers after it.
+        length: tokens per sample, special ones included.
+        seed: decides what is drawn.
+        share: share of the tokens that are to be guessed.
 
     Raises:
-        DataError: samples too short for two parts, a text too short for them, a share that is none.
+        DataError: samples too short for two parts, a text too short for them, a share that is not between 0 and 1.
     """
 
     def __init__(self, tokens: Tokens, vocab_size: int, length: int, seed: int = 0, share: float = 0.15) -> None:

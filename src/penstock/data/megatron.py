@@ -49,8 +49,13 @@ def index_prefix(path: str | Path) -> Path | None:
 class IndexedTokens(Sequence[Tokens]):
     """The documents of a `.bin`/`.idx` pair, memory-mapped: `len`, `[i]` and `tokens`, all of them in a row.
 
-    `modes` is Megatron's optional int8 a sequence (None without). Raises `DataError` that names the file, the
-    byte, what was expected and what was found.
+    `modes` is Megatron's optional int8 for each sequence (None without).
+
+    Args:
+        prefix: the path of the pair without `.bin` or `.idx`.
+
+    Raises:
+        DataError: it names the file, the byte, what was expected and what was found.
     """
 
     dtype: np.dtype[Any]
@@ -131,9 +136,12 @@ class IndexedTokens(Sequence[Tokens]):
 class IndexedWriter:
     """Writes a pair document by document, as a context manager.
 
-    Both files are written beside their places and moved there together at the end, so a kill or an exception
-    leaves what was there before, or (between the two moves) a `.bin` without an `.idx`, which no reader takes
-    for data.
+    Both files are written beside their places and moved there together at the end. So a kill or an exception leaves
+        what was there before, or (between the two moves) a `.bin` without an `.idx`, which no reader takes for data.
+
+    Args:
+        prefix: the path of the pair without `.bin` or `.idx`.
+        vocab_size: decides the type that tokens are stored in.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:

@@ -27,7 +27,12 @@ __all__ = ["PairedSamples", "TokenForm", "VectorForm"]
 
 @dataclass(frozen=True, slots=True)
 class TokenForm:
-    """`length` tokens of a vocabulary."""
+    """A modality that is text.
+
+    Attributes:
+        length: tokens per sample.
+        vocab_size: number of different tokens.
+    """
 
     length: int
     vocab_size: int
@@ -35,7 +40,12 @@ class TokenForm:
 
 @dataclass(frozen=True, slots=True)
 class VectorForm:
-    """`length` vectors of `num_features` numbers: frames of sound, patches of a picture or of a film."""
+    """A modality of vectors: frames of sound, patches of a picture or of a film.
+
+    Attributes:
+        length: vectors per sample.
+        num_features: numbers per vector.
+    """
 
     length: int
     num_features: int
@@ -51,6 +61,7 @@ class PairedSamples:
         num_factors: factors of a sample.
         num_values: values that each factor can have.
         noise: its amplitude in vectors, where a pattern's is 1.
+        seed: decides patterns and noise.
 
     Raises:
         DataError: a length or a vocabulary too small to tell the factors.

@@ -18,7 +18,16 @@ __all__ = ["Summary", "prepare"]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What was written: the pair `<prefix>.bin` and `<prefix>.idx`."""
+    """What was written: the pair `<prefix>.bin` and `<prefix>.idx`.
+
+    Attributes:
+        prefix: the path of the pair without `.bin` or `.idx`.
+        num_documents: documents in it.
+        num_tokens: tokens in it.
+        num_text_bytes: bytes of the text that they were made of.
+        dtype: the type that a token is stored in.
+        seconds: how long it took.
+    """
 
     prefix: Path
     num_documents: int
@@ -31,10 +40,18 @@ class Summary:
 def prepare(
     source: str | Path | None, output_prefix: str | Path, tokenizer: Tokenizer, append_eod: bool = True
 ) -> Summary:
-    """Tokenises a source (None: the standard library) into `<output_prefix>.bin` and `.idx`.
+    """Tokenises a source into `<output_prefix>.bin` and `.idx`.
 
-    With `append_eod` each document ends with the tokenizer's end-of-document token. `DataError` if the source
-    cannot be read or the tokenizer has no such token; whatever was at the prefix before is then untouched.
+    If it fails, whatever was at the prefix before is untouched.
+
+    Args:
+        source: as in `open_corpus`; None for Python's standard library.
+        output_prefix: the path of the pair without `.bin` or `.idx`.
+        tokenizer: makes tokens of the text.
+        append_eod: whether each document ends with the tokenizer's end-of-document token.
+
+    Raises:
+        DataError: the source cannot be read, or the tokenizer has no such token.
     """
     end = tokenizer.end_of_document
     if append_eod and end is None:

@@ -27,7 +27,13 @@ __all__ = ["PackedRow", "Sequences", "document_lengths"]
 
 
 class PackedRow(NamedTuple):
-    """Sequences one after the other: `inputs` and `targets`, int64[1, T], and the `lengths` of each, int64[S]."""
+    """Sequences one after the other in one row.
+
+    Attributes:
+        inputs: int64[1, T].
+        targets: int64[1, T].
+        lengths: int64[S], the tokens of each sequence.
+    """
 
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -38,12 +44,16 @@ class Sequences:
     """The sequences of a row of documents, numbered as they lie there.
 
     Args:
-        tokens: documents in a row. starts: where each begins, ascending.
-        context: most tokens of a sequence. step_tokens: of a step, in the mean.
-        seed: of the order. vocab_size: if given, a token outside it is a `DataError`.
+        tokens: documents in a row.
+        starts: where each document begins, ascending.
+        context: most tokens of a sequence.
+        step_tokens: tokens per step, on average.
+        seed: decides the order of the sequences.
+        vocab_size: if given, a token outside it is a `DataError`.
 
     Attributes:
-        lengths: of each sequence, int64[N]. num_tokens: in all.
+        lengths: tokens of each sequence, int64[N].
+        num_tokens: tokens of all sequences.
 
     Raises:
         DataError: no document of two tokens, or steps shorter than a sequence may be.
@@ -114,6 +124,11 @@ class Sequences:
 
 
 def document_lengths(num_tokens: int, starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Tokens of each document, from where each begins."""
+    """Tokens of each document, int64[N].
+
+    Args:
+        num_tokens: tokens of all documents.
+        starts: where each document begins, int64[N], ascending.
+    """
     found: NDArray[np.int64] = np.diff(np.append(np.asarray(starts, np.int64), num_tokens))
     return found

@@ -13,7 +13,12 @@ __all__ = ["to_tensors"]
 
 
 def to_tensors(batch: Batch, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """`inputs` and `targets` as int64[B, T] tensors; on the CPU they share the batch's memory."""
+    """A batch as int64[B, T] tensors, inputs and targets; on the CPU they share the batch's memory.
+
+    Args:
+        batch: the batch.
+        device: where the tensors lie.
+    """
     import torch
 
     return torch.from_numpy(batch.inputs).to(device), torch.from_numpy(batch.targets).to(device)

@@ -22,7 +22,13 @@ END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the rest of `data` needs of a tokenizer; `end_of_document` is None where it has no such token."""
+    """What the rest of `data` needs of a tokenizer.
+
+    Attributes:
+        name: shown to users.
+        vocab_size: number of different tokens.
+        end_of_document: the token that ends a document; None where there is none.
+    """
 
     name: str
     vocab_size: int
@@ -78,7 +84,14 @@ class FileTokenizer:
 
 
 def load_tokenizer(path: str | Path) -> FileTokenizer:
-    """Reads a Hugging Face `tokenizers` JSON file; `DataError` if it or the package is missing or broken."""
+    """Reads a JSON file of Hugging Face's `tokenizers`.
+
+    Args:
+        path: the file.
+
+    Raises:
+        DataError: the file or the package is missing or broken.
+    """
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such tokenizer file. Give the tokenizer.json of a tokenizer.")

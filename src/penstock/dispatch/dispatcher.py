@@ -14,6 +14,9 @@ class Dispatcher:
     """Decides for one rank. Feed it what happened (`finish`, `arrive`), ask it what to run (`next`).
 
     Args:
+        graph: the schedule, lowered.
+        rank: the rank that it decides for.
+        dispatch: the policy.
         memory_change: per op, what it adds to the activations held (F) or takes away.
         cap: most activations the rank may hold where dispatch is not frozen.
 

@@ -154,6 +154,7 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
     """Lowers a schedule that `check` accepts, or its `forward_only` form.
 
     Args:
+        schedule: what is lowered.
         extra: more (producer, consumer) pairs than the chain of stages has, like a tensor that skips stages.
 
     Raises:

@@ -41,12 +41,13 @@ class Lab(RunningLab):
     """Hosts in a box, made at once and gone at the end of the block.
 
     Args:
-        num_hosts: 1 to 16. num_nics: interfaces a host, each on a network of its own.
+        num_hosts: 1 to 16.
+        num_nics: interfaces per host, each on a network of its own.
         links: conditions from the start, like "0:1=latency:30ms" or "0:1@1=loss:1%".
 
     Raises:
-        LabError: what is missing for labs here, or what went wrong; LabMisuse, CostError: hosts or conditions that
-            make no lab.
+        LabError: what is missing for labs here, or what went wrong.
+        LabMisuse, CostError: hosts or conditions that make no lab.
     """
 
     def __init__(self, num_hosts: int = 2, num_nics: int = 2, links: str | Iterable[str] = ()) -> None:

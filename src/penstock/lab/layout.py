@@ -40,8 +40,9 @@ class Layout:
     """A lab's hosts and their interfaces.
 
     Attributes:
-        name: tells labs of one machine apart; the process number of the lab's keeper.
-        num_hosts: at least 1, at most 16. num_nics: interfaces of each, at least 1, at most 4.
+        name: tells the labs of one machine apart; the process number of the lab's keeper.
+        num_hosts: at least 1, at most 16.
+        num_nics: interfaces per host, at least 1, at most 4.
 
     Raises:
         LabMisuse: a number out of range.

@@ -21,10 +21,23 @@ GRACE = 2.0
 
 
 class HostProcess:
-    """A program on a host, in a session of its own: signals go to it and to all it started.
+    """A program on a host, in a session of its own: signals go to it and to all that it started.
+
+    Args:
+        layout: the lab.
+        host: the number of the host, from 0.
+        command: the program and its arguments.
+        environment: all its environment variables.
+        stdout: as for `subprocess.Popen`.
+        stderr: as for `subprocess.Popen`.
+        cwd: the folder in which it runs; this process's where not given.
 
     Attributes:
-        host: where it runs. popen: the process, with stdout and stderr where they were asked for.
+        host: where it runs.
+        popen: the process.
+
+    Raises:
+        LabError: a command without a program.
     """
 
     def __init__(

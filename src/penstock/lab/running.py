@@ -18,6 +18,9 @@ from penstock.lab.process import HostProcess, environment_of
 class RunningLab:
     """A lab by its name.
 
+    Args:
+        name: as `penstock lab list` shows it.
+
     Raises:
         LabError: there is no such lab, or its keeper is gone.
     """

@@ -30,10 +30,15 @@ class BERTConfig:
     """Sizes of a BERT.
 
     Attributes:
-        vocab_size: tokens, the special ones included. context: tokens a sample at most.
-        depth: blocks. num_segments: kinds of parts a text has.
+        vocab_size: number of tokens, the special ones included.
+        context: most tokens per sample.
+        depth: number of blocks.
+        width: numbers per token between blocks.
+        num_heads: attention heads per block; they divide the width.
+        num_segments: kinds of parts that a text has.
         next_sentence: whether there is the head for the first token, with its pooling layer.
         tied: whether embedding and output are one weight.
+        dropout: share of numbers that dropout sets to zero while training.
 
     Raises:
         ValueError: a size below 1, heads that do not divide the width.
@@ -173,10 +178,18 @@ class BERTLoss:
 
 
 def bert_layers(config: BERTConfig, indices: Iterable[int] | None = None, seed: int = 0) -> list[nn.Module]:
-    """The layers at `indices` (all, unless told otherwise) in that order, on the CPU in float32.
+    """The layers at `indices`, in that order, on the CPU in float32.
 
-    Draws nothing from torch's global generators. With `config.tied`, embedding and output share one Parameter if both
-    are asked for; heads alone get the embedding's initial weight. `ValueError` for an index out of range.
+    Nothing is drawn from torch's global generators. With `config.tied`, embedding and output share one Parameter if
+        both are asked for; heads alone get the embedding's initial weight.
+
+    Args:
+        config: the sizes of the model.
+        indices: numbers of layers, from 0; all where not given.
+        seed: initial weights are drawn from it, layer by layer.
+
+    Raises:
+        ValueError: an index out of range.
     """
     return ListedLayers("a BERT", config.depth, config.width, lambda i: _make_layer(config, i), config.tied).layers(
         indices, seed
@@ -184,12 +197,20 @@ def bert_layers(config: BERTConfig, indices: Iterable[int] | None = None, seed: 
 
 
 def bert_tied_parameters(config: BERTConfig) -> list[list[str]]:
-    """Groups of plain parameter names that are one parameter, wherever their layers lie."""
+    """Groups of plain parameter names that are one parameter, wherever their layers lie.
+
+    Args:
+        config: says whether weights are tied.
+    """
     return tied_ends(config.num_layers) if config.tied else []
 
 
 def bert_costs(config: BERTConfig) -> list[float]:
-    """Forward FLOPs a token of each layer, from sizes alone; the heads count their vocabulary."""
+    """Forward FLOPs per token of each layer, from sizes alone; the heads count their vocabulary.
+
+    Args:
+        config: the sizes.
+    """
     width = config.width
     block = 2 * 12 * width**2 + 4 * config.context * width  # the whole T by T scores, twice
     return [3.0 * width, *[float(block)] * config.depth, 2.0 * width * (config.vocab_size + width)]

@@ -43,15 +43,20 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TowerConfig:
-    """Sizes of one tower.
+    """Sizes of one tower. Its input is tokens or vectors, so either `vocab_size` or `num_features` is given.
 
     Attributes:
-        vocab_size: of tokens; or
-        num_features: of vectors. One of the two is given.
-        context: tokens or vectors a sample at most. depth: blocks.
+        context: most tokens or vectors per sample.
+        depth: number of blocks.
+        width: numbers per token between blocks.
+        num_heads: attention heads per block; they divide the width.
+        vocab_size: number of tokens.
+        num_features: numbers per vector.
+        dropout: share of numbers that dropout sets to zero while training.
 
     Raises:
-        ValueError: a size below 1, heads that do not divide the width, both or none of the first two.
+        ValueError: a size below 1, heads that do not divide the width, both or none of `vocab_size` and
+            `num_features`.
     """
 
     context: int
@@ -78,7 +83,15 @@ class TowerConfig:
 
 @dataclass(frozen=True)
 class CLIPConfig:
-    """The towers by name, and the width of what they all say. `ValueError` for fewer than two towers."""
+    """Sizes of a CLIP with any number of towers.
+
+    Attributes:
+        towers: the sizes of each tower, by name.
+        shared_width: numbers in the vector that each tower makes of a sample.
+
+    Raises:
+        ValueError: fewer than two towers.
+    """
 
     towers: Mapping[str, TowerConfig]
     shared_width: int = 512
@@ -174,7 +187,11 @@ class TowerSummary(nn.Module):
 
 
 class Contrast(nn.Module):
-    """What every tower says, {tower: [B, E]}, to logits[P, B, B] for each pair of towers, with a learnt scale."""
+    """Compares the towers' vectors, {tower: [B, E]}: logits[P, B, B] for each pair of towers, with a learnt scale.
+
+    Args:
+        config: names the towers, and so the pairs.
+    """
 
     def __init__(self, config: CLIPConfig) -> None:
         super().__init__()
@@ -209,7 +226,12 @@ class ContrastiveLoss:
 
 
 class CLIP(nn.Module):
-    """The whole model in one module: {tower: its input} to logits[P, B, B]."""
+    """The whole model in one module: {tower: its input} to logits[P, B, B].
+
+    Args:
+        config: its sizes.
+        seed: initial weights are drawn from it, the same as those of the cut model.
+    """
 
     def __init__(self, config: CLIPConfig, seed: int = 0) -> None:
         super().__init__()
@@ -227,16 +249,29 @@ class CLIP(nn.Module):
 
 
 def retrieval_accuracy(logits: Tensor) -> Tensor:
-    """Logits[P, B, B] to the share of samples [P] whose partner comes first; 1/B by chance."""
+    """For each pair of towers, the share of samples [P] whose partner comes first; by chance it is 1/B.
+
+    Args:
+        logits: [P, B, B], of P pairs of towers and B samples.
+    """
     return (logits.argmax(-1) == torch.arange(logits.shape[-1], device=logits.device)).float().mean(-1)
 
 
 def tower_layers(
     config: CLIPConfig, name: str, indices: Iterable[int] | None = None, seed: int = 0
 ) -> list[nn.Module]:
-    """The layers of a tower at `indices` (all, unless told otherwise) in that order, on the CPU in float32.
+    """The layers of a tower at `indices`, in that order, on the CPU in float32.
 
-    Draws nothing from torch's global generators. `ValueError` for an unknown tower or an index out of range.
+    Nothing is drawn from torch's global generators.
+
+    Args:
+        config: the sizes of the model.
+        name: the tower.
+        indices: numbers of layers, from 0; all where not given.
+        seed: initial weights are drawn from it, layer by layer.
+
+    Raises:
+        ValueError: an unknown tower or an index out of range.
     """
     tower = config.tower(name)
 
@@ -251,7 +286,14 @@ def tower_layers(
 
 
 def tower_stage(config: CLIPConfig, name: str, indices: Iterable[int], seed: int = 0) -> Stage:
-    """The stage that holds a tower's layers at `indices`, under their names in `CLIP` ("towers.text.3")."""
+    """The stage that holds a tower's layers at `indices`, under their names in `CLIP` ("towers.text.3").
+
+    Args:
+        config: the sizes of the model.
+        name: the tower.
+        indices: numbers of layers, from 0.
+        seed: initial weights are drawn from it, layer by layer.
+    """
     wanted = list(indices)
     layers = tower_layers(config, name, wanted, seed)
     # A layer's number in the whole model seeds its dropout: towers of one shape must not draw the same.
@@ -261,7 +303,12 @@ def tower_stage(config: CLIPConfig, name: str, indices: Iterable[int], seed: int
 
 
 def tower_costs(config: CLIPConfig, name: str) -> list[float]:
-    """Forward FLOPs a sample of each layer of a tower, from sizes alone."""
+    """Forward FLOPs per sample of each layer of a tower, from sizes alone.
+
+    Args:
+        config: the sizes of the model.
+        name: the tower.
+    """
     tower = config.tower(name)
     length, width = tower.context, tower.width
     block = length * (2 * 12 * width**2 + 4 * length * width)

@@ -41,7 +41,8 @@ class CLIPStages:
     Parameters have the names that they have in `CLIP`, and the same values for the same seed.
 
     Attributes:
-        num_stages: of each tower, by name.
+        config: the sizes of the model.
+        num_stages: number of stages of each tower, by name.
 
     Raises:
         ValueError: towers other than the config's, or a number that no cut of a tower's layers has.
@@ -118,10 +119,12 @@ def clip_program(config: CLIPConfig, towers: Mapping[str, Branch], contrast: Bra
     """One program of all the towers' branches and the contrast's, which has one stage.
 
     A tower holds all the forwards of one microbatch of the contrast before any backward: a cap must leave room for
-    them at each of its stages.
+        them at each of its stages.
 
     Args:
+        config: names the towers.
         towers: each tower's branch; what it feeds is filled in.
+        contrast: the branch of the stage that compares the towers.
         options: for `ps.Program.of_branches`.
 
     Raises:

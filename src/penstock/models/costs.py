@@ -20,9 +20,12 @@ __all__ = ["estimate_costs", "gpt_costs", "gpt_costs_by_length", "measure_costs"
 
 
 def gpt_costs(config: GPTConfig) -> list[float]:
-    """Forward FLOPs a token of each layer of a GPT, from its sizes alone: every rank can cut without building.
+    """Forward FLOPs per token of each layer of a GPT, from its sizes alone: every rank can cut without building.
 
     A lookup multiplies nothing and counts its additions; the head counts its vocabulary.
+
+    Args:
+        config: the sizes.
     """
     width = config.width
     block = 2 * 12 * width**2 + 2 * config.context * width  # causal: half of the T by T scores, twice
@@ -30,13 +33,15 @@ def gpt_costs(config: GPTConfig) -> list[float]:
 
 
 def gpt_costs_by_length(config: GPTConfig, parts: Sequence[Sequence[int]]) -> CostsByLength:
-    """What the stages of a GPT cost by the lengths of sequences, from its sizes alone: ms at 10**9 FLOPs a ms.
+    """What the stages of a GPT cost by the lengths of sequences, from its sizes alone: ms at 10**9 FLOPs per ms.
 
-    The backward to the inputs takes as many FLOPs as the forward, of attention 2.5 times as many, and that to the
-    weights as many as the linears' forward. A forward keeps 17 times each block's width for every token (Korthikanti
-    et al. 2022, arXiv 2205.05198), and of the logits two numbers for each word; in float32.
+    The backward to the inputs takes as many FLOPs as the forward, except that attention takes 2.5 times as many. The
+        backward to the weights takes as many as the forward of the linear layers. A forward keeps 17 times each
+        block's width for every token (Korthikanti et al. 2022, arXiv 2205.05198), and of the logits two numbers for
+        each word; in float32.
 
     Args:
+        config: the sizes.
         parts: the layers of each stage.
     """
     width, vocabulary, last = config.width, config.vocab_size, config.num_layers - 1
@@ -57,11 +62,15 @@ def gpt_costs_by_length(config: GPTConfig, parts: Sequence[Sequence[int]]) -> Co
 
 
 def estimate_costs(layers: Sequence[nn.Module], sample: Any = None) -> list[float]:
-    """Forward FLOPs of each layer, by `sample` (the input of the first layer) or, without one, a sample's token.
+    """Forward FLOPs of each layer. No layer costs less than 1.
 
-    With a sample the layers run on torch's meta device, which computes shapes and no numbers; matrix products
-    and convolutions count their multiplications, everything else one FLOP for each number it returns. Without
-    one a layer counts two FLOPs for each weight that is not looked up. No layer costs less than 1.
+    With a sample the layers run on torch's meta device, which computes shapes and no numbers. Matrix products and
+        convolutions count their multiplications, everything else counts one FLOP for each number that it returns.
+        Without a sample a layer counts, for one token, two FLOPs for each weight that is not looked up.
+
+    Args:
+        layers: in the order in which they run.
+        sample: the input of the first layer; None to count one token.
     """
     if sample is None:
         return [_weight_flops(layer) for layer in layers]
@@ -82,6 +91,11 @@ def measure_costs(layers: Sequence[nn.Module], sample: Any, num_repeats: int = 3
     """Median milliseconds of one forward and backward of each layer, fed what the layer before it returned.
 
     Gradients, buffers and the random state are left as they were.
+
+    Args:
+        layers: in the order in which they run.
+        sample: the input of the first layer.
+        num_repeats: how often each layer runs.
     """
     costs: list[float] = []
     value = sample

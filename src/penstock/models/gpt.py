@@ -22,9 +22,20 @@ __all__ = ["GPTConfig", "build_layers", "presets", "tied_parameters"]
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """Sizes of a GPT; `tied` makes the embedding and the head one weight, `bias` is for linears and norms.
+    """Sizes of a GPT.
 
-    `ValueError` if a size is below 1 or the heads do not divide the width.
+    Attributes:
+        vocab_size: number of tokens.
+        context: most tokens per sample.
+        depth: number of blocks.
+        width: numbers per token between blocks.
+        num_heads: attention heads per block; they divide the width.
+        dropout: share of numbers that dropout sets to zero while training.
+        tied: whether the embedding and the head are one weight.
+        bias: whether linear layers and norms have a bias.
+
+    Raises:
+        ValueError: a size below 1, heads that do not divide the width.
     """
 
     vocab_size: int
@@ -132,10 +143,18 @@ class Head(nn.Module):
 
 
 def build_layers(config: GPTConfig, indices: Iterable[int] | None = None, seed: int = 0) -> list[nn.Module]:
-    """The layers at `indices` (all, unless told otherwise) in that order, on the CPU in float32.
+    """The layers at `indices`, in that order, on the CPU in float32.
 
-    Draws nothing from torch's global generators. With `config.tied`, embedding and head share one Parameter if
-    both are asked for; a head alone gets the embedding's initial weight. `ValueError` for an index out of range.
+    Nothing is drawn from torch's global generators. With `config.tied`, embedding and head share one Parameter if
+        both are asked for; a head alone gets the embedding's initial weight.
+
+    Args:
+        config: the sizes of the model.
+        indices: numbers of layers, from 0; all where not given.
+        seed: initial weights are drawn from it, layer by layer.
+
+    Raises:
+        ValueError: an index out of range.
     """
     return ListedLayers("a GPT", config.depth, config.width, lambda i: _make_layer(config, i), config.tied).layers(
         indices, seed
@@ -143,7 +162,11 @@ def build_layers(config: GPTConfig, indices: Iterable[int] | None = None, seed: 
 
 
 def tied_parameters(config: GPTConfig) -> list[list[str]]:
-    """Groups of plain parameter names that are one parameter, wherever their layers lie."""
+    """Groups of plain parameter names that are one parameter, wherever their layers lie.
+
+    Args:
+        config: says whether weights are tied.
+    """
     return tied_ends(config.num_layers) if config.tied else []
 
 

@@ -56,7 +56,11 @@ def _apart(logits: Any, targets: Tensor, ignore_index: int) -> Tensor:
 
 
 class CrossEntropy:
-    """Mean negative log-likelihood, in nats, of the targets that are not `ignore_index`."""
+    """Mean negative log-likelihood, in nats, of the targets that are not `ignore_index`.
+
+    Args:
+        ignore_index: targets with this value count for nothing.
+    """
 
     def __init__(self, ignore_index: int = -100) -> None:
         self.ignore_index = ignore_index

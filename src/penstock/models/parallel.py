@@ -30,11 +30,12 @@ def parallelize(stage: nn.Module, mesh: DeviceMesh) -> None:
     """Shards a stage over the ranks of a mesh, in place; each has built it in full, with the same numbers.
 
     Its parameters become DTensors or stay as they are. What goes into the stage and comes out are plain tensors, the
-    same on all ranks, but for logits over a vocabulary: those are a DTensor, which `CrossEntropy`, `BERTLoss` and
-    `NextTokenLoss` take. Gradients of parameters that stay whole are the same on all ranks. All ranks must run the
-    same ops in the same order.
+        same on all ranks. Only logits over a vocabulary are a DTensor, which `CrossEntropy`, `BERTLoss` and
+        `NextTokenLoss` take. Gradients of parameters that stay whole are the same on all ranks. All ranks must run
+        the same ops in the same order.
 
     Args:
+        stage: of one of the models here, or of transformers.
         mesh: of one dimension. One of size 1 changes nothing.
 
     Raises:
@@ -54,10 +55,14 @@ def parallelize(stage: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def require_parallel(config: Any, num_ranks: int) -> None:
-    """Raises ParallelError, before anything is built, where tensor-parallel ranks cannot share a model.
+    """Checks, before anything is built, that tensor-parallel ranks can share a model.
 
     Args:
         config: of a GPT, a BERT, a CLIP or one of its towers, or of transformers.
+        num_ranks: ranks that share each stage.
+
+    Raises:
+        ParallelError: heads, a width or a vocabulary that the ranks cannot share.
     """
     match config:
         case GPTConfig() | BERTConfig():

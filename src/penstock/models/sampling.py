@@ -19,10 +19,16 @@ def sample(
     top_k: int | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """Prompt int64[B, T] to int64[B, T + num_tokens]; `logits` maps tokens[B, T] to [B, T, V].
+    """Continues prompts: int64[B, T] to int64[B, T + num_tokens]. The same seed draws the same tokens on all ranks.
 
-    A temperature of 0 takes the likeliest token. `top_k` keeps only that many candidates. The last `context`
-    tokens are what the model sees. The seed alone decides what is drawn, so all ranks draw the same.
+    Args:
+        logits: maps tokens[B, T] to [B, T, V].
+        prompt: int64[B, T].
+        num_tokens: tokens to add to each prompt.
+        context: the model sees the last so many tokens.
+        temperature: the logits are divided by it; 0 takes the likeliest token.
+        top_k: keeps only the likeliest so many candidates; all where not given.
+        seed: decides alone what is drawn.
     """
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(f"a prompt of shape {list(prompt.shape)}; it must be [B, T] with at least one token")

@@ -18,14 +18,25 @@ Wrap = Callable[[nn.Module], nn.Module]
 def gpt_stage(config: GPTConfig, indices: Iterable[int], seed: int = 0, wrap: Wrap | None = None) -> Stage:
     """The stage that holds the layers at `indices`, under their names in the whole model ("layers.3").
 
-    `wrap` may put something around each block, like activation checkpointing.
+    Args:
+        config: the sizes of the model.
+        indices: numbers of layers, from 0.
+        seed: initial weights are drawn from it, layer by layer.
+        wrap: puts something around each block, such as activation checkpointing; nothing where not given.
     """
     wanted = list(indices)
     return _stage(wanted, build_layers(config, wanted, seed), config.num_layers, wrap)
 
 
 def bert_stage(config: BERTConfig, indices: Iterable[int], seed: int = 0, wrap: Wrap | None = None) -> Stage:
-    """As `gpt_stage`, of a BERT."""
+    """The stage that holds a BERT's layers at `indices`, under their names in the whole model.
+
+    Args:
+        config: the sizes of the model.
+        indices: numbers of layers, from 0.
+        seed: initial weights are drawn from it, layer by layer.
+        wrap: puts something around each block, such as activation checkpointing; nothing where not given.
+    """
     wanted = list(indices)
     return _stage(wanted, bert_layers(config, wanted, seed), config.num_layers, wrap)
 

@@ -65,7 +65,10 @@ def _own(name: str) -> str:
 def save(path: str | Path) -> None:
     """Writes the page to a file, whole or not at all; any browser opens it.
 
+    Args:
+        path: the file to write.
+
     Raises:
-        ScheduleError (rule "file"): it can't be written; the message says why.
+        ScheduleError: (rule "file") it can't be written; the message says why.
     """
     write_whole(path_of(path), page())

@@ -22,7 +22,11 @@ MOST_ROWS = 400
 
 
 def to_page(story: RunStory) -> str:
-    """The page."""
+    """The report as one HTML page that loads nothing.
+
+    Args:
+        story: all that it says.
+    """
     return whole_page(
         title=f"{story.name}: run report",
         name=story.name,

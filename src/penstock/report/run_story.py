@@ -199,12 +199,22 @@ class RunStory:
     """All that a report says.
 
     Attributes:
-        name: of the run; facts: what it was, as names and values.
+        name: of the run.
+        facts: what it was, as names and values.
         links: directions that were measured, in order.
+        iterations: all iterations, in order.
+        decisions: what was decided, in order.
+        spells: spans of iterations in which a link was late.
+        ran: the configurations that ran, in order.
+        memory: what ranks held; None where it was not recorded.
+        alarms: how many changes were suspected, and what became of them.
         smallest_delay: from which on a link counts as late (ms).
-        undisturbed: how long an iteration takes with no link late; `undisturbed_from` says how that is known.
+        undisturbed: how long an iteration takes with no link late (ms).
+        undisturbed_from: how `undisturbed` is known, in words.
         unanswered: causes that nothing was changed for, why, and what would help, in words.
+        faults: what broke, and what was done about it, by iteration.
         counters: names and numbers of what a run counts besides, like messages sent again.
+        shown: the timelines that are drawn.
     """
 
     name: str
