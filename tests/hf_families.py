@@ -84,7 +84,7 @@ def table() -> str:
     for name, config in FAMILIES.items():
         notes = [
             "with the loss of its routers" if config.get("output_router_logits") else "",
-            "image tower and decoder; at the prompt on text alone" if "vision_config" in config else "",
+            "image tower and decoder" if "vision_config" in config else "",
             "encoder and decoder" if reads_and_writes(name) else "",
             "guesses masked tokens" if config["architectures"][0].endswith("MaskedLM") else "",
         ]

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, has_encoder
 from penstock.models.huggingface.loss import inputs_and_targets
-from penstock.models.huggingface.pieces import IMAGES, TARGETS, build_pieces
+from penstock.models.huggingface.pictures import IMAGES, picture_form
+from penstock.models.huggingface.pieces import TARGETS, build_pieces
 from penstock.models.huggingface.routers import Routers
 from penstock.models.huggingface.shift import Shift
 from penstock.models.huggingface.shrink import require_small, shrunken
@@ -191,13 +192,7 @@ def _require_plain_loss(model: Any, batch: Batch, loss_fn: Any, name: str) -> No
 
 def _images(model: Any, draw: torch.Generator) -> tuple[Tensor, int] | None:
     """Pictures, one a sample, and how many tokens each takes the place of; None where a model takes none."""
-    config = model.config
-    images = getattr(config, "vision_config", None)
-    size = getattr(images, "image_size", None)
-    if not isinstance(size, int) or not hasattr(model, "get_image_features"):
+    form = picture_form(model)
+    if form is None:
         return None
-    pictures = torch.randn((NUM_SAMPLES, getattr(images, "num_channels", 3), size, size), generator=draw)
-    with torch.no_grad():
-        features = model.get_image_features(pixel_values=pictures)
-    features = getattr(features, "pooler_output", features)
-    return pictures, int(features[0].shape[-2])
+    return torch.randn((NUM_SAMPLES, form.num_channels, form.size, form.size), generator=draw), form.num_tokens

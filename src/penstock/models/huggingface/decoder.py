@@ -17,6 +17,7 @@ from penstock.models.huggingface.compare import require_equal, sample_batch, sma
 from penstock.models.huggingface.export import write_folder
 from penstock.models.huggingface.lora import Adapters
 from penstock.models.huggingface.loss import NextTokenLoss, WithRouterLoss, inputs_and_targets
+from penstock.models.huggingface.pictures import PictureForm, picture_form
 from penstock.models.huggingface.pieces import TARGETS, Piece, build_pieces
 from penstock.models.huggingface.routers import Routers, routers_of
 from penstock.models.huggingface.shards import Shards, shards_of
@@ -162,6 +163,14 @@ class Decoder:
         return inputs, labels
 
     @cached_property
+    def pictures(self) -> PictureForm | None:
+        """What pictures it takes; None where it takes none, or pictures of no one size."""
+        try:
+            return picture_form(self._model)
+        except DecoderError:
+            return None
+
+    @cached_property
     def _shift(self) -> Shift:
         return Shift(self._model, self.anatomy)
 
@@ -200,7 +209,7 @@ class Decoder:
         modules: dict[str, nn.Module] = {
             path: self._source.module(path) for i in wanted for path in self.anatomy.paths(i)
         }
-        pieces = build_pieces(self._model, self.anatomy, wanted, modules, self._routers)
+        pieces = build_pieces(self._model, self.anatomy, wanted, modules, self._routers, self.pictures)
         for piece in pieces:
             piece.shards = self.shards
         for names in self.tied:

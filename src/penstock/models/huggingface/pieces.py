@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, blocks_of
 from penstock.models.huggingface.frame import Arguments, Catcher, Stopped, encoded, hollow, stand_in
+from penstock.models.huggingface.pictures import IMAGES, PictureForm
 from penstock.models.huggingface.routers import ROUTED, Routers
 from penstock.models.huggingface.shards import Shards
 from penstock.runtime.tensor_parallel import Sharding
@@ -31,8 +32,6 @@ ENCODED = "encoded_states"
 CARRIED = "carried"
 """What a block returned for the next one besides hidden states."""
 TARGETS = "decoder_input_ids"
-IMAGES = "pixel_values"
-"""What inputs for a tower for images begin with."""
 
 
 class Piece(nn.Module):
@@ -68,10 +67,17 @@ class EmbeddingPiece(Piece):
 
     _frame: nn.Module
 
-    def __init__(self, modules: Mapping[str, nn.Module], frame: nn.Module, is_encoder: bool = False) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        frame: nn.Module,
+        is_encoder: bool = False,
+        pictures: PictureForm | None = None,
+    ) -> None:
         super().__init__(modules)
         self.__dict__["_frame"] = frame
         self._is_encoder = is_encoder
+        self._pictures = pictures
 
     def forward(self, given: Tensor | Value) -> Value:
         value = {"input_ids": given} if isinstance(given, Tensor) else dict(given)
@@ -88,6 +94,8 @@ class EmbeddingPiece(Piece):
                 f"the inputs are {', '.join(('input_ids', *value))}; a model with an encoder needs {TARGETS} too, "
                 "which decoder.inputs_and_targets(batch) makes of the labels"
             )
+        if self._pictures is not None:
+            self._pictures.check(tokens, value.get(IMAGES))
         try:
             self._frame(input_ids=tokens, use_cache=False, **value)
         except Stopped as stopped:
@@ -261,8 +269,11 @@ def build_pieces(
     indices: Sequence[int],
     weights: Mapping[str, nn.Module],
     routers: Routers | None = None,
+    pictures: PictureForm | None = None,
 ) -> list[Piece]:
-    """The layers at `indices`; `weights` has the modules with weights that they need, by path."""
+    """The layers at `indices`; `weights` has the modules with weights that they need, by path, and `pictures` says
+    what a model that sees is given.
+    """
     loose = {path: copy.deepcopy(model.get_submodule(path)) for path in anatomy.loose}
     hollow_parts = _stand_ins(model, anatomy)
     encoder = anatomy.encoder
@@ -288,7 +299,7 @@ def build_pieces(
             pieces.append(BridgePiece({**own, **loose}, frame, lists[encoder.blocks][0], first, encoder.given_as))
         else:
             next(iter(lists.values()))[0].stops = True
-            pieces.append(EmbeddingPiece({**own, **loose}, frame, encoder is not None))
+            pieces.append(EmbeddingPiece({**own, **loose}, frame, encoder is not None, pictures))
     return pieces
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from penstock.data import Corpus
+from penstock.data import Corpus, Tokenizer
 from penstock.models import CrossEntropy
 from penstock.models.huggingface import AdapterError, Decoder, DecoderError, WithRouterLoss
+from penstock.models.huggingface.pictures import picture_form, sees
 from penstock.runtime import Pipeline
 from penstock.runtime.checkpoint import Reader
 from penstock.schedule import Schedule
@@ -24,6 +25,7 @@ from penstock.train.settings import Settings
 from penstock.train.tasks.chain import chain_bytes
 from penstock.train.tasks.layers import recomputed, stage_layers
 from penstock.train.tasks.masked import judge_masked, mask_token, masked
+from penstock.train.tasks.pictures import PictureLesson
 from penstock.train.tasks.sizes import refuse, require_shards
 from penstock.train.tasks.spans import SpanForm, judge_spans, span_form, spans
 from penstock.train.tasks.task import BYTES, Data
@@ -61,7 +63,12 @@ class DecoderTask:
         self.config = config = decoder.config.get_text_config(decoder=True)
         self.sizes = sizes_in(folder) | ({} if decoder.adapters is None else {"lora": decoder.adapters.sizes})
         most = getattr(config, "max_position_embeddings", None)  # T5 and Mamba take any number
+        self._pictures = None
+        if settings.data is None and sees(decoder.model):
+            self._pictures = picture_lesson(decoder, self._tokenizer, settings, most)
         self.num_tokens = settings.context or min(USUAL_CONTEXT, int(most or USUAL_CONTEXT))
+        if self._pictures is not None:
+            self.num_tokens = self._pictures.num_tokens
         if most and self.num_tokens > most:
             raise SettingsError(
                 f"--context {self.num_tokens}: {settings.model} takes {most} tokens at most; give that"
@@ -127,6 +134,8 @@ class DecoderTask:
         return [*sent, 0.0]
 
     def read(self, corpus: Corpus | None) -> Data:
+        if self._pictures is not None:
+            return self._pictures.data
         data = next_tokens(self._settings, self._tokenizer, self.num_tokens, corpus)
         if self._spans is not None:
             return spans(data, self._spans, self.decoder, self._settings.seed)
@@ -135,11 +144,24 @@ class DecoderTask:
         )
 
     def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
+        if self._pictures is not None:
+            return self._pictures.judge(pipe, data, loss)
         if self._spans is not None:
             return judge_spans(pipe, data, loss)
         if self._mask is not None:
             return judge_masked(pipe, data, loss)
         return judge_decoder(self._settings, self._tokenizer, self.num_tokens, pipe, data, loss)
+
+
+def picture_lesson(decoder: Decoder, tokenizer: Tokenizer, settings: Settings, most: int | None) -> PictureLesson:
+    """Generated pictures for a model that sees. Raises SettingsError for one that takes other ones."""
+    refuse(settings, ("context",), "pictures and their words are as long as they are; or give --data for text alone")
+    try:
+        form = picture_form(decoder.model)
+    except DecoderError as error:
+        raise SettingsError(f"--model {settings.model}: {error}; give --data for text alone") from None
+    assert form is not None, "it sees"
+    return PictureLesson(form, tokenizer, settings.model, most, settings.batch, settings.seed)
 
 
 def require_whole(settings: Settings, schedule: Schedule) -> None:

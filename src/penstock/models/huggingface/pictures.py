@@ -1,0 +1,88 @@
+"""What a model that sees is given: pictures of one size, each of which takes the place of some tokens."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.models.huggingface.anatomy import DecoderError
+
+__all__ = ["IMAGES", "PictureForm", "picture_form", "sees"]
+
+IMAGES = "pixel_values"
+"""What inputs for a tower for images begin with."""
+
+
+@dataclass(frozen=True)
+class PictureForm:
+    """The pictures of a model.
+
+    Attributes:
+        num_channels, size: of a picture, [num_channels, size, size]. num_tokens: whose place one takes.
+        token: the number of such a token.
+    """
+
+    num_channels: int
+    size: int
+    num_tokens: int
+    token: int
+
+    def check(self, tokens: Tensor, pictures: Tensor | None) -> None:
+        """Raises DecoderError where tokens[B, T] and pictures[N, num_channels, size, size] do not go together."""
+        count = int((tokens == self.token).sum())
+        if pictures is None:
+            if count:
+                raise DecoderError(
+                    f"input_ids hold {count} image tokens (number {self.token}), and there are no {IMAGES}; give the "
+                    "pictures too, or texts without such tokens"
+                )
+            return
+        wanted = [self.num_channels, self.size, self.size]
+        if list(pictures.shape[1:]) != wanted or not pictures.is_floating_point():
+            raise DecoderError(
+                f"{IMAGES} are {str(pictures.dtype).removeprefix('torch.')}{list(pictures.shape)}, and the model "
+                f"takes floating-point numbers [pictures, {', '.join(map(str, wanted))}]; let the processor of the "
+                "model make them (AutoProcessor, with its preprocessor_config.json)"
+            )
+        if count != len(pictures) * self.num_tokens:
+            raise DecoderError(
+                f"input_ids hold {count} image tokens (number {self.token}) for {len(pictures)} pictures, and each "
+                f"takes the place of {self.num_tokens}; give {len(pictures) * self.num_tokens} of them, as the "
+                "processor of the model does"
+            )
+
+
+def sees(model: Any) -> bool:
+    """Whether a model takes pictures besides tokens."""
+    return hasattr(model, "get_image_features") and getattr(model.config, "vision_config", None) is not None
+
+
+def picture_form(model: Any) -> PictureForm | None:
+    """What pictures a model takes, found by running its tower for shapes alone; None where it does not see.
+
+    Raises DecoderError for one whose pictures have no one size, or are more than their numbers.
+    """
+    if not sees(model):
+        return None
+    kind = model.config.model_type
+    images, token = model.config.vision_config, getattr(model.config, "image_token_id", None)
+    size, num_channels = getattr(images, "image_size", None), getattr(images, "num_channels", 3)
+    if not isinstance(size, int) or not isinstance(token, int):
+        raise DecoderError(
+            f"a {kind} takes pictures of no one size (vision_config.image_size {size}, image_token_id {token})"
+        )
+    shadow = copy.deepcopy(model).to("meta")
+    try:
+        with torch.no_grad():
+            found = shadow.get_image_features(pixel_values=torch.zeros(1, num_channels, size, size, device="meta"))
+    except Exception as error:  # whatever a model's code raises where it needs more than pictures
+        raise DecoderError(
+            f"a {kind} takes more than pictures [pictures, {num_channels}, {size}, {size}] "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    features = getattr(found, "pooler_output", found)
+    return PictureForm(num_channels, size, int(features[0].shape[-2]), token)

@@ -1,0 +1,158 @@
+"""Models that see: pictures at the prompt, to the bit what the whole model learns, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import penstock as ps
+from hf_families import FAMILIES, model_of
+from penstock.cli import main
+from penstock.data import ByteTokenizer, DataError, TilePictures
+from penstock.models import CrossEntropy
+from penstock.models.huggingface import Decoder, DecoderError
+from penstock.models.huggingface.pictures import PictureForm, picture_form
+from penstock.train.checks import SettingsError
+from penstock.train.settings import Settings
+from penstock.train.tasks.huggingface import DecoderTask
+from penstock.train.tasks.pictures import PictureLesson
+from train_runs import losses
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[hf]'")
+
+pytestmark = pytest.mark.unit
+
+FORM = PictureForm(3, 8, 4, 299)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_combination_is_never_trained_on_and_validated_on() -> None:
+    tiles = TilePictures(3, 8, seed=5)
+    seen = [tiles.combination(number) for number in range(tiles.num_seen)]
+    fresh = [tiles.combination(number, fresh=True) for number in range(tiles.num_combinations - tiles.num_seen)]
+    assert sorted([*seen, *fresh]) == list(range(256))
+    again = [tiles.combination(number) for number in range(tiles.num_seen, 2 * tiles.num_seen)]
+    assert sorted(again) == sorted(seen)
+    assert again != seen
+
+
+def test_a_picture_shows_what_its_words_say() -> None:
+    tiles = TilePictures(4, 7)
+    for number in range(20):
+        picture = tiles.pictures([number])[0]
+        assert picture.shape == (4, 7, 7)
+        corners = [picture[:3, y, x] for y in (0, 6) for x in (0, 6)]
+        told = {"red": (1, -1, -1), "green": (-1, 1, -1), "blue": (-1, -1, 1), "white": (1, 1, 1)}
+        names = [min(told, key=lambda name: float(np.abs(corner - told[name]).sum())) for corner in corners]
+        assert " ".join(names) == tiles.words(tiles.combination(number))
+    with pytest.raises(DataError, match=r"pictures \[3, 1, 1\] are too small"):
+        TilePictures(3, 1)
+
+
+def test_the_targets_are_the_words_behind_the_picture() -> None:
+    lesson = PictureLesson(FORM, ByteTokenizer(), "llava", 64, 4, 0)
+    inputs, targets = lesson.at(3)
+    tiles = TilePictures(3, 8, 0)
+    for row in range(4):
+        words = tiles.words(tiles.combination(3 * 4 + row)).encode()
+        said = targets[row][targets[row] != -100]
+        assert bytes(said[:-1].tolist()) == words
+        assert said[-1] == 0, "the end"
+        assert targets[row, :3].tolist() == [-100] * 3
+        assert bytes(inputs["input_ids"][row, 4 : 4 + len(words)].tolist()) == words
+    assert (inputs["input_ids"] == FORM.token).sum() == 4 * 4
+    with pytest.raises(SettingsError, match="takes 20 tokens at most, and a picture and its words are 27"):
+        PictureLesson(FORM, ByteTokenizer(), "llava", 20, 4, 0)
+    with pytest.raises(SettingsError, match="number 101 for a picture's tokens, and the tokenizer bytes gives it"):
+        PictureLesson(PictureForm(3, 8, 4, ord("e")), ByteTokenizer(), "llava", 64, 4, 0)
+
+
+def test_pictures_and_tokens_that_do_not_go_together_are_refused() -> None:
+    decoder = Decoder(model_of("llava"), compare=False)
+    assert decoder.pictures == FORM == picture_form(model_of("llava"))
+    first = decoder.layers([0])[0]
+    tokens = torch.tensor([[5, 299, 299, 299, 299, 6]])
+    picture = torch.zeros(1, 3, 8, 8)
+    assert first({"input_ids": tokens, "pixel_values": picture})["hidden_states"].shape == (1, 6, 16)
+    with pytest.raises(DecoderError, match=r"hold 4 image tokens \(number 299\), and there are no pixel_values"):
+        first({"input_ids": tokens})
+    with pytest.raises(
+        DecoderError, match=r"4 image tokens .* for 2 pictures, and each takes the place of 4; give 8"
+    ):
+        first({"input_ids": tokens, "pixel_values": picture.repeat(2, 1, 1, 1)})
+    with pytest.raises(DecoderError, match=r"0 image tokens .* for 1 pictures"):
+        first({"input_ids": tokens[:, :1], "pixel_values": picture})
+    with pytest.raises(
+        DecoderError, match=r"uint8\[1, 16, 16, 3\].*takes .*\[pictures, 3, 8, 8\]; let the processor"
+    ):
+        first({"input_ids": tokens, "pixel_values": torch.zeros(1, 16, 16, 3, dtype=torch.uint8)})
+
+
+def test_pictures_of_any_size_are_refused() -> None:
+    vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes = {key: value for key, value in FAMILIES["llava"]["text_config"].items() if key != "model_type"}
+    config = transformers.Mistral3Config(
+        vision_config={"model_type": "pixtral", **vision, "head_dim": 4, "image_size": 8, "patch_size": 4},
+        text_config={"model_type": "mistral", **sizes},
+        image_token_index=299,
+    )
+    with pytest.raises(DecoderError, match=r"takes more than pictures .*image_sizes"):
+        picture_form(transformers.Mistral3ForConditionalGeneration(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llava", "paligemma"])
+def test_at_the_prompt_with_pictures(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model_of(name).save_pretrained(tmp_path / "model")
+    options = "--batch 8 --microbatches 4 --steps 4 --lr 0.01 --evaluate-every 0 --threads 1 --in-process --json"
+    line = f"train --model {tmp_path / 'model'} --schedule zb-h1 --out {tmp_path / 'run'} {options}"
+    assert main(line.split()) == 0
+    said = json.loads(capfd.readouterr().out)
+    assert 0 <= said["accuracy"] <= 1
+    first, *_, last = losses(tmp_path / "run")
+    assert last < first
+    settings = Settings.from_mapping(json.loads((tmp_path / "run/settings.json").read_text()))
+    task = DecoderTask(settings, settings.build_schedule())
+    example = task.read(None).batches[0]
+    schedule = ps.build("zb-h1", 4, 4)
+    pipe = ps.Pipeline(
+        task.stages(), schedule, loss_fn=task.loss, parallel=ps.ParallelOptions(tied=task.tied), seed=settings.seed
+    )
+    result = pipe.step(example.inputs, example.targets, update=False)
+    assert result.loss == first
+    model, plain, total = model_of(name), CrossEntropy(), torch.zeros(())
+    weights = [plain.weight(targets) for targets in example.targets.chunk(4)]
+    for number, weight in enumerate(weights):
+        part = {key: value.chunk(4)[number] for key, value in example.inputs.items()}
+        loss = plain(model(**part, use_cache=False).logits, example.targets.chunk(4)[number])
+        (loss * (weight / sum(weights))).backward()
+        total = total + loss.detach() * (weight / sum(weights))
+    assert torch.equal(torch.as_tensor(result.loss), total)
+    whole = {key: parameter.grad for key, parameter in model.named_parameters()}
+    looked = [key for key, grad in whole.items() if "vision_tower" in key and grad is not None and grad.any()]
+    assert looked, "the tower learns"
+    found = {key: parameter.grad for key, parameter in pipe.named_parameters()}
+    for key, gradient in found.items():
+        wanted = whole[key]
+        if gradient is None or wanted is None:
+            assert not any(each.any() for each in (gradient, wanted) if each is not None), key
+        else:
+            assert torch.equal(gradient, wanted), key
+
+
+def test_a_context_for_pictures_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model_of("llava").save_pretrained(tmp_path / "model")
+    assert main(f"train --model {tmp_path / 'model'} --context 16 --out {tmp_path / 'run'}".split()) == 2
+    assert "--context 16: pictures and their words are as long as they are" in capfd.readouterr().err
