@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,17 @@ def given_schedule(seed: int) -> str:
     """The schedule that both dispatch: one of the library's, as this checkout builds it."""
     case = drawn(seed)
     num_ranks, num_microbatches = case["library_counts"]
-    return str(ps.build(case["library"], num_ranks, max(num_microbatches, 2 * num_ranks)))
+    return built(case["library"], num_ranks, max(num_microbatches, 2 * num_ranks))
+
+
+@cache
+def built(name: str, num_ranks: int, num_microbatches: int) -> str:
+    return str(ps.build(name, num_ranks, num_microbatches))
+
+
+@cache
+def read(text: str) -> ps.Schedule:
+    return ps.parse(text)
 
 
 def by_rules(case: dict[str, Any]) -> str:
@@ -208,7 +219,7 @@ def dispatched(case: dict[str, Any], schedule: ps.Schedule, dispatch: Dispatch) 
 def answers(seed: int, text: str) -> dict[str, str]:
     """By decider, what it makes of a case: its order, or the rule by which it was refused."""
     case = drawn(seed)
-    schedule = ps.parse(text)
+    schedule = read(text)
     asked = {
         "simulator, frozen": lambda: simulated(case, schedule, "frozen"),
         "simulator, dynamic": lambda: simulated(case, schedule, "dynamic"),
