@@ -79,13 +79,14 @@ def test_rotated_adam_sees_no_coordinates() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("by_stage", [0.0, 1.0])
 @pytest.mark.parametrize("predicts", [False, True])
-def test_its_delay_is_that_of_pipedreams_order(predicts: bool) -> None:
+def test_its_delay_is_that_of_pipedreams_order(predicts: bool, by_stage: float) -> None:
     """Eleven microbatches, each a window, through eight stages of the runtime."""
     task = Task(delay.CONFIG, num_batches=11, every=11, warmup=2, samples=32, seed=3)
-    loop = Loop(Way("", "AdamW", predicts=predicts), task, 4e-3)
+    loop = Loop(Way("", "AdamW", predicts=predicts, by_stage=by_stage), task, 4e-3)
     losses = [loop.update(number) for number in range(11)]
-    rule = "xpipe" if predicts else None
+    rule = ("xpipe" if predicts else "pipedream") + ("-lr" if by_stage else "")
     row = train(Method("", "pipedream", window=1, peak=4e-3, samples=32, rule=rule), task)
     assert row["mismatch"] == 7
     assert losses == pytest.approx(row["losses"], rel=1e-5)
