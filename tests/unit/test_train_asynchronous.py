@@ -101,7 +101,8 @@ def test_microbatches_of_amdp_go_as_far_as_the_batch(tmp_path: Path, text: Path)
 
 
 @pytest.mark.parametrize(
-    ("rule", "optimizer"), [("xpipe", "AdamW"), ("pipedream", "AdamW"), ("spectrain", "SGD"), ("vnag", "NAdam")]
+    ("rule", "optimizer"),
+    [("xpipe", "AdamW"), ("pipedream", "AdamW"), ("spectrain", "SGD"), ("vnag", "NAdam"), ("xpipe-lr", "AdamW")],
 )
 def test_a_rule_of_choice_on_amdps_order(train: Train, tmp_path: Path, rule: str, optimizer: str) -> None:
     """With what the rule needs: the optimizer, and its state on every copy where it predicts."""

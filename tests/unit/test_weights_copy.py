@@ -16,6 +16,7 @@ import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.versions import CopyWeights, rule_of
 from penstock.schedule import Schedule, ScheduleError, Updates
+from penstock.schedule.updates import RULES
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
@@ -340,9 +341,9 @@ def test_a_window_left_open_is_closed_by_the_next_pass() -> None:
     assert same(parameters_of(stages), parameters_of(twin))
 
 
-@pytest.mark.parametrize("rule", ["none", "pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag"])
+@pytest.mark.parametrize("rule", RULES)
 def test_training_goes_on_from_a_checkpoint_in_mid_window(rule: str) -> None:
-    make = {"xpipe": torch.optim.Adam, "vnag": torch.optim.NAdam}.get(rule, sgd)
+    make = {"xpipe": torch.optim.Adam, "xpipe-lr": torch.optim.Adam, "vnag": torch.optim.NAdam}.get(rule, sgd)
     schedule = pipedream(3, 9, 3, rule)
     stages = linear(3)
     loop = Loop([stages], schedule, make)

@@ -33,7 +33,7 @@ OPTIMIZERS = {
     "NAdam": lambda: NAdam(some()),
     "none": lambda: None,
 }
-TAKEN = {"spectrain": {"momentum"}, "xpipe": {"Adam", "AdamW"}, "vnag": {"NAdam"}}
+TAKEN = {"spectrain": {"momentum"}, "xpipe": {"Adam", "AdamW"}, "xpipe-lr": {"Adam", "AdamW"}, "vnag": {"NAdam"}}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -156,3 +156,19 @@ def test_nothing_is_predicted_before_the_first_update() -> None:
 def test_a_rule_that_predicts_nothing_says_so_when_asked() -> None:
     with pytest.raises(RuntimeFailure, match="rule 'none' predicts no weights"):
         rule_of("none").predict(torch.zeros(1), torch.zeros(1), 1, 0.1, {}, {})
+
+
+@pytest.mark.parametrize(("rule", "window"), [("pipedream-lr", 1), ("xpipe-lr", 1), ("pipedream-lr", 2)])
+@pytest.mark.parametrize("rated", [True, False])
+def test_a_late_stage_steps_at_a_lower_rate(rule: str, window: int, rated: bool) -> None:
+    """Rate over one more than its delay, whether an update has a rate of its own or the optimizer's."""
+    schedule = with_rule(ps.build("pipedream", 4, 8, window=window), rule)
+    for stage, slowed in enumerate([4, 3, 2, 1] if window == 1 else [3, 2, 2, 1]):
+        w = CopyWeights(nn.Linear(1, 1, bias=False), schedule, stage, 0, rule_of(rule), True)
+        (master,) = w.masters.values()
+        before, optimizer = float(master), SGD([master], lr=0.3 if rated else 0.6)
+        w.begin(optimizer, [0.6] * (8 // window) if rated else None, None)
+        w.apply(0, [[torch.ones(1, 1)]])
+        assert float(master) == pytest.approx(before - 0.6 / slowed, rel=1e-6)
+        assert optimizer.param_groups[0]["lr"] == (0.3 if rated else 0.6)
+        w.end()

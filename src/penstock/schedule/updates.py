@@ -33,7 +33,7 @@ OWNER = 0
 NEWEST = "none"
 """The rule that is none: F and B each read the newest weights of their copy."""
 
-RULES = (NEWEST, "pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag")
+RULES = (NEWEST, "pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag", "pipedream-lr", "xpipe-lr")
 """Names of the rules by which ops read weights; `runtime/parameters/versions` has what each does."""
 
 

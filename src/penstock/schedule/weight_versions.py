@@ -19,7 +19,7 @@ from penstock.schedule.updates import NEWEST
 if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule
 
-STASHING = ("pipedream", "vnag")
+STASHING = ("pipedream", "vnag", "pipedream-lr")
 """Rules by which a backward reads the version that its forward read."""
 
 TWO_BUFFERS = "pipedream-2bw"
@@ -33,10 +33,10 @@ def count_versions(schedule: Schedule) -> Copies:
     """By (stage, pipeline), the most versions of its weights that the copy holds at once.
 
     - none: 1. Updates overwrite it.
-    - pipedream, vnag: the newest, and each older one that the forward of a microbatch in flight (its B or I still to
-      come) read: p - i on rank i of 1F1B with windows of one microbatch (PipeDream, section 3.3).
+    - pipedream, pipedream-lr, vnag: the newest, and each older one that the forward of a microbatch in flight (its B
+      or I still to come) read: p - i on rank i of 1F1B with windows of one microbatch (PipeDream, section 3.3).
     - pipedream-2bw: 2, the newest and the one before (PipeDream-2BW, section 3.1).
-    - spectrain, xpipe: 2, the newest and what predictions are written to; 1 where nothing is predicted.
+    - spectrain, xpipe, xpipe-lr: 2, the newest and what predictions are written to; 1 where nothing is predicted.
 
     Where no updates are ops of the schedule it is 1.
 
@@ -54,7 +54,7 @@ def count_versions(schedule: Schedule) -> Copies:
 
 def _predicts(schedule: Schedule, rule: str, stage: int) -> bool:
     """Whether any op of the stage reads weights other than the newest."""
-    if rule == "xpipe":
+    if rule in ("xpipe", "xpipe-lr"):
         return any(updates_ahead(schedule, stage).values())
     window = 1 if schedule.updates is None else schedule.updates.window
     return forward_steps(stage, schedule.num_stages, window) > 0

@@ -27,7 +27,7 @@ from penstock.schedule.updates import OWNER
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 
-PREDICTING = ("spectrain", "xpipe")
+PREDICTING = ("spectrain", "xpipe", "xpipe-lr")
 """Rules by which ops read weights that are written for them, beside the newest."""
 
 

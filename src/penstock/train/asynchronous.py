@@ -46,7 +46,7 @@ ASYNCHRONOUS: Mapping[str, Usual] = {
 """Schedules that are trained with their updates among the other ops. `amdp` is, where an option says how."""
 
 OPTIONS = ("window", "rule", "max_mismatch", "drain_every")
-PREDICTING = ("spectrain", "xpipe")
+PREDICTING = ("spectrain", "xpipe", "xpipe-lr")
 """Rules that need the optimizer's state on every copy of a stage."""
 
 

@@ -12,6 +12,8 @@
 | `pipedream-2bw` | one before its window's | the same                | two                         |
 | `spectrain`     | predicted by momentum   | predicted by momentum   | one and the prediction      |
 | `xpipe`         | predicted by Adam       | newest                  | one and the prediction      |
+| `pipedream-lr`  | as `pipedream`          | as `pipedream`          | the same; lower rates where |
+| `xpipe-lr`      | as `xpipe`              | as `xpipe`              | gradients are late          |
 """
 
 from penstock.runtime.parameters.versions.copy_weights import CopyWeights

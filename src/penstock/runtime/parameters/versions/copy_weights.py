@@ -79,6 +79,7 @@ class CopyWeights:
         self._owns = owns
         self.mismatch: dict[int, int] = {}
         self._ahead = rule.ahead(schedule, index)
+        self._slowed = rule.slowed(schedule, index)
         self._gradients = WindowGradients(list(self._parameters.values()))
 
         def versioned(named: Mapping[str, Parameter], masters: Sequence[Parameter] = ()) -> VersionedParameters:
@@ -197,7 +198,7 @@ class CopyWeights:
         masters: Sequence[Parameter] = list(self.masters.values())
         if to_step is not None:
             masters, total = to_step(masters, total)
-        steps.step(self._optimizer, masters, total, rate)
+        steps.step(self._optimizer, masters, total, rate, self._slowed)
 
     def values(self) -> list[Tensor]:
         """Copies of the newest parameters with gradients, in their order."""
@@ -317,7 +318,7 @@ class CopyWeights:
         group = self._groups[id(master)]
         rate = group["lr"] if self._rates is None else self._rates[self.num_updates - self._first]
         state = {key: local(value) for key, value in self._optimizer.state.get(master, {}).items()}
-        self._rule.predict(out, memory(master), num_steps, float(rate), group, state)
+        self._rule.predict(out, memory(master), num_steps, float(rate) / self._slowed, group, state)
 
     def _left_open(self, update: int) -> bool:
         return self._open and update == self._windows.num_updates - 1

@@ -88,6 +88,10 @@ class VersionRule:
         """The most updates that an op of the stage predicts."""
         return 0
 
+    def slowed(self, schedule: Schedule, stage: int) -> int:
+        """By what the learning rate of a stage is divided."""
+        return 1
+
     def predict(
         self, out: Tensor, weight: Tensor, steps: int, rate: float, group: Mapping[str, Any], state: Mapping[str, Any]
     ) -> None:

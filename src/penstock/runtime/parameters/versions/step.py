@@ -33,17 +33,20 @@ def clipped(gradients: Gradients, max_norm: float, masters: Sequence[Parameter])
     return [None if g is None else g * factor for g in gradients]
 
 
-def step(optimizer: Optimizer, masters: Sequence[Parameter], gradients: Gradients, rate: float | None) -> None:
+def step(
+    optimizer: Optimizer, masters: Sequence[Parameter], gradients: Gradients, rate: float | None, slowed: int = 1
+) -> None:
     """Steps these masters alone: an optimizer passes over parameters without a gradient.
 
     Args:
         rate: learning rate of this step; that of the optimizer's groups where None.
+        slowed: what the rate is divided by.
     """
     for master, gradient in zip(masters, gradients, strict=True):
         master.grad = None if gradient is None else as_shard(gradient, master)
     try:
         if any(gradient is not None for gradient in gradients):
-            with learning_rate(optimizer, rate):
+            with learning_rate(optimizer, rate, slowed):
                 optimizer.step()
     finally:
         for master in masters:
@@ -51,14 +54,17 @@ def step(optimizer: Optimizer, masters: Sequence[Parameter], gradients: Gradient
 
 
 @contextmanager
-def learning_rate(optimizer: Optimizer, rate: float | None) -> Iterator[None]:
-    """All groups have this learning rate in here."""
-    if rate is None:
+def learning_rate(optimizer: Optimizer, rate: float | None, slowed: int = 1) -> Iterator[None]:
+    """All groups have this learning rate in here, or their own, divided by `slowed`."""
+    if rate is None and slowed == 1:
         yield
         return
     before = [group["lr"] for group in optimizer.param_groups]
     for group, own in zip(optimizer.param_groups, before, strict=True):
-        group["lr"] = torch.full_like(own, rate) if isinstance(own, Tensor) else rate
+        if rate is None:
+            group["lr"] = own / slowed
+        else:
+            group["lr"] = torch.full_like(own, rate / slowed) if isinstance(own, Tensor) else rate / slowed
     try:
         yield
     finally:
