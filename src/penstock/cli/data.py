@@ -3,13 +3,14 @@
 penstock data prepare my-texts/ corpus --tokenizer tokenizer.json
 penstock data lengths corpus.bin --context 4096
 penstock data generate 256 --mean 2048 --seed 1 --out lengths.json
+penstock data images 256 --side 32 --context 256 --out samples.json
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -135,11 +136,47 @@ def generate(
     _show_lengths(found, "lengths", json, out)
 
 
+@data.command("images", short_help="Draw samples of images and words, as a captioner trains on.")
+def draw_images(
+    num: Annotated[int, typer.Argument(metavar="NUM", min=1, help="How many samples.")],
+    side: Annotated[int, typer.Option("--side", min=2, help="Most patches along a side of an image.")] = 32,
+    context: Annotated[int, typer.Option("--context", min=1, help="Most words of a sample.")] = 256,
+    seed: Annotated[int, typer.Option("--seed", help="The same samples for the same seed.")] = 0,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", metavar="FILE", help="Write them here as JSON, as ps.planning.plan_batch takes them."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Draw samples with images of very different sizes: patches of each image, and what a decoder reads in all.
+
+    These are the samples of penstock train --model captioner with the same seed, side and context.
+    """
+    from json import dumps
+
+    from penstock.data import CaptionedImages
+
+    drawn = CaptionedImages(1, side, 1 << 16, context, seed)
+    sizes = [drawn.sizes(number) for number in range(num)]
+    patches, lengths = [length for each in sizes for length in each.patches], [each.length for each in sizes]
+    if out is not None:
+        by_tower = {"images": [each.patches for each in sizes], "words": lengths}
+        Path(out).write_text(dumps(by_tower) + "\n", encoding="utf-8")
+    if json:
+        images = _histogram(patches, "images") if patches else None
+        print_json({"images": images, "samples": _histogram(lengths, "samples"), "out": out})
+        return
+    if patches:
+        _show_lengths(patches, "images", False, unit="patches")
+        print()
+    _show_lengths(lengths, "samples", False, out, unit="patches and words")
+
+
 BAR = 40
 
 
-def _show_lengths(found: Sequence[int], what: str, json: bool, out: str | None = None) -> None:
-    """The histogram, by powers of two."""
+def _histogram(found: Sequence[int], what: str) -> dict[str, Any]:
+    """The lengths in numbers, and their histogram by powers of two."""
     import numpy as np
 
     sizes = np.asarray(found, np.int64)
@@ -150,29 +187,33 @@ def _show_lengths(found: Sequence[int], what: str, json: bool, out: str | None =
     for each in range(int(power.min()), int(power.max()) + 1):
         own = sizes[power == each].astype(np.float64)
         rows.append((2**each, len(own), float(own.sum() / tokens), float(np.square(own).sum() / squares)))
+    names = ("up_to", "count", "share_of_tokens", "share_of_squares")
+    return {
+        "what": what,
+        "count": len(sizes),
+        "num_tokens": tokens,
+        "mean": tokens / len(sizes),
+        "longest": int(sizes.max()),
+        "p5": marks[0],
+        "p50": marks[1],
+        "p95": marks[2],
+        "histogram": [dict(zip(names, row, strict=True)) for row in rows],
+    }
+
+
+def _show_lengths(found: Sequence[int], what: str, json: bool, out: str | None = None, unit: str = "tokens") -> None:
+    told = _histogram(found, what)
     if json:
-        names = ("up_to", "count", "share_of_tokens", "share_of_squares")
-        print_json(
-            {
-                "what": what,
-                "count": len(sizes),
-                "num_tokens": tokens,
-                "mean": tokens / len(sizes),
-                "longest": int(sizes.max()),
-                "p5": marks[0],
-                "p50": marks[1],
-                "p95": marks[2],
-                "histogram": [dict(zip(names, row, strict=True)) for row in rows],
-                "out": out,
-            }
-        )
+        print_json({**told, "out": out})
         return
     print(
-        f"{len(sizes):,} {what}, {tokens:,} tokens: {tokens / len(sizes):,.0f} in the mean, {sizes.max():,} at most"
+        f"{told['count']:,} {what}, {told['num_tokens']:,} {unit}: {told['mean']:,.0f} in the mean, "
+        f"{told['longest']:,} at most"
     )
-    print(f"p5 {marks[0]:,.0f}, p50 {marks[1]:,.0f}, p95 {marks[2]:,.0f}\n")
+    print(f"p5 {told['p5']:,.0f}, p50 {told['p50']:,.0f}, p95 {told['p95']:,.0f}\n")
+    rows = [tuple(row.values()) for row in told["histogram"]]
     most = max(count for _, count, _, _ in rows)
-    print(f"{'up to':>12} {'count':>9} {'tokens':>7} {'squares':>8}")
+    print(f"{'up to':>12} {'count':>9} {unit if len(unit) < 8 else 'length':>7} {'squares':>8}")
     for up_to, count, share, square in rows:
         bar = "#" * -(-count * BAR // most)
         print(f"{up_to:>12,} {count:>9,} {share:>7.1%} {square:>8.1%}  {bar}")

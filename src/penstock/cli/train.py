@@ -28,4 +28,4 @@ class _Grouped(TyperCommand):
             formatter.write_text(f"{len(left)} more options, with --help-all")
 
 
-app.command(cls=_Grouped, short_help="Train a GPT, BERT, CLIP, Hugging Face decoder or your own model.")(train)
+app.command(cls=_Grouped, short_help="Train a built-in model, a Hugging Face one or your own.")(train)

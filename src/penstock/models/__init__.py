@@ -8,6 +8,7 @@ from penstock.models.bert import (
     bert_presets,
     bert_tied_parameters,
 )
+from penstock.models.captioner import CaptionerConfig, captioner_layers, captioner_presets, captioner_stage
 from penstock.models.clip import (
     CLIP,
     CLIPConfig,
@@ -21,7 +22,14 @@ from penstock.models.clip import (
     tower_stage,
 )
 from penstock.models.clip_stages import CLIPStages, clip_program
-from penstock.models.costs import estimate_costs, gpt_costs, gpt_costs_by_length, measure_costs
+from penstock.models.costs import (
+    captioner_costs,
+    captioner_costs_by_length,
+    estimate_costs,
+    gpt_costs,
+    gpt_costs_by_length,
+    measure_costs,
+)
 from penstock.models.gpt import GPTConfig, build_layers, presets, tied_parameters
 from penstock.models.loss import CrossEntropy
 from penstock.models.parallel import ParallelError, parallelize, require_parallel
@@ -34,6 +42,7 @@ __all__ = [
     "CLIP",
     "CLIPConfig",
     "CLIPStages",
+    "CaptionerConfig",
     "Contrast",
     "ContrastiveLoss",
     "CrossEntropy",
@@ -46,6 +55,11 @@ __all__ = [
     "bert_stage",
     "bert_tied_parameters",
     "build_layers",
+    "captioner_costs",
+    "captioner_costs_by_length",
+    "captioner_layers",
+    "captioner_presets",
+    "captioner_stage",
     "clip_presets",
     "clip_program",
     "estimate_costs",

@@ -26,7 +26,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
         """`mask` is True where a token may be seen, bool, and goes with [B, H, T, T].
 
-        `lengths` are those of sequences that lie in one row [1, T, D], one after the other: none sees another.
+        `lengths` are those of sequences that lie in one row [1, T, D], one after the other: none sees another. There
+        may be none of them.
         """
         # Head by head, so that consecutive rows of the weight are whole heads; a shard of it has some of the H.
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))  # B, T, H, 3, D/H
@@ -44,7 +45,7 @@ class Attention(nn.Module):
             # One at a time they take the sum of their squares; a mask over the row would take the square of the sum.
             spans = lengths.tolist()
             rows = zip(query.split(spans, 2), key.split(spans, 2), value.split(spans, 2), strict=True)
-            y = torch.cat([attend(*row) for row in rows], 2)
+            y = torch.cat([attend(*row) for row in rows], 2) if spans else value
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # B, T, D
         return out
 

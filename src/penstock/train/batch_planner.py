@@ -11,13 +11,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from penstock.cost import CostsByLength
-from penstock.planning.batches import BatchPlan
+from penstock.planning.batches import BatchPlan, Lengths
 from penstock.runtime import RuntimeFailure
 from penstock.train.planning_process import BatchProblem
 
@@ -57,12 +56,12 @@ class BatchPlanner:
         self._problem = replace(self._problem, costs=costs)
         self._send(self._problem)
 
-    def ask(self, step: int, lengths: Sequence[int]) -> None:
+    def ask(self, step: int, lengths: Lengths) -> None:
         """Has a step planned."""
         self._asked.append(step)
-        self._send((step, list(lengths)))
+        self._send((step, lengths))
 
-    def plan(self, step: int, lengths: Sequence[int]) -> BatchPlan:
+    def plan(self, step: int, lengths: Lengths) -> BatchPlan:
         """The plan of a step, asked for now if it was not before. Other steps that were asked for before are dropped.
 
         Raises:

@@ -95,7 +95,7 @@ def train(
     model: Annotated[
         str | None,
         _option(
-            "gpt, bert, clip, a Hugging Face folder or config.json, or your own, nets.py:Net.",
+            "gpt, bert, clip, captioner, a Hugging Face folder or config.json, or your own, nets.py:Net.",
             "model",
             metavar="NAME|PATH",
         ),
@@ -229,7 +229,7 @@ def train(
         bool, typer.Option("--help-all", is_eager=True, callback=_print_all, help="Show every option and exit.")
     ] = False,
 ) -> Any:
-    """Train a GPT, BERT, CLIP, Hugging Face decoder or your own model over a mesh of processes; or emulate a plan."""
+    """Train a GPT, BERT, CLIP, captioner, Hugging Face decoder or your own model over a mesh; or emulate a plan."""
     given = {name: value for name, value in locals().items() if value is not None}
     del given["call"]
     is_program = getattr(call.obj, "is_program", False)  # nothing is known of a launcher's

@@ -16,13 +16,14 @@ from penstock.train.towers import MIXED, read_towers
 if TYPE_CHECKING:
     from penstock.train.settings import Settings
 
-GPT, BERT, CLIP = "gpt", "bert", "clip"
-KINDS = (GPT, BERT, CLIP)
+GPT, BERT, CLIP, CAPTIONER = "gpt", "bert", "clip", "captioner"
+KINDS = (GPT, BERT, CLIP, CAPTIONER)
 
 USUAL: Mapping[str, Mapping[str, Any]] = {
     GPT: {},
     BERT: {"lr": 2e-3},
     CLIP: {"preset": "nano", "schedule": MIXED, "batch": 64, "microbatches": 2, "steps": 200, "lr": 5e-3},
+    CAPTIONER: {"preset": "nano", "batch": 32, "steps": 300, "lr": 4e-3},
 }
 """Settings in place of the usual ones, where they are not given."""
 FRESH, STORED = 1e-3, 1e-4

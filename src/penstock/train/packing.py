@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.train.checks import SettingsError
-from penstock.train.kinds import GPT
+from penstock.train.kinds import CAPTIONER, GPT
 
 if TYPE_CHECKING:
     from penstock.train.settings import Settings
@@ -16,6 +16,11 @@ SIZES, MEASURED = "sizes", "measured"
 """Where costs by length come from: the model's sizes, or the first steps of the run."""
 
 
+def usual_packing(model: str) -> str:
+    """What is done where nothing is said."""
+    return PLANNED if model == CAPTIONER else WINDOWS
+
+
 def is_record(packing: str | None) -> bool:
     """Whether it means the batches of a run, by their file."""
     return packing not in (None, WINDOWS, ARRIVAL, PLANNED)
@@ -23,6 +28,11 @@ def is_record(packing: str | None) -> bool:
 
 def check_packing(settings: Settings) -> None:
     """Raises SettingsError for options that do not go together with whole documents, or are for them alone."""
+    if settings.model == CAPTIONER and settings.packing == WINDOWS:
+        raise SettingsError(
+            f"--packing {WINDOWS} cuts a text into fixed lengths, and the samples of a captioner are images and "
+            f"texts of their own lengths; give {ARRIVAL} or {PLANNED}"
+        )
     if settings.packing == WINDOWS:
         for name, unset in (("length_costs", SIZES), ("microbatch_tokens", None)):
             if getattr(settings, name) != unset:
@@ -30,7 +40,7 @@ def check_packing(settings: Settings) -> None:
                     f"--{name.replace('_', '-')} is for whole documents; add --packing {PLANNED}, or leave it out"
                 )
         return
-    if settings.model != GPT:
+    if settings.model not in (GPT, CAPTIONER):
         raise SettingsError(
             f"--packing {settings.packing} puts several documents into one row, which only a built-in GPT keeps "
             f"apart; --model {settings.model} would see one in another: leave it out"

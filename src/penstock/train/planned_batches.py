@@ -131,7 +131,7 @@ class PlannedBatches:
         self._documents, self._planner, self._record = documents, planner, record
         self._share, self._run, self._end = share, run, end
         self._plans: list[BatchPlan] = []
-        self._lengths: list[list[int]] = []
+        self._ran: list[list[int]] = []
         self._samples: list[LengthSample] = []
         self.notices: list[str] = []
 
@@ -140,7 +140,7 @@ class PlannedBatches:
         microbatches, dispatches = chosen
         if dispatches:
             self._run(dispatches)
-        self._lengths = [self._documents.lengths(each) for each in microbatches[0]]
+        self._ran = microbatches[0]
         return self._documents.example(list(chain(*microbatches)))
 
     def _chosen(self, step: int, record: BatchRecord) -> StepBatch:
@@ -168,13 +168,18 @@ class PlannedBatches:
         for timed in timeline.ops:
             kind, stage, m = timed.op
             if kind in "FIWB":
-                self._samples.append(LengthSample(kind, stage, self._lengths[m], timed.end - timed.start))
+                lengths = self._documents.stage_lengths(stage, self._ran[m])
+                self._samples.append(LengthSample(kind, stage, lengths, timed.end - timed.start))
         if since != LAST_MEASURED or self._planner is None:
             return
         known = self._documents.costs
         try:
             fitted = fit_costs(
-                self._samples, num_stages, activation=known.activation, message_bytes=known.message_bytes
+                self._samples,
+                num_stages,
+                activation=known.activation,
+                message_bytes=known.message_bytes,
+                towers=known.towers,
             )
         except CostError as error:
             self.notices.append(f"costs by length stay those of the model's sizes: {error}")

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from penstock.cost import CostsByLength
-from penstock.planning.batches import BatchPlan, plan_batch
+from penstock.planning.batches import BatchPlan, Lengths, plan_batch
 from penstock.schedule import Schedule
 
 
@@ -27,7 +26,7 @@ class BatchProblem:
     token_limit: int | None
     dispatches: tuple[str, ...]
 
-    def plan(self, lengths: Sequence[int]) -> BatchPlan:
+    def plan(self, lengths: Lengths) -> BatchPlan:
         return plan_batch(
             lengths,
             self.schedule,

@@ -240,13 +240,14 @@ class RankRun:
     @property
     def _unit(self) -> str:
         """What its speed is counted in."""
-        return "samples" if self.inputs.task.num_tokens is None else "tokens"
+        counted = self.inputs.task.num_tokens is not None or self.inputs.data.documents is not None
+        return "tokens" if counted else "samples"
 
     def _num_tokens(self, steps: range) -> int:
         """Tokens of some steps; of a model that knows none, samples."""
         documents = self.inputs.data.documents
         if documents is not None:
-            return sum(sum(documents.lengths(documents.of_step(step))) for step in steps)
+            return sum(documents.num_tokens(documents.of_step(step)) for step in steps)
         return len(steps) * self.inputs.settings.batch * (self.inputs.task.num_tokens or 1)
 
     def _agree(self) -> tuple[bool, float]:

@@ -22,7 +22,7 @@ from penstock.train.kinds import CLIP, check_lora, check_model, check_own
 from penstock.train.learning_rate import learning_rate
 from penstock.train.mesh_sizes import check_mesh
 from penstock.train.own_file import is_own
-from penstock.train.packing import WINDOWS, check_packing, is_record
+from penstock.train.packing import WINDOWS, check_packing, is_record, usual_packing
 from penstock.train.run_settings import RunSettings
 from penstock.train.transport_settings import host_memory_of
 
@@ -35,7 +35,8 @@ class Settings(RunSettings):
         dp, tp: replicas of the pipeline, and processes that share each layer; ranks * dp * tp processes in all.
         sharding: "none", "copies", "zero1" or "fsdp".
         cut: how many layers each stage holds; None for stages of about equal cost.
-        model: "gpt", "bert", "clip", the path of a Hugging Face folder or config.json, or "FILE.py:NAME".
+        model: "gpt", "bert", "clip", "captioner", the path of a Hugging Face folder or config.json, or
+            "FILE.py:NAME".
         model_options: arguments of a model of one's own.
         lora: of a Hugging Face model, adapters that train in its place: arguments of peft's LoraConfig as JSON, or a
             folder with a saved adapter; None for none.
@@ -46,7 +47,8 @@ class Settings(RunSettings):
             batches of one's own.
         tokenizer: a `tokenizers` JSON file, or None for bytes.
         packing: "windows" of the text; whole documents, several in a microbatch, as they come ("arrival") or as it is
-            best for the schedule ("planned"); or the batches.jsonl of a run, whose batches are taken again.
+            best for the schedule ("planned"); or the batches.jsonl of a run, whose batches are taken again. None for
+            windows, and of a captioner planned.
         length_costs: what plans are made over: "sizes" of the model, "measured" in the run's first steps, or a file.
         microbatch_tokens: most tokens of a planned microbatch; None for no limit of its own.
         batch: samples a step; of documents as many tokens as so many samples have.
@@ -79,7 +81,7 @@ class Settings(RunSettings):
     tied: bool | None = None
     data: str | None = None
     tokenizer: str | None = None
-    packing: str = WINDOWS
+    packing: str | None = None
     length_costs: str = "sizes"
     microbatch_tokens: int | None = None
     batch: int = 16
@@ -111,6 +113,8 @@ class Settings(RunSettings):
                 "sharding": ("none", "copies", "zero1", "fsdp"),
             },
         )
+        if self.packing is None:
+            object.__setattr__(self, "packing", usual_packing(self.model))
         check_model(self.model, self.towers)
         check_own(self)
         check_lora(self)

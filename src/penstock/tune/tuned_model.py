@@ -17,7 +17,7 @@ from penstock.runtime import split
 from penstock.runtime.stage.statistics import GATHERS
 from penstock.runtime.tensors.pytree import flatten
 from penstock.train.inputs import device_of, optimizer_class
-from penstock.train.kinds import CLIP, GPT, is_path
+from penstock.train.kinds import CAPTIONER, CLIP, GPT, is_path
 from penstock.train.own_file import is_own, own_name
 from penstock.train.settings import Settings
 from penstock.train.tasks.gpt import gpt_config
@@ -79,6 +79,11 @@ def tuned_model(settings: Settings) -> TunedModel:
         raise TuneError(
             "--model clip is of several towers, and a tuner of one chain of layers does not lay them out; compare "
             "layouts of them with penstock compare --model clip, or with ps.Program.of_branches"
+        )
+    if settings.model == CAPTIONER:
+        raise TuneError(
+            "--model captioner has samples of very different lengths, and what layers take is measured here for one "
+            "length; train it by each schedule with penstock train, or simulate them with ps.planning.plan_batch"
         )
     if settings.model != GPT:
         return _layered(settings)

@@ -7,7 +7,7 @@ order     short at both ends, or what else is fastest by simulation
 """
 
 from penstock.planning.batches.assignment import assign_evenly
-from penstock.planning.batches.batch_plan import BatchPlan, plan_batch
+from penstock.planning.batches.batch_plan import BatchPlan, Lengths, plan_batch
 from penstock.planning.batches.packing import PackingError, pack_in_turn, pack_to_shares
 
-__all__ = ["BatchPlan", "PackingError", "assign_evenly", "pack_in_turn", "pack_to_shares", "plan_batch"]
+__all__ = ["BatchPlan", "Lengths", "PackingError", "assign_evenly", "pack_in_turn", "pack_to_shares", "plan_batch"]

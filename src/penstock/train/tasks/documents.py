@@ -34,6 +34,12 @@ class Documents:
         found: list[int] = self.sequences.lengths[list(sequences)].tolist()
         return found
 
+    def num_tokens(self, sequences: Sequence[int]) -> int:
+        return sum(self.lengths(sequences))
+
+    def stage_lengths(self, stage: int, sequences: Sequence[int]) -> list[int]:
+        return self.lengths(sequences)
+
     def __getitem__(self, step: int) -> Example:
         own = self.of_step(step)
         bins = pack_in_turn(self.lengths(own), self.num_replicas * self.num_microbatches)
@@ -112,6 +118,12 @@ def costs_by_length(settings: Settings, sizes: CostsByLength) -> CostsByLength:
     except ValueError as error:
         what = str(error) if isinstance(error, CostError) else f"{path} is not JSON"
         raise SettingsError(f"--length-costs: {what}") from None
+    if found.towers != sizes.towers:
+        told = [", ".join(each.tower_names) or "one kind of sequence" for each in (found, sizes)]
+        raise SettingsError(
+            f"--length-costs {path} is by lengths of {told[0]}, and the model's stages take {told[1]}; measure it "
+            f"for this model and schedule with --length-costs {MEASURED}"
+        )
     if found.num_stages != sizes.num_stages:
         raise SettingsError(
             f"--length-costs {path} is for {found.num_stages} stages, and the schedule has {sizes.num_stages}; "

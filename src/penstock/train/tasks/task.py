@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.cost import CostsByLength
 from penstock.data import Corpus
+from penstock.planning.batches import Lengths
 from penstock.runtime import Pipeline
 from penstock.runtime.checkpoint import Reader
 from penstock.runtime.checkpoint.user_state import Stateful
@@ -73,8 +74,16 @@ class PackedDocuments(Protocol):
         """The numbers of a step's sequences, in order of arrival."""
         ...
 
-    def lengths(self, sequences: Sequence[int]) -> list[int]:
-        """Tokens of each."""
+    def lengths(self, sequences: Sequence[int]) -> Lengths:
+        """Tokens of each; of a model of several towers, by tower."""
+        ...
+
+    def num_tokens(self, sequences: Sequence[int]) -> int:
+        """Tokens of all of them together, as speed is counted."""
+        ...
+
+    def stage_lengths(self, stage: int, sequences: Sequence[int]) -> list[int]:
+        """The lengths that an op of a stage takes where they are its microbatch, as `LengthSample` has them."""
         ...
 
     def example(self, microbatches: Sequence[Sequence[int]]) -> Example:
