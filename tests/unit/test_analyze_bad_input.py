@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.analyze import RunAnalysis, analyze_trace
+from penstock.cli import main
 from penstock.formats.traces import TraceError, read_trace
 from trace_samples import Row, study_sample
 
@@ -146,3 +148,89 @@ def test_steps_and_layers_that_are_not_there_are_refused(tmp_path: Path) -> None
         read_trace(path, steps=[7, 10])
     with pytest.raises(TraceError, match="give how many each of the 2 stages has"):
         analyze_trace(read_trace(path), layers=[1, 2, 3])
+
+
+# What nobody meant to write: each was a traceback once.
+
+TABLE = "op,stage,microbatch,rank,step,start,end\n"
+ROWS = ("F,0,0,0,0,0,1\n", "B,0,0,0,0,1,2\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (TABLE + ROWS[0] + "B,0,1e30,0,0,1,2\n", "column microbatch holds 1e+30: give whole numbers"),
+        (TABLE + ROWS[0] + "B,0,inf,0,0,1,2\n", "column microbatch holds inf: give whole numbers"),
+        (TABLE + ROWS[0] + "B,0,0.5,0,0,1,2\n", "column microbatch holds numbers that are not whole"),
+        (TABLE + "".join(ROWS).replace("F,0,0", "F,0,4000000000"), "an op of microbatch 4000000000: numbers of a"),
+        (TABLE.replace("start", "end") + "".join(ROWS), "has 2 columns named 'end'"),
+        (TABLE + f'"{"x" * 200_000}",0,0,0,0,0,1\n', "is a quote left open"),
+        (TABLE + "F,0,0,0,0,0,nan\n" + ROWS[1], "1 ops have no start or no end"),
+        ("", "is empty; its first line names the columns"),
+        (TABLE, "has no ops; a pipeline's forwards and backwards"),
+    ],
+)
+def test_tables_with_numbers_that_mean_nothing_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "run.csv").write_text(text, encoding="utf-8")
+    with pytest.raises(TraceError) as caught:
+        analyze_trace(read_trace(tmp_path / "run.csv"))
+    assert message in str(caught.value)
+
+
+def profile(*events: object, **more: object) -> str:
+    return json.dumps({"traceEvents": events, **more})
+
+
+F0 = {"ph": "X", "name": "PP:0F0", "ts": 1, "dur": 2, "pid": 0, "tid": 0}
+B0 = {**F0, "name": "PP:0B0", "ts": 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.json", "[" * 100_000, "lie too deep in one another"),
+        ("run.json", "", "is no JSON"),
+        ("run.json", profile({**F0, "pid": []}, {**B0, "tid": {}}), "there are no events at all"),
+        ("run.json", profile(F0, B0, distributedInfo={"rank": "abc"}), "the rank in distributedInfo is 'abc'"),
+        ("run.json", profile(F0, B0, distributedInfo={"world_size": "x"}), "world_size in distributedInfo is 'x'"),
+        ("run.json", profile(F0, B0, baseTimeNanoseconds="x"), "baseTimeNanoseconds is 'x': give a number"),
+        ("run.json", profile({**F0, "name": "PP:0F" + "9" * 25}, B0), "numbers count from 0"),
+        ("run.json", profile({"ph": "M", "name": "process_name", "args": "x"}), "there are no events at all"),
+        ("run.jsonl", '{"iteration": 1e400, "number": 0, "ops": []}', "is no record of an iteration"),
+    ],
+)
+def test_profiles_with_values_of_another_kind_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(TraceError) as caught:
+        analyze_trace(read_trace(tmp_path / name))
+    assert message in str(caught.value)
+
+
+def test_records_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    for name in ("run.jsonl", "run.csv"):
+        (tmp_path / name).write_bytes(bytes(range(128, 256)))
+        with pytest.raises(TraceError, match="is no text"):
+            read_trace(tmp_path / name)
+
+
+def test_columns_of_the_study_of_another_kind_are_refused(tmp_path: Path) -> None:
+    said = refused(tmp_path, lambda rows: [{**row, "start_ts": "x"} for row in rows])
+    assert "column start_ts holds 'x': give seconds, as numbers" in said
+    said = refused(tmp_path, lambda rows: [{**row, "step": float("inf")} for row in rows])
+    assert "column step holds inf: give whole numbers" in said
+
+
+def test_what_is_said_of_names_in_profiles_is_refused_for_a_table(tmp_path: Path) -> None:
+    (tmp_path / "run.csv").write_text(TABLE + "".join(ROWS), encoding="utf-8")
+    for options in ({"patterns": ["F=x"]}, {"preset": "megatron"}, {"num_ranks": 1}, {"num_microbatches": 1}):
+        with pytest.raises(TraceError, match="says what names in profiles mean, and this is no profile"):
+            read_trace(tmp_path / "run.csv", **options)  # type: ignore[arg-type]
+
+
+def test_ranges_of_steps_that_fall_or_never_end_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.csv").write_text(TABLE + "".join(ROWS), encoding="utf-8")
+    for steps in ("1-0", "0-99999999999"):
+        assert main(["analyze", str(tmp_path / "run.csv"), "--steps", steps]) == 2
+        assert "give ranges that rise, of at most 1,000,000 numbers" in capsys.readouterr().err

@@ -82,6 +82,7 @@ def whole_steps(trace: RunTrace, *, drop_incomplete: bool = False) -> Steps:
         TraceError: no microbatches, times that go backwards, ops that occur twice or are missing.
     """
     _require_microbatches(trace)
+    _require_counted(trace)
     _require_forwards(trace)
     order = np.lexsort(
         (trace.start, trace.microbatch, trace.stage, trace.rank, trace.replica, trace.kind, trace.step)
@@ -107,6 +108,22 @@ def whole_steps(trace: RunTrace, *, drop_incomplete: bool = False) -> Steps:
     kind, replica, rank, stage, microbatch, number = keys.T
     start, end, numbers = start - first, end - first, trace.steps[complete]
     return Steps(trace, numbers, named, kind, replica, rank, stage, microbatch, number, start, end)
+
+
+MOST = 1 << 20
+"""Replicas, ranks, stages and microbatches of a step that a trace can have, each."""
+
+
+def _require_counted(trace: RunTrace) -> None:
+    """Numbers that count places count from 0: a table has a row for each."""
+    compute = trace.has(lambda kind: kind.scope is Scope.COMPUTE)
+    for name in ("replica", "rank", "stage", "microbatch"):
+        largest = int(getattr(trace, name)[compute].max())
+        if largest >= MOST:
+            raise TraceError(
+                f"{trace.name} has an op of {name} {largest}: numbers of a {name} count from 0, anew in each step; "
+                "number them so, or give another column by --column"
+            )
 
 
 def _require_microbatches(trace: RunTrace) -> None:

@@ -96,6 +96,10 @@ def analyze(
     print(f"wrote {target}")
 
 
+MOST = 1_000_000
+"""Numbers of a range."""
+
+
 def _columns(given: list[str] | tuple[str, ...]) -> dict[str, str]:
     found = {}
     for each in given:
@@ -112,5 +116,8 @@ def _whole_numbers(text: str, option: str) -> list[int]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise Misuse(f"{option} {text}: give whole numbers, like 12,20-23")
-        found += range(int(first), int(last or first) + 1)
+        numbers = range(int(first), int(last or first) + 1)
+        if not 0 < len(numbers) <= MOST:
+            raise Misuse(f"{option} {part}: give ranges that rise, of at most {MOST:,} numbers")
+        found += numbers
     return found

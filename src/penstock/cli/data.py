@@ -130,6 +130,8 @@ def generate(
     given = numbers("--quantiles", quantiles)
     if len(given) != 3:
         raise Misuse(f"--quantiles {quantiles}: give three numbers, like 0.81,0.88,1.92")
+    if num > MOST:
+        raise Misuse(f"{num} lengths: give at most {MOST:,}")
     found = long_tailed(num, mean, seed, (given[0], given[1], given[2]), longest).tolist()
     if out is not None:
         Path(out).write_text(dumps(found) + "\n", encoding="utf-8")
@@ -156,6 +158,8 @@ def draw_images(
 
     from penstock.data import CaptionedImages
 
+    if num > MOST:
+        raise Misuse(f"{num} samples: give at most {MOST:,}")
     drawn = CaptionedImages(1, side, 1 << 16, context, seed)
     sizes = [drawn.sizes(number) for number in range(num)]
     patches, lengths = [length for each in sizes for length in each.patches], [each.length for each in sizes]
@@ -173,6 +177,8 @@ def draw_images(
 
 
 BAR = 40
+MOST = 10_000_000
+"""Lengths that are drawn at once."""
 
 
 def _histogram(found: Sequence[int], what: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ __all__ = ["PRODUCTION", "long_tailed"]
 
 PRODUCTION = (0.81, 0.88, 1.92)
 """The 5th, 50th and 95th percentile of the microbatches of a production job, as shares of the mean."""
+MOST = 2.0**52
 LONGEST = 4.0
 EXPONENT = 3.0
 """By which the longest twentieth falls off."""
@@ -47,10 +48,14 @@ def long_tailed(
         DataError: quantiles that do not rise, or that no lengths of that mean have.
     """
     low, middle, high = quantiles
-    if num < 0 or not mean >= 1 or not 0 < low <= middle <= high <= longest < np.inf:
+    if num < 0 or seed < 0 or not mean >= 1 or not 0 < low <= middle <= high <= longest < np.inf:
         raise DataError(
             f"{num} lengths of mean {mean:g} with quantiles {low:g}, {middle:g}, {high:g} and at most {longest:g} of "
-            "it; the mean must be at least 1, and they must rise."
+            f"it, by seed {seed}; the mean must be at least 1, they must rise, and the seed be at least 0."
+        )
+    if mean * longest > MOST:
+        raise DataError(
+            f"lengths of mean {mean:g} and at most {longest:g} of it; the longest may be {MOST:g} tokens."
         )
     bend = _bend(quantiles, longest)
     drawn = _quantile(np.random.default_rng(seed).random(num), quantiles, longest, bend)

@@ -100,12 +100,15 @@ def _events(path: Path) -> tuple[list[_Event], dict[str, Any]]:
         raise TraceError(f"{path.name} is no trace: Chrome's format has a list named traceEvents")
     info = value.get("distributedInfo") if isinstance(value, dict) else None
     info = info if isinstance(info, dict) else {}
-    base = float(value.get("baseTimeNanoseconds") or 0.0) / 1e6 if isinstance(value, dict) else 0.0
+    base = (
+        _float(path, "baseTimeNanoseconds", value.get("baseTimeNanoseconds")) / 1e6 if isinstance(value, dict) else 0
+    )
+    events = [event for event in events if isinstance(event, dict) and _names_track(event)]
     worker_of = _workers(path, events, info)
     found = []
     open_: defaultdict[tuple[Any, Any], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
-        if not isinstance(event, dict) or event.get("ph") not in ("X", "B", "E"):
+        if event.get("ph") not in ("X", "B", "E"):
             continue
         track = event.get("pid"), event.get("tid")
         if event["ph"] == "B":
@@ -132,21 +135,35 @@ def _events(path: Path) -> tuple[list[_Event], dict[str, Any]]:
     return found, info
 
 
+def _names_track(event: dict[str, Any]) -> bool:
+    """Whether it says where it happened, in a form that can: processes and threads are numbers or names."""
+    return all(isinstance(event.get(name), int | float | str | None) for name in ("pid", "tid", "ph"))
+
+
+def _float(path: Path, what: str, value: Any) -> float:
+    try:
+        return float(value or 0.0)
+    except (TypeError, ValueError):
+        raise TraceError(f"{path.name}: {what} is {value!r}: give a number") from None
+
+
 def _json(path: Path) -> Any:
     try:
         raw = path.read_bytes()
         return json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
     except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path.name} is no JSON: {error}") from None
+    except RecursionError:
+        raise TraceError(f"{path.name} is no trace: its lists lie too deep in one another") from None
 
 
-def _workers(path: Path, events: Iterable[Any], info: dict[str, Any]) -> dict[Any, int]:
+def _workers(path: Path, events: Iterable[dict[str, Any]], info: dict[str, Any]) -> dict[Any, int]:
     """The number of the process that each pid of a file is. A file of one rank has it in its head or its name."""
-    events = [event for event in events if isinstance(event, dict)]
+    events = list(events)
     names = {
-        event.get("pid"): str((event.get("args") or {}).get("name", ""))
+        event.get("pid"): str(event["args"].get("name", ""))
         for event in events
-        if event.get("ph") == "M" and event.get("name") == "process_name"
+        if event.get("ph") == "M" and event.get("name") == "process_name" and isinstance(event.get("args"), dict)
     }
     if any("measured" in name for name in names.values()):  # of a Penstock trace that holds a simulated run too
         names = {pid: name for pid, name in names.items() if "measured" in name}
@@ -157,7 +174,7 @@ def _workers(path: Path, events: Iterable[Any], info: dict[str, Any]) -> dict[An
     rank = info.get("rank")
     if rank is None and (in_name := _RANK.findall(path.name)):
         rank = int(in_name[-1])
-    return dict.fromkeys(pids, 0 if rank is None else int(rank))
+    return dict.fromkeys(pids, int(_float(path, "the rank in distributedInfo", rank)))
 
 
 def _require_one_job(said: Sequence[tuple[Path, set[int], dict[str, Any]]]) -> None:
@@ -170,7 +187,11 @@ def _require_one_job(said: Sequence[tuple[Path, set[int], dict[str, Any]]]) -> N
                     "recordings of one? Give the files of one; where names have no rank, call them like rank3.json"
                 )
             seen[worker] = path
-    sizes = {int(info["world_size"]) for _, _, info in said if "world_size" in info}
+    sizes = {
+        int(_float(path, "world_size in distributedInfo", info["world_size"]))
+        for path, _, info in said
+        if "world_size" in info
+    }
     if len(sizes) > 1:
         raise TraceError(
             f"the files say that there were {', '.join(map(str, sorted(sizes)))} processes: they are of two jobs; "

@@ -21,14 +21,17 @@ def read_penstock(path: Path, *, name: str) -> RunTrace:
         TraceError: a line that is no record of an iteration.
     """
     rows, configurations = [], set()
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError:
+        raise TraceError(f"{path.name} is no text") from None
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             iteration = int(record["iteration"])
             configurations.add(int(record["number"]))
             ops = [(int(r), str(k), int(s), int(m), float(a), float(b)) for r, k, s, m, a, b in record["ops"]]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             if number == len(lines) and number > 1:  # cut off where the run was
                 break
             raise TraceError(f"{path.name}, line {number}, is no record of an iteration: {line[:60]!r}") from None

@@ -61,6 +61,13 @@ def read_trace(
         shown = ", ".join(path.name for path in given[:4])
         raise TraceError(f"{shown}: give one table, one run, or the profiles of all ranks of one job")
     form = kinds.pop()
+    if form != "chrome":
+        asked = {"pattern": patterns, "preset": preset, "ranks": num_ranks, "microbatches": num_microbatches}
+        if useless := [option for option, value in asked.items() if value]:
+            raise TraceError(
+                f"{given[0].name}: --{useless[0]} says what names in profiles mean, and this is no profile; leave it "
+                "out, or say by --column which column is which"
+            )
     if form == "table" or (form == "study" and columns):
         trace = read_table(given[0], columns, unit)
     elif form == "study":

@@ -160,6 +160,27 @@ class TracedOp(NamedTuple):
     end: float
 
 
+MOST = 1 << 62
+"""Above this a number in a file names nothing."""
+
+
+def whole_numbers(what: str, values: Array) -> Array:
+    """A column of floats as whole numbers; where there is none, `NONE`.
+
+    Args:
+        what: the column, for errors.
+
+    Raises:
+        TraceError: numbers that are not whole, or beyond what a file can mean.
+    """
+    filled = np.where(np.isnan(values), NONE, values)
+    if (wrong := ~np.isfinite(filled) | (np.abs(filled) > MOST)).any():
+        raise TraceError(f"{what} holds {filled[wrong][0]:g}: give whole numbers, counted from 0")
+    if (filled != np.round(filled)).any():
+        raise TraceError(f"{what} holds numbers that are not whole")
+    return filled.astype(np.int64)
+
+
 def trace_of(
     name: str, ops: Iterable[TracedOp], kind_of: Callable[[str], TracedKind], notes: Sequence[str] = ()
 ) -> RunTrace:
@@ -167,6 +188,9 @@ def trace_of(
     found = list(ops)
     columns = list(zip(*found, strict=True)) if found else [()] * len(TracedOp._fields)
     names, kind = np.unique(np.array(columns[0], dtype=object).astype(str), return_inverse=True)
+    for what, column in zip(TracedOp._fields[1:6], columns[1:6], strict=True):
+        if column and max(map(abs, column)) > MOST:
+            raise TraceError(f"{name}: {what} {max(column, key=abs)} of an op: numbers count from 0")
     ints = [np.array(column, np.int64) for column in columns[1:6]]
     floats = [np.array(column, np.float64) for column in columns[6:]]
     kinds = tuple(kind_of(str(each)) for each in names)

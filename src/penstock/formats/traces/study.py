@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.formats.traces.op_names import kind_named
-from penstock.formats.traces.run_trace import NONE, Array, RunTrace, Scope, TraceError
+from penstock.formats.traces.run_trace import NONE, Array, RunTrace, Scope, TraceError, whole_numbers
 
 NEEDED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration", "gmc", "mb_id")
 JOBS = ("job", "job_id", "trial", "trial_name", "run_id")
@@ -44,8 +44,8 @@ def read_study(path: Path) -> RunTrace:
         told = (stage == NONE) & (chunk != NONE)
         stage[told] = chunk[told] * (int(rank[is_compute].max()) + 1) + rank[told]
     microbatch = np.where(is_compute, ints["mb_id"], NONE)
-    start = columns["start_ts"].astype(np.float64) * 1e3
-    end = start + columns["duration"].astype(np.float64) * 1e3
+    start, duration = (_seconds(path, each, columns[each]) * 1e3 for each in ("start_ts", "duration"))
+    end = start + duration
     return RunTrace(
         path.stem, kinds, kind.astype(np.int64), ints["step"], ints["dp_rank"], rank, stage, microbatch, start, end
     )
@@ -81,6 +81,14 @@ def parquet_columns(path: Path) -> dict[str, Array]:
     return {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
 
 
+def _seconds(path: Path, name: str, values: Array) -> Array:
+    """A column of times."""
+    try:
+        return values.astype(np.float64)
+    except (TypeError, ValueError):
+        raise TraceError(f"{path.name}: column {name} holds {values[0]!r}: give seconds, as numbers") from None
+
+
 def _whole(path: Path, name: str, values: Array) -> Array:
     """A column of whole numbers; a missing one is NONE."""
     if values.dtype == object or values.dtype.kind == "f":
@@ -88,7 +96,5 @@ def _whole(path: Path, name: str, values: Array) -> Array:
             values = values.astype(np.float64)
         except (TypeError, ValueError):
             raise TraceError(f"{path.name}: column {name} holds {values[0]!r}: give whole numbers") from None
-        if not (np.isnan(values) | (values == np.round(values))).all():
-            raise TraceError(f"{path.name}: column {name} holds numbers that are not whole")
-        values = np.where(np.isnan(values), NONE, values)
+        return whole_numbers(f"{path.name}: column {name}", values)
     return values.astype(np.int64)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.formats.traces.op_names import kind_named
-from penstock.formats.traces.run_trace import NONE, Array, RunTrace, Scope, TraceError
+from penstock.formats.traces.run_trace import NONE, Array, RunTrace, Scope, TraceError, whole_numbers
 from penstock.formats.traces.study import parquet_columns, require_one_job
 
 COLUMNS = ("op", "stage", "microbatch", "rank", "replica", "step", "start", "end", "duration")
@@ -80,9 +80,15 @@ def _csv(path: Path) -> dict[str, Array]:
             rows = list(csv.reader(file))
     except UnicodeDecodeError:
         raise TraceError(f"{path.name} is no text") from None
+    except csv.Error as error:
+        raise TraceError(f"{path.name} is no table: {error}; is a quote left open?") from None
     if not rows:
         raise TraceError(f"{path.name} is empty; its first line names the columns: {','.join(COLUMNS)}")
     head, body = [name.strip() for name in rows[0]], [row for row in rows[1:] if row]
+    if twice := [name for name in head if head.count(name) > 1]:
+        raise TraceError(
+            f"{path.name} has {head.count(twice[0])} columns named {twice[0]!r}; call one of them otherwise"
+        )
     for number, row in enumerate(body, start=2):
         if len(row) != len(head):
             raise TraceError(f"{path.name}, row {number} has {len(row)} cells, the first row {len(head)}")
@@ -101,7 +107,4 @@ def _numbers(path: Path, name: str, values: Array, whole: bool = True) -> Array:
             raise TraceError(f"{path.name}, row {at + 2}: {name} is {value!r}: give a number") from None
     if not whole:
         return found
-    filled = np.where(np.isnan(found), NONE, found)
-    if (filled != np.round(filled)).any():
-        raise TraceError(f"{path.name}: column {name} holds numbers that are not whole")
-    return filled.astype(np.int64)
+    return whole_numbers(f"{path.name}: column {name}", found)
