@@ -93,6 +93,46 @@ spread   the encoder runs on all ranks at once, each with its part of the images
 ENCODER = 0.25
 """The encoder's share of the work."""
 
+
+class LateTowers(NamedTuple):
+    """The same model over late links.
+
+    Attributes:
+        latency: of each link, in ms; a rank's forward of a mean microbatch takes 10.
+        memory: the planned run's, over 1f1b's own.
+    """
+
+    num_ranks: int
+    sigma: float
+    latency: float
+    memory: int
+
+
+LATE_TOWERS = tuple(
+    LateTowers(num_ranks, sigma, latency, memory)
+    for num_ranks in (8, 16)
+    for sigma in (0.6, 1.0)
+    for latency in (5.0, 10.0, 20.0)
+    for memory in (1, 2)
+)
+"""RRFP's abstract names variability of communication too, and neither how late messages are nor what memory is
+taken. So here all links are late alike, and the best of `LATE_SCHEDULES` in its best order by rules, in 1f1b's memory
+by count or in twice that, is set beside 1f1b frozen in order of arrival over the same links. Draws 0 to 29; the aim
+is 2.77."""
+LATE_SCHEDULES, LATE_DRAWS, MULTI_MODAL = ("1f1b", "zb-h1", "zb", "zb-v"), 30, 2.77
+
+CAPTIONED_STEPS, CAPTIONED_SAMPLES = 20, 4
+CAPTIONED = (
+    ("1f1b", 4, 16), ("1f1b", 8, 32), ("interleaved-1f1b", 8, 32), ("zb-h1", 8, 32), ("zb-v", 4, 16), ("zb-v", 8, 32),
+)  # fmt: skip
+"""Schedule, ranks, microbatches: a captioner of preset tiny with three quarters of its 28 blocks in the decoder, on
+the samples of `CaptionedImages`, four to a microbatch; stages as `penstock train` cuts them, costs by its sizes.
+Steps 0 to 19: a batch planned by lengths of both towers over the same batch as it arrives, frozen, in the same
+memory. No aim."""
+CAPTIONED_EMULATED = (("1f1b", 4, 16), ("zb-v", 4, 16), ("1f1b", 8, 32))
+CAPTIONED_MS = 1500.0
+"""Step 0 of these on emulated devices, slowed down until arrival takes so long by simulation."""
+
 REPLICAS, RANKS, EACH = 32, 4, 8
 """Replicas, ranks of each, microbatches of each."""
 BUSIEST, BUSIEST_IN_ANY = 1.005, 1.02
