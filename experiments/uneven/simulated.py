@@ -15,6 +15,7 @@ import numpy as np
 import penstock as ps
 from experiments.common.command import options
 from experiments.uneven import protocol
+from experiments.uneven.captioned import CaptionedStep
 from experiments.uneven.record import add_cell
 from penstock.dispatch import Dispatch
 from penstock.planning import assign_evenly, order_microbatches, plan_batch
@@ -108,6 +109,33 @@ def towers(cell: protocol.Towers) -> list[list[float]]:
     return found
 
 
+def late_towers(cell: protocol.LateTowers) -> list[list[float]]:
+    """Of each draw: 1f1b frozen in order of arrival over the best schedule planned, and over its work."""
+    num = 4 * cell.num_ranks
+    links = ps.Links(default=cell.latency)
+    before = ps.build("1f1b", cell.num_ranks, num)
+    cap = cell.memory * max(ps.simulate(before, protocol.even_costs(before)).peak_activations)
+    found = []
+    for draw in range(protocol.LATE_DRAWS):
+        each = protocol.tower_factors(cell.sigma, num, draw)
+        arrival = ps.simulate(before, protocol.tower_costs(before, *each), links)
+        best = np.inf
+        for name in protocol.LATE_SCHEDULES:
+            after = ps.build(name, cell.num_ranks, num)
+            if max(ps.simulate(after, protocol.even_costs(after)).peak_activations) > cap:
+                continue
+            costs = protocol.tower_costs(after, *each)
+            best = min(best, order_microbatches(after, costs, links=links, memory_limit=cap, compile=True).makespan)
+        found.append([arrival.makespan / best, arrival.makespan * cell.num_ranks / sum(arrival.busy)])
+    return found
+
+
+def captioned(cell: tuple[str, int, int]) -> list[list[float]]:
+    """Of each step: how many times as fast it is as it arrives, frozen, and the seconds that the plan took."""
+    steps = [CaptionedStep(*cell, step).plan for step in range(protocol.CAPTIONED_STEPS)]
+    return [[plan.arrival / plan.makespan, plan.seconds] for plan in steps]
+
+
 def assigned(cell: protocol.Tail) -> list[list[float]]:
     """Of each step: the busiest replica's work over the mean by arrival and assigned, and how many times as fast."""
     schedule = ps.build(cell.name, protocol.RANKS, protocol.EACH)
@@ -175,6 +203,8 @@ PARTS: dict[str, tuple[Callable[..., list[list[float]]], tuple[object, ...]]] = 
     "errors": (errors, protocol.ORDER),
     "changed": (changed, protocol.CHANGED),
     "towers": (towers, protocol.TOWERS),
+    "late_towers": (late_towers, protocol.LATE_TOWERS),
+    "captioned": (captioned, protocol.CAPTIONED),
     "assigned": (assigned, protocol.ASSIGNED),
     "assigned_limits": (assigned_limits, protocol.ASSIGNED),
     "documents": (documents, protocol.DOCUMENTS),
