@@ -234,3 +234,10 @@ def test_ranges_of_steps_that_fall_or_never_end_are_refused(
     for steps in ("1-0", "0-99999999999"):
         assert main(["analyze", str(tmp_path / "run.csv"), "--steps", steps]) == 2
         assert "give ranges that rise, of at most 1,000,000 numbers" in capsys.readouterr().err
+
+
+def test_a_folder_of_tables_beside_other_json_says_which_to_give(tmp_path: Path) -> None:
+    for name in ("trace.csv", "summary.json"):
+        (tmp_path / name).write_text(TABLE + "".join(ROWS), encoding="utf-8")
+    with pytest.raises(TraceError, match=r"holds 1 tables and 1 JSON files: give one, like .*trace\.csv"):
+        read_trace(tmp_path)

@@ -180,6 +180,8 @@ def test_records_and_costs_of_other_runs_are_refused(train: Callable[..., Any], 
     assert "in 1 x 2 microbatches" in train("counts", f"--packing {record} --steps 2 --microbatches 2", code=2)
     record.write_text(record.read_text() + '{"step": 2, "microbatches": [["a"]]}\n')
     assert "line 3 is no batch" in train("damaged", f"--packing {record} --steps 2", code=2)
+    (tmp_path / "no.jsonl").write_bytes(bytes(range(128, 256)))  # a record that is no text was a traceback
+    assert "line 1 is no batch" in train("text", f"--packing {tmp_path / 'no.jsonl'} --steps 2", code=2)
     costs = tmp_path / "costs.json"
     line = [LengthLine(1.0)] * 3
     costs.write_text(json.dumps(CostsByLength(line, line, line).to_json()))

@@ -86,7 +86,7 @@ def _require_chain(table: Steps, sent: Messages, worker: Array) -> None:
             f"{table.trace.name}, step {int(table.steps[step])}: {table.named(int(sent.consumer[message]))} starts "
             f"{-shortest:.6g} ms before {table.named(int(sent.producer[message]))} has ended, which it needs, and no "
             "shift of clocks mends that: are stages numbered otherwise than they follow each other, do they branch, "
-            "or is a rank's file of another run?"
+            "or is a rank's file of another run? Where names have no stage, --ranks says how many a pipeline has"
         )
 
 

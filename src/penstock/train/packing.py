@@ -46,9 +46,10 @@ def check_packing(settings: Settings) -> None:
             f"apart; --model {settings.model} would see one in another: leave it out"
         )
     if settings.is_asynchronous:
+        instead = f"leave out --packing {settings.packing}, or give" if settings.model == GPT else "give"
         raise SettingsError(
             f"{settings.schedule} has its updates among the other ops, so that the order of microbatches says what "
-            f"each update gathers; leave out --packing {settings.packing}, or give a schedule without such updates"
+            f"each update gathers; {instead} a schedule without such updates"
         )
     if settings.packing == ARRIVAL and settings.microbatch_tokens is not None:
         raise SettingsError(

@@ -52,7 +52,8 @@ class BatchRecord:
         self.path = path
         self._steps: dict[int, StepBatch] = {}
         if path.exists():
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            # What is no text is no batch either, and is told as that.
+            for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
                 step, batch = _read_line(line, f"{path}, line {number}")
                 self._steps[step] = batch
 

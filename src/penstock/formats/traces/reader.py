@@ -97,11 +97,12 @@ def _in_folder(folder: Path) -> list[Path]:
         raise TraceError(f"{folder} holds {len(below)} runs: give one, like {below[0].parent}")
     if (folder / TIMELINE).is_file():  # of a run of Penstock, beside other JSON
         return [folder / TIMELINE]
-    if found := sorted(path for path in folder.iterdir() if path.name.endswith(CHROME)):
-        return found
-    if found := sorted(path for path in folder.iterdir() if path.suffix in (".parquet", ".csv")):
-        if len(found) > 1:
-            raise TraceError(f"{folder} holds {len(found)} traces: give one, like {found[0]}")
+    profiles = sorted(path for path in folder.iterdir() if path.name.endswith(CHROME))
+    tables = sorted(path for path in folder.iterdir() if path.suffix in (".parquet", ".csv"))
+    if len(tables) > 1 or (profiles and tables):
+        also = f" and {len(profiles)} JSON files" if profiles else ""
+        raise TraceError(f"{folder} holds {len(tables)} tables{also}: give one, like {tables[0]}")
+    if found := profiles or tables:
         return found
     raise TraceError(
         f"{folder} holds no trace: a run of Penstock has {TIMELINES} (train with --adapt), torch's profiler writes "

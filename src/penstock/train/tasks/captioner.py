@@ -46,7 +46,8 @@ class CaptionerTask:
     """
 
     def __init__(self, settings: Settings, schedule: Schedule) -> None:
-        refuse(settings, ("tied", "data", "tokenizer"), "a captioner learns from samples that are generated for it")
+        refuse(settings, ("data", "tokenizer"), "a captioner learns from samples that are generated for it")
+        refuse(settings, ("tied",), "a captioner's words have one embedding and a head of its own")
         self._settings = settings
         config: CaptionerConfig = changed(preset_of(settings, captioner_presets), settings)
         self.config = config
