@@ -66,7 +66,7 @@ def errors() -> list[str]:
 
 def towers() -> list[str]:
     found = read_cells("towers")
-    lines = head("", "ranks", "sigma", "arrival over the work", "by rules", "after moves", "least", "aim", "met")
+    lines = head("", "ranks", "sigma", "at most", "by rules", "after moves", "least", "aim", "met")
     for number, cell in enumerate(protocol.TOWERS):
         if str(number) in found:
             rules, moved, over = zip(*found[str(number)]["draws"], strict=True)
@@ -77,6 +77,47 @@ def towers() -> list[str]:
                     f"{fmean(moved):.2f}", f"{min(moved):.2f}", aim, verdict(fmean(moved), cell.aim),
                 )
             )  # fmt: skip
+    return lines
+
+
+def late_towers() -> list[str]:
+    found = read_cells("late_towers")
+    if not found:
+        return [f"Late links: {NOT_RUN}."]
+    lines = head("ranks", "sigma", "links late by, ms", "memory", "at most", "faster", "least", "most", "aim", "met")
+    for number, cell in enumerate(protocol.LATE_TOWERS):
+        if str(number) in found:
+            faster, over = zip(*found[str(number)]["draws"], strict=True)
+            memory = "1f1b's" if cell.memory == 1 else f"{cell.memory} times 1f1b's"
+            lines.append(
+                row(
+                    cell.num_ranks, cell.sigma, f"{cell.latency:g}", memory, f"{fmean(over):.2f}",
+                    f"{fmean(faster):.2f}", f"{min(faster):.2f}", f"{max(faster):.2f}",
+                    f"{protocol.MULTI_MODAL:.2f}", verdict(fmean(faster), protocol.MULTI_MODAL),
+                )
+            )  # fmt: skip
+    return lines
+
+
+def captioned() -> list[str]:
+    found, emulated = read_cells("captioned"), read_cells("captioned_emulated")
+    if not found:
+        return [f"A captioner's steps: {NOT_RUN}."]
+    lines = head("", "microbatches", "faster, mean", "least", "most", "planned in, ms")
+    for number, (name, ranks, num) in enumerate(protocol.CAPTIONED):
+        if str(number) in found:
+            faster, seconds = zip(*found[str(number)]["draws"], strict=True)
+            cells = f"{fmean(faster):.2f}", f"{min(faster):.2f}", f"{max(faster):.2f}", f"{1e3 * fmean(seconds):.0f}"
+            lines.append(row(f"{name}, {ranks} ranks", num, *cells))
+    if emulated:
+        names = ("arrival, ms", "simulated", "planned, ms", "simulated", "faster", "simulated")
+        lines += ["", "Step 0 on emulated devices:", "", *head("", *names)]
+        for number in sorted(emulated, key=int):
+            cell = emulated[number]
+            (name, ranks, _), arrival, planned = (cell[key] for key in ("cell", "arrival", "planned"))
+            ms = [f"{each:.0f}" for each in (*arrival, *planned)]
+            gains = [f"{before / after:.2f}" for before, after in zip(arrival, planned, strict=True)]
+            lines.append(row(f"{name}, {ranks} ranks", *ms, *gains))
     return lines
 
 
@@ -160,6 +201,8 @@ def text() -> str:
             "changed", protocol.CHANGED
         ),
         "An encoder before the decoder, over frozen 1f1b (RRFP's multi-modal setting)": towers(),
+        "The same over late links": late_towers(),
+        "A captioner on images of different sizes": captioned(),
         "32 replicas of 4 ranks, 8 microbatches each": assigned(),
         "Whole documents over 32 replicas": documents(),
         "On emulated devices": emulated(),

@@ -244,3 +244,22 @@ def test_a_table_with_columns_of_other_names_is_read(tmp_path: Path) -> None:
         read_trace(tmp_path / "ops.csv", columns={"op": "nowhere"})
     with pytest.raises(TraceError, match="unit 'h'"):
         read_trace(tmp_path / "ops.csv", columns=columns, unit="h")
+
+
+def test_deepseeks_names_are_read_by_a_pattern(tmp_path: Path) -> None:
+    """Its published profile annotates each layer of a pair of chunks so, and says neither stage nor microbatch."""
+    layer = ("combine(B)", "attn(F)", "mlp(B)", "dispatch(F)", "mlp(W)", "mlp(F)", "attn(B)", "attn(W)", "combine(F)")
+    alike = {"ph": "X", "cat": "user_annotation", "pid": 7, "tid": 1, "dur": 9.0}
+    events = [{**alike, "name": "ProfilerStep#1", "ts": 0.0, "dur": 400.0}]
+    events += [{**alike, "name": "aten::empty", "cat": "cpu_op", "ts": 1.0}] * 50
+    events += [
+        {**alike, "name": name, "ts": 10.0 * k + 90.0 * number} for number in range(4) for k, name in enumerate(layer)
+    ]
+    files = tmp_path / "train.json"
+    files.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+    with pytest.raises(TraceError, match=r"there are 'combine\(B\)', 'attn\(F\)', 'mlp\(B\)'"):
+        read_trace(files)
+    trace = read_trace(files, patterns=[r"attn\((?P<op>F|B|W)\)"])
+    assert len(trace) == 12
+    assert sorted(trace.microbatch.tolist()) == sorted([0, 1, 2, 3] * 3)
+    assert {kind.kind for kind in trace.kinds} == {"F", "B", "W"}

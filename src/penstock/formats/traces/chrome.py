@@ -23,7 +23,7 @@ from penstock.formats.traces.run_trace import NONE, RunTrace, Scope, TracedOp, T
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _RANK = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
-GPU = "gpu_user_annotation"
+CPU, GPU = "user_annotation", "gpu_user_annotation"
 
 
 class _Event(NamedTuple):
@@ -68,7 +68,8 @@ def read_chrome(
     if not patterns:
         preset = preset or preset_for(names)
         if preset is None:
-            counted = Counter(event.name for event in events)
+            annotations = [event for event in events if event.category in (CPU, GPU) and not _STEP.match(event.name)]
+            counted = Counter(event.name for event in annotations or events)
             shown = ", ".join(repr(each) for each, _ in counted.most_common(5))
             raise TraceError(
                 f"{name}: no names of forwards and backwards that Megatron, TorchTitan, DeepSpeed or Penstock give; "
