@@ -2,6 +2,7 @@
 
 python benchmarks/uneven/run.py --out benchmarks/uneven/results.json       some minutes of one core
 python benchmarks/uneven/run.py --times --out benchmarks/uneven/times.json half a minute, on an idle machine
+python benchmarks/uneven/run.py --assignment --out benchmarks/uneven/assignment.json        a second
 python benchmarks/uneven/run.py --readme                                   writes the README's tables from the files
 """
 
@@ -11,6 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ import numpy as np
 
 import penstock as ps
 from penstock.bench.machine import machine
+from penstock.data import long_tailed
 from penstock.dispatch import Dispatch
 from penstock.simulation.runner import Runner
 from penstock.simulation.transport import Decoupled
@@ -44,6 +47,9 @@ as times, and no rank may hold more than the largest does in order of arrival; o
 MOVES_S = 60.0
 """More than 300 moves take."""
 TIMED = (("1f1b", 8), ("zb-h1", 8), ("zb", 8), ("zb-v", 8), ("interleaved-1f1b", 8))
+
+ASSIGNED = ((32, 8), (8, 32), (128, 8))
+"""Replicas, and microbatches of each, whose lengths have a tail as in production; steps 0 to 19."""
 
 
 def drawn(sigma: float, num: int, seed: int) -> list[float]:
@@ -134,6 +140,26 @@ def timed() -> dict[str, Any]:
     return {"cases": [], "ms": found}
 
 
+def assigned() -> dict[str, Any]:
+    """Processor time in ms to assign a step's microbatches to replicas, and the busiest one's work over the mean."""
+    found = {}
+    for replicas, each in ASSIGNED:
+        took, busiest = [], []
+        for seed in range(NUM_DRAWS + 1):
+            work = long_tailed(replicas * each, 8192, seed, longest=2.3)
+            began = time.process_time()
+            groups = ps.planning.assign_evenly(work, replicas)
+            took.append(1e3 * (time.process_time() - began))
+            sums = [int(work[group].sum()) for group in groups]
+            busiest.append(max(sums) / fmean(sums))
+        found[f"{replicas} replicas of {each}"] = {
+            "median": round(median(took[1:]), 2),
+            "most": round(max(took[1:]), 2),
+            "busiest": round(fmean(busiest[1:]), 4),
+        }
+    return {"cases": [], "ms": found}
+
+
 def tables() -> str:
     """The README's tables, from the results."""
     cases = json.loads((FOLDER / "results.json").read_text())["cases"]
@@ -153,14 +179,20 @@ def tables() -> str:
     ms = json.loads((FOLDER / "times.json").read_text())["ms"]
     text += "\n\n| ms | by rules: median | most | and 300 moves: median | most |\n|---|---|---|---|---|\n"
     each = ("rules", "median"), ("rules", "most"), ("moves", "median"), ("moves", "most")
-    return text + "\n".join(
+    text += "\n".join(
         f"| {name} | " + " | ".join(f"{row[way][what]:.1f}" for way, what in each) + " |" for name, row in ms.items()
+    )
+    ms = json.loads((FOLDER / "assignment.json").read_text())["ms"]
+    text += "\n\n| assigned to | ms: median | most | busiest over the mean |\n|---|---|---|---|\n"
+    return text + "\n".join(
+        f"| {name} | {row['median']:.1f} | {row['most']:.1f} | {row['busiest']:.4f} |" for name, row in ms.items()
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", action="store_true")
+    parser.add_argument("--assignment", action="store_true")
     parser.add_argument("--readme", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -175,7 +207,7 @@ def main() -> None:
         "commit": commit.stdout.strip(),
         "command": " ".join(["python", "benchmarks/uneven/run.py", *sys.argv[1:]]),
         "machine": machine(),
-        **(timed() if asked.times else simulated()),
+        **(assigned() if asked.assignment else timed() if asked.times else simulated()),
     }
     cases = ",\n  ".join(json.dumps(case, separators=(",", ":")) for case in found["cases"])
     text = json.dumps({**found, "cases": []}, indent=1).replace('"cases": []', f'"cases": [\n  {cases}\n ]')
