@@ -86,16 +86,15 @@ def late_towers() -> list[str]:
         return [f"Late links: {NOT_RUN}."]
     lines = head("ranks", "sigma", "links late by, ms", "memory", "at most", "faster", "least", "most", "aim", "met")
     for number, cell in enumerate(protocol.LATE_TOWERS):
-        if str(number) in found:
-            faster, over = zip(*found[str(number)]["draws"], strict=True)
-            memory = "1f1b's" if cell.memory == 1 else f"{cell.memory} times 1f1b's"
-            lines.append(
-                row(
-                    cell.num_ranks, cell.sigma, f"{cell.latency:g}", memory, f"{fmean(over):.2f}",
-                    f"{fmean(faster):.2f}", f"{min(faster):.2f}", f"{max(faster):.2f}",
-                    f"{protocol.MULTI_MODAL:.2f}", verdict(fmean(faster), protocol.MULTI_MODAL),
-                )
-            )  # fmt: skip
+        memory = "1f1b's" if cell.memory == 1 else f"{cell.memory} times 1f1b's"
+        setting = cell.num_ranks, cell.sigma, f"{cell.latency:g}", memory
+        if str(number) not in found:
+            lines.append(row(*setting, NOT_RUN, "", "", "", f"{protocol.MULTI_MODAL:.2f}", ""))
+            continue
+        faster, over = zip(*found[str(number)]["draws"], strict=True)
+        values = fmean(over), fmean(faster), min(faster), max(faster), protocol.MULTI_MODAL
+        met = verdict(fmean(faster), protocol.MULTI_MODAL)
+        lines.append(row(*setting, *(f"{value:.2f}" for value in values), met))
     return lines
 
 
@@ -103,12 +102,14 @@ def captioned() -> list[str]:
     found, emulated = read_cells("captioned"), read_cells("captioned_emulated")
     if not found:
         return [f"A captioner's steps: {NOT_RUN}."]
-    lines = head("", "microbatches", "faster, mean", "least", "most", "planned in, ms")
+    lines = head("", "microbatches", "faster, mean", "least", "most")
     for number, (name, ranks, num) in enumerate(protocol.CAPTIONED):
-        if str(number) in found:
-            faster, seconds = zip(*found[str(number)]["draws"], strict=True)
-            cells = f"{fmean(faster):.2f}", f"{min(faster):.2f}", f"{max(faster):.2f}", f"{1e3 * fmean(seconds):.0f}"
-            lines.append(row(f"{name}, {ranks} ranks", num, *cells))
+        if str(number) not in found:
+            lines.append(row(f"{name}, {ranks} ranks", num, NOT_RUN, "", ""))
+            continue
+        faster, _ = zip(*found[str(number)]["draws"], strict=True)
+        cells = f"{fmean(faster):.2f}", f"{min(faster):.2f}", f"{max(faster):.2f}"
+        lines.append(row(f"{name}, {ranks} ranks", num, *cells))
     if emulated:
         names = ("arrival, ms", "simulated", "planned, ms", "simulated", "faster", "simulated")
         lines += ["", "Step 0 on emulated devices:", "", *head("", *names)]
