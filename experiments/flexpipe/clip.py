@@ -120,21 +120,23 @@ Layout = tuple[Share, ...]
 
 def layouts(towers: tuple[Tower, ...], launch_ms: float = LAUNCH_MS) -> Iterator[Layout]:
     """All ways to spread the towers over all GPUs, with every number of microbatches that leaves one sample each."""
-
-    def shares(tower: Tower, gpus: int) -> Iterator[Share]:
-        for pp in range(2, MOST_RANKS + 1):
-            dp = gpus // pp
-            if pp * dp != gpus or tower.num_blocks % pp or BATCH % dp:
-                continue
-            count = 1
-            while dp * count <= BATCH:
-                yield Share(tower, pp, dp, count, launch_ms)
-                count *= 2
-
     for gpus in product(range(2, NUM_GPUS, 2), repeat=len(towers) - 1):
         rest = NUM_GPUS - sum(gpus)
         if rest >= 2:
-            yield from product(*(list(shares(tower, n)) for tower, n in zip(towers, (*gpus, rest), strict=True)))
+            counts = zip(towers, (*gpus, rest), strict=True)
+            yield from product(*(list(shares(tower, n, launch_ms)) for tower, n in counts))
+
+
+def shares(tower: Tower, num_gpus: int, launch_ms: float = LAUNCH_MS) -> Iterator[Share]:
+    """All ways to lay a tower over so many GPUs."""
+    for pp in range(2, MOST_RANKS + 1):
+        dp = num_gpus // pp
+        if pp * dp != num_gpus or tower.num_blocks % pp or BATCH % dp:
+            continue
+        count = 1
+        while dp * count <= BATCH:
+            yield Share(tower, pp, dp, count, launch_ms)
+            count *= 2
 
 
 def costs(layout: Layout, stages_a_rank: tuple[int, ...]) -> ps.Costs:

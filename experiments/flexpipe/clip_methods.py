@@ -8,14 +8,28 @@ ours            the same with split backwards, W where nothing else can run; few
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, product
 from math import inf
 
 import penstock as ps
-from experiments.flexpipe.clip import BATCH, CLIPS, LAUNCH_MS, TEXT, Layout, Share, costs, gather_ms, layouts, links
+from experiments.flexpipe.clip import (
+    BATCH,
+    LAUNCH_MS,
+    NUM_GPUS,
+    TEXT,
+    Layout,
+    Share,
+    Tower,
+    costs,
+    gather_ms,
+    layouts,
+    links,
+    shares,
+)
 from experiments.flexpipe.methods import MEMORY
+from penstock.planning import BranchWay, search_branches
 from penstock.simulation.lister import Lister
 
 DISTMM = "DistMM-Pipe"
@@ -23,7 +37,8 @@ STAGES_A_RANK = (1, 2, 3, 5)
 """What an interleaved tower may have; in the paper's Figure 9 they are 2."""
 
 MOST_LAYOUTS = 300
-"""That `ours` is tried with: without bubbles to tell them apart, far more come near the best."""
+"""That `ours` is tried with for each number of gathers: without bubbles to tell them apart, far more come near the
+best."""
 
 
 @dataclass(frozen=True)
@@ -143,19 +158,24 @@ def _program(layout: Layout, parts: Layout, stages: tuple[int, ...], num_gathers
         f"{share.tower.name}-{at}": ps.Branch(*_laid(share, v, share.num_microbatches // num_gathers))
         for at, (share, v) in enumerate(zip(parts, stages, strict=True))
     }
-    ends = tuple((name, -1) for name in branches)
-    groups = {end: share.num_microbatches // num_gathers for end, share in zip(ends, parts, strict=True)}
-    gather = ps.NewOp(
-        "GATHER",
-        ends[0],
-        after={("F", end): each for end, each in groups.items()},
-        before={("B", end): each for end, each in groups.items()},
-        on=ends,
-        time=gather_ms(layout),
-        asynchronous=True,
-    )
+    groups = {name: share.num_microbatches // num_gathers for name, share in zip(branches, parts, strict=True)}
+    gather = _gather(groups, gather_ms(layout))
     return ps.Program.of_branches(
         branches, split=split, costs=costs(parts, stages), links=links(parts), ops=[gather], name="mixed"
+    )
+
+
+def _gather(groups: Mapping[str, int], time: float) -> ps.NewOp:
+    """Over the last ranks of branches, each after so many of its forwards and before as many backwards."""
+    ends = {(name, -1): group for name, group in groups.items()}
+    return ps.NewOp(
+        "GATHER",
+        next(iter(ends)),
+        after={("F", end): group for end, group in ends.items()},
+        before={("B", end): group for end, group in ends.items()},
+        on=tuple(ends),
+        time=time,
+        asynchronous=True,
     )
 
 
@@ -173,30 +193,97 @@ def _laid(share: Share, v: int, group: int) -> tuple[ps.Placement, int, ps.Rules
 CLIP_METHODS: Mapping[str, Callable[[Layout, float], Runs]] = {DISTMM: distmm, "FlexPipe": flexpipe, "ours": ours}
 
 
+@dataclass(frozen=True)
+class ClipWay(BranchWay):
+    """A tower's share with so many stages a rank, as the product's search takes it."""
+
+    share: Share = field(kw_only=True)
+    stages: int = field(kw_only=True)
+
+
 def best_run(
-    method: str, clip: str, launch_ms: float = LAUNCH_MS, most_group: int = BATCH, also: Sequence[Layout] = ()
+    method: str,
+    towers: Sequence[Tower],
+    launch_ms: float = LAUNCH_MS,
+    most_group: int = BATCH,
+    also: Sequence[Layout] = (),
+    most_layouts: int | None = None,
 ) -> ClipRun:
     """The fastest of all layouts that fits in memory, with `most_group` samples in a gather at the most.
 
-    Layouts go by what they take at least, `also` before them; those that take longer than the best are left out.
+    Layouts go by what they take at least, `also` before them. DistMM-Pipe's schedule has a name and is built; the
+    others' are programs, which `penstock.planning.search_branches` finds, among no more than `most_layouts`.
     """
-
-    def least(layout: Layout) -> float:
-        most = (max(_stages_a_rank(share)) if method != DISTMM else 1 for share in layout)
-        return max(least_ms(share, v, method == "ours") for share, v in zip(layout, most, strict=True))
-
     best: ClipRun | None = None
     below = inf
-    by_least = sorted(((least(each), each) for each in layouts(CLIPS[clip], launch_ms)), key=lambda pair: pair[0])
-    most = MOST_LAYOUTS if method == "ours" else None
-    for bound, layout in [*((least(each), each) for each in also), *by_least[:most]]:
-        if bound >= below:
-            continue
+    trials: Sequence[Layout] = also
+    if method == DISTMM:
+        trials = sorted((each for each in layouts(tuple(towers), launch_ms)), key=_least_one_stage)
+    for layout in trials:
+        if method == DISTMM and _least_one_stage(layout) >= below:
+            break
         for run in CLIP_METHODS[method](layout, below):
             if run.group <= most_group and run.iteration_ms() < below and run.fits:
                 best, below = run, run.iteration_ms()
+    if method != DISTMM:
+        counts = [count for count in reversed(list(_halves(BATCH))) if BATCH // count <= most_group]
+        for num_gathers in counts:
+            found = _search(method, towers, launch_ms, num_gathers, below, most_layouts)
+            if found is not None:
+                best, below = found, found.iteration_ms()
     assert best is not None
     return best
+
+
+def _search(
+    method: str, towers: Sequence[Tower], launch_ms: float, num_gathers: int, below: float, most: int | None
+) -> ClipRun | None:
+    """By the product's search, with so many gathers in an iteration."""
+    split = method == "ours"
+    found = search_branches(
+        {tower.name: list(_ways(tower, launch_ms, num_gathers)) for tower in towers},
+        NUM_GPUS,
+        split=split,
+        ops=lambda chosen: [_gather_of(chosen, num_gathers)],
+        memory_limit=MEMORY,
+        below=below,
+        most_tried=most,
+    )
+    if found is None:
+        return None
+    ways = [way for way in found.ways.values() if isinstance(way, ClipWay)]
+    layout, stages = tuple(way.share for way in ways), tuple(way.stages for way in ways)
+    return ClipRun(method, layout, layout, found.schedule, found.program.all_costs, num_gathers, stages, split)
+
+
+def _ways(tower: Tower, launch_ms: float, num_gathers: int) -> Iterator[ClipWay]:
+    for num_gpus in range(2, NUM_GPUS, 2):
+        for share in shares(tower, num_gpus, launch_ms):
+            if share.num_microbatches < num_gathers:
+                continue
+            own = share.mesh.links(share.shape.message_bytes)
+            for v in _stages_a_rank(share):
+                branch = ps.Branch(*_laid(share, v, share.num_microbatches // num_gathers))
+                yield ClipWay(
+                    branch,
+                    costs((share,), (v,)),
+                    num_gpus,
+                    own,
+                    share.tail_ms,
+                    share.state_bytes,
+                    share=share,
+                    stages=v,
+                )
+
+
+def _gather_of(chosen: Mapping[str, BranchWay], num_gathers: int) -> ps.NewOp:
+    layout = tuple(way.share for way in chosen.values() if isinstance(way, ClipWay))
+    groups = {name: way.branch.num_microbatches // num_gathers for name, way in chosen.items()}
+    return _gather(groups, gather_ms(layout))
+
+
+def _least_one_stage(layout: Layout) -> float:
+    return max(least_ms(share, 1, False) for share in layout)
 
 
 def least_ms(share: Share, v: int, split: bool) -> float:

@@ -19,7 +19,7 @@ from experiments.common.command import options
 from experiments.common.results import Row, draw, find, known, load, save, table
 from experiments.flexpipe import RESULTS
 from experiments.flexpipe.clip import BATCH, CLIPS, Layout, Share
-from experiments.flexpipe.clip_methods import CLIP_METHODS, DISTMM, ClipRun, best_run
+from experiments.flexpipe.clip_methods import CLIP_METHODS, DISTMM, MOST_LAYOUTS, ClipRun, best_run
 from experiments.flexpipe.measured import measure
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart
 
@@ -46,7 +46,8 @@ def row_of(clip: str, name: str, rows: Sequence[Row] = ()) -> Row:
     method, changed = VARIANTS[name]
     began = time.perf_counter()
     found = [row for row in rows if name == "ours" and (row["clip"], row["method"]) == (clip, "FlexPipe")]
-    run = best_run(method, clip, also=[layout_of(row) for row in found], **changed)
+    most = MOST_LAYOUTS if name == "ours" else None
+    run = best_run(method, CLIPS[clip], also=[layout_of(row) for row in found], most_layouts=most, **changed)
     return {"clip": clip, "method": name, **facts(run), "seconds": time.perf_counter() - began}
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.unit
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "flexpipe"
 RESULTS = FOLDER / "results"
-COMMANDS = ("figure2", "figure12", "figure13", "figure14", "figure15", "figure16", "table5", "all")
+COMMANDS = ("figure2", "figure12", "figure13", "figure14", "figure15", "figure16", "table5", "guessed_towers", "all")
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +234,38 @@ def test_all_replicas_take_as_long_as_one(load: Any) -> None:
         assert whole.timeline.makespan == pytest.approx(run.timeline.makespan, rel=1e-6)
         found[method] = run.iteration_ms()
     assert found["DistMM-Pipe"] / found["FlexPipe"] >= 1.18
+
+
+@pytest.mark.slow
+def test_the_products_search_finds_what_trying_all_layouts_of_few_gpus_finds(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip, methods = load("clip"), load("clip_methods")
+    for module in (clip, methods):
+        monkeypatch.setattr(module, "NUM_GPUS", 6)
+        monkeypatch.setattr(module, "BATCH", 8)
+    towers = tuple(replace(tower, num_blocks=12) for tower in clip.CLIPS["4.7B"])
+    for method in ("DistMM-Pipe", "FlexPipe", "ours"):
+        runs = [run for layout in clip.layouts(towers) for run in methods.CLIP_METHODS[method](layout, inf)]
+        best = min(run.iteration_ms() for run in runs if run.fits)
+        assert methods.best_run(method, towers).iteration_ms() == pytest.approx(best)
+
+
+def test_guessed_towers_have_as_many_parameters(load: Any) -> None:
+    module, clip = load("guessed_towers"), load("clip")
+    for size in module.SIZES:
+        assert module.towers_of(size, module.Guess()) == clip.CLIPS[size]
+        for guess in module.GUESSES.values():
+            total = sum(tower.num_parameters for tower in module.towers_of(size, guess)) / 1e9
+            assert total == pytest.approx(float(size[:-1]), rel=0.06)
+    rows = [
+        {"clip": size, "guess": name, "parameters": 8e9, "DistMM-Pipe": 2.0, "FlexPipe": 2.0 + at}
+        for size in module.SIZES
+        for at, name in enumerate(module.GUESSES)
+    ]
+    text = "\n".join(module.lines(rows))
+    assert "9.7B: 1.00 to 4.50 over 8 guesses" in text
+    assert "8.2B 1.29, 9.7B 1.18" in text
 
 
 @pytest.mark.results

@@ -1,6 +1,7 @@
 """The best schedule: lower bounds, warm-up planning, search, exact solving, tuning."""
 
 from penstock.planning.batches import BatchPlan, PackingError, assign_evenly, plan_batch
+from penstock.planning.branch_search import BranchWay, FoundLayout, search_branches
 from penstock.planning.microbatch_order import OrderedMicrobatches, order_microbatches
 from penstock.planning.objective import Expected
 from penstock.planning.planner import Certificate, Plan, plan
@@ -12,10 +13,12 @@ from penstock.planning.warmup import adapted_warmups, initial_warmups, needed_sl
 
 __all__ = [
     "BatchPlan",
+    "BranchWay",
     "Certificate",
     "Expected",
     "Flushed",
     "Found",
+    "FoundLayout",
     "OrderedMicrobatches",
     "Outcome",
     "PackingError",
@@ -29,6 +32,7 @@ __all__ = [
     "order_microbatches",
     "plan",
     "plan_batch",
+    "search_branches",
     "search_space",
     "slow_link_schedule",
     "tolerance",

@@ -1,0 +1,277 @@
+"""Searching the layouts of branches side by side: how many devices each has, and how it lies over them.
+
+Each tower of a model (CLIP's, say) is a branch. A branch has several ways to lie: over more or fewer ranks, in more
+or fewer replicas, with smaller or larger microbatches, with one or more stages per rank. A layout has a way for each,
+which together take all devices:
+
+    ways of `audio`     least 180 ms, 16 devices     least 190 ms, 32 devices     ...
+    ways of `text`      least  90 ms,  8 devices     least 200 ms, 24 devices     ...
+    layouts             190 ms (32 + 8)     200 ms (16 + 24)     ...      by the larger of their bounds
+
+Layouts go by what they take at least, the shortest first. The search ends at the first that takes at least as long as
+the best layout takes, so it finds what trying all of them would find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import inf
+from typing import TypeVar
+
+from penstock.cost import CostError, Costs, Links
+from penstock.planning.program_search import COMPILE_ABOVE
+from penstock.program import Branch, NewOp, Program
+from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.short_repr import short_repr
+from penstock.simulation import Timeline, simulate
+from penstock.simulation.lister import Lister
+
+__all__ = ["BranchWay", "FoundLayout", "search_branches"]
+
+OpsOf = Callable[[Mapping[str, "BranchWay"]], Sequence[NewOp]]
+"""Ops besides those of the branches, for the ways that were chosen."""
+
+Way = TypeVar("Way", bound="BranchWay")
+
+
+@dataclass(frozen=True)
+class BranchWay:
+    """One way in which a branch may lie.
+
+    Attributes:
+        branch: placement, microbatches and rules of one replica of it.
+        costs: of its stages.
+        num_devices: that it takes: its ranks in all of its replicas.
+        links: between its ranks, counted from 0.
+        tail: ms that each of its ranks works after its last op, for reducing gradients and the update.
+        state: bytes or activation units that each of its ranks holds besides activations.
+
+    Examples:
+        >>> import penstock as ps
+        >>> from penstock.planning import BranchWay
+        >>> way = BranchWay(ps.Branch(ps.placements.one_to_one(2), 4), ps.Costs.uniform(2), num_devices=2)
+        >>> way.least_ms(split=False), way.least_ms(split=True)
+        (15.0, 13.0)
+    """
+
+    branch: Branch
+    costs: Costs
+    num_devices: int
+    links: Links = field(default_factory=Links)
+    tail: float = 0.0
+    state: float = 0.0
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        stages = self.branch.placement.num_stages
+        if self.costs.num_stages != stages:
+            raise ScheduleError(
+                f"a branch of {stages} stages has costs of {self.costs.num_stages}; give costs of as many",
+                rule="stages",
+            )
+        if self.num_devices < self.num_ranks:
+            raise ScheduleError(
+                f"a branch over {self.num_ranks} ranks has {self.num_devices} devices; give each rank one at least",
+                rule="placement",
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Of one replica."""
+        return len({rank for ranks in self.branch.placement.pipelines for rank in ranks})
+
+    def least_ms(self, split: bool) -> float:
+        """No schedule takes less: a rank waits for a first forward, and does its work. Where backwards are whole, its
+        last op is a backward of its lowest stage, and those of the stages before that come after it.
+        """
+        costs, n = self.costs, self.branch.num_microbatches
+        (hosts,) = self.branch.placement.pipelines
+        backward = [costs.i[s] + costs.w[s] if split else costs.duration("B", s) for s in range(costs.num_stages)]
+        found = 0.0
+        for rank in set(hosts):
+            own = [stage for stage, host in enumerate(hosts) if host == rank]
+            before = range(own[0])
+            waits = sum(costs.f[s] + (0.0 if split else backward[s]) for s in before)
+            found = max(found, waits + n * sum(costs.f[s] + backward[s] for s in own))
+        return found + self.tail
+
+
+@dataclass(frozen=True)
+class FoundLayout:
+    """The best layout of branches.
+
+    Attributes:
+        ways: by branch.
+        program: of one replica of each.
+        schedule: what it makes, checked.
+        timeline: the schedule, simulated.
+        step_ms: from the first op until every rank has done what comes after its last one.
+        peaks: what each rank holds at most.
+        num_tried: layouts run through time.
+    """
+
+    ways: Mapping[str, BranchWay]
+    program: Program
+    schedule: Schedule
+    timeline: Timeline
+    step_ms: float
+    peaks: tuple[float, ...]
+    num_tried: int
+
+    __repr__ = short_repr
+
+
+def search_branches(
+    ways: Mapping[str, Sequence[BranchWay]],
+    num_devices: int,
+    *,
+    split: bool = False,
+    ops: OpsOf = lambda chosen: (),
+    memory_limit: float | None = None,
+    below: float = inf,
+    most_tried: int | None = None,
+) -> FoundLayout | None:
+    """The layout of branches whose step is shortest: a way for each, which together take all devices.
+
+    Args:
+        ways: by branch, in the order in which branches get their ranks; branches may feed others.
+        num_devices: of all branches.
+        split: whether backwards are halved.
+        ops: what else runs, such as a gather of the outputs of all branches.
+        memory_limit: bytes or activation units that a rank may hold, `state` included.
+        below: ms that the step must stay under.
+        most_tried: layouts to run through time at most; by default as many as it takes to be sure.
+
+    Returns:
+        None where no layout takes all devices, fits, and stays below.
+
+    Raises:
+        ScheduleError: no branches.
+
+    Examples:
+        >>> import penstock as ps
+        >>> from penstock.planning import BranchWay, search_branches
+        >>> def ways(work):
+        ...     for p in (1, 2, 3):
+        ...         branch = ps.Branch(ps.placements.one_to_one(p), 4)
+        ...         yield BranchWay(branch, ps.Costs.uniform(p, f=work / p, i=work / p, w=work / p), p)
+        >>> found = search_branches({"audio": list(ways(6)), "text": list(ways(2))}, 4)
+        >>> [way.num_ranks for way in found.ways.values()], found.step_ms
+        ([3, 1], 36.0)
+
+    References:
+        FlexPipe, sections 6 and 7.2: towers of several modalities, each with ranks and microbatches of its own.
+    """
+    if not ways:
+        raise ScheduleError("a search of no branches: give at least one", rule="stages")
+    best: FoundLayout | None = None
+    tried = num_ops = 0
+    for bound, chosen in ascending(ways, num_devices, lambda way: way.least_ms(split)):
+        if bound >= below or (most_tried is not None and tried >= most_tried):
+            break
+        tried += 1
+        program = _program(chosen, split, ops(chosen))
+        graph = program.queues()
+        num_ops += graph.num_ops
+        try:
+            lister = Lister(graph, compile=True if num_ops > COMPILE_ABOVE else None)
+            makespan = lister.list_by_rules(program.tables(graph)).makespan
+        except ScheduleError:  # a cap below what one microbatch needs
+            continue
+        found = _built(chosen, program, memory_limit, below) if makespan < below else None
+        if found is not None:
+            best, below = found, found.step_ms
+    return None if best is None else replace(best, num_tried=tried)
+
+
+def ascending(
+    ways: Mapping[str, Sequence[Way]], num_devices: int, least: Callable[[Way], float]
+) -> Iterator[tuple[float, dict[str, Way]]]:
+    """Layouts that take all devices, by the largest bound of their ways, the smallest first."""
+    order = sorted(
+        ((least(way), name, way) for name, those in ways.items() for way in those), key=lambda each: each[0]
+    )
+    seen: dict[str, dict[int, list[Way]]] = {name: {} for name in ways}
+    for bound, name, way in order:
+        others = [other for other in ways if other != name]
+        for chosen in _fill(seen, others, num_devices - way.num_devices):
+            yield bound, {each: way if each == name else chosen[each] for each in ways}
+        seen[name].setdefault(way.num_devices, []).append(way)
+
+
+def _fill(
+    seen: Mapping[str, Mapping[int, Sequence[Way]]], names: Sequence[str], num_devices: int
+) -> Iterator[dict[str, Way]]:
+    """Ways of some branches that take so many devices."""
+    if not names:
+        if num_devices == 0:
+            yield {}
+        return
+    first, *rest = names
+    for count, those in seen[first].items():
+        if (count == num_devices) if not rest else count < num_devices:
+            for chosen in _fill(seen, rest, num_devices - count):
+                for way in those:
+                    yield {first: way, **chosen}
+
+
+def _program(chosen: Mapping[str, BranchWay], split: bool, ops: Sequence[NewOp]) -> Program:
+    return Program.of_branches(
+        {name: way.branch for name, way in chosen.items()},
+        split=split,
+        costs=joined_costs([way.costs for way in chosen.values()]),
+        links=_joined_links(list(chosen.values())),
+        ops=ops,
+        name="branches",
+    )
+
+
+def _built(
+    chosen: Mapping[str, BranchWay], program: Program, memory_limit: float | None, below: float
+) -> FoundLayout | None:
+    """The layout with its schedule, checked; None where it does not fit, or takes too long with its tails."""
+    schedule = program.build()
+    timeline = simulate(schedule, program.all_costs, links=program.links)
+    of_ranks = [way for way in chosen.values() for _ in range(way.num_ranks)]
+    step = max(row[-1].end + way.tail for row, way in zip(timeline.rows, of_ranks, strict=True))
+    peaks = tuple(held + way.state for held, way in zip(timeline.peak_activations, of_ranks, strict=True))
+    if step >= below or (memory_limit is not None and max(peaks) > memory_limit):
+        return None
+    return FoundLayout(dict(chosen), program, schedule, timeline, step, peaks, 0)
+
+
+def joined_costs(costs: Sequence[Costs]) -> Costs:
+    """Of several branches, stages numbered branch by branch.
+
+    Raises CostError where I frees another share of activations in one than in another.
+    """
+    freed = {each.freed_by_input for each in costs}
+    if len(freed) > 1:
+        raise CostError(
+            f"I frees {min(freed):g} of the activations in one branch and {max(freed):g} in another; give all "
+            "branches costs with one freed_by_input"
+        )
+    known = all(each.weight_bytes for each in costs)
+    return Costs(
+        f=[ms for each in costs for ms in each.f],
+        i=[ms for each in costs for ms in each.i],
+        w=[ms for each in costs for ms in each.w],
+        b=[each.duration("B", stage) for each in costs for stage in range(each.num_stages)],
+        activation=[size for each in costs for size in each.activation],
+        freed_by_input=freed.pop(),
+        weight_bytes=[size for each in costs for size in each.weight_bytes] if known else (),
+        message_bytes=[size for each in costs for size in each.message_bytes],
+    )
+
+
+def _joined_links(ways: Sequence[BranchWay]) -> Links:
+    """Between all ranks, numbered branch by branch; between branches as `Links()` has it."""
+    firsts = accumulate((way.num_ranks for way in ways), initial=0)
+    delays: dict[tuple[int, int], float] = {}
+    for way, first in zip(ways, firsts, strict=False):
+        pairs = ((a, b) for a in range(way.num_ranks) for b in range(way.num_ranks) if a != b)
+        delays |= {(first + a, first + b): way.links.delay(a, b) for a, b in pairs}
+    return Links(delays)

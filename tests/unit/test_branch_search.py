@@ -1,0 +1,138 @@
+"""Layouts of branches: the search finds what trying every layout finds, and tries fewer."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+import penstock as ps
+from penstock.cost import CostError
+from penstock.planning import BranchWay, search_branches
+from penstock.planning.branch_search import ascending, joined_costs
+
+pytestmark = pytest.mark.unit
+
+
+def ways(work: float, tail: float = 0.0, most: int = 3) -> list[BranchWay]:
+    """A tower whose microbatch takes 3 * `work` ms in all, over 1 to `most` ranks, in one replica or two."""
+    found = []
+    for p, dp, v in product(range(1, most + 1), (1, 2), (1, 2)):
+        stages, n = p * v, 8 // dp
+        placement = ps.placements.one_to_one(p) if v == 1 else ps.placements.circular(p, stages)
+        share = work / stages
+        found.append(
+            BranchWay(
+                ps.Branch(placement, n, ps.Rules(max_in_flight=2 * p * v)),
+                ps.Costs.uniform(stages, f=share, i=share, w=share, activation=1 / v),
+                p * dp,
+                ps.Links({(0, 1): 0.5} if p > 1 else {}),
+                tail / dp,
+                state=2.0,
+            )
+        )
+    return found
+
+
+def every(towers: dict[str, list[BranchWay]], num_devices: int, split: bool) -> list[float]:
+    """The steps of all layouts, each simulated."""
+    found = []
+    for chosen in product(*towers.values()):
+        if sum(way.num_devices for way in chosen) != num_devices:
+            continue
+        program = ps.Program.of_branches(
+            {name: way.branch for name, way in zip(towers, chosen, strict=True)},
+            split=split,
+            costs=joined_costs([way.costs for way in chosen]),
+            links=_links(chosen),
+        )
+        timeline = ps.simulate(program.build(), program.all_costs, links=program.links)
+        of_ranks = [way for way in chosen for _ in range(way.num_ranks)]
+        found.append(max(row[-1].end + way.tail for row, way in zip(timeline.rows, of_ranks, strict=True)))
+    return found
+
+
+def _links(chosen: tuple[BranchWay, ...]) -> ps.Links:
+    delays, first = {}, 0
+    for way in chosen:
+        if way.num_ranks > 1:
+            delays[first, first + 1] = 0.5
+        first += way.num_ranks
+    return ps.Links(delays)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_it_finds_what_trying_all_finds(split: bool) -> None:
+    towers = {"audio": ways(4, tail=3.0), "text": ways(2), "video": ways(3, tail=1.0, most=2)}
+    steps = every(towers, 7, split)
+    found = search_branches(towers, 7, split=split)
+    assert found is not None
+    assert found.step_ms == pytest.approx(min(steps))
+    assert sum(way.num_devices for way in found.ways.values()) == 7
+    assert list(found.ways) == ["audio", "text", "video"]
+    assert found.num_tried < len(steps), "bounds leave the others out"
+    ps.check(found.schedule)
+
+
+def test_no_schedule_is_shorter_than_its_bound() -> None:
+    for split in (False, True):
+        for way in ways(4, tail=3.0):
+            alone = search_branches({"one": [way]}, way.num_devices, split=split)
+            assert alone is not None
+            assert alone.step_ms >= way.least_ms(split) - 1e-9
+
+
+def test_layouts_come_by_their_largest_bound_each_once() -> None:
+    towers = {"audio": ways(4), "text": ways(2), "video": ways(3)}
+    found = list(ascending(towers, 8, lambda way: way.least_ms(False)))
+    bounds = [bound for bound, _ in found]
+    assert bounds == sorted(bounds)
+    assert all(bound == max(way.least_ms(False) for way in chosen.values()) for bound, chosen in found)
+    sums = [chosen for chosen in product(*towers.values()) if sum(way.num_devices for way in chosen) == 8]
+    assert len(found) == len({tuple(map(id, chosen.values())) for _, chosen in found}) == len(sums)
+
+
+def test_memory_and_time_limits() -> None:
+    towers = {"audio": ways(4), "text": ways(2)}
+    frugal = ps.Branch(ps.placements.one_to_one(2), 8, ps.Rules(max_in_flight=1))
+    for name, work in (("audio", 4), ("text", 2)):
+        towers[name].append(BranchWay(frugal, ps.Costs.uniform(2, f=work / 2, i=work / 2, w=work / 2), 2))
+    free = search_branches(towers, 4)
+    assert free is not None
+    tight = search_branches(towers, 4, memory_limit=max(free.peaks) - 0.5)
+    assert tight is not None
+    assert max(tight.peaks) < max(free.peaks)
+    assert tight.step_ms >= free.step_ms
+    assert search_branches(towers, 4, memory_limit=0.5) is None, "less than one microbatch"
+    assert search_branches(towers, 4, below=free.step_ms) is None
+    assert search_branches(towers, 99) is None, "no layout takes so many devices"
+    assert search_branches(towers, 4, most_tried=0) is None
+
+
+def test_ops_of_all_branches_take_part() -> None:
+    def gather(chosen: object) -> list[ps.NewOp]:
+        ends = (("audio", -1), ("text", -1))
+        after = {("F", end): 1 for end in ends}
+        return [ps.NewOp("GATHER", ends[0], after=after, before={("B", end): 1 for end in ends}, on=ends, time=50.0)]
+
+    one = {
+        name: [way for way in ways(work) if way.branch.num_microbatches == 8]
+        for name, work in (("audio", 4), ("text", 2))
+    }
+    without, found = search_branches(one, 4), search_branches(one, 4, ops=gather)
+    assert without is not None
+    assert found is not None
+    assert found.step_ms > without.step_ms + 300
+    assert any(op.kind == "GATHER" for row in found.schedule.order for op in row)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ps.ScheduleError, match="no branches"):
+        search_branches({}, 4)
+    branch = ps.Branch(ps.placements.one_to_one(2), 4)
+    with pytest.raises(ps.ScheduleError, match="2 stages has costs of 3"):
+        BranchWay(branch, ps.Costs.uniform(3), 2)
+    with pytest.raises(ps.ScheduleError, match="over 2 ranks has 1 devices"):
+        BranchWay(branch, ps.Costs.uniform(2), 1)
+    with pytest.raises(CostError, match="one freed_by_input"):
+        joined_costs([ps.Costs.uniform(2), ps.Costs.uniform(2, freed_by_input=0.3)])
