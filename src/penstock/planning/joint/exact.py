@@ -65,9 +65,9 @@ def solve(problem: JointProblem, best: Orders, value: float, bound: float, secon
     away: dict[int, Any] = {}
     on_rank: list[list[Any]] = [[] for _ in range(problem.num_ranks)]
     on_stream: list[list[Any]] = [[] for _ in range(problem.num_ranks)]
-    held: list[list[_Part]] = [[] for _ in range(problem.num_ranks)]
+    held: list[list[Part]] = [[] for _ in range(problem.num_ranks)]
     """Of each rank: from when, till when, how much."""
-    beside: list[list[_Part]] = [[] for _ in range(problem.num_ranks)]
+    beside: list[list[Part]] = [[] for _ in range(problem.num_ranks)]
     """The same of its host memory."""
     back_kind = "I" if problem.forms.split else "B"
     for c, (pipeline, stage) in enumerate(problem.chains):
@@ -161,8 +161,8 @@ def solve(problem: JointProblem, best: Orders, value: float, bound: float, secon
     for r in range(problem.num_ranks):
         model.add_no_overlap(on_rank[r])
         model.add_no_overlap(on_stream[r])
-        _cap(model, float(ops.cap[r]), held[r], steps)
-        _cap(model, float(ops.host[r]), beside[r], steps)
+        add_cap(model, float(ops.cap[r]), held[r], steps)
+        add_cap(model, float(ops.host[r]), beside[r], steps)
     makespan = model.new_int_var(length(bound), steps, "")
     for c in range(len(ops.size)):
         size, first = int(ops.size[c]), int(ops.first[c])
@@ -224,7 +224,7 @@ def _messages(model: Any, problem: JointProblem, start: dict[int, Any], whole: d
         model.add(start[op] >= start[before] + long + length(float(ops.delay[op])))
 
 
-_Part = tuple[Any, Any, float, Any]
+Part = tuple[Any, Any, float, Any]
 """From when, till when, how much is held, and the literal that says whether; None where it always is."""
 
 
@@ -239,7 +239,7 @@ def _held(
     finish: Any,
     end: Any,
     steps: int,
-) -> list[_Part]:
+) -> list[Part]:
     """What a microbatch holds: some from its F on, the rest from its R on where it has one; I frees a part."""
     ops = problem.ops
     amount, kept = float(ops.held[c]), float(ops.kept[c])
@@ -261,7 +261,7 @@ def _held(
     return [part for part in parts if part[2] > 0]
 
 
-def _cap(model: Any, cap: float, held: list[_Part], steps: int) -> None:
+def add_cap(model: Any, cap: float, held: list[Part], steps: int) -> None:
     """Caps what a rank holds, in whole amounts rounded down: no order that keeps to the cap is ruled out."""
     if math.isinf(cap) or sum(amount for _, _, amount, _ in held) <= cap:
         return

@@ -4,7 +4,7 @@ bound     `bounds.lower_bound`: true for every form
 starts    plans in which all ops have one form (`planning.search`); library schedules, with forwards run again
           where they hold too much (`passes.recompute`); list scheduling under random depths (`listing`); where
           activations may go to host memory, plans for that memory too, of which those that are needed last go
-          there (`away`)
+          there (`away`), or those that CP-SAT chooses, rank by rank (`away_in_time`)
 anneal    moves of order and form (`moves`), from the best so far
 exact     CP-SAT with optional intervals, where the problem is small
 """
@@ -30,17 +30,20 @@ from penstock.planning.annealing_threads import Annealer, annealed_again
 from penstock.planning.family import Forms
 from penstock.planning.joint import exact, listing, moves
 from penstock.planning.joint.away import sent_away
+from penstock.planning.joint.away_in_time import sent_away_in_time
 from penstock.planning.joint.bounds import lower_bound, relaxed
 from penstock.planning.joint.problem import JointProblem, Orders
 from penstock.planning.joint.rows import WHOLE, F, I, L, O, R, W
 from penstock.planning.library_starts import MOST_OPS, built
 from penstock.planning.problem import Problem, pose
 from penstock.planning.progress import Incumbent, Progress, certain
+from penstock.planning.search import Search
 from penstock.planning.threads import Threads, awaited, is_quick, random_numbers_kept
 from penstock.schedule import Schedule, ScheduleError
 
-_PLAIN_SHARE, _LISTED_SHARE, _WALKED_SHARE = 0.25, 0.1, 0.5
-"""Shares of the time left that plans of one form take, list scheduling, and annealing where CP-SAT comes after it."""
+_PLAIN_SHARE, _IN_TIME_SHARE, _LISTED_SHARE, _WALKED_SHARE = 0.25, 0.4, 0.1, 0.5
+"""Shares of the time left that plans of one form take, what is sent to host memory rank by rank, list scheduling, and
+annealing where CP-SAT comes after it."""
 
 
 @dataclass
@@ -107,6 +110,8 @@ def run(search: JointSearch) -> None:
             library(search)
             search.report("library")
             of_one_form(search, search.seconds + _PLAIN_SHARE * search.left)
+            if search.problem.forms.away and plain_exact.available():
+                in_time(search, search.seconds + _IN_TIME_SHARE * search.left)
         with random_numbers_kept(not is_compiled(moves)):
             listed(search, search.seconds + _LISTED_SHARE * search.left)
         small = search.problem.num_ops <= exact.MOST_OPS and plain_exact.available()
@@ -151,23 +156,16 @@ def of_one_form(search: JointSearch, until: float) -> None:
     them and of the others those in which they go there.
     """
     problem, forms = search.problem, search.problem.forms
-    counts = [problem.microbatch_pipeline.count(p) for p in range(problem.placement.num_pipelines)]
-
-    def posed(cap: Sequence[float], split: bool) -> Problem:
-        return pose(
-            problem.costs, problem.placement, problem.num_ranks, len(problem.microbatch_pipeline), problem.links,
-            problem.limits.held, cap, split, counts,
-        )  # fmt: skip
-
     bounding = not forms.again and (forms.away or (forms.whole and forms.split))
     plain = [relaxed(problem)] if bounding else []
     splits = ((True,) if forms.split else ()) + ((False,) if forms.whole else ())
     if forms.away:
         # Of what is on its way, room is taken at both ends.
-        plain += [posed(cap, split) for cap in _less_what_moves(problem) for split in splits]
-        plain += [posed(problem.total_cap, split) for split in splits[forms.whole != forms.split and bounding :]]
+        plain += [_posed(problem, cap, split) for cap in _less_what_moves(problem) for split in splits]
+        for split in splits[forms.whole != forms.split and bounding :]:
+            plain.append(_posed(problem, problem.total_cap, split))
     if all(_has_room(problem, r, problem.ops.held) for r in range(problem.num_ranks)):
-        plain += [posed(problem.limits.cap, split) for split in splits]
+        plain += [_posed(problem, problem.limits.cap, split) for split in splits]
     for number, each in enumerate(plain):
         # However short the time, a small problem has the first orders of its plain forms: one microbatch at a time,
         # which the search begins with, takes several times as long.
@@ -175,11 +173,7 @@ def of_one_form(search: JointSearch, until: float) -> None:
         if search.closed or (over and not is_quick(listing, problem.num_ops)):
             break
         seconds = (until - search.seconds) / (len(plain) - number)
-        inner = strategy.begin(each, "makespan", search.seed, search.stop_at_gap, None, time.perf_counter())
-        strategy.first_order(inner)
-        if not over:
-            inner.until = seconds
-            strategy.run(inner)
+        inner = _planned(search, each, None if over else seconds)
         made = problem.read(each.schedule(inner.row, "plan"))
         search.take(made, inner.how)
         if forms.away:
@@ -190,6 +184,55 @@ def of_one_form(search: JointSearch, until: float) -> None:
         if forms.split and forms.whole and each.kind.count("W"):
             search.take(joined(problem, made), inner.how)
         search.report(inner.how)
+
+
+def in_time(search: JointSearch, until: float) -> None:
+    """Plans for both memories together, whose activations CP-SAT sends away rank by rank, no op of others moved.
+
+    Where a rank has no room for that, the next plan has less there, down to what the rank holds by itself.
+    """
+    problem, forms, own = search.problem, search.problem.forms, search.problem.limits.cap
+    ops = problem.ops
+    for split in ((True,) if forms.split else ()) + ((False,) if forms.whole else ()):
+        caps = (_less_what_moves(problem) or [list(problem.total_cap)])[0]
+        ranks = list(reversed(range(problem.num_ranks)))
+        if not all(_has_room(problem, r, ops.held, cap) for r, cap in enumerate(caps)):
+            continue
+        while not search.closed and search.seconds < until:
+            inner = _planned(search, _posed(problem, caps, split), _PLAIN_SHARE * (until - search.seconds))
+            if inner.value >= search.value * (1 - EPSILON):
+                break
+            made = problem.read(inner.problem.schedule(inner.row, "plan"))
+            orders, r = sent_away_in_time(problem, made, until - search.seconds, ranks, search.seed)
+            if orders is not None:
+                search.take(orders, f"{inner.how}, offloaded")
+                search.report(search.how)
+            if r is None or caps[r] <= own[r] or math.isinf(caps[r]):
+                break
+            held = float(ops.held[ops.chain_rank == r].max())
+            caps[r] = own[r] + held * ((caps[r] - own[r]) // (2 * held))
+            if not _has_room(problem, r, ops.held, caps[r]):
+                break
+            ranks.sort(key=lambda each, first=r: each != first)  # type: ignore[misc]
+
+
+def _posed(problem: JointProblem, cap: Sequence[float], split: bool) -> Problem:
+    """The problem in which all ops have one form, under other caps."""
+    counts = [problem.microbatch_pipeline.count(p) for p in range(problem.placement.num_pipelines)]
+    return pose(
+        problem.costs, problem.placement, problem.num_ranks, len(problem.microbatch_pipeline), problem.links,
+        problem.limits.held, cap, split, counts,
+    )  # fmt: skip
+
+
+def _planned(search: JointSearch, problem: Problem, seconds: float | None) -> Search:
+    """A plan for another problem, in `seconds`; its first order where these are None."""
+    inner = strategy.begin(problem, "makespan", search.seed, search.stop_at_gap, None, time.perf_counter())
+    strategy.first_order(inner)
+    if seconds is not None:
+        inner.until = seconds
+        strategy.run(inner)
+    return inner
 
 
 def _less_what_moves(problem: JointProblem) -> list[list[float]]:
@@ -205,14 +248,16 @@ def _less_what_moves(problem: JointProblem) -> list[list[float]]:
     return found
 
 
-def _has_room(problem: JointProblem, r: int, kept: Array) -> bool:
-    """Whether a rank can hold one microbatch, all of one stage and of those before it what `kept` says of each."""
+def _has_room(problem: JointProblem, r: int, kept: Array, cap: float | None = None) -> bool:
+    """Whether a rank can hold one microbatch, all of one stage and of those before it what `kept` says of each; under
+    its own cap, or another."""
     ops = problem.ops
+    cap = float(ops.cap[r]) if cap is None else cap
     for p in range(problem.placement.num_pipelines):
         before = 0.0
         for c in range(ops.chain_first[r], ops.chain_first[r + 1]):
             if problem.chains[c][0] == p:
-                if before + ops.held[c] > ops.cap[r] * (1 + EPSILON):
+                if before + ops.held[c] > cap * (1 + EPSILON):
                     return False
                 before += float(kept[c])
     return True
