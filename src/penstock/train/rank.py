@@ -26,6 +26,7 @@ from penstock.simulation.simulator import AUTO
 from penstock.train.batch_planner import BatchPlanner
 from penstock.train.folder import RunFolder, is_folder
 from penstock.train.inputs import Inputs, build_pipeline, device_of
+from penstock.train.measured_dispatch import MeasuredDispatch
 from penstock.train.metrics import Metrics
 from penstock.train.packing import ARRIVAL, MEASURED
 from penstock.train.planned_batches import BatchRecord, PlannedBatches, is_measured
@@ -86,6 +87,8 @@ class RankRun:
         # Ranks under torchrun each chose a free folder; the first one's it is.
         self.folder = RunFolder(Path(self.pipe.gather(str(folder.path))[0]))
         self.planned = self._planned()
+        chosen_again = self._plans_say and self.planned is None and device_of(settings).type == "cpu"
+        self.measured = MeasuredDispatch(self.pipe) if chosen_again else None
         self.training = Training(
             self.pipe,
             settings.passes,
@@ -199,6 +202,8 @@ class RankRun:
                 last = training.steps >= settings.steps
                 if training.steps + PROFILED_PASSES * len(done.losses) > settings.steps or asked:
                     profile.append(Profiled(self.pipe.timeline(), running))
+                if self.measured is not None and (chosen := self.measured.after_pass()) is not None:
+                    self._dispatch = chosen.value
                 if self.planned is not None and settings.length_costs == MEASURED and is_measured(done.first - start):
                     timeline, file = self.pipe.timeline(), self.folder.file("length-costs.json")
                     self.planned.learn(done.first - start, timeline, self.pipe.schedule.num_stages, file)
@@ -337,6 +342,7 @@ class RankRun:
                 *self.notices,
                 *self.pipe.notices,
                 *(self.planned.notices if self.planned is not None else ()),
+                *([self.measured.notice] if self.measured is not None and self.measured.notice else ()),
                 *settings.injected(),
                 *_crowded(settings),
                 *notices_of(settings),
