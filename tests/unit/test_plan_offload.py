@@ -299,9 +299,10 @@ def test_whatever_is_sent_away_keeps_to_both_caps(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in OFFLOADED if "recompute" not in family])
 def test_whatever_is_sent_away_in_time_keeps_to_both_caps_and_takes_no_longer(family: str) -> None:
+    """The first two small problems in which something goes away, and all before them."""
     pytest.importorskip("ortools")
     found = 0
-    for seed in range(10):
+    for seed in range(40):
         given = draw_free(seed, family).arguments()
         limits = limits_of(
             given["costs"], given["placement"], given["num_ranks"], given.get("max_in_flight"),
@@ -312,12 +313,16 @@ def test_whatever_is_sent_away_in_time_keeps_to_both_caps_and_takes_no_longer(fa
         problem = pose_joint(
             given["costs"], given["placement"], given["num_ranks"], counts, given["links"], limits, forms
         )
-        plain = _plain(problem, (_less_what_moves(problem) or [problem.total_cap])[0])
-        problem.fits(plain)  # for its forms
-        orders, _ = sent_away_in_time(problem, plain, 2.0, range(problem.num_ranks))
-        if orders is not None:
+        for cap in _less_what_moves(problem):
+            plain = _plain(problem, cap)
+            problem.fits(plain)  # for its forms
+            orders, _ = sent_away_in_time(problem, plain, 10.0, range(problem.num_ranks))
+            if orders is None:
+                continue
             assert problem.timed(plain) * (1 + 1e-9) >= _timed(problem, orders) >= lower_bound(problem) * (1 - 1e-9)
             timeline = ps.simulate(problem.schedule(orders, "offloaded"), given["costs"], links=given["links"])
             assert timeline.makespan == pytest.approx(problem.timed(orders))
             found += bool(orders.away.any())
-    assert found > 0
+        if found >= 2:
+            return
+    assert found >= 2
