@@ -1,0 +1,70 @@
+"""Orders that need no machine code to be found, beside list scheduling, which does: see README.md.
+
+    python benchmarks/limits/starts.py --out benchmarks/limits/starts.json
+
+The problems are those of `run.py`. Every makespan is simulated, and stands over the bound that `ps.plan` proves in
+ten seconds with machine code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import run as benchmark
+
+import penstock as ps
+from penstock.bench.machine import machine
+from penstock.bench.plan import draw
+from penstock.engine.list_by_values import ListSpace
+from penstock.planning.in_step import in_step
+from penstock.planning.limits import limits_of
+from penstock.planning.problem import pose
+from penstock.planning.search import list_by_class, time_of
+from penstock.schedule import one_to_one
+
+FOLDER = Path(__file__).resolve().parent
+LIBRARY = ("1f1b", "zb-h1", "zb")
+
+
+def over_bound(num_ranks: int, num_microbatches: int) -> dict[str, float | None]:
+    """Makespan over the bound by start; None where it holds more than the cap."""
+    costs, links = draw(num_ranks, np.random.default_rng([benchmark.SEED, num_ranks]))
+    plan = ps.plan(costs, num_ranks, num_microbatches, links, max_in_flight=num_ranks, time_limit=10.0)
+    found: dict[str, float | None] = {"plan": plan.gap}
+    for name in LIBRARY:
+        timeline = ps.simulate(ps.build(name, num_ranks, num_microbatches), costs, links)
+        fits = max(timeline.peak_activations) <= num_ranks
+        found[name] = timeline.makespan / plan.lower_bound - 1 if fits else None
+    limits = limits_of(costs, one_to_one(num_ranks), num_ranks, num_ranks, None, True)
+    problem = pose(
+        costs, one_to_one(num_ranks), num_ranks, num_microbatches, ps.Links.of(links), limits.held, limits.cap, True,
+        [num_microbatches],
+    )  # fmt: skip
+    for number, row in enumerate(in_step(problem)):
+        found[f"in step, {number + 1}"] = time_of(problem, row) / plan.lower_bound - 1
+    listed = list_by_class(problem, problem.priority_class, ListSpace.of(problem.queues))
+    found["list scheduling"] = listed / plan.lower_bound - 1 if listed >= 0 else None
+    return {name: None if value is None else round(value, 4) for name, value in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=FOLDER, capture_output=True, text=True, check=True)
+    results: dict[str, Any] = {
+        "commit": commit.stdout.strip(),
+        "command": "python benchmarks/limits/starts.py --out benchmarks/limits/starts.json",
+        "machine": machine(),
+        "gaps": {f"{ranks}x{num}": over_bound(ranks, num) for ranks, num in benchmark.SIZES},
+    }
+    asked.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
