@@ -132,7 +132,7 @@ def test_over_replicas_batches_are_dealt_by_the_work_of_both_towers(
         ("--ranks 2 --schedule mllm", "a captioner begins with images"),
         ("--ranks 2 --tower images=ranks:1", "is for models of several towers"),
         ("--ranks 2 --context 5", "there must be at least 1, 2, 11 and 21"),
-        ("--ranks 2 --schedule amdp", "what each update gathers; give a schedule without such updates"),
+        ("--ranks 2 --schedule pipedream-2bw", "what each update gathers; give a schedule without such updates"),
         ("--ranks 2 --tied", "have one embedding and a head of its own"),
         ("--ranks 9", "9 stages asked of a model of 8 layers"),
     ],

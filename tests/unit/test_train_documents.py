@@ -156,7 +156,10 @@ def test_each_step_is_dispatched_as_is_best_for_its_lengths(
     ("options", "message"),
     [
         ("--packing planned --model bert", "--model bert would see one in another"),
-        ("--packing planned --schedule amdp --ranks 2", "the order of microbatches says what each update gathers"),
+        (
+            "--packing planned --schedule pipedream-2bw --ranks 2",
+            "order of microbatches says what each update gathers",
+        ),
         ("--packing arrival --microbatch-tokens 100", "takes documents as they come"),
         ("--microbatch-tokens 100", "is for whole documents; add --packing planned"),
         ("--length-costs measured", "is for whole documents; add --packing planned"),
