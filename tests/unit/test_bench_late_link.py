@@ -62,3 +62,8 @@ def test_the_aims_were_met(bench: ModuleType, plans: Any, results: Any) -> None:
         found = plans["cases"][case]
         assert found["lower_bound"] == pytest.approx(1030 * bound, rel=1e-3)
         assert bench.medians(results, case)["replanned"] <= 1.02 * found["lower_bound"]
+    halved, freed = plans["cases"][bench.HALVED], plans["cases"][bench.OFFLOADED]
+    measured = bench.medians(results, bench.HALVED)
+    assert halved["makespan"] == halved["lower_bound"] == 1090
+    assert measured["replanned"] <= 1.06 * measured["undelayed"]
+    assert freed["makespan"] == freed["lower_bound"] == 1150 > 1.06 * 1030
