@@ -20,7 +20,10 @@ from penstock.data import ByteTokenizer
 from penstock.data.tokenizer import load_tokenizer
 from penstock.models import ParallelError
 from penstock.models.huggingface import Decoder, DecoderError
+from penstock.runtime.tensors.pytree import flatten
 from penstock.train.checks import SettingsError
+from penstock.train.settings import Settings
+from penstock.train.tasks.huggingface import DecoderTask
 from penstock.train.tasks.spans import SpanForm, span_form
 from train_runs import losses
 
@@ -162,6 +165,24 @@ def test_ranks_that_would_share_a_stage_are_refused(folder: Path, capfd: pytest.
     line = f"train --model {folder / 'model'} --data {folder / 'text.txt'} --out {folder / 'tp'} {OPTIONS} --tp 2"
     assert main(line.split()) == 2
     assert "--tp 2 shares stages out over several ranks" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_what_stages_send_is_as_large_as_predicted(name: str, tmp_path: Path) -> None:
+    """Of microbatches of two samples, between any two layers."""
+    model_of(name).save_pretrained(tmp_path)
+    count = Decoder(tmp_path, compare=False).num_layers
+    settings = Settings(
+        model=str(tmp_path), ranks=count, schedule="1f1b", batch=4, microbatches=2, context=20, cut=(1,) * count
+    )
+    schedule = settings.build_schedule()
+    task = DecoderTask(settings, schedule)
+    value: Any = {key: each[:2] for key, each in task.read(None).batches[0].inputs.items()}
+    sent = []
+    for layer in task.decoder.layers():
+        value = layer(value)
+        sent.append(float(sum(leaf.nbytes for leaf in flatten(value)[0])))
+    assert task.message_bytes(schedule)[:-1] == sent[:-1]
 
 
 @pytest.mark.slow

@@ -117,20 +117,22 @@ class DecoderTask:
         return chain_bytes(self._settings, schedule.num_stages, self.num_tokens * self.config.hidden_size)
 
     def _bytes_of_both(self, form: SpanForm) -> list[float]:
-        """Hidden states, behind the encoder those of both; and the biases by pairs of places that a T5 passes on."""
+        """Hidden states, behind the encoder those of both; up to the bridge the tokens of the decoder, which count as
+        two numbers each; and the biases by pairs of places that a T5 passes on.
+        """
         anatomy, heads = self.decoder.anatomy, getattr(self.config, "num_attention_heads", 0)
-        read, written = form.num_read, form.num_written
+        read, written, width = form.num_read, form.num_written, self.config.hidden_size
         samples = chain_bytes(self._settings, 2, 1)[0]
         sent = []
         for part in self._parts[:-1]:
             if anatomy.encoder is not None and part.stop < anatomy.first_block:
                 passed = len(anatomy.encoder.carried) * (1 < part.stop < anatomy.first_block - 1)
-                tokens, pairs = read, passed * read * read
+                numbers, pairs = read * width + 2 * written, passed * read * read
             else:
                 passed = len(anatomy.carried) * (part.stop not in (anatomy.first_block, anatomy.num_layers - 1))
-                tokens = written + read * (part.stop < anatomy.num_layers - 1)
+                numbers = (written + read * (part.stop < anatomy.num_layers - 1)) * width
                 pairs = sum((written, read)[number] * written for number in range(passed))
-            sent.append(samples * tokens * self.config.hidden_size + BYTES * heads * pairs)
+            sent.append(samples * numbers + BYTES * heads * pairs)
         return [*sent, 0.0]
 
     def read(self, corpus: Corpus | None) -> Data:
