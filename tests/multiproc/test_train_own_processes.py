@@ -56,6 +56,24 @@ def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
     assert found == pytest.approx(alone, rel=1e-5)
 
 
+def test_weights_that_wait_in_a_file_are_those_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank keeps its own stages' weights in memory; the others', where they are large, lie in a file."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    (tmp_path / "net.py").write_text(FILE.replace("nn.Linear(8, 8), nn.LayerNorm(8)", LARGE))
+    alone = trained(tmp_path, "alone", "--ranks 2 --microbatches 8 --in-process")
+    assert trained(tmp_path, "pipeline", "--ranks 2 --microbatches 8 --schedule zb-v") == alone
+    found = trained(tmp_path, "replicas", "--pp 2 --dp 2 --microbatches 4 --sharding zero1")
+    assert found == pytest.approx(alone, rel=1e-5)
+    assert list(scratch.iterdir()) == []
+
+
+LARGE = "nn.Sequential(nn.Linear(8, 4000), nn.Linear(4000, 8)), nn.LayerNorm(8)"
+
+
 def test_each_replica_loads_its_own_part(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(FILE + PARTS)
     options = "--pp 1 --dp 2 --microbatches 4 --data net.py:parts --save-every 3"

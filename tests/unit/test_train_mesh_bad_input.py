@@ -52,6 +52,10 @@ BAD: dict[str, tuple[str, list[str]]] = {
         "--model pickled",
         ["pickled holds weights in pytorch_model.bin alone", "only safetensors", "pickled/config.json"],
     ),
+    "adapters for layers that are not there": (
+        """--model llama --lora '{"target_modules": ["qkv_proj"]}'""",
+        ["'qkv_proj'", "not found", "linear layers are q_proj, k_proj, v_proj, o_proj, gate_proj", "all-linear"],
+    ),
     "an unknown architecture": (
         "--model unknown",
         [

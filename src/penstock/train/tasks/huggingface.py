@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.data import Corpus, Tokenizer
@@ -241,5 +242,24 @@ def _refused(settings: Settings, error: DecoderError) -> SettingsError:
     reason = " ".join(str(error).split())
     if len(reason) > MOST:
         reason = reason[:MOST].rsplit(" ", 1)[0] + " ..."
-    by_hand = "" if "ps.Pipeline" in reason or isinstance(error, AdapterError) else "\n" + BY_HAND
+    if isinstance(error, AdapterError):
+        targets = _linear_layers(settings) if "target" in reason.lower() else ""
+        return SettingsError(f"--model {settings.model}: {reason}{targets}")
+    by_hand = "" if "ps.Pipeline" in reason else "\n" + BY_HAND
     return SettingsError(f"--model {settings.model}: {reason}{by_hand}")
+
+
+def _linear_layers(settings: Settings) -> str:
+    """What adapters can be put into, as peft names it, which itself says what is not there alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(place_of(settings.model)[0], local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception:  # of a model of another kind; the reason is said all the same
+        return ""
+    linear = [path for path, part in model.named_modules() if type(part).__name__ in ("Linear", "Conv1D")]
+    head = [path for path, part in model.named_modules() if part is model.get_output_embeddings()]
+    names = dict.fromkeys(path.rpartition(".")[2] for path in linear if path not in head)
+    return f'\n--lora: its linear layers are {", ".join(names)}; "target_modules": "all-linear" takes all of them'

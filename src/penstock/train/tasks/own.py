@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -29,6 +30,7 @@ from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed, require_chain
 from penstock.train.tasks.own_data import DealtBatches, OwnSource, Validation, opened, tensors_of
+from penstock.train.tasks.paged_weights import PagedWeights
 from penstock.train.tasks.task import Data, Example
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 
@@ -75,6 +77,7 @@ class OwnTask:
         self.num_tokens = None if is_own(settings.data) else settings.context or USUAL_CONTEXT
         self._unit = ""
         self._split: Split | None = None
+        self._paged = PagedWeights() if settings.num_processes > 1 and not settings.in_process else None
         self.loss = self._find_loss()
 
     def _find_loss(self) -> Callable[..., Tensor]:
@@ -107,7 +110,18 @@ class OwnTask:
         for layer in {id(layer): layer for stage in self._split for layer in stage.in_order}.values():
             if self._settings.recompute:
                 recomputed(layer)
+        if self._paged is not None:
+            for number in self._schedule.placement.stages_of(self._rank):
+                stage = self._split[number]
+                self._paged.take((*stage.parameters(), *stage.buffers()))
+            self._paged.let_go()
         return list(self._split)
+
+    @property
+    def _rank(self) -> int:
+        """Of the pipeline, that of this process."""
+        settings = self._settings
+        return int(os.environ.get("RANK", "0")) // (settings.dp * settings.tp)  # as `mesh_of` has them
 
     def message_bytes(self, schedule: Schedule) -> list[float]:
         assert self._split is not None, "data was read"
@@ -115,23 +129,33 @@ class OwnTask:
         return [float(each) for each in self._split.sent]
 
     def read(self, corpus: Corpus | None) -> Data:
-        """The data; and the model, which is tried and cut on the first microbatch."""
-        settings = self._settings
-        tried = self.tried(corpus)
+        """The data; and the model, which is tried and cut on the first microbatch.
+
+        A process that runs some of the stages alone has the others' weights in a file.
+        """
+        settings, paged = self._settings, self._paged
+        tried = self.tried(corpus, paged)
         stages = self._schedule.num_stages
-        self._split = cut_model(tried.model, stages, sizes=settings.cut or (), example=tried.inputs)
+        with contextlib.nullcontext() if paged is None else paged.running():
+            self._split = cut_model(tried.model, stages, sizes=settings.cut or (), example=tried.inputs)
         return tried.data
 
-    def tried(self, corpus: Corpus | None = None) -> Tried:
-        """The model and its data, run on the first microbatch."""
+    def tried(self, corpus: Corpus | None = None, paged: PagedWeights | None = None) -> Tried:
+        """The model and its data, run on the first microbatch.
+
+        Args:
+            paged: where its weights shall lie; None: in memory.
+        """
         settings = self._settings
-        model = self.build()
+        with contextlib.nullcontext() if paged is None else paged.making():
+            model = self.build()
         if is_own(settings.data):
             data, self._unit = self._own_data(model)
         else:
             assert self.num_tokens is not None
             data = next_tokens(settings, tokenizer_of(settings), self.num_tokens, corpus)
-        return Tried(model, data, *self._try(model, data.batches[0], data.is_dealt))
+        with contextlib.nullcontext() if paged is None else paged.running():
+            return Tried(model, data, *self._try(model, data.batches[0], data.is_dealt))
 
     def _own_data(self, model: nn.Module) -> tuple[Data, str]:
         settings, text = self._settings, str(self._settings.data)
