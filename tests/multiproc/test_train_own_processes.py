@@ -68,7 +68,7 @@ def test_weights_that_wait_in_a_file_are_those_of_one_process(
     assert trained(tmp_path, "pipeline", "--ranks 2 --microbatches 8 --schedule zb-v") == alone
     found = trained(tmp_path, "replicas", "--pp 2 --dp 2 --microbatches 4 --sharding zero1")
     assert found == pytest.approx(alone, rel=1e-5)
-    assert list(scratch.iterdir()) == []
+    assert not list(scratch.glob("penstock-*"))
 
 
 LARGE = "nn.Sequential(nn.Linear(8, 4000), nn.Linear(4000, 8)), nn.LayerNorm(8)"

@@ -24,6 +24,7 @@ class Certificate:
         recompute: "any" where forwards may run again or not, each by itself; "none" where none does.
         offload: "any" where each activation may wait in host memory or not; "none" where none does.
         stages: how they depend on one another, None for a chain.
+        pairs: "any" where a forward and a backward of another microbatch may run as one or not; "none" where none do.
     """
 
     placement: Placement
@@ -32,6 +33,7 @@ class Certificate:
     recompute: str = "none"
     offload: str = "none"
     stages: StageGraph | None = None
+    pairs: str = "none"
 
     __repr__ = short_repr
 
@@ -48,6 +50,8 @@ class Certificate:
         words.append(backward[self.backward])
         words.append("no recompute" if self.recompute == "none" else "each forward run again or not")
         words.append("no offload" if self.offload == "none" else "each activation in host memory or not")
+        if self.pairs != "none":
+            words.append("a forward and a backward as a pair or not")
         if self.placement.num_pipelines > 1:
             how = "in any way" if self.microbatches == "any" else self.microbatches
             words.append(f"microbatches dealt to pipelines {how}")

@@ -42,7 +42,7 @@ class Plan:
         seconds: that the search took.
         how: what found it: "greedy", "in step", a library schedule by its name, "building block", "justified", "local
             search" or "exact"; "serial", "repetend" or "ends" where stages are shared; ", recomputed" after a library
-            schedule's name says that forwards of it run again.
+            schedule's name says that forwards of it run again, ", paired" that the plan has pairs.
         timeline: when each op runs, under the costs and links given.
         microbatch_order: where microbatches differ, the order of them that the schedule declares; None elsewhere.
 
@@ -121,6 +121,9 @@ def plan(
     where memory is short, and they run in the best order found (`microbatch_order`). The bound holds for any order.
     Backwards are then split unless `split` is False, nothing runs again, and microbatches are dealt in turn.
 
+    Where the costs have an `overlap`, a forward and a full backward that follow each other on a rank may run as a
+    pair, and the bound holds for schedules with pairs too. They are planned for the makespan of a frozen order.
+
     Plan and bound are those of the family that `Certificate` names: the placement given, and what `split`,
     `recompute` and `deal` leave open. What they leave open is decided op by op, together with the order.
 
@@ -151,8 +154,8 @@ def plan(
         seed: of the random numbers. The time left decides how far the search comes, so results may differ
             from run to run all the same.
         stop_at_gap: the gap, as a share of the bound, at which the search ends.
-        progress: called with `Progress` now and then. If it raises KeyboardInterrupt, or one comes from the keyboard,
-            the search ends and the best plan so far is returned.
+        progress: called with `Progress` now and then, where the costs have no overlap. If it raises
+            KeyboardInterrupt, or one comes from the keyboard, the search ends and the best plan so far is returned.
 
     Returns:
         The best plan found, with its bound.
@@ -163,7 +166,7 @@ def plan(
             or dispatch, or with shared stages or stages that branch, that is an error. These are planned for the
             makespan of a frozen order too.
         CostError: costs or links for other stages or ranks, costs that do not say how long the way to host memory
-            takes, an overlap of pairs, or uneven microbatches in what is planned for even ones.
+            takes, or an overlap of pairs or uneven microbatches in what is planned without.
 
     Examples:
         >>> import penstock as ps
@@ -180,12 +183,6 @@ def plan(
     links = Links.of(links)
     require_costs(costs)
     links.require_constant("ps.plan")
-    if costs.overlap is not None:
-        raise CostError(
-            "the costs have an overlap, and ps.plan plans ops that run by themselves: pairs could be quicker than "
-            "its lower bound; plan for dataclasses.replace(costs, overlap=None), and then join pairs with "
-            "ps.passes.overlap_pairs(plan.schedule, costs)"
-        )
     stages = _stages(costs, stages)
     if placement is not None or stages is None:
         placement = _placement(costs, num_ranks, num_microbatches, placement)
@@ -203,6 +200,16 @@ def plan(
         raise ScheduleError(f"stop_at_gap is {stop_at_gap!r}: give a share of at least 0", rule="options")
     check_options(split, recompute)
     away = read_offload(offload, costs)
+    if costs.overlap is not None:
+        from penstock.planning.paired import plan_pairs, require_plannable
+
+        require_plannable(goal, mode.is_dynamic, general, away, bool(costs.factors))
+        assert placement is not None
+        return plan_pairs(
+            plan, costs, num_ranks, num_microbatches, links, placement, split=split, max_in_flight=max_in_flight,
+            memory_limit=memory_limit, time_limit=float(time_limit), recompute=recompute, deal=deal, seed=seed,
+            stop_at_gap=stop_at_gap,
+        )  # fmt: skip
     if costs.factors:
         turn = deal in ("any", "in turn")
         if goal != "makespan" or general or recompute or away or not turn:

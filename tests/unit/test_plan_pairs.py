@@ -1,0 +1,150 @@
+"""`ps.plan` with pairs: its bound holds for every schedule with pairs, and it uses them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+import penstock as ps
+from penstock.cost.overlap import Overlap
+from penstock.passes import overlap_pairs, separate_pairs
+from penstock.planning.paired import busy_bound, relaxed_costs
+from penstock.schedule import Op, Pair, Schedule, ScheduleError
+
+pytestmark = pytest.mark.unit
+
+
+def even(num_stages: int, hidden: float = 0.9) -> ps.Costs:
+    row = [10.0] * num_stages
+    overlap = Overlap(f=[5.0] * num_stages, b=[9.0] * num_stages, hidden=hidden)
+    return ps.Costs(f=row, i=row, w=row, overlap=overlap)
+
+
+def drawn(num_stages: int, seed: int) -> ps.Costs:
+    draw = random.Random(seed)
+    f, i, w = ([float(draw.randint(1, 9)) for _ in range(num_stages)] for _ in range(3))
+    b = [x + y for x, y in zip(i, w)]
+    overlap = Overlap(
+        f=[draw.random() * x for x in f], b=[draw.random() * x for x in b], hidden=draw.random(),
+        measured={(0, num_stages - 1): draw.uniform(0.5, 1.0) * (f[0] + b[-1])} if draw.random() < 0.5 else (),
+    )  # fmt: skip
+    return ps.Costs(f=f, i=i, w=w, b=b, overlap=overlap)
+
+
+def rows(num: int, stage: int) -> list[list[Op]]:
+    """Every order of a rank's forwards and whole backwards."""
+    found = []
+    for places in itertools.combinations(range(2 * num), num):
+        forward, backward, row = iter(range(num)), iter(range(num)), []
+        for k in range(2 * num):
+            row.append(Op("F", stage, next(forward)) if k in places else Op("B", stage, next(backward)))
+        if all(row.index(Op("F", stage, m)) < row.index(Op("B", stage, m)) for m in range(num)):
+            found.append(row)
+    return found
+
+
+def every_schedule(num_ranks: int, num: int) -> Iterator[Schedule]:
+    """All orders of whole backwards with one stage per rank, each with every set of pairs that runs."""
+    for order in itertools.product(*(rows(num, stage) for stage in range(num_ranks))):
+        lines = [" ".join(f"{op.kind}{op.microbatch}" for op in row) for row in order]
+        alone = ps.parse("\n".join(f"rank {rank} | {line}" for rank, line in enumerate(lines)))
+        try:
+            ps.check(alone)
+        except ScheduleError:
+            continue
+        neighbours = [
+            Pair(a, b)
+            for row in alone.order
+            for a, b in itertools.pairwise(row)
+            if (a.kind, b.kind) == ("F", "B") and a.microbatch != b.microbatch
+        ]
+        for count in range(len(neighbours) + 1):
+            for pairs in itertools.combinations(neighbours, count):
+                try:
+                    tried = replace(alone, pairs=pairs)
+                    ps.check(tried)
+                except ScheduleError:
+                    continue
+                yield tried
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_no_schedule_with_pairs_is_below_the_bound(seed: int) -> None:
+    costs = drawn(2, seed)
+    found = ps.plan(costs, 2, 3, split=False, time_limit=0.6)
+    least, count = float("inf"), 0
+    for schedule in every_schedule(2, 3):
+        least, count = min(least, ps.simulate(schedule, costs).makespan), count + 1
+    assert count == 45
+    assert found.lower_bound <= least + 1e-9
+    assert found.makespan >= least - 1e-9
+    assert busy_bound(costs, 2, 3, ps.placements.one_to_one(2), False) <= least + 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_the_bound_holds_for_the_library_with_pairs(seed: int) -> None:
+    costs, placement = drawn(8, seed), ps.placements.v_shape(4)
+    found = ps.plan(costs, 4, 9, placement=placement, time_limit=0.6)
+    paired = ps.build("dualpipe-v", 4, 9, overlap=True)
+    others = [paired, separate_pairs(paired), overlap_pairs(paired, costs), overlap_pairs(ps.build("zb-v", 4, 9))]
+    for schedule in others:
+        assert found.lower_bound <= ps.simulate(schedule, costs).makespan + 1e-9
+    assert found.makespan <= min(ps.simulate(each, costs).makespan for each in others[:3]) + 1e-9
+    assert busy_bound(costs, 4, 9, placement, None) <= found.lower_bound + 1e-9
+
+
+def test_pairs_are_planned_and_named() -> None:
+    costs, placement = even(8), ps.placements.v_shape(4)
+    found = ps.plan(costs, 4, 8, placement=placement, time_limit=0.6)
+    ps.check(found.schedule)
+    assert found.schedule.pairs
+    assert found.how.endswith(", paired")
+    assert found.certificate.pairs == "any"
+    assert str(found.certificate).endswith("a forward and a backward as a pair or not")
+    assert found.makespan == ps.simulate(found.schedule, costs).makespan == found.timeline.makespan
+    assert found.makespan <= ps.simulate(ps.build("dualpipe-v", 4, 8, overlap=True), costs).makespan
+    alone = ps.plan(replace(costs, overlap=None), 4, 8, placement=placement, time_limit=0.6)
+    assert alone.certificate.pairs == "none"
+    assert found.makespan < alone.lower_bound  # so that a plan without pairs can't be as good
+
+
+def test_an_overlap_that_hides_nothing_changes_no_plan() -> None:
+    costs = even(4, hidden=0.0)
+    found = ps.plan(costs, 4, 8, time_limit=0.6)
+    assert relaxed_costs(costs, ps.placements.one_to_one(4)) == replace(costs, overlap=None)
+    assert found.makespan == ps.plan(replace(costs, overlap=None), 4, 8, time_limit=0.6).makespan
+
+
+def test_limits_hold_with_pairs() -> None:
+    costs, placement = even(8), ps.placements.v_shape(4)
+    found = ps.plan(costs, 4, 8, placement=placement, max_in_flight=8, time_limit=0.6)
+    ps.check(replace(found.schedule, max_in_flight=8))
+    assert max(ps.simulate(ps.build("dualpipe-v", 4, 8, overlap=True), costs).peak_activations) > 8
+    held = ps.plan(costs, 4, 8, placement=placement, memory_limit=6.0, time_limit=0.6)
+    assert max(held.timeline.peak_activations) <= 6.0
+
+
+def test_halves_are_in_no_pair() -> None:
+    found = ps.plan(even(4), 4, 8, split=True, time_limit=0.6)
+    assert found.schedule.pairs == ()
+    assert found.certificate.pairs == "none"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"objective": "span"}, "another objective than the makespan"),
+        ({"dispatch": "dynamic"}, "a dispatch that is not frozen"),
+    ],
+)
+def test_what_is_not_planned_with_pairs_is_refused(options: dict[str, str], why: str) -> None:
+    with pytest.raises(ps.CostError, match=f"pairs are not planned with {why}"):
+        ps.plan(even(4), 4, 8, **options)
+    with pytest.raises(ps.CostError, match="uneven microbatches"):
+        ps.plan(replace(even(4), uneven=[1.0, 2.0] * 4), 4, 8)
