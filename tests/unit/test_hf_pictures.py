@@ -107,9 +107,16 @@ def test_pictures_of_any_size_are_refused() -> None:
         vision_config={"model_type": "pixtral", **vision, "head_dim": 4, "image_size": 8, "patch_size": 4},
         text_config={"model_type": "mistral", **sizes},
         image_token_index=299,
+        architectures=["Mistral3ForConditionalGeneration"],
     )
+    model = transformers.Mistral3ForConditionalGeneration(config)
     with pytest.raises(DecoderError, match=r"takes more than pictures .*image_sizes"):
-        picture_form(transformers.Mistral3ForConditionalGeneration(config))
+        picture_form(model)
+    first = Decoder(model).layers([0])[0]
+    tokens = torch.tensor([[5, 6]])
+    assert first({"input_ids": tokens})["hidden_states"].shape == (1, 2, 16), "text is compared, and trains"
+    with pytest.raises(DecoderError, match="or pictures of no one size; it was compared"):
+        first({"input_ids": tokens, "pixel_values": torch.zeros(1, 3, 8, 8)})
 
 
 @pytest.mark.slow

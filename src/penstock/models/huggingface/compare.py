@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, has_encoder
 from penstock.models.huggingface.loss import inputs_and_targets
-from penstock.models.huggingface.pictures import IMAGES, picture_form
+from penstock.models.huggingface.pictures import IMAGES, PictureForm, picture_form
 from penstock.models.huggingface.pieces import TARGETS, build_pieces
 from penstock.models.huggingface.routers import Routers
 from penstock.models.huggingface.shift import Shift
@@ -89,7 +89,7 @@ def require_equal(model: Any, anatomy: Anatomy, routers: Routers | None, loss_fn
     name = f"{type(model).__name__} ({model.config.model_type})"
     paths = [path for index in range(anatomy.num_layers) for path in anatomy.paths(index)]
     modules = {path: model.get_submodule(path) for path in paths}
-    layers = build_pieces(model, anatomy, range(anatomy.num_layers), modules, routers)
+    layers = build_pieces(model, anatomy, range(anatomy.num_layers), modules, routers, _form(model))
     parts = partition([1.0] * len(layers), min(NUM_STAGES, len(layers)))
     stages = [nn.Sequential(*layers[part.start : part.stop]) for part in parts]
     batches = [sample_batch(model, seed) for seed in range(2)]
@@ -190,9 +190,17 @@ def _require_plain_loss(model: Any, batch: Batch, loss_fn: Any, name: str) -> No
         )
 
 
+def _form(model: Any) -> PictureForm | None:
+    """Of the pictures; None where a model takes none, or pictures of no one size, which are refused later."""
+    try:
+        return picture_form(model)
+    except DecoderError:
+        return None
+
+
 def _images(model: Any, draw: torch.Generator) -> tuple[Tensor, int] | None:
     """Pictures, one a sample, and how many tokens each takes the place of; None where a model takes none."""
-    form = picture_form(model)
+    form = _form(model)
     if form is None:
         return None
     return torch.randn((NUM_SAMPLES, form.num_channels, form.size, form.size), generator=draw), form.num_tokens

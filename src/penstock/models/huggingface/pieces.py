@@ -94,6 +94,11 @@ class EmbeddingPiece(Piece):
                 f"the inputs are {', '.join(('input_ids', *value))}; a model with an encoder needs {TARGETS} too, "
                 "which decoder.inputs_and_targets(batch) makes of the labels"
             )
+        if self._pictures is None and IMAGES in value:
+            raise DecoderError(
+                f"{IMAGES} are among the inputs, and the model takes none, or pictures of no one size; it was "
+                "compared with the whole model on text alone, so give text alone"
+            )
         if self._pictures is not None:
             self._pictures.check(tokens, value.get(IMAGES))
         try:
