@@ -66,6 +66,21 @@ RULES = (
     ),
     rule(r"\bno choice of [\w ]+ gives\b", "no combination adds up to", "no choice of the towers gives 8.2"),
     rule(r"\bor passes into it\b", "one holds a whole number of the other", "fits into a pass, or passes into it"),
+    rule(
+        r"\bone an? (?:rank|stage|microbatch|layer|message)\b", "one per rank, one per stage, ...", "give one a rank"
+    ),
+    rule(
+        r"\bone \w+ a layer\b",
+        "per rank, per stage, ...",
+        "a list with one number a layer",
+    ),
+    rule(
+        r"\bentries, one per \w+ is needed\b",
+        "give one per rank, 4 in all",
+        "f has 2 entries, one per rank is needed",
+    ),
+    rule(r"\bfits no whole number of times\b", "divides", "a window fits no whole number of times into a pass"),
+    rule(r"\b(?:this run|it) is steered\b|\bsteering needs\b", "adapts, adapting", "this run is steered"),
     rule(r"\bruns apart\b(?! from)", "runs asynchronously", "an op that runs apart"),
     rule(r"\b(?:captain|herald)s?\b", "coordinator, notice", "the captain decides"),
     Rule(re.compile(r"\b([a-z]{2,}) \1\b(?<!that that)"), "the word once", "what the the rank holds"),

@@ -96,7 +96,7 @@ def _child(pipe: Connection, rank: int, function: Callable[..., Any], args: tupl
 
 
 class Chain:
-    """Messages between neighbours of a chain of stages, one a rank, forward and backward."""
+    """Messages between neighbours of a chain of stages, one per rank, forward and backward."""
 
     def __init__(self, num_ranks: int, num_microbatches: int) -> None:
         self.num_ranks, self.num_microbatches = num_ranks, num_microbatches

@@ -1,4 +1,4 @@
-"""Runs a function in several gloo processes, one a rank, and tells how each ended.
+"""Runs a function in several gloo processes, one per rank, and tells how each ended.
 
     outcomes = run_ranks(4, cases.train, "zb-v")
     assert [o.value for o in outcomes] == ...

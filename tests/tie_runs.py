@@ -123,7 +123,7 @@ def wrong_mesh(
     """What is farther from the plain loop than a mesh may be, over two updates of two steps each, in words.
 
     Args:
-        layers: of the model; one a stage where not given.
+        layers: of the model; one per stage where not given.
         thaw: everything is frozen but the last bias, until the first update has been made.
         instance: an optimizer is given, and not what makes one.
     """

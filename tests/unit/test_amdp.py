@@ -107,7 +107,7 @@ def test_two_ranks_are_one_pipeline_that_reads_ahead(window: int | None) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"f": [1.0, 2.0]}, "f has 2 times; give one number, or one a stage: 4"),
+        ({"f": [1.0, 2.0]}, "f has 2 times; give one number, or one per stage: 4"),
         ({"b": [1.0, 2.0, 0.0, 1.0]}, r"b is \[1.0, 2.0, 0.0, 1.0\]; give a time above 0"),
         ({"f": 0}, "f is 0; give a time above 0"),
         ({"b": float("nan")}, "b is nan; give a time above 0"),

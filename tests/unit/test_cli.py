@@ -192,7 +192,7 @@ MISUSE = {
     "simulate none.json": "none.json: No such file or directory",
     "simulate none.json --ranks 4": "--ranks is for library schedules; the file none.json says it itself",
     "simulate s.yaml": "s.yaml: schedules are read from .json, .txt or .csv",
-    f"simulate {ZB} --f 1,2": "--f has 2 entries; give one, or one a stage: 4",
+    f"simulate {ZB} --f 1,2": "--f has 2 entries; give one, or one per stage: 4",
     f"simulate {ZB} --f ten": "--f ten: 'ten' is not a number",
     f"simulate {ZB} --f nan": "f of stage 0 is nan: give a number of at least 0",
     f"simulate {ZB} --link 0-1": "--link 0-1: write RANK:RANK=MS, like 0:1=20",

@@ -201,7 +201,7 @@ def test_decisions_say_what_waits_in_host_memory_and_it_stays_within_each_rank_s
         assert all(waits <= limit for waits, limit in zip(made[-1].in_host, job.host_limits, strict=True))
         assert max(made[-1].in_host) >= more
         assert job_from_json(json.loads(json.dumps(job_to_json(job)))) == job
-    with pytest.raises(ControlError, match="one a rank"):
+    with pytest.raises(ControlError, match="one per rank"):
         replace(JOB, host_memory=(1.0, 2.0))
 
 
@@ -398,7 +398,7 @@ def test_digests_tell_configurations_apart() -> None:
 def test_events_out_of_order_are_refused() -> None:
     controller = Controller(JOB)
     controller.feed(IterationEnded(3, 400.0))
-    with pytest.raises(ControlError, match="numbers rise"):
+    with pytest.raises(ControlError, match="ascending order"):
         controller.feed(IterationEnded(3, 400.0))
     with pytest.raises(ControlError, match="none is waiting"):
         controller.feed(Switched(1))
@@ -415,7 +415,7 @@ def test_jobs_that_make_no_sense_are_refused() -> None:
         replace(JOB, host_memory=-1.0)
     with pytest.raises(ControlError, match="price of replan"):
         Prices(replan=float("nan"))
-    with pytest.raises(ControlError, match="one a rank"):
+    with pytest.raises(ControlError, match="one per rank"):
         Configuration(ZB, "frozen", (), (1.0,))
     with pytest.raises(ControlError, match="no configuration"):
         Configuration.from_json("{}")

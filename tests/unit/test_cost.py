@@ -41,9 +41,9 @@ def test_arrays_are_welcome() -> None:
     ("arguments", "message"),
     [
         ({"f": [], "i": [], "w": []}, "costs need at least one stage"),
-        ({"i": [1]}, "i has 1 entries, one a stage is needed: 2"),
-        ({"b": [1, 2, 3]}, "b has 3 entries, one a stage is needed: 2"),
-        ({"activation": [1]}, "activation has 1 entries, one a stage is needed: 2"),
+        ({"i": [1]}, "i has 1 entries; give one per stage, 2 in all"),
+        ({"b": [1, 2, 3]}, "b has 3 entries; give one per stage, 2 in all"),
+        ({"activation": [1]}, "activation has 1 entries; give one per stage, 2 in all"),
         ({"w": [1, -2]}, "w of stage 1 is -2.0: give a number of at least 0"),
         ({"f": [math.nan, 1]}, "f of stage 0 is nan: give a number of at least 0"),
         ({"f": [math.inf, 1]}, "f of stage 0 is inf: give a number of at least 0"),

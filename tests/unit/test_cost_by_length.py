@@ -113,7 +113,7 @@ def test_they_are_read_as_they_were_written(towers: tuple[str, ...]) -> None:
         ({"ff": []}, "unknown field 'ff'"),
         ({"i": [{"per_tokens": 1.0}]}, "fixed, per_token and per_square"),
         ({"i": [{"per_token": -1.0}]}, "per_token of a cost by length is -1.0"),
-        ({"w": []}, "w has 0 entries, one a stage is needed: 1"),
+        ({"w": []}, "w has 0 entries; give one per stage, 1 in all"),
         ({"f": 3}, "fixed, per_token and per_square"),
         ({"towers": 3}, "the name of each stage's tower"),
         ({"towers": ["text", "text"]}, "the name of each stage's tower, 1 in all"),

@@ -123,7 +123,7 @@ def test_costs_of_single_ops_are_their_mean_and_what_differs_from_it() -> None:
     assert (costs.f, costs.i, costs.activation) == ((15, 15), (10, 10), (2, 2))
     assert [costs.duration("F", s, m) for s in range(2) for m in range(3)] == pytest.approx([10, 20, 15, 15, 15, 15])
     assert [costs.memory_change("F", 0, m) for m in range(2)] == [1, 3]
-    with pytest.raises(ps.CostError, match="f of stage 1 has 1 entries, one a microbatch is needed: 2"):
+    with pytest.raises(ps.CostError, match="f of stage 1 has 1 entries; give one per microbatch, 2 in all"):
         ps.Costs.by_microbatch(f=[[1, 2], [1]], i=[1, 1], w=[1, 1])
     with pytest.raises(ps.CostError, match="leave `uneven` out"):
         ps.Costs.by_microbatch(f=[[1, 2]], i=[1], w=[1], uneven=[1, 2])

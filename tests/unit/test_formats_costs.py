@@ -26,13 +26,13 @@ def test_numbers_stand_for_every_stage() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"i": [10]}, "field 'i' has 1 entries, one a stage is needed: 2"),
+        ({"i": [10]}, "field 'i' has 1 entries; give one per stage, 2 in all"),
         ({"i": "ten"}, "field 'i': expected a number or one number per stage, got \"ten\""),
         ({"i": [True, 1]}, "field 'i': expected a number or one number per stage"),
         ({"i": -1}, "i of stage 0 is -1.0: give a number of at least 0"),
         ({"freed_by_input": 2}, "freed_by_input is 2: give a share from 0 to 1"),
         ({"freed_by_input": True}, "freed_by_input is a yes or no"),
-        ({"other": {"U": [1]}}, "field 'other.U' has 1 entries, one a stage is needed: 2"),
+        ({"other": {"U": [1]}}, "field 'other.U' has 1 entries; give one per stage, 2 in all"),
         ({"other": {"U": "long"}}, "field 'other': expected the milliseconds of each registered kind, or one number"),
         ({"version": 2}, "version is 2: this Penstock reads up to 1"),
         ({"format": "x"}, "costs are a JSON object"),

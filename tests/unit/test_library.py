@@ -143,7 +143,7 @@ def test_zb_may_have_any_slack(warmup: list[int]) -> None:
             {"num_stages": 6},
             "interleaved-1f1b needs stages in a multiple of the 4 ranks, got 6; use 4 or 8",
         ),
-        ("zb", {"warmup": [3, 1]}, "zb: warmup has 2 counts, one a rank is needed: 4"),
+        ("zb", {"warmup": [3, 1]}, "zb: warmup has 2 counts; give one per rank, 4 in all"),
         ("zb", {"warmup": [3, 2, 1, 0]}, "zb: a warm-up count is at least 1, got [3, 2, 1, 0]"),
         (
             "zb",

@@ -169,7 +169,7 @@ def test_a_link_costs_what_it_serves():
 @pytest.mark.parametrize(
     ("schedule", "mesh", "costs", "said"),
     [
-        (ps.build("zb", 3, 6), Mesh(4, 2), COSTS, "3 ranks, the mesh has 4 a replica: give pp=3"),
+        (ps.build("zb", 3, 6), Mesh(4, 2), COSTS, "3 ranks, the mesh has 4 per replica: give pp=3"),
         (ps.build("zb", 3, 6), Mesh(3, 2), ps.Costs.uniform(3), "neither gradient_bytes nor weight_bytes"),
         (ps.build("amdp", 4, 8, window=4), Mesh(4, 2), ps.Costs.uniform(4), "use ps.simulate, or another schedule"),
     ],

@@ -212,5 +212,5 @@ def test_wrong_inputs_targets_and_texts_are_refused_by_name() -> None:
         MaskedText(TEXT, 11, 4)
     with pytest.raises(DataError, match="a text of 9 tokens"):
         MaskedText(TEXT[:9], 11, 12)
-    with pytest.raises(DataError, match="token 10 in a text of a vocabulary of 9"):
+    with pytest.raises(DataError, match="token 10 of the text is outside the vocabulary of 9"):
         MaskedText(TEXT, 9, 40).samples([0])

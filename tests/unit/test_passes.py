@@ -321,7 +321,7 @@ def test_a_limit_below_the_schedules_own_peak(apply: Callable[..., ps.Schedule])
         ps.ScheduleError, match=r"rank 0, step 2, F2 of stage 0: the rank would hold 3, the limit is 2"
     ):
         apply(schedule, memory_limit=2)
-    with pytest.raises(ps.ScheduleError, match="memory_limit has 3 entries, one a rank is needed: 2"):
+    with pytest.raises(ps.ScheduleError, match="memory_limit has 3 entries; give one per rank, 2 in all"):
         apply(schedule, memory_limit=[4, 4, 4])
     with pytest.raises(ps.ScheduleError, match="rank 0: the memory limit is nan"):
         apply(schedule, memory_limit=float("nan"))

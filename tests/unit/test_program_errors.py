@@ -74,10 +74,14 @@ CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
         r"after 4 of 16 ops no rank can go on[^$]*rank 0: 0B0 waits for 1B0 on rank 1; 0F2 rank 0 holds 2 of at "
         r"most 2[^$]*rank 1: 1B0 ready since 2; 1 forwards of the warm-up come first; 1F2 waits for 0F2 on rank 0",
     ),
-    "one entry too many": (lambda: build(ps.Rules(warmup=[1, 2, 3])), "rules", "warmup has 3 entries.* needed: 2"),
+    "one entry too many": (
+        lambda: build(ps.Rules(warmup=[1, 2, 3])),
+        "rules",
+        "3 entries; give one per rank, 2 in all",
+    ),
     "negative warm-up": (lambda: build(ps.Rules(warmup=-1)), "rules", "warmup of rank 0 is -1"),
     "half a warm-up": (lambda: build(ps.Rules(warmup=[1.5, 1])), "rules", "1.5: give a whole number"),  # type: ignore[list-item]
-    "warm-up by stage": (lambda: build(ps.Rules(warmup={0: 1})), "rules", "give one number, or one a rank"),  # type: ignore[arg-type]
+    "warm-up by stage": (lambda: build(ps.Rules(warmup={0: 1})), "rules", "give one number, or one per rank"),  # type: ignore[arg-type]
     "cap that is no number": (lambda: build(ps.Rules(max_in_flight=float("nan"))), "rules", "of rank 0 is nan"),
     "cap of a stage that is not there": (
         lambda: build(ps.Rules(max_in_flight={5: 1})),
@@ -188,10 +192,10 @@ CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
         "placement",
         "rank 1 hosts no stage",
     ),
-    "one entry a rank of the branch": (
+    "one entry per rank of the branch": (
         lambda: ps.Program.of_branches({"a": branch(rules=ps.Rules(warmup=[1])), "b": branch()}),
         "rules",
-        "warmup has 1 entries, one a rank of the branch is needed: 2",
+        "warmup has 1 entries; give one per rank of the branch, 2 in all",
     ),
     # registered ops
     "groups that do not divide": (

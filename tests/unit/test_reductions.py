@@ -1,4 +1,4 @@
-"""Reductions of gradients as ops: one a stage, right after its gradients are complete."""
+"""Reductions of gradients as ops: one per stage, right after its gradients are complete."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_a_move_must_pay_for_the_state_it_moves():
     goes = rerank(job, mesh, links, ring=RING, moving=Moving((1e9,) * 3, 1e9, num_iterations=1000), absorb=False)
     assert goes.mesh.use(0, 1).group is Group.UNUSED
     assert goes.moving_ms == 1000.0, "each of two ranks' state to one node, over links of their own"
-    with pytest.raises(ControlError, match="one a rank is needed: 3"):
+    with pytest.raises(ControlError, match="give one per rank, 3 in all"):
         rerank(job, mesh, links, ring=RING, moving=Moving((1e9,), 1e9, 1), absorb=False)
     with pytest.raises(ControlError, match="a bandwidth and iterations above 0"):
         Moving((1.0,), 0.0, 1)

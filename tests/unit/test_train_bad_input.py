@@ -31,7 +31,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "microbatches for interleaved": ("--schedule interleaved-1f1b --stages 8 --microbatches 6", ["6", "4"]),
     "stages not a multiple": ("--schedule interleaved-1f1b --stages 6", ["6", "4"]),
     "stages of 1f1b": ("--stages 8", ["1f1b", "stages"]),
-    "warm-up counts": ("--schedule zb --warmup 7,5", ["2 counts", "one a rank", "4"]),
+    "warm-up counts": ("--schedule zb --warmup 7,5", ["2 counts", "one per rank", "4"]),
     "warm-up words": ("--warmup many", ["--warmup many", "7,5,3,1"]),
     "more stages than layers": ("--ranks 8 --depth 2", ["8 stages", "4 layers"]),
     "schedule of wrong shape": ("--schedule wrong.json", ["wrong.json", "not a schedule"]),
@@ -86,7 +86,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "window not a multiple of the block": ("--schedule amdp --window 6", ["window", "4 microbatches", "got 6"]),
     "microbatches that are no block": (
         "--schedule amdp --rule none --microbatches 6",
-        ["6 are none", "--microbatches 4 or 8"],
+        ["a multiple of 4 microbatches", "got 6", "--microbatches 4 or 8"],
     ),
     "odd ranks": ("--schedule amdp --ranks 3", ["ranks", "got 3", "2 or 4"]),
     "no window": ("--schedule amdp --window 0", ["window is 0", "at least 1"]),

@@ -226,7 +226,7 @@ def test_recompute_is_tried_where_memory_is_limited(capsys: pytest.CaptureFixtur
 
 def test_an_impossible_memory_limit_says_the_least(capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(capsys, "tune", *FAST, "--ranks", "2", "--memory-limit", "1KiB")
-    assert "nothing fits in 1 KiB a rank; the least is" in message
+    assert "nothing fits in 1 KiB per rank; the least is" in message
     assert "recompute" in message
 
 

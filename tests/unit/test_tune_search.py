@@ -86,7 +86,7 @@ def test_every_step_of_a_candidate_simulates_as_predicted() -> None:
 def test_an_impossible_limit_says_the_least_and_for_what() -> None:
     space, model = TuneSpace(2, 4), profile(6)
     smallest = min(p.peak_bytes for _, p in everything(space, model))
-    with pytest.raises(TuneError, match=r"nothing fits in 1 bytes a rank; the least is (.*), for .*pp 2") as told:
+    with pytest.raises(TuneError, match=r"nothing fits in 1 bytes per rank; the least is (.*), for .*pp 2") as told:
         search(space, lambda shape, again: model, lambda shape: LINKS, memory_limit=1.0)
     assert in_bytes(smallest) in str(told.value)
     found = search(space, lambda shape, again: model, lambda shape: LINKS, memory_limit=smallest)

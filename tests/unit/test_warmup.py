@@ -127,7 +127,7 @@ def test_no_counts_within_memory_have_a_larger_least_slack(caps: list[int], num:
     [
         ({"memory": 0.5}, "stage 0 has memory 0.5, of which 0 is reserved: no room for one forward, which keeps 1"),
         ({"memory": 5, "reserved": [0, 5, 0, 0]}, "stage 1 has memory 5, of which 5 is reserved"),
-        ({"memory": [4, 4]}, "memory has 2 entries, one a stage is needed: 4"),
+        ({"memory": [4, 4]}, "memory has 2 entries; give one per stage, 4 in all"),
         ({"memory": float("nan")}, "memory of stage 0 is nan"),
         ({"memory": 5, "activation": -1}, "activation of stage 0 is -1"),
     ],
@@ -288,7 +288,7 @@ def test_alternation_is_strict() -> None:
     [
         ({"rule": "fair"}, ps.ScheduleError, "rule 'fair': give 'priority' or 'alternate'"),
         ({"warmup": (1, 2, 1, 1)}, ps.ScheduleError, "never rise"),
-        ({"warmup": (2, 1)}, ps.ScheduleError, "warmup has 2 counts, one a stage is needed: 4"),
+        ({"warmup": (2, 1)}, ps.ScheduleError, "warmup has 2 counts; give one per stage, 4 in all"),
         ({"warmup": (7, 5, 3, 1), "memory_limit": 6}, ps.ScheduleError, "stage 0: 7 warm-up forwards are more"),
         ({"memory_limit": 0.5}, ps.CostError, "rank 0: memory_limit 0.5 has no room for one forward"),
         ({"links": ps.Links({(0, 9): 1.0})}, ps.CostError, "link 0:9"),

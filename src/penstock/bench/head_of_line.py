@@ -38,7 +38,7 @@ PAPER = {
 
 @dataclass(frozen=True)
 class ToyPipeline:
-    """What is trained: a chain of stages, one a rank."""
+    """What is trained: a chain of stages, one per rank."""
 
     name: str
     costs: ps.Costs

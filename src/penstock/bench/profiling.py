@@ -36,7 +36,7 @@ WARM_UPS = 8
 
 
 def run(num_ranks: int, steps: int, blocks: int) -> list[dict[str, Any]]:
-    """Measures; one process a rank calls it. Returns every rank's row, on every rank."""
+    """Measures; one process per rank calls it. Returns every rank's row, on every rank."""
     schedule = ps.build("1f1b", num_ranks, 4 * num_ranks)
     row = [OP] * num_ranks
     costs = ps.Costs(row, row, row, message_bytes=[SIZE] * num_ranks)

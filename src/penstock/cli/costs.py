@@ -1,6 +1,6 @@
 """Costs and links as verbs take them: the same options everywhere, and what they come to.
 
---f 10 --i 10 --w 10,12        ms, for all stages alike or one a stage
+--f 10 --i 10 --w 10,12        ms, for all stages alike or one per stage
 --costs gpt2-14b               a preset, or a file of costs or of a profile
 --link 0:1=20 --link 2:3=latency:30ms+loss:1%
 """
@@ -21,7 +21,7 @@ from penstock.formats.costs import read_costs
 F = Annotated[
     str | None,
     typer.Option(
-        "--f", metavar="MS", help="Forward: ms, or one a stage: 10,12. [1 for each rank's share of the model]"
+        "--f", metavar="MS", help="Forward: ms, or one per stage: 10,12. [1 for each rank's share of the model]"
     ),
 ]
 I = Annotated[str | None, typer.Option("--i", metavar="MS", help="Input-gradient half of the backward. [alike]")]
@@ -72,7 +72,7 @@ LateLink = Annotated[
 DefaultDelay = Annotated[float, typer.Option("--default-delay", help="Delay of all other links, ms.")]
 
 ROWS = ("f", "i", "w", "b", "activation", "message_bytes")
-"""What is given one a stage."""
+"""What is given one per stage."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Configuration:
         object.__setattr__(self, "caps", tuple(float(cap) for cap in self.caps))
         object.__setattr__(self, "nodes", tuple(self.nodes))
         if len(self.caps) != self.schedule.num_ranks:
-            raise ControlError(f"{len(self.caps)} caps, one a rank is needed: {self.schedule.num_ranks}")
+            raise ControlError(f"{len(self.caps)} caps; give one per rank, {self.schedule.num_ranks} in all")
 
     def to_json(self) -> str:
         """One line, the same for equal configurations."""
@@ -126,7 +126,7 @@ class Job:
         costs: per stage.
         start: what runs first, and what the job goes back to on healthy links; its caps are the device's memory.
         host_memory: how much more each rank may hold while some link is delegated, since activations may then wait
-            in host memory; in the units of the costs, one number for all ranks or one a rank.
+            in host memory; in the units of the costs, one number for all ranks or one per rank.
         depth: messages a link that is not delegated holds under way before its sender blocks; 0: never blocks.
         delegate_ms: what a delegate adds to each message's time.
         prices: of switching.
@@ -162,10 +162,12 @@ class Job:
             object.__setattr__(self, "host_memory", tuple(self.host_memory))
         for limit in self.host_limits:
             if not isinstance(limit, Real) or not 0 <= float(limit) < math.inf:
-                raise ControlError(f"host_memory is {self.host_memory!r}: give a number of at least 0, or one a rank")
+                raise ControlError(
+                    f"host_memory is {self.host_memory!r}: give a number of at least 0, or one per rank"
+                )
         if len(self.host_limits) != self.num_ranks:
             raise ControlError(
-                f"host_memory has {len(self.host_limits)} entries, one a rank is needed: {self.num_ranks}"
+                f"host_memory has {len(self.host_limits)} entries; give one per rank, {self.num_ranks} in all"
             )
         for name in ("delegate_ms", "least_gain", "depth"):
             value = getattr(self, name)
@@ -173,7 +175,8 @@ class Job:
                 raise ControlError(f"{name} is {value!r}: give a number of at least 0")
         if self.costs.num_stages != self.start.schedule.num_stages:
             raise ControlError(
-                f"the costs are for {self.costs.num_stages} stages, the schedule has {self.start.schedule.num_stages}"
+                f"the costs are for {self.costs.num_stages} stages, the schedule has "
+                f"{self.start.schedule.num_stages}; give costs for as many stages"
             )
         if not fits(self.start, self.costs):
             raise ControlError(

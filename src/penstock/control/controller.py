@@ -268,7 +268,10 @@ class Controller:
 
     def _end_iteration(self, event: IterationEnded) -> Decision | None:
         if event.number <= self._iteration:
-            raise ControlError(f"iteration {event.number} ended after iteration {self._iteration}: numbers rise")
+            raise ControlError(
+                f"iteration {event.number} ended after iteration {self._iteration}: report iterations in "
+                "ascending order"
+            )
         self._iteration, self._ms = event.number, event.ms
         self._age += 1
         news = self._book.end_iteration(event.ms)

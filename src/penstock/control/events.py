@@ -97,8 +97,8 @@ class Transfers:
         _check_link(self.link)
         if not self.ms or len(self.num_bytes) != len(self.ms):
             raise ControlError(
-                f"link {show_link(self.link)}: {len(self.num_bytes)} sizes and {len(self.ms)} times: give one of "
-                f"each a message, and nothing where none passed"
+                f"link {show_link(self.link)}: {len(self.num_bytes)} sizes and {len(self.ms)} times: give "
+                "one size and one time per message, and no event where no message passed"
             )
         for size, ms in zip(self.num_bytes, self.ms, strict=True):
             _check_number(f"the size of a message on link {show_link(self.link)}", size)

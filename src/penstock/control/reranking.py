@@ -64,7 +64,7 @@ class Moving:
     def ms(self, now: Mesh, then: Mesh) -> float:
         """How long it takes: each node fetches its new rank's state, one after the other from each that has it."""
         if len(self.state_bytes) != now.pp:
-            raise ControlError(f"state_bytes has {len(self.state_bytes)} entries, one a rank is needed: {now.pp}")
+            raise ControlError(f"state_bytes has {len(self.state_bytes)} entries; give one per rank, {now.pp} in all")
         wanted = [rank for _, rank in now.fetching(then)]
         loads = [math.ceil(wanted.count(rank) / now.dp) * self.state_bytes[rank] for rank in set(wanted)]
         return max(loads, default=0.0) / self.bandwidth * 1e3

@@ -100,7 +100,7 @@ class CostsByLength:
         given["message_bytes"] = tuple(self.message_bytes) or (LengthLine(),) * num
         for name, lines in given.items():
             if len(lines) != num:
-                raise CostError(f"{name} has {len(lines)} entries, one a stage is needed: {num}")
+                raise CostError(f"{name} has {len(lines)} entries; give one per stage, {num} in all")
             object.__setattr__(self, name, tuple(lines))
         names = tuple(self.towers)
         if names and (len(names) != num or not all(isinstance(name, str) for name in names)):

@@ -34,7 +34,7 @@ def _validated(name: str, values: Sequence[float], length: int | None) -> tuple[
     except (TypeError, ValueError, OverflowError):
         raise CostError(f"{name} is {reprlib.repr(values)}: give one number per stage") from None
     if length is not None and len(result) != length:
-        raise CostError(f"{name} has {len(result)} entries, one a stage is needed: {length}")
+        raise CostError(f"{name} has {len(result)} entries; give one per stage, {length} in all")
     for stage, value in enumerate(result):
         if not math.isfinite(value) or value < 0:
             raise CostError(f"{name} of stage {stage} is {value}: give a number of at least 0")
@@ -209,8 +209,8 @@ class Costs:
             ]
             if short := [stage for stage, row in enumerate(per_stage) if len(row) != num]:
                 raise CostError(
-                    f"{name} of stage {short[0]} has {len(per_stage[short[0]])} entries, one a microbatch is needed: "
-                    f"{num}"
+                    f"{name} of stage {short[0]} has {len(per_stage[short[0]])} entries; give one per microbatch, "
+                    f"{num} in all"
                 )
             means[name] = [sum(row) / num for row in per_stage]
             factors[what] = [

@@ -102,8 +102,8 @@ class Uneven:
             for kind, rows in self.rows_of(name).items():
                 if len(rows) not in (1, num_stages):
                     raise CostError(
-                        f"uneven {name}{f' of {kind}' if kind else ''} has {len(rows)} rows, one for all stages or "
-                        f"one a stage is needed: {num_stages}"
+                        f"uneven {name}{f' of {kind}' if kind else ''} has {len(rows)} rows; give one for "
+                        f"all stages, or one per stage, {num_stages} in all"
                     )
 
     def rows_of(self, what: str) -> Mapping[str, Rows]:

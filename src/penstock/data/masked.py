@@ -103,7 +103,10 @@ class MaskedText:
         whole[first + 2 : -1] = self.tokens[after : after + second]
         plain = np.concatenate([np.arange(1, first + 1), np.arange(first + 2, self.length - 1)])
         if int(whole[plain].max()) >= self.vocab_size:
-            raise DataError(f"token {int(whole[plain].max())} in a text of a vocabulary of {self.vocab_size}.")
+            raise DataError(
+                f"token {int(whole[plain].max())} of the text is outside the vocabulary of "
+                f"{self.vocab_size}. Give the tokenizer's own."
+            )
         guessed = plain[permuted(np.arange(self.num_guessed), plain.size, self.seed, number, 3)]
         labels = np.full(self.length, IGNORED, np.int64)
         labels[guessed] = whole[guessed]

@@ -174,7 +174,7 @@ class IndexedWriter:
     def add(self, tokens: Tokens) -> None:
         """Appends one document, tokens[T]; `DataError` for a token outside the vocabulary."""
         if not self._open:
-            raise DataError(f"{self.prefix}: add() outside the writer's with block.")
+            raise DataError(f"{self.prefix}: add() was called outside the writer's with block. Call it inside.")
         array = np.asarray(tokens)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise DataError(f"a document of {array.dtype} {array.shape}; it must be a row of integers.")

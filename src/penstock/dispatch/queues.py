@@ -188,7 +188,10 @@ def queue_graph(
     links.check_ranks(num_ranks)
     num_stages = placement.num_stages
     if costs.num_stages != num_stages:
-        raise CostError(f"the costs are for {costs.num_stages} stages, the placement has {num_stages}")
+        raise CostError(
+            f"the costs are for {costs.num_stages} stages, the placement has {num_stages}; "
+            "give costs for as many stages"
+        )
     graph = stage_graph or StageGraph.chain(num_stages)
     mine: list[list[int]] = [[] for _ in placement.pipelines]
     for m, pipeline in enumerate(microbatch_pipeline):

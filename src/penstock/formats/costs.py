@@ -93,7 +93,7 @@ def costs_to_json(costs: Costs) -> str:
 
 
 def uneven_json(costs: Costs) -> dict[str, Any]:
-    """The factors as a file has them, of all kinds alike or by kind, one row for all stages or one a stage."""
+    """The factors as a file has them, of all kinds alike or by kind, one row for all stages or one per stage."""
     value: dict[str, Any] = {}
     for what in UNEVEN:
         found = {kind: rows[0] if len(rows) == 1 else rows for kind, rows in costs.factors.rows_of(what).items()}
@@ -191,5 +191,5 @@ def _row(name: str, value: Any, num_stages: int) -> list[Any]:
     if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in each):
         raise CostError(f"field {name!r}: expected a number or one number per stage, got {json.dumps(value)[:60]}")
     if len(values) != num_stages:
-        raise CostError(f"field {name!r} has {len(values)} entries, one a stage is needed: {num_stages}")
+        raise CostError(f"field {name!r} has {len(values)} entries; give one per stage, {num_stages} in all")
     return values

@@ -170,7 +170,7 @@ def from_json(text: str) -> Schedule:
         _is_list(value.get("microbatch_pipeline"), _is_int),
         "a list of pipelines",
     )
-    rows = _field(value, "order", _is_table(value.get("order"), _is_str), "lists of ops, one a rank")
+    rows = _field(value, "order", _is_table(value.get("order"), _is_str), "lists of ops, one per rank")
     limit = value.get("memory_limit")
     if limit is not None:
         _field(value, "memory_limit", _is_number(limit), "a number above 0, or null")
@@ -237,7 +237,7 @@ def _stage_graph(value: dict[str, Any], num_stages: int, version: int) -> StageG
     entry = (_is_str, _is_int, _is_int, lambda ranks: _is_list(ranks, _is_int))
     shape = {
         "edges": (lambda e: _is_row(e, (_is_int, _is_int)), "pairs of stages"),
-        "num_microbatches": (_is_int, "counts, one a stage, or none"),
+        "num_microbatches": (_is_int, "counts, one per stage, or none"),
         "registered": (
             lambda r: (
                 _is_row(r, entry)

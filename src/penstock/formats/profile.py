@@ -1,6 +1,6 @@
 """Costs from a profile: what `penstock profile --out` measured of a model's layers, cut into stages.
 
-layers      embedding  block  block  block  head          f, i, w ... one entry a layer
+layers      embedding  block  block  block  head          f, i, w ... one entry per layer
 stages     [          stage 0       ][   stage 1   ]      the costliest stage costs least
 """
 
@@ -39,7 +39,7 @@ def costs_of_profile(value: Mapping[str, Any], num_stages: int) -> Costs:
     profile = _chosen(value.get("profiles"), num_stages)
     rows = {name: _row(profile, name) for name in _ROWS}
     if len({len(row) for row in rows.values()}) != 1:
-        raise CostError(f"the profile's lists have different lengths; each of {', '.join(_ROWS)} has one a layer")
+        raise CostError(f"the profile's lists have different lengths; each of {', '.join(_ROWS)} has one per layer")
     layers = [f + i + w for f, i, w in zip(rows["f_split"], rows["i"], rows["w"], strict=True)]
     try:
         parts = partition(layers, num_stages)
@@ -86,7 +86,7 @@ def _whole(profile: Mapping[str, Any], name: str) -> int:
 def _row(profile: Mapping[str, Any], name: str) -> Sequence[float]:
     row = profile.get(name)
     if not isinstance(row, list) or not row:
-        raise CostError(f"a profile's {name} is {row!r}: give a list with one number a layer")
+        raise CostError(f"a profile's {name} is {row!r}: give a list with one number per layer")
     for value in row:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise CostError(f"a profile's {name} has {value!r} in it: give numbers of at least 0")

@@ -74,7 +74,7 @@ def _answer(request: dict[str, Any], layout: Layout, forwarder: Forwarder) -> di
     if what == "end":
         forwarder.end()
         return {}
-    raise LabMisuse(f"{what!r} is nothing that a lab does")
+    raise LabMisuse(f"{what!r} is not a request that a lab knows; is it of another version?")
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ class Layout:
         if not 1 <= self.num_hosts <= MOST_HOSTS:
             raise LabMisuse(f"{self.num_hosts} hosts: a lab has 1 to {MOST_HOSTS}")
         if not 1 <= self.num_nics <= MOST_NICS:
-            raise LabMisuse(f"{self.num_nics} interfaces a host: give 1 to {MOST_NICS}")
+            raise LabMisuse(f"{self.num_nics} interfaces per host: give 1 to {MOST_NICS}")
 
     def namespace(self, host: int) -> str:
         return f"{PREFIX}{self.name}-{self.hostname(host)}"

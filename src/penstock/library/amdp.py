@@ -75,7 +75,8 @@ def amdp(
     copies on one rank (2i = 2(j' - j) + 1 mod d then has a solution). d = 2 is one pipeline that reads ahead.
 
     Args:
-        f, b, u: times of a stage's F, B and its owner's U: one for all, or one a stage. Their ratios shape the order.
+        f, b, u: times of a stage's F, B and its owner's U: one for all, or one per stage.
+            Their ratios shape the order.
         window: microbatches that an update gathers, a multiple of the d of a block; without it updates are left out.
         max_mismatch: most updates between a microbatch's F and B on any stage; 0 drains the pipelines at each update.
         message: how long an activation or gradient takes from rank to rank, in the unit of f and b.
@@ -154,14 +155,14 @@ class _Maker:
 
 
 def _per_stage(name: str, given: float | Sequence[float], num_stages: int, zero: bool = False) -> tuple[float, ...]:
-    """One time a stage, of a number for all or one for each."""
+    """One time per stage, of a number for all or one for each."""
     if isinstance(given, Sequence) and not isinstance(given, str):
         times = tuple(given)
     else:
         times = (given,) * num_stages
     if len(times) != num_stages:
         raise ScheduleError(
-            f"amdp: {name} has {len(times)} times; give one number, or one a stage: {num_stages}", rule="options"
+            f"amdp: {name} has {len(times)} times; give one number, or one per stage: {num_stages}", rule="options"
         )
     for time in times:
         real = isinstance(time, int | float) and isfinite(time)

@@ -42,7 +42,7 @@ def warmup_counts(name: str, warmup: Sequence[int], num_ranks: int, num_microbat
     counts = list(warmup)
     if len(counts) != num_ranks:
         raise ScheduleError(
-            f"{name}: warmup has {len(counts)} counts, one a rank is needed: {num_ranks}", rule="options"
+            f"{name}: warmup has {len(counts)} counts; give one per rank, {num_ranks} in all", rule="options"
         )
     if min(counts) < 1:
         raise ScheduleError(f"{name}: a warm-up count is at least 1, got {counts}", rule="options")

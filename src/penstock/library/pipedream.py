@@ -61,7 +61,7 @@ def pipedream_2bw(num_ranks: int, num_microbatches: int, window: int | None = No
         window: microbatches an update gathers, at least p; without it the updates are left out.
     """
     if window is not None:
-        at_least("pipedream-2bw", "microbatches in a window, one a rank,", window, num_ranks)
+        at_least("pipedream-2bw", "microbatches in a window, one per rank,", window, num_ranks)
     return _never_flushed("pipedream-2bw", num_ranks, num_microbatches, window)
 
 

@@ -67,7 +67,7 @@ def zb(
     printed form deadlocks), and with `max_in_flight` forwards also respect a cap.
 
     Args:
-        warmup: x_i, one a rank, never rising; by default 2(p - i) - 1.
+        warmup: x_i, one per rank, never rising; by default 2(p - i) - 1.
         max_in_flight: most stage activations a rank may hold, freed at W; None for no limit, as in the paper.
     """
     default = [2 * (num_ranks - rank) - 1 for rank in range(num_ranks)]

@@ -44,7 +44,7 @@ def memory_of(schedule: Schedule, graph: Graph, costs: Costs, memory_limit: floa
     """The memory of a schedule under a limit, and under its own.
 
     Args:
-        memory_limit: in the units of the costs' activations, one for all ranks or one a rank; None for none.
+        memory_limit: in the units of the costs' activations, one for all ranks or one per rank; None for none.
 
     Raises:
         ScheduleError: limits of the wrong number, or below 0.
@@ -77,7 +77,7 @@ def _caps(schedule: Schedule, memory_limit: float | Sequence[float] | None) -> l
     given = [memory_limit] * schedule.num_ranks if isinstance(memory_limit, int | float) else list(memory_limit)
     if len(given) != schedule.num_ranks:
         raise ScheduleError(
-            f"memory_limit has {len(given)} entries, one a rank is needed: {schedule.num_ranks}", rule="memory"
+            f"memory_limit has {len(given)} entries; give one per rank, {schedule.num_ranks} in all", rule="memory"
         )
     for rank, cap in enumerate(given):
         if not cap >= 0:

@@ -83,7 +83,10 @@ class PassNetwork:
 def check_costs(schedule: Schedule, costs: Costs) -> None:
     """Raises CostError for costs of another number of stages."""
     if costs.num_stages != schedule.num_stages:
-        raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
+        raise CostError(
+            f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}; "
+            "give costs for as many stages"
+        )
 
 
 def network(schedule: Schedule, costs: Costs, links: Links) -> PassNetwork:

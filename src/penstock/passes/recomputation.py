@@ -31,7 +31,7 @@ def recompute(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[f
     Args:
         schedule: whose forwards may run again.
         costs: per stage, with `kept_by_recompute`.
-        memory_limit: most a rank may hold, in the units of the costs' activations; one for all or one a rank.
+        memory_limit: most a rank may hold, in the units of the costs' activations; one for all or one per rank.
 
     Raises:
         ScheduleError: the schedule is not valid, or a rank is above its limit even with every R that helps.

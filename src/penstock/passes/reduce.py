@@ -36,7 +36,7 @@ def reduced_stages(schedule: Schedule) -> list[int]:
 
 
 def add_reductions(schedule: Schedule, asynchronous: bool = True) -> Schedule:
-    """The schedule with one REDUCE a stage, after the stage's last B or W; all else stays where it is.
+    """The schedule with one REDUCE per stage, after the stage's last B or W; all else stays where it is.
 
     A schedule that has them stays as it is.
 

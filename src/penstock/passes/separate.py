@@ -62,7 +62,7 @@ def separate_gradients(
         schedule: with full backwards.
         costs: per stage; by default F = I = W = 1 ms for each rank's share of the model (`Costs.assumed`).
         links: delays; by default none.
-        memory_limit: most a rank may hold, in the units of the costs' activations; one for all or one a rank.
+        memory_limit: most a rank may hold, in the units of the costs' activations; one for all or one per rank.
             The schedule's own limit, in stage activations, holds besides.
 
     Raises:

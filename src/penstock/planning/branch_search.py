@@ -69,7 +69,7 @@ class BranchWay:
         stages = self.branch.placement.num_stages
         if self.costs.num_stages != stages:
             raise ScheduleError(
-                f"a branch of {stages} stages has costs of {self.costs.num_stages}; give costs of as many",
+                f"a branch of {stages} stages has costs of {self.costs.num_stages}; give costs for as many",
                 rule="stages",
             )
         if self.num_devices < self.num_ranks:

@@ -77,7 +77,7 @@ def _per_rank(name: str, value: float | Sequence[float], num_ranks: int) -> tupl
     values = [value] * num_ranks if isinstance(value, Real) else list(value)  # type: ignore[arg-type]
     if len(values) != num_ranks:
         raise ScheduleError(
-            f"{name} has {len(values)} entries; give one number, or one a rank: {num_ranks}", rule="options"
+            f"{name} has {len(values)} entries; give one number, or one per rank: {num_ranks}", rule="options"
         )
     for rank, cap in enumerate(values):
         if not isinstance(cap, Real) or isinstance(cap, bool) or not float(cap) > 0:

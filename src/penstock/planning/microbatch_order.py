@@ -195,7 +195,10 @@ class OrderSearch:
     ) -> None:
         require_costs(costs)
         if costs.num_stages != schedule.num_stages:
-            raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
+            raise CostError(
+                f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}; "
+                "give costs for as many stages"
+            )
         self.costs, self._links = costs, Links.of(links)
         self._links.check_ranks(schedule.num_ranks)
         self._transport = as_transport(transport)

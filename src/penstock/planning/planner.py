@@ -491,7 +491,10 @@ def _stages(costs: Costs, stages: StageGraph | None) -> StageGraph | None:
     if not isinstance(stages, StageGraph):
         raise ScheduleError(f"stages is {stages!r}: give a ps.schedule.StageGraph", rule="stages")
     if stages.num_stages != costs.num_stages:
-        raise CostError(f"the costs are for {costs.num_stages} stages, the stage graph has {stages.num_stages}")
+        raise CostError(
+            f"the costs are for {costs.num_stages} stages, the stage graph has {stages.num_stages}; "
+            "give costs for as many stages"
+        )
     return None if stages.is_chain else stages
 
 
@@ -506,14 +509,17 @@ def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: P
     if placement is None:
         if costs.num_stages != num_ranks:
             raise CostError(
-                f"the costs are for {costs.num_stages} stages, one a rank is {num_ranks}; "
+                f"the costs are for {costs.num_stages} stages, and there are {num_ranks} ranks; "
                 "say with `placement` where they go"
             )
         return one_to_one(num_ranks)
     if not isinstance(placement, Placement):
         raise ScheduleError(f"placement is {placement!r}: give one of ps.placements", rule="placement")
     if placement.num_stages != costs.num_stages:
-        raise CostError(f"the costs are for {costs.num_stages} stages, the placement for {placement.num_stages}")
+        raise CostError(
+            f"the costs are for {costs.num_stages} stages, the placement for {placement.num_stages}; "
+            "give costs for as many stages"
+        )
     for pipeline, hosts in enumerate(placement.pipelines):
         if max(hosts) >= num_ranks:
             raise ScheduleError(

@@ -60,8 +60,8 @@ def slow_link_schedule(
         rule: what a stage does after its warm-up: "priority" or "alternate".
         costs: per stage; they need not be alike.
         links: delays between neighbouring ranks; by default none.
-        warmup: x_i, one a stage, never rising; by default `adapted_warmups` for these links, within the limit.
-        memory_limit: most a rank may hold, in the units of the costs' activations; one for all or one a rank.
+        warmup: x_i, one per stage, never rising; by default `adapted_warmups` for these links, within the limit.
+        memory_limit: most a rank may hold, in the units of the costs' activations; one for all or one per rank.
             None for no limit, as in the paper, which moves activations to host memory.
         prove: False where many are compared, and only the one that is chosen is to be proved.
 
@@ -116,7 +116,7 @@ def _counts(
     counts = [min(count, num_microbatches) for count in warmup]
     if len(counts) != costs.num_stages:
         raise ScheduleError(
-            f"warmup has {len(counts)} counts, one a stage is needed: {costs.num_stages}", rule="options"
+            f"warmup has {len(counts)} counts; give one per stage, {costs.num_stages} in all", rule="options"
         )
     for stage, count in enumerate(counts):
         if count < 1 or (stage and count > counts[stage - 1]):
@@ -141,7 +141,7 @@ def _most_in_flight(costs: Costs, num_microbatches: int, memory_limit: float | S
     num = costs.num_stages
     limits = [memory_limit] * num if isinstance(memory_limit, int | float) else list(memory_limit)
     if len(limits) != num:
-        raise CostError(f"memory_limit has {len(limits)} entries, one a rank is needed: {num}")
+        raise CostError(f"memory_limit has {len(limits)} entries; give one per rank, {num} in all")
     most = []
     for stage, limit in enumerate(limits):
         kept = costs.memory_change("F", stage)

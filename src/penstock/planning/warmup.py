@@ -87,7 +87,10 @@ def tolerances(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], float]
         CostError: costs for another number of stages.
     """
     if costs.num_stages != schedule.num_stages:
-        raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
+        raise CostError(
+            f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}; "
+            "give costs for as many stages"
+        )
     hosts = schedule.placement.pipelines[0]
     if schedule.placement.num_pipelines > 1 or len(set(hosts)) != len(hosts):
         raise ScheduleError(
@@ -131,7 +134,7 @@ def initial_warmups(
     Args:
         num_stages: of the pipeline.
         num_microbatches: of a step.
-        memory: of each rank, in bytes or activation units; one number for all, or one a stage.
+        memory: of each rank, in bytes or activation units; one number for all, or one per stage.
         activation: what one forward keeps, alike.
         reserved: what else the rank holds, alike.
 
@@ -184,7 +187,7 @@ def adapted_warmups(
         links: the delays (ms).
         num_microbatches: of a step.
         kind: what passes the gradient on: "I", or "B" where backwards are not split.
-        max_in_flight: most forwards a stage may hold before its first backward; one number for all, or one a
+        max_in_flight: most forwards a stage may hold before its first backward; one number for all, or one per
             stage. None where activations go to host memory, as in the paper.
 
     Raises:
@@ -266,7 +269,7 @@ def _each(name: str, value: float | Sequence[float], num_stages: int) -> list[fl
     """One number per stage, at least 0."""
     values = [value] * num_stages if isinstance(value, Real) else list(value)  # type: ignore[arg-type]
     if len(values) != num_stages:
-        raise CostError(f"{name} has {len(values)} entries, one a stage is needed: {num_stages}")
+        raise CostError(f"{name} has {len(values)} entries; give one per stage, {num_stages} in all")
     for stage, each in enumerate(values):
         if not isinstance(each, Real) or math.isnan(each) or each < 0:
             raise CostError(f"{name} of stage {stage} is {each!r}: give a number of at least 0")

@@ -88,7 +88,7 @@ const library = (() => {
 
   function zb(p, n, options) {
     const given = options.warmup || range(p).map((rank) => 2 * (p - rank) - 1);
-    if (given.length !== p) refuse(`zb: warmup has ${given.length} counts, one a rank is needed: ${p}`);
+    if (given.length !== p) refuse(`zb: warmup has ${given.length} counts; give one per rank, ${p} in all`);
     if (Math.min(...given) < 1) refuse(`zb: a warm-up count is at least 1, got [${given.join(", ")}]`);
     for (let rank = 1; rank < p; rank++)
       if (given[rank] > given[rank - 1])

@@ -445,7 +445,7 @@ def _of_one_rank(rules: Rules, place: int, num_ranks: int, first_stage: int, num
             entries = list(value)
             if len(entries) != num_ranks:
                 raise ScheduleError(
-                    f"{name} has {len(entries)} entries, one a rank of the branch is needed: {num_ranks}",
+                    f"{name} has {len(entries)} entries; give one per rank of the branch, {num_ranks} in all",
                     rule="rules",
                 )
             changes[name] = entries[place]

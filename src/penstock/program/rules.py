@@ -254,10 +254,12 @@ def _of_rank(name: str, value: Any, rank: int, num_ranks: int, otherwise: float)
     if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
         entries = list(value)
         if len(entries) != num_ranks:
-            raise ScheduleError(f"{name} has {len(entries)} entries, one a rank is needed: {num_ranks}", rule="rules")
+            raise ScheduleError(
+                f"{name} has {len(entries)} entries; give one per rank, {num_ranks} in all", rule="rules"
+            )
         entry = entries[rank]
     if isinstance(entry, bool) or not isinstance(entry, Real):
-        raise ScheduleError(f"{name} is {reprlib.repr(value)}: give one number, or one a rank", rule="rules")
+        raise ScheduleError(f"{name} is {reprlib.repr(value)}: give one number, or one per rank", rule="rules")
     if not float(entry) >= 0:
         raise ScheduleError(f"{name} of rank {rank} is {entry}: give at least 0", rule="rules")
     return float(entry)

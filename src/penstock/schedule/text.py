@@ -374,7 +374,7 @@ def parse(text: str) -> Schedule:
         _fail(1, 1, f"a shared stage names a rank that is not there: there are {num_ranks} ranks")
     placement = Placement(tuple(pipelines[k] for k in range(len(pipelines))), tuple(shared))
     if edges is None and (counts or registered or needs):
-        _fail(1, 1, "a line tells of a stage graph, but there is no 'edges A>B ...' line")
+        _fail(1, 1, "a line describes a stage graph, but there is no 'edges A>B ...' line; add one")
     graph = None if edges is None else StageGraph(num_stages, edges, counts, tuple(registered), tuple(needs))
     pipeline_of = [0] * num_microbatches
     if len(pipelines) > 1 or mine[0]:

@@ -128,16 +128,18 @@ def frozen_caps(
 
 
 def given_caps(memory_limit: float | Sequence[float], num_ranks: int) -> list[float]:
-    """Reads the caps that a user gave, one for all ranks or one a rank. Raises ScheduleError for what are none."""
+    """Reads the caps that a user gave, one for all ranks or one per rank. Raises ScheduleError for what are none."""
     try:
         single = isinstance(memory_limit, int | float)
         caps = [float(memory_limit)] * num_ranks if single else list(map(float, memory_limit))  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise ScheduleError(
-            f"memory_limit is {memory_limit!r}: give a number of activations, or one a rank", rule="memory"
+            f"memory_limit is {memory_limit!r}: give a number of activations, or one per rank", rule="memory"
         ) from None
     if len(caps) != num_ranks:
-        raise ScheduleError(f"memory_limit has {len(caps)} entries, one a rank is needed: {num_ranks}", rule="memory")
+        raise ScheduleError(
+            f"memory_limit has {len(caps)} entries; give one per rank, {num_ranks} in all", rule="memory"
+        )
     for rank, cap in enumerate(caps):
         if math.isnan(cap) or cap < 0:
             raise ScheduleError(

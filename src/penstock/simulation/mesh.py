@@ -53,7 +53,7 @@ class MeshTimeline:
     Attributes:
         mesh: where the nodes lay.
         replicas: the timeline of each one's pipeline.
-        reductions: one a stage, by rank and start; none where there is one replica.
+        reductions: one per stage, by rank and start; none where there is one replica.
         iteration: first op's start to the last update's end (ms).
     """
 
@@ -142,7 +142,7 @@ def require_mesh(schedule: Schedule, costs: Costs, mesh: Mesh, conditions: Links
     """Raises what `simulate_mesh` says of a schedule or costs that do not go with a mesh."""
     if schedule.num_ranks != mesh.pp:
         raise ScheduleError(
-            f"the schedule is for {schedule.num_ranks} ranks, the mesh has {mesh.pp} a replica: "
+            f"the schedule is for {schedule.num_ranks} ranks, the mesh has {mesh.pp} per replica: "
             f"give pp={schedule.num_ranks}",
             rule="mesh",
         )

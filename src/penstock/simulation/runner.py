@@ -311,7 +311,8 @@ class Runner:
         """The schedule as arrays, for one run: it is not looked up among those known."""
         if self.costs.num_stages != schedule.num_stages:
             raise CostError(
-                f"the costs are for {self.costs.num_stages} stages, the schedule has {schedule.num_stages}"
+                f"the costs are for {self.costs.num_stages} stages, the schedule has {schedule.num_stages}; "
+                "give costs for as many stages"
             )
         graph = lower(schedule)
         made = Order(

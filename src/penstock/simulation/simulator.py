@@ -84,7 +84,10 @@ def simulate(
     through_lines = links if isinstance(links, Lines) else Links.of(links)
     require_costs(costs)
     if costs.num_stages != schedule.num_stages:
-        raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
+        raise CostError(
+            f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}; "
+            "give costs for as many stages"
+        )
     (through_lines.links if isinstance(through_lines, Lines) else through_lines).check_ranks(schedule.num_ranks)
     policy = None if dispatch == AUTO else Policy.of(dispatch)
     runner = Runner(costs, compile=schedule.num_ops > COMPILE_ABOVE)
@@ -116,7 +119,7 @@ def simulate(
 def _check_warmup(warmup: Sequence[int], num_ranks: int, policy: Policy | None) -> None:
     """Raises ScheduleError for counts that are none, not one per rank, or for a run that has its order already."""
     if len(warmup) != num_ranks:
-        raise ScheduleError(f"warmup has {len(warmup)} counts, one a rank is needed: {num_ranks}", rule="options")
+        raise ScheduleError(f"warmup has {len(warmup)} counts; give one per rank, {num_ranks} in all", rule="options")
     for rank, count in enumerate(warmup):
         if not isinstance(count, Integral) or count < 0:
             raise ScheduleError(

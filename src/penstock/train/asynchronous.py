@@ -86,8 +86,8 @@ def completed(given: Mapping[str, Any], learning: bool = True) -> dict[str, Any]
     if of_blocks and "window" not in found and microbatches % ranks:
         near = sorted({max(1, microbatches // ranks), microbatches // ranks + 1})
         raise SettingsError(
-            f"amdp updates once a step where --window does not say otherwise, and gathers a multiple of the {ranks} "
-            f"microbatches of a block; {microbatches} are none: give --microbatches "
+            f"without --window amdp updates once per step, so a step needs a multiple of {ranks} "
+            f"microbatches, the size of a block, and got {microbatches}: give --microbatches "
             f"{' or '.join(str(count * ranks) for count in near)}, or --window"
         )
     found.setdefault("window", usual.window or microbatches)
@@ -116,8 +116,8 @@ def check_updates(settings: RunSettings) -> None:
         near += range(2 * whole, passes.window + whole + 1, whole)
         best = sorted(sorted(near, key=lambda n: abs(n - passes.window))[:2])
         raise SettingsError(
-            f"a window of {passes.window} microbatches fits no whole number of times into a pass of "
-            f"{passes.steps} steps with {passes.microbatches} each, {whole}, nor that into it; give --window "
+            f"a window of {passes.window} microbatches neither divides the {whole} microbatches of a pass "
+            f"({passes.steps} steps with {passes.microbatches} each) nor is a multiple of them; give --window "
             f"{' or '.join(map(str, best))}, or another --drain-every"
         )
 

@@ -2,7 +2,7 @@
 
     {"format": "penstock-profile", "version": 1, "profiles": [...], "transfers": {"1": {...}, "2": {...}}}
 
-    {"f": [1, 4, 4, 2], "i": [1, 5, 5, 2], "w": [0, 3, 3, 2], "weight": [...]}      one entry a layer, for one sample
+    {"f": [1, 4, 4, 2], "i": [1, 5, 5, 2], "w": [0, 3, 3, 2], "weight": [...]}    one entry per layer, for one sample
 
 The second form stands for a profile of every microbatch size: all grows with the samples but weights and the
 optimizer's state. `b` is i + w and bytes are 0 unless given.
@@ -128,7 +128,7 @@ def _profiles(path: str, value: Mapping[str, Any]) -> CostsFile:
         raise TuneError(f"{path}: transfers are an object from numbers of ranks to objects")
     profiles = [Profile.from_json(each, f"{path}, profile {number}") for number, each in enumerate(given)]
     if len({(profile.model, tuple(profile.layers)) for profile in profiles}) > 1:
-        raise TuneError(f"{path}: its profiles are of several models; make one file a model")
+        raise TuneError(f"{path}: its profiles are of several models; make one file per model")
     return CostsFile(
         path,
         {(each.microbatch_size, each.num_parallel, each.recompute): each for each in profiles},
@@ -141,10 +141,10 @@ def _rows(path: str, value: Mapping[str, Any]) -> CostsFile:
     if unknown := sorted(set(value) - set(known)):
         raise TuneError(f"{path}: unknown field {unknown[0]!r}; layers have {', '.join(known)}")
     if missing := [name for name in ("f", "i", "w") if name not in value]:
-        raise TuneError(f"{path}: field {missing[0]!r} is missing: f, i and w are needed, one entry a layer")
+        raise TuneError(f"{path}: field {missing[0]!r} is missing: f, i and w are needed, one entry per layer")
     for name in value:
         if not isinstance(value[name], list) or not value[name]:
-            raise TuneError(f"{path}: {name} is {value[name]!r}; give a list with one number a layer")
+            raise TuneError(f"{path}: {name} is {value[name]!r}; give a list with one number per layer")
         if len(value[name]) != len(value["f"]):
             raise TuneError(f"{path}: {name} has {len(value[name])} entries and f has {len(value['f'])}")
         for layer, number in enumerate(value[name]):

@@ -25,7 +25,7 @@ BYTES = ("activation", "held", "output", "weight", "state")
 
 @dataclass(frozen=True)
 class Profile:
-    """The layers of a model, one entry a layer.
+    """The layers of a model, one entry per layer.
 
     Attributes:
         model: its name. layers: the layers' names, first to last.
@@ -216,7 +216,7 @@ class MessageCosts:
 
 def _row(source: str, name: str, values: Any, length: int) -> tuple[float, ...]:
     if not isinstance(values, list | tuple):
-        raise TuneError(f"{source}: {name} is {values!r}; give a list with one number a layer: {length}")
+        raise TuneError(f"{source}: {name} is {values!r}; give a list with one number per layer: {length}")
     if len(values) != length:
         raise TuneError(f"{source}: {name} has {len(values)} entries, {length} are needed")
     for place, value in enumerate(values):

@@ -164,7 +164,7 @@ def search(
     if not found.best and found.smallest is not None and memory_limit is not None:
         least, candidate = found.smallest
         raise TuneError(
-            f"nothing fits in {in_bytes(memory_limit)} a rank; the least is {in_bytes(least)}, for {candidate}; "
+            f"nothing fits in {in_bytes(memory_limit)} per rank; the least is {in_bytes(least)}, for {candidate}; "
             "raise --memory-limit, or allow more ranks, smaller microbatches or recompute"
         )
     return found

@@ -74,7 +74,10 @@ class GPTShape:
             if whole % part:
                 raise CostError(f"{name.replace('_', ' ')} is {part}: it must divide {whole}")
         if self.sequence > self.num_positions:
-            raise CostError(f"a sequence of {self.sequence} tokens: the model has {self.num_positions} positions")
+            raise CostError(
+                f"a sequence of {self.sequence} tokens: the model has {self.num_positions} positions; give "
+                "at most that"
+            )
 
     @property
     def num_layers(self) -> int:

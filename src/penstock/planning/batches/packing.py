@@ -74,7 +74,7 @@ def pack_to_shares(
         or (ms < 0).any()
         or not (wanted > 0).all()
     ):
-        raise PackingError("the work of each sequence and the share of each bin are needed, of at least and above 0")
+        raise PackingError("give the work of each sequence, at least 0, and the share of each bin, above 0")
     lacking = wanted[:, None] * (ms.sum(axis=0) / wanted.sum())  # bins, towers
     room = np.full(len(wanted), np.inf if token_limit is None else float(token_limit) * (1 + EPSILON))
     bins: Bins = [[] for _ in wanted]
@@ -116,7 +116,7 @@ def as_lengths(lengths: Sequence[int] | Array, num_bins: int) -> Array:
     """Raises PackingError."""
     tokens = np.asarray(lengths)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or (tokens < 1).any():
-        raise PackingError("the lengths of sequences are whole numbers above 0, one each")
+        raise PackingError("give one length per sequence, a whole number above 0")
     if num_bins < 1 or len(tokens) < num_bins:
         raise PackingError(
             f"{len(tokens)} sequences can't fill {num_bins} microbatches with at least one each; give more, or fewer "

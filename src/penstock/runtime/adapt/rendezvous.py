@@ -101,7 +101,7 @@ def meet(address: str | None, peers: Peers) -> Rendezvous:
         error = str(failure)
     refused = [f"rank {rank}: {text}" for rank, text in enumerate(peers.gather(error)) if text]
     if refused or reached is None:
-        raise RuntimeFailure(f"{refused[0]}; steering needs a store that every rank reaches")
+        raise RuntimeFailure(f"{refused[0]}; adapting needs a store that every rank reaches")
 
     def compare() -> list[int]:
         return [int(each) for each in peers.gather(ahead_of_first(peers, clocks))]
@@ -163,7 +163,7 @@ def _own_address(networks: Sequence[str]) -> str:
         address = socket.gethostbyname(socket.gethostname())
     if ipaddress.ip_address(address).is_loopback:
         raise RuntimeFailure(
-            "steering needs a store that every rank reaches, and this host knows only loopback for itself: name an "
+            "adapting needs a store that every rank reaches, and this host knows only loopback for itself: name an "
             "interface in PENSTOCK_INTERFACES, or give a store"
         )
     return address

@@ -22,7 +22,7 @@ class ReportCollector:
         self._last = -1
 
     def add(self, report: RankReport) -> Sequence[RankReport] | None:
-        """Takes a report; returns those of its iteration, one a rank, if it is the last that was missing."""
+        """Takes a report; returns those of its iteration, one per rank, if it is the last that was missing."""
         if report.iteration <= self._last:
             return None
         rows = self._reports.setdefault(report.iteration, {})

@@ -65,7 +65,7 @@ class EndedReplicas:
         with self._changed:
             came = self._changed.wait_for(lambda: self._lost or (replica, op) in self._at, self._timeout)
             if self._lost:
-                raise PeerLost(f"replica {replica} waits for {op}, and something failed")
+                raise PeerLost(f"replica {replica} waits for {op}, and another part of the run failed")
             if not came:
                 raise DeadlineExceeded(f"{op} of replica {replica} did not end within {self._timeout:g} s")
             return self._at[replica, op]

@@ -107,7 +107,9 @@ class EmulatedRing:
             self._met.wait(self._timeout)
         except threading.BrokenBarrierError:
             if self._lost:
-                raise PeerLost(f"member {member} of a ring waits for the others, and something failed") from None
+                raise PeerLost(
+                    f"member {member} of a ring waits for the others, and another part of the run failed"
+                ) from None
             raise DeadlineExceeded(
                 f"member {member} of a ring waited {self._timeout:g} s for the other members"
             ) from None
@@ -131,7 +133,9 @@ class EmulatedRing:
         with box.changed:
             while True:
                 if self._lost:
-                    raise PeerLost(f"member {member} of a ring waits for chunk {came}, and something failed")
+                    raise PeerLost(
+                        f"member {member} of a ring waits for chunk {came}, and another part of the run failed"
+                    )
                 moments = [chunk.due for chunk in box.waiting[:1]] + ([] if room_at is None else [room_at])
                 left = (min(moments) - time.perf_counter_ns()) / 1e9 if moments else end - time.monotonic()
                 if left <= 0:

@@ -106,7 +106,7 @@ def running(
 def require_free(steered: bool) -> None:
     """Raises RuntimeFailure where what runs is not its user's to switch."""
     if steered:
-        raise RuntimeFailure("this run is steered, which switches it; leave adapt out to switch it yourself")
+        raise RuntimeFailure("this run adapts, and so switches by itself; leave adapt out to switch it yourself")
 
 
 def require_switchable(then: Schedule, now: Schedule) -> None:

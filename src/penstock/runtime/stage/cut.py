@@ -47,7 +47,7 @@ def stages_of(
         require_stage(model, "the model")
     if isinstance(model, nn.Sequential) and (num_stages > 1 or len(model) > 0):
         if costs is not None and len(costs) != len(model._modules):
-            raise PartitionError(f"{len(costs)} costs given for {len(model._modules)} layers")
+            raise PartitionError(f"{len(costs)} costs given for {len(model._modules)} layers; give one per layer")
         more = beside_layers(model)
         if more and num_stages == 1:
             own = type(model).forward is not nn.Sequential.forward or "forward" in model.__dict__
@@ -61,7 +61,9 @@ def stages_of(
         return list(_traced(model, num_stages, costs))
     sources: Sequence[StageSource] = [model] if isinstance(model, nn.Module) else list(model)
     if len(sources) != num_stages:
-        raise PartitionError(f"{len(sources)} stage modules for a schedule of {num_stages} stages; pass one a stage")
+        raise PartitionError(
+            f"{len(sources)} stage modules for a schedule of {num_stages} stages; pass one per stage"
+        )
     return list(sources)
 
 

@@ -152,7 +152,7 @@ def split(value: Any, num_microbatches: int, what: str) -> Sequence[Any]:
         return value
     leaves, skeleton = flatten(value)
     if not leaves:
-        raise RuntimeFailure(f"the {what} hold no tensor")
+        raise RuntimeFailure(f"the {what} hold no tensor; give tensors with the samples in dimension 0")
     num_samples = _num_samples(leaves, what)
     if num_samples < num_microbatches:
         raise RuntimeFailure(

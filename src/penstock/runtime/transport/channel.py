@@ -45,7 +45,7 @@ class ChannelKey(NamedTuple):
 
 
 class Tags:
-    """Numbers for messages, the same on every rank: each channel has one for headers, one a microbatch.
+    """Numbers for messages, the same on every rank: each channel has one for headers, one per microbatch.
 
     The tokens of a need are a channel as well: it has one for headers, and one for each of the `num_before` tokens
     that each of its ops waits for.
