@@ -18,7 +18,10 @@ from penstock.cli.output import print_json
 from penstock.formats.files import write_whole
 
 bench = typer.Typer(
-    help="Measure against a peer.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+    help="Measure Penstock, some of it beside a peer.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
 
@@ -27,7 +30,7 @@ Raw = Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write ev
 
 @bench.callback()
 def root() -> None:
-    """Measure against a peer."""
+    """Measure Penstock, some of it beside a peer."""
 
 
 @bench.command(short_help="Compare the cost of a split backward with torch's.")

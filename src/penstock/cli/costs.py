@@ -24,8 +24,10 @@ F = Annotated[
         "--f", metavar="MS", help="Forward: ms, or one per stage: 10,12. [1 for each rank's share of the model]"
     ),
 ]
-I = Annotated[str | None, typer.Option("--i", metavar="MS", help="Input-gradient half of the backward. [alike]")]
-W = Annotated[str | None, typer.Option("--w", metavar="MS", help="Weight-gradient half. [alike]")]
+I = Annotated[
+    str | None, typer.Option("--i", metavar="MS", help="Input-gradient half of the backward: ms. [1 for each share]")
+]
+W = Annotated[str | None, typer.Option("--w", metavar="MS", help="Weight-gradient half: ms. [1 for each share]")]
 B = Annotated[str | None, typer.Option("--b", metavar="MS", help="Full backward; i + w if not given.")]
 Activation = Annotated[
     str | None, typer.Option("--activation", metavar="UNITS", help="What one forward keeps, in any unit.")

@@ -20,7 +20,7 @@ from penstock.cli.options import Json
 from penstock.cli.output import plural, print_json
 
 data = typer.Typer(
-    help="Text for training, and how long it is.",
+    help="Prepare text for training, and show or draw lengths of documents.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -30,7 +30,7 @@ app.add_typer(data, name="data")
 
 @data.callback()
 def root() -> None:
-    """Text for training, and how long it is."""
+    """Prepare text for training, and show or draw lengths of documents."""
 
 
 @data.command(short_help="Tokenise text into a .bin/.idx pair.")

@@ -28,7 +28,9 @@ def layout(
     times: Annotated[
         str | None,
         typer.Option(
-            "--times", metavar="t=MS,...", help="Forward of each kind of layer (E, t, m, L): then it is simulated."
+            "--times",
+            metavar="t=MS,...",
+            help="Time of a forward of each kind of layer (E, t, m, L), ms, to simulate.",
         ),
     ] = None,
     backward: Annotated[

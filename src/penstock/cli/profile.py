@@ -40,7 +40,9 @@ def profile(
     microbatch_size: Annotated[
         str, typer.Option("--microbatch-size", metavar="N,N,...", help="Samples of a microbatch.")
     ] = "1",
-    recompute: Annotated[bool, typer.Option("--recompute", help="Blocks that keep only their input.")] = False,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Measure blocks that keep only their input.")
+    ] = False,
     database: options.DatabaseFile = None,
     seconds: options.Seconds = 1.0,
     fresh: options.Fresh = False,

@@ -42,7 +42,7 @@ def report(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Tell a run under control as one HTML page that loads nothing: iteration times, links, decisions, savings."""
+    """Show a run that adapted on one HTML page: its iteration times, links, decisions and savings."""
     folder = _folder(Path(run))
     if out is not None and not out.lower().endswith((".html", ".htm")):
         raise Misuse(f"--out {out}: the report is a page; give a name that ends with .html")

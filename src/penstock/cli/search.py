@@ -28,7 +28,7 @@ def search(
     microbatches: Annotated[int, typer.Option("--microbatches", min=1, help="Number of microbatches.")],
     parts: Annotated[
         int | None,
-        typer.Option("--parts", help="Equal parts the model is given in; stages are made of them. [4 a rank]"),
+        typer.Option("--parts", help="Equal parts of the model, of which stages are made. [4 per rank]"),
     ] = None,
     f: costs_options.F = None,
     i: costs_options.I = None,
@@ -54,7 +54,7 @@ def search(
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Run every placement, rule and traversal over the costs; the shortest of each placement, the best one drawn.
+    """Simulate every placement, rule and traversal; list the shortest of each placement, and draw the best.
 
     Costs are those of the parts.
     """

@@ -77,7 +77,7 @@ def simulate(
         typer.Option("--emulate", metavar="threads|processes", help="Also run it, on emulated devices, and compare."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Emulated: how often to run it; by default 3.")
+        int | None, typer.Option("--steps", min=1, help="Emulated: how many steps to run; by default 3.")
     ] = None,
     stretch: Annotated[
         float | None, typer.Option("--stretch", help="Emulated: slow ops and links down by this, against noise.")

@@ -30,7 +30,8 @@ DEFAULTS = Settings()
 def split(
     model: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="A class, function or module in a file.")],
     stages: Annotated[
-        int | None, typer.Option("--stages", min=1, help="Stages of about equal cost; else every layer is one.")
+        int | None,
+        typer.Option("--stages", min=1, help="Stages of about equal cost; by default every layer is a stage."),
     ] = None,
     at: Annotated[
         str | None, typer.Option("--at", metavar="LAYER,...", help="The layers with which stages begin, instead.")
@@ -41,7 +42,7 @@ def split(
         typer.Option("--data", help="As in penstock train: the first microbatch gives operations and messages."),
     ] = None,
     microbatches: Annotated[
-        int, typer.Option("--microbatches", min=1, help="Into how many a batch is cut.")
+        int, typer.Option("--microbatches", min=1, help="Microbatches per step.")
     ] = DEFAULTS.microbatches,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples per step.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the weights.")] = DEFAULTS.seed,

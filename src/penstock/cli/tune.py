@@ -104,7 +104,8 @@ def tune(
     ] = None,
     dispatch: Annotated[str, typer.Option("--dispatch", help="frozen, hinted, dynamic or auto.")] = "frozen",
     recompute: Annotated[
-        bool | None, typer.Option("--recompute/--no-recompute", help="By default tried if memory is limited.")
+        bool | None,
+        typer.Option("--recompute/--no-recompute", help="Try recomputing; by default if memory is limited."),
     ] = None,
     programs: Annotated[
         bool,

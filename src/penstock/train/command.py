@@ -147,7 +147,8 @@ def train(
     lr_decay: Annotated[str | None, _option("cosine or constant.", "lr_decay")] = None,
     lr_warmup: Annotated[int | None, _option("Steps up to the peak.", "lr_warmup")] = None,
     optimizer: Annotated[
-        str | None, _option("A class of torch.optim; muon: of hidden matrices, AdamW of the rest.", "optimizer")
+        str | None,
+        _option("A class of torch.optim, or muon: Muon for hidden matrices, AdamW for the rest.", "optimizer"),
     ] = None,
     optimizer_options: Annotated[
         str | None, _option("Options of the optimizer other than lr, as JSON.", metavar="JSON")
