@@ -55,7 +55,7 @@ def _sent_in_a_step(num_layers: int) -> int:
 
 
 def test_bug_each_parameter_of_a_copy_was_a_message_of_its_own() -> None:
-    """Two pipelines of a small GPT on two ranks waited for 800 messages a step, longer than they computed."""
+    """Two pipelines sent two messages for each parameter of each stage, and waited for every one."""
     outcomes = run_ranks(2, messages_of_sums)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
     # Of each stage a copy's gradients go to its owner, or the sums come back: what there is, and all of it.

@@ -24,6 +24,7 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
         "microbatches": "in turn",
         "recompute": "any",  # as no memory is short
         "offload": "none",
+        "pairs": "none",
     }
 
 

@@ -138,6 +138,7 @@ def plan(
                     "microbatches": found.certificate.microbatches,
                     "recompute": found.certificate.recompute,
                     "offload": found.certificate.offload,
+                    "pairs": found.certificate.pairs,
                 },
                 "gap": found.gap,
                 "seconds": found.seconds,
