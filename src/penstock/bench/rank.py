@@ -65,7 +65,7 @@ def work(job: RankJob, rank: int) -> dict[str, Any]:
     task = SideTask.of(SIZES[job.size], schedule, rank)
     # A group each, so that no side's messages meet another's.
     groups = {name: dist.new_group(timeout=timedelta(seconds=job.deadline)) for name in ("ours", "torch")}
-    makers = builders(task, groups, job.dispatch, job.transport)
+    makers = builders(task, groups, job.dispatch, job.transport, Path(job.folder))
     memory = MemoryMeter()
     sides = {name: makers[name]() for name in job.sides}
     for side in sides.values():

@@ -1,4 +1,4 @@
-"""What the runtime benchmark compares: the same stages run by penstock, by torch's pipelining, and alone.
+"""What the runtime benchmark compares: the same stages run by penstock, by torch's pipelining, in turns, and alone.
 
 Each side has the same weights, inputs and loss, and the same step: every forward and backward of the schedule,
 the gradients of the mean over the batch in `.grad`, then those cleared. No optimizer.
@@ -6,9 +6,12 @@ the gradients of the mean over the batch in `.grad`, then those cleared. No opti
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +27,8 @@ from torch.nn import Parameter
 
 import penstock as ps
 from penstock.models import CrossEntropy, GPTConfig, build_layers
-from penstock.schedule import Schedule
+from penstock.schedule import Op, Schedule
+from penstock.schedule.dependencies import predecessors
 
 VOCAB_SIZE = 256
 SAMPLES = 2
@@ -170,16 +174,24 @@ class Alone:
         self._inputs, self._targets = task.inputs.chunk(num), task.targets.chunk(num)
         self._last, self._share, self._loss = task.last_stage, 1 / num, CrossEntropy()
         self._stages = [(stage, task.build(stage)) for stage in task.stages]
+        self._modules = dict(self._stages)
 
     def run(self) -> Tensor | None:
-        for stage, module in self._stages:
-            for tokens, targets in zip(self._inputs, self._targets):
-                output = module(tokens if stage == 0 else self._activation.detach().requires_grad_())
-                if stage == self._last:
-                    (self._loss(output, targets) * self._share).backward()
-                else:
-                    output.backward(self._gradient)
+        for stage, _ in self._stages:
+            for microbatch in range(len(self._inputs)):
+                self._backward(stage, self._forward(stage, microbatch))
         return None
+
+    def _forward(self, stage: int, microbatch: int) -> Tensor:
+        """The loss, or what the stage gives."""
+        taken = self._inputs[microbatch] if stage == 0 else self._activation.detach().requires_grad_()
+        output: Tensor = self._modules[stage](taken)
+        if stage == self._last:
+            output = self._loss(output, self._targets[microbatch]) * self._share
+        return output
+
+    def _backward(self, stage: int, output: Tensor) -> None:
+        output.backward(None if stage == self._last else self._gradient)
 
     def gradients(self) -> list[Tensor]:
         return _gradients([p for _, module in self._stages for p in module.parameters()])
@@ -189,16 +201,67 @@ class Alone:
             module.zero_grad()
 
 
+class InTurns(Alone):
+    """The same forwards and backwards in the schedule's order, each when its turn has come: the least that a rank can
+    do which waits for others.
+
+    One byte through a pipe says that an op has ended elsewhere. It carries no tensor, and nothing is checked,
+    recorded or split in halves. What this takes above the computation alone, no runtime can save.
+
+    Args:
+        folder: where the pipes are; the same for all ranks.
+    """
+
+    def __init__(self, task: SideTask, folder: Path) -> None:
+        super().__init__(task)
+        schedule, here = task.schedule, set(task.schedule.order[task.rank])
+        rank_of = {op: rank for rank, order in enumerate(schedule.order) for op in order}
+        self._turns: list[tuple[Op, list[int], list[int]]] = []
+        pipes: dict[tuple[str, int, int], int] = {}
+
+        def pipe(before: Op, after: Op) -> int:
+            key = before.kind, before.stage, after.stage
+            if key not in pipes:
+                path = folder / "-".join(map(str, key))
+                with suppress(FileExistsError):
+                    os.mkfifo(path)
+                pipes[key] = os.open(path, os.O_RDWR)  # neither end waits for the other to open it
+            return pipes[key]
+
+        tells: dict[Op, list[int]] = {op: [] for op in here}
+        for op in rank_of:
+            for before in predecessors(op, schedule.graph, rank_of):
+                if before in here and op not in here:
+                    tells[before].append(pipe(before, op))
+        for op in schedule.order[task.rank]:
+            needed = [before for before in predecessors(op, schedule.graph, rank_of) if before not in here]
+            self._turns.append((op, [pipe(before, op) for before in needed], tells[op]))
+
+    def run(self) -> Tensor | None:
+        outputs: dict[tuple[int, int], Tensor] = {}
+        for (kind, stage, microbatch), waits, tells in self._turns:
+            for pipe in waits:
+                os.read(pipe, 1)
+            if kind == "F":
+                outputs[stage, microbatch] = self._forward(stage, microbatch)
+            elif kind != "W":  # of a backward in halves the first does it all
+                self._backward(stage, outputs.pop((stage, microbatch)))
+            for pipe in tells:
+                os.write(pipe, b" ")
+        return None
+
+
 def _gradients(parameters: Sequence[Parameter]) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
 
 
 def builders(
-    task: SideTask, groups: dict[str, dist.ProcessGroup], dispatch: str, transport: str
+    task: SideTask, groups: dict[str, dist.ProcessGroup], dispatch: str, transport: str, folder: Path
 ) -> dict[str, Callable[[], Side]]:
-    """How to make each side, by its name."""
+    """How to make each side, by its name. `folder` is the same for all ranks."""
     return {
         "ours": lambda: Ours(task, groups["ours"], dispatch, transport),
         "torch": lambda: Torch(task, groups["torch"]),
+        "in turns": lambda: InTurns(task, folder),
         "alone": lambda: Alone(task),
     }
