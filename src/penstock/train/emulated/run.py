@@ -34,8 +34,8 @@ GB_A_CORE = 1.0
 class EmulatedRun:
     """A run as one process sees it.
 
-    Its loop is not that of real training: an emulated step has no batch, loss, update or checkpoint, and each iteration
-    is simulated beside it. What both need, they share: the stop request, the metrics, the view and the folder.
+    Its loop is not that of real training: an emulated step has no batch, loss, update or checkpoint, and each
+    iteration is simulated beside it. What both need, they share: stop request, metrics, view and folder.
 
     Attributes:
         interrupted: a signal ended it early. report: what it came to, on rank 0's process.
