@@ -41,7 +41,8 @@ On emulated devices an op takes the time that the costs say, so a run by the clo
 the costs. This table is of real computation: a small GPT, one thread per rank, and no more ranks than cores. The
 tuner predicts a step from layers and messages that it has measured apart, and then steps are timed. Off is
 `|predicted / measured - 1|` over the rounds in which the machine was quiet
-([how](../../benchmarks/tune/README.md))."""
+([how](../../benchmarks/tune/README.md)). Predicted, measured and off are each a median of
+these rounds by itself, so off need not be what the other two give when they are divided."""
 
 
 def pages() -> dict[str, str]:

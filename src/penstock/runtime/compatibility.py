@@ -103,8 +103,8 @@ REFUSALS = (
     ),
     Refusal(
         UPDATES,
-        "a tied parameter whose lowest stage does not feed the others that use it, or one in a model whose stages "
-        "work on different numbers of microbatches",
+        "a tied parameter whose lowest stage does not feed all other stages that use it, or a tied parameter of a "
+        "model whose stages work on different numbers of microbatches",
         "new values of a tied parameter travel from its lowest stage with the forwards. Where another stage has no "
         "such forward to wait for, its forwards and the lowest stage's updates could wait for each other",
         "untie them, or use a schedule without updates as ops",
@@ -144,6 +144,34 @@ OF_SCHEDULES = (
 )
 """What is refused of single schedules and models, and why."""
 
+OF_OTHER_PARTS = (
+    ("`check`", "schedules that are not right, each by its rule", "[schedule](schedule.md)"),
+    ("passes", "what a pass does not support, such as updates as ops", "[passes](passes.md)"),
+    ("`ps.plan`", "memory limits under which no order exists", "[planning](planning.md#limits-that-leave-nothing)"),
+    ("`ps.plan`", "pairs together with other features", "[planning](planning.md#pairs)"),
+    ("dispatch", "ways to wait that only the simulator has", "[dispatch](dispatch.md#waiting)"),
+    ("transports", "schedules that need more lines or deeper channels", "[transports](runtime/transports.md)"),
+    ("optimizers", "rules and meshes that an optimizer can't serve", "[weight versions](runtime/weight-versions.md)"),
+    ("checkpoints", "what can't be saved", "[checkpoints](runtime/checkpoints.md)"),
+    ("`penstock train`", "options that exclude each other, and bad settings", "[training](train.md)"),
+    ("`penstock train`", "another model, optimizer, seed or data with `--resume`", "[resuming](train/resuming.md)"),
+    ("`penstock train`", "options of data and learning with `--device emulated`", "[emulated](train/emulated.md)"),
+    ("asynchronous runs", "tied weights and optimizers under some rules", "[asynchronous](train/asynchronous.md)"),
+    ("your own model", "what can't be cut, and options that it can't have", "[your model](train/your-model.md)"),
+    ("any module", "what tracing would freeze or lose", "[models](models.md#any-module)"),
+    ("Hugging Face", "models that differ when they are cut", "[models](models.md#hugging-face)"),
+    ("pictures", "pictures whose number or shape does not fit", "[models](models.md#pictures)"),
+    ("adapters", "some options of peft", "[models](models.md#lora)"),
+    ("encoder and decoder", "tensor parallelism, and shared stages", "[models](models.md#encoder-and-decoder)"),
+    ("`PipelineTrainer`", "some arguments of the Trainer", "[integrations](integrations.md)"),
+    ("the tuner", "estimates and recomputation for some models", "[tune](tune.md#your-own-model)"),
+    ("files", "other versions of a file, and letters it can't have", "[formats](formats.md)"),
+    ("`penstock analyze`", "traces that are not whole", "[analyze](analyze.md#what-is-refused)"),
+    ("the lab", "conditions that are about messages", "[lab](lab.md)"),
+    ("the playground", "branching stages, updates, declared orders", "[playground](play.md)"),
+)
+"""What refuses something besides a pipeline, what it refuses, and the page that says it all."""
+
 
 def refusal_of(combination: Combination) -> Refusal | None:
     """The first row of the table that refuses it; None where it runs."""
@@ -171,7 +199,8 @@ def page() -> str:
     """The table as a page of the docs."""
     rows = [f"| {row.one} | {row.other} | {row.why} | {row.instead} |" for row in REFUSALS]
     schedules = [f"| {what} | {why} |" for what, why in OF_SCHEDULES]
-    return "\n".join([*_HEAD, *rows, *_BETWEEN, *schedules, *_TAIL])
+    others = [f"| {part} | {what} | {where} |" for part, what, where in OF_OTHER_PARTS]
+    return "\n".join([*_HEAD, *rows, *_BETWEEN, *schedules, *_OTHERS, *others, ""])
 
 
 _HEAD = (
@@ -190,12 +219,15 @@ _BETWEEN = (
     "| what | why |",
     "|---|---|",
 )
-_TAIL = (
+_OTHERS = (
     "",
-    "This is what a pipeline refuses. Other parts of Penstock refuse combinations of their own, each by name and",
-    "before anything runs. The pages of these parts say which: [training](train.md), [models](models.md),",
-    "[passes](passes.md), [planning](planning.md) and [other trainers](integrations.md).",
+    "## What other parts refuse",
     "",
+    "The tables above have what a pipeline refuses. Other parts of Penstock refuse more, each by name. The page in",
+    "the last column has the details.",
+    "",
+    "| what refuses | what is refused, in short | page |",
+    "|---|---|---|",
 )
 
 
