@@ -21,6 +21,6 @@ def test_windows_are_steps_of_the_plain_loop(name: str, tmp_path: Path) -> None:
 
 
 def test_a_tied_stage_that_its_lowest_does_not_feed_is_refused() -> None:
-    with pytest.raises(RuntimeFailure, match="whose lowest stage does not feed the others") as error:
+    with pytest.raises(RuntimeFailure, match="whose lowest stage does not feed all other stages") as error:
         runs.pipeline("fork", 4, (1, 2))
     assert "1.up.weight, 2.up.weight of stages 1, 2" in str(error.value)
