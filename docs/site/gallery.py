@@ -83,13 +83,15 @@ FAMILIES: dict[str, tuple[Exhibit, ...]] = {
     "Zero bubble: backwards in two halves": (
         Exhibit(
             "zb-h1",
-            "The memory of 1F1B with a third of its bubble, where F, I and W take as long as each other. A good "
+            "The memory of 1F1B, and ranks wait a third as long, where F, I and W take as long as each other. A good "
             "first step away from 1F1B.",
             ZERO_BUBBLE,
         ),
         Exhibit(
             "zb-h2",
-            "No bubble between the first and the last op of a rank, for about twice the memory of 1F1B.",
+            "No bubble between the first and the last op of a rank, for about twice the memory of 1F1B. One step "
+            "takes no less time than with zb-h1, since ranks begin one after another. It gains where a rank may "
+            "begin the next step before the others have ended this one.",
             ZERO_BUBBLE,
         ),
         Exhibit(
@@ -107,22 +109,23 @@ FAMILIES: dict[str, tuple[Exhibit, ...]] = {
         ),
         Exhibit(
             "v-half",
-            "Less memory: with p ranks, at most p/2 + 1 activations on a rank, where 1F1B has p. The bubble is "
-            "half of 1F1B's.",
+            "Less memory: with p ranks, at most p/2 + 1 activations on a rank, where 1F1B has p. With many "
+            "ranks these wait nearly half as long as under 1F1B, with the four here less.",
             CONTROLLABLE,
         ),
         Exhibit(
             "v-min",
-            "The least memory: with p ranks, about p/3 + 1 activations on a rank, where 1F1B has p. The bubble is "
-            "two thirds of 1F1B's.",
+            "The least memory: with p ranks, about p/3 + 1 activations on a rank, where 1F1B has p. With many "
+            "ranks these wait up to two thirds as long as under 1F1B.",
             CONTROLLABLE,
         ),
     ),
     "Two directions": (
         Exhibit(
             "chimera",
-            "Half of the bubble of 1F1B where there is room for two copies of the weights: one pipeline goes down "
-            "the ranks, the other one up.",
+            "A smaller bubble than 1F1B's where there is room for two copies of the weights: one pipeline goes down "
+            "the ranks, the other one up. Where a backward takes as long as a forward, ranks wait at most half as "
+            "long. In the picture it takes twice as long, and they wait two thirds as long.",
             "Li and Hoefler, *Chimera*, SC 2021",
         ),
         Exhibit(
@@ -211,7 +214,10 @@ Every schedule of the library, drawn over four ranks. A row is a rank, the colou
 microbatch, and grey is a bubble. Hover over an op in a picture that you open by itself to see what it waited for.
 
 A forward, an input gradient and a weight gradient of a rank's whole share of the model take 1 each, and an update
-half of that, so the pictures compare. **Bubble** is the share of the time in which ranks wait. **Memory** is what the
+half of that. Synchronous schedules have 8 microbatches in the pictures and asynchronous ones 16, so compare shares
+only where the number is the same. **Waits** is the time in which a rank waits, in the mean over the ranks. **Bubble**
+is the share of the whole time that this is. Where a schedule is said to have half of another's bubble, the time is
+meant: its share falls by less, as the whole becomes shorter too. **Memory** is what the
 fullest rank holds at most. Its unit is what one microbatch leaves in a rank's share of the model. I gives half of
 that back and W the other half. A schedule with several pipelines holds a copy of the weights for each, which is not
 counted here.
@@ -233,7 +239,10 @@ def share_of_a_rank(schedule: ps.Schedule) -> float:
 
 def gallery() -> tuple[str, dict[str, str]]:
     """The page in Markdown, and its pictures by their names in the folder `gallery/`."""
-    table = ["| schedule | bubble | memory | copies of the weights | updates |", "|---|---|---|---|---|"]
+    table = [
+        "| schedule | microbatches | waits | bubble | memory | copies of the weights | updates |",
+        "|---|---|---|---|---|---|---|",
+    ]
     body: list[str] = []
     pictures: dict[str, str] = {}
     for family, shown in FAMILIES.items():
@@ -242,10 +251,12 @@ def gallery() -> tuple[str, dict[str, str]]:
             schedule = one.build()
             timeline = panels(schedule)[0].timeline  # that of the picture
             bubble = f"{timeline.bubble_ratio:.1%}"
+            waits = f"{timeline.makespan - sum(timeline.busy) / RANKS:.3g}"
             peak = f"{max(timeline.peak_activations) * share_of_a_rank(schedule):.3g}"
             copies = schedule.placement.num_pipelines
             updates = "asynchronous" if one.name in ASYNCHRONOUS else "synchronous"
-            table.append(f"| [`{one.name}`](#{one.name}) | {bubble} | {peak} | {copies} | {updates} |")
+            cells = (one.microbatches, waits, bubble, peak, copies, updates)
+            table.append(f"| [`{one.name}`](#{one.name}) | {' | '.join(map(str, cells))} |")
             pictures[f"{one.name}.svg"] = to_svg(schedule, width=WIDTH)
             body += [
                 f"### {one.name}",
