@@ -47,7 +47,7 @@ def test_json_holds_all_of_it_and_out_writes_a_valid_schedule(
     [
         (["--parts", "3"], "do not divide among 2 ranks"),
         (["--f", "-1"], "give a number of at least 0"),
-        (["--f", "1,2"], "--f has 2 entries; give one, or one a part: 8"),
+        (["--f", "1,2"], "--f has 2 entries; give one, or one per part: 8"),
         (["--placement", "spiral"], "no placement named 'spiral' here"),
         (["--memory-limit", "0.1"], "raise the limit"),
         (["--link", "0:5=3"], "ranks go from 0 to 1"),

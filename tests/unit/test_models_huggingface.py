@@ -373,7 +373,7 @@ def test_wrong_sources_and_inputs_are_refused_by_name(tmp_path: Path) -> None:
         Decoder(tmp_path / "other").layers([0])
     with pytest.raises(DecoderError, match="made of a int"):
         Decoder(7)
-    with pytest.raises(DecoderError, match="no causal language model of a ViTConfig"):
+    with pytest.raises(DecoderError, match="no language model of a ViTConfig"):
         Decoder(transformers.ViTConfig())
     decoder = Decoder(model_of("llama"))
     with pytest.raises(DecoderError, match="layer 5 asked of a decoder of 5 layers"):

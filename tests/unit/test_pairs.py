@@ -347,8 +347,6 @@ def test_passes_keep_pairs_or_refuse_them_by_name() -> None:
         assert len(each.pairs) >= len(schedule.pairs)
     with pytest.raises(ps.ScheduleError, match=r"14 pairs .* order_microbatches times ops that run by themselves"):
         ps.planning.order_microbatches(schedule, replace(costs, uneven=[1, 2, 1, 2, 1, 3]))
-    with pytest.raises(CostError, match="pairs could be quicker than its lower bound"):
-        ps.plan(costs, num_ranks=2, num_microbatches=6, placement=schedule.placement)
 
 
 # ---- running

@@ -40,8 +40,10 @@ def test_a_linear_model_trains_as_worked_out_by_hand(name: str, p: int) -> None:
         loop.run([torch.from_numpy(a) for a in x], [torch.from_numpy(a) for a in t], rates)
         for stage, want in zip(stages, by_hand.weights, strict=True):
             assert np.isfinite(want).all()
-            assert np.array_equal(stage.u.detach().numpy(), want[0])
-            assert np.array_equal(stage.v.detach().numpy(), want[1])
+            # A lower rate for late stages is a factor more, which may be rounded elsewhere.
+            close = 1e-12 if "-lr" in name else 0.0
+            np.testing.assert_allclose(stage.u.detach().numpy(), want[0], rtol=close, atol=0.0)
+            np.testing.assert_allclose(stage.v.detach().numpy(), want[1], rtol=close, atol=0.0)
     assert all(w.num_updates == 2 * num_updates for w in loop.weights.values())
 
 

@@ -156,7 +156,7 @@ class GivenCosts:
             return []
         values = numbers(_option(name), text)
         if len(values) not in (1, num_stages):
-            raise Misuse(f"{_option(name)} has {len(values)} entries; give one, or one a {self.of}: {num_stages}")
+            raise Misuse(f"{_option(name)} has {len(values)} entries; give one, or one per {self.of}: {num_stages}")
         return values * num_stages if len(values) == 1 else values
 
 

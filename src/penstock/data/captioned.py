@@ -65,8 +65,11 @@ class CaptionedBatch(NamedTuple):
     """Samples whose images, words and targets lie in one row each.
 
     Attributes:
-        patches: float32[1, P, features]. sizes: rows and columns of each image, int64[I, 2].
-        images_of: images of each sample, int64[S]. tokens: int64[1, T]. num_words: of each sample, int64[S].
+        patches: float32[1, P, features].
+        sizes: rows and columns of each image, int64[I, 2].
+        images_of: images of each sample, int64[S].
+        tokens: int64[1, T].
+        num_words: of each sample, int64[S].
         targets: int64[1, P + T], the next word for each word, and for each patch `IGNORED`.
     """
 
@@ -85,10 +88,13 @@ class CaptionedImages:
         words_on_images: those that tell a factor's value. num_values: among how many words such a one is.
 
     Args:
-        num_features: numbers of a patch. side: most rows, and columns, of an image's patches.
-        vocab_size: words in all. context: most words of a sample.
+        num_features: numbers of a patch.
+        side: most rows, and columns, of an image's patches.
+        vocab_size: words in all.
+        context: most words of a sample.
         seed: of all that is drawn.
-        patches: of an image, in the median. story: words of the run behind those on the images, in the median.
+        patches: of an image, in the median.
+        story: words of the run behind those on the images, in the median.
 
     Raises:
         DataError: sizes too small to tell the factors.

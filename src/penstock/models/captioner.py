@@ -40,10 +40,13 @@ class CaptionerConfig:
     """Sizes of a captioner.
 
     Attributes:
-        num_features: numbers of a patch. side: most rows, and most columns, of patches in an image.
+        num_features: numbers of a patch.
+        side: most rows, and most columns, of patches in an image.
         image_depth, image_width, image_heads: of the image tower.
-        vocab_size: words. context: most words of a sample; its images come on top.
-        depth, width, num_heads: of the decoder. dropout: of both.
+        vocab_size: words.
+        context: most words of a sample; its images come on top.
+        depth, width, num_heads: of the decoder.
+        dropout: share of the values that both towers leave out in training.
 
     Raises:
         ValueError: a size below 1, or heads that do not divide their width.
@@ -174,9 +177,17 @@ class Join(nn.Module):
 
 
 def captioner_layers(config: CaptionerConfig, indices: Iterable[int] | None = None, seed: int = 0) -> list[nn.Module]:
-    """The layers at `indices` (all, unless told otherwise) in that order, on the CPU in float32.
+    """Layers of a captioner in the order asked for, on the CPU in float32.
 
-    Draws nothing from torch's global generators. `ValueError` for an index out of range.
+    Draws nothing from torch's global generators.
+
+    Args:
+        config: sizes of both towers.
+        indices: which layers; all where not given.
+        seed: of the first weights.
+
+    Raises:
+        ValueError: an index out of range.
     """
     wanted = list(range(config.num_layers) if indices is None else indices)
     towers = _Towers(config)
@@ -189,9 +200,13 @@ def captioner_stage(
     seed: int = 0,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
 ) -> Stage:
-    """The stage that holds the layers at `indices`, under their names in the whole model ("layers.3").
+    """The stage that holds some layers, under their names in the whole model ("layers.3").
 
-    `wrap` may put something around each block, like activation checkpointing.
+    Args:
+        config: sizes of both towers.
+        indices: its layers, ascending.
+        seed: of the first weights.
+        wrap: puts something around each block, like activation checkpointing.
     """
     wanted = list(indices)
     layers = captioner_layers(config, wanted, seed)

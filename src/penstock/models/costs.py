@@ -93,7 +93,9 @@ def captioner_costs(config: CaptionerConfig, images: Sequence[int], sample: int)
     """Forward FLOPs of each layer of a captioner for one sample, from sizes alone.
 
     Args:
-        images: patches of each of its images. sample: its vectors in the decoder, of images and words together.
+        config: sizes of both towers.
+        images: patches of each of its images.
+        sample: its vectors in the decoder, of images and words together.
     """
     patches, squares = sum(images), sum(length * length for length in images)
     found = [
@@ -119,6 +121,7 @@ def captioner_costs_by_length(config: CaptionerConfig, parts: Sequence[Sequence[
     """What the stages of a captioner cost by the lengths of images and samples, as `gpt_costs_by_length` has them.
 
     Args:
+        config: sizes of both towers.
         parts: the layers of each stage, which are of one tower.
     """
     flops, first, last = _captioner_flops(config), config.num_image_layers, config.num_layers - 1
