@@ -4,7 +4,7 @@ rank: report ------> store -----> rank 0: coordinator --> controller_process (`p
   ^                                                                     |
   +--- vote: the step's own collective <--- plans <---- store <---------+
 
-agent            each process's part                report, report_collector   what a rank measured, put together
+agent            each process's part                report                     what a rank measured, put together
 coordinator      rank 0's part                      controller_process         the controller, beside the training
 vote             all run a new plan, or none        rendezvous                 which store, and by whose clock
 options          what the user says                 run_log                    what is kept of it, in a folder

@@ -22,8 +22,7 @@ from penstock.cost import Costs, Mesh
 from penstock.runtime.adapt.controller_process import ControllerProcess
 from penstock.runtime.adapt.first_costs import FIRST, MeasuredCosts
 from penstock.runtime.adapt.options import AdaptOptions
-from penstock.runtime.adapt.report import RankReport, lines_of
-from penstock.runtime.adapt.report_collector import ReportCollector
+from penstock.runtime.adapt.report import RankReport, ReportCollector, lines_of
 from penstock.runtime.adapt.run_log import RunLog
 from penstock.runtime.adapt.store_client import StoreClient
 

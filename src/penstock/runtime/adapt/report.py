@@ -151,3 +151,30 @@ def began(crossing: TransferRecord, ahead: Sequence[int]) -> int:
     # Where nothing was posted ahead `posted` is the moment of sending, told by the sender's clock as well.
     posted = crossing.posted + (further if crossing.posted == crossing.sent else 0)
     return max(crossing.sent + further, posted)
+
+
+class ReportCollector:
+    """Brings the reports of all ranks together: holds them until an iteration has all, in whatever order they come.
+
+    An iteration of which a report was lost is left out as soon as a later one is complete.
+
+    Args:
+        num_ranks: of a pipeline. num_copies: of the pipeline, over a mesh.
+    """
+
+    def __init__(self, num_ranks: int, num_copies: int = 1) -> None:
+        self._num = num_ranks * num_copies
+        self._reports: dict[int, dict[tuple[int, int], RankReport]] = {}
+        self._last = -1
+
+    def add(self, report: RankReport) -> Sequence[RankReport] | None:
+        """Takes a report; returns those of its iteration, one per rank, if it is the last that was missing."""
+        if report.iteration <= self._last:
+            return None
+        rows = self._reports.setdefault(report.iteration, {})
+        rows[report.copy, report.rank] = report
+        if len(rows) < self._num:
+            return None
+        self._last = report.iteration
+        self._reports = {number: kept for number, kept in self._reports.items() if number > self._last}
+        return as_one(list(rows.values()))

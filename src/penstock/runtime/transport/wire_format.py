@@ -262,15 +262,13 @@ class DevicePacket(Packet):
     def announce(self, preamble: Preamble) -> None:
         self._head[:5].copy_(torch.tensor(preamble))
 
-    def read(self) -> None:
+    def read(self) -> Preamble:
         """Reads the preamble, once the packet is full; waits for the current stream."""
         self._read = Preamble(*self._head[:5].tolist())
+        return self._read
 
     def preamble(self) -> Preamble:
-        if self._read is None:
-            self.read()
-        assert self._read is not None
-        return self._read
+        return self.read() if self._read is None else self._read
 
     def unpack(self) -> Payload:
         self._read = None

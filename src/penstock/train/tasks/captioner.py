@@ -58,6 +58,7 @@ class CaptionerTask:
         self._samples = CaptionedImages(
             config.num_features, config.side, config.vocab_size, config.context, settings.seed
         )
+        self._looked_at = [self._samples.sizes(number) for number in range(LOOKED_AT)]
         self.layer_costs = self._layer_costs()
         self._parts = tower_parts(self.layer_costs, config.num_image_layers, schedule, settings.cut)
         self._costs = captioner_costs_by_length(config, self._parts)
@@ -65,8 +66,7 @@ class CaptionerTask:
 
     def _layer_costs(self) -> list[float]:
         """Of each layer for the mean sample."""
-        sizes = [self._samples.sizes(number) for number in range(LOOKED_AT)]
-        rows = [captioner_costs(self.config, each.patches, each.length) for each in sizes]
+        rows = [captioner_costs(self.config, each.patches, each.length) for each in self._looked_at]
         found: list[float] = np.mean(rows, axis=0).tolist()
         return found
 
@@ -80,9 +80,8 @@ class CaptionerTask:
     def message_bytes(self, schedule: Schedule) -> list[float]:
         """Of a microbatch of mean samples."""
         each = self._settings.batch / (self._settings.dp * self._settings.microbatches)
-        sizes = [self._samples.sizes(number) for number in range(LOOKED_AT)]
-        images = float(np.mean([sum(one.patches) for one in sizes])) * self.config.image_width
-        vectors = float(np.mean([one.length for one in sizes])) * self.config.width
+        images = float(np.mean([sum(one.patches) for one in self._looked_at])) * self.config.image_width
+        vectors = float(np.mean([one.length for one in self._looked_at])) * self.config.width
         numbers = [images if tower == IMAGES else vectors for tower in self._costs.towers]
         return [*(BYTES * each * own for own in numbers[:-1]), 0.0]
 
