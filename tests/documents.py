@@ -4,7 +4,7 @@ Blocks of one page run in order, in one folder and one namespace, so that a late
 made. A block's language says what is done with it:
 
     python              runs; comments behind a print, or right below it or a loop, are what it must print
-    python file=net.py  a file that docs/train/your-model.md shows; it lies in the folder of every page's examples
+    python file=net.py  a file that a page shows; it lies in the folder of every page's examples
     python torchrun=2   runs under torchrun, where `blocks` is asked for these
     sh                  commands that must work; training and benchmarks are stopped before they start
     console             `$ command` and its output; a line `...` stands for any lines
@@ -73,8 +73,8 @@ def blocks(page: Path) -> list[Block]:
 
 
 def shown_files() -> dict[str, str]:
-    """By name the files that docs/train/your-model.md shows, for a model of one's own."""
-    found = [block for block in blocks(ROOT / "docs" / "train" / "your-model.md") if block.more.startswith("file=")]
+    """By name the files that pages show, for models and data of one's own."""
+    found = [block for page in PAGES for block in blocks(page) if block.more.startswith("file=")]
     return {block.more.removeprefix("file="): block.text for block in found}
 
 

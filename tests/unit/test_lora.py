@@ -246,7 +246,13 @@ def test_at_the_prompt(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         ("--model gpt --lora {}", "--lora is for Hugging Face models, and --model is gpt"),
         ("--model BASE --lora {} --tp 2", "--tp 2 shares layers out, and those with adapters stay whole"),
         ("--model BASE --lora {r}", "is not JSON"),
-        ("--model BASE --lora nowhere", "holds no adapter_config.json"),
+        ("--model BASE --lora nowhere", "--lora nowhere is neither JSON nor a folder; give the arguments of peft's"),
+        ("--model BASE --lora empty", "holds no adapter_config.json"),
+        ("--model BASE --lora r=8", """folder with a saved adapter; write it as --lora '{"r": 8}'"""),
+        (
+            "--model BASE --lora r=8,target_modules=q_proj,v_proj",
+            """write it as --lora '{"r": 8, "target_modules": ["q_proj", "v_proj"]}'""",
+        ),
         ("--model BASE --lora {} --export out.safetensors", "adapters are written as a folder"),
     ],
 )
@@ -256,5 +262,6 @@ def test_a_wrong_line_is_refused(
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "config.json"
     transformers_config().save_pretrained(tmp_path)
+    (tmp_path / "empty").mkdir()
     assert main(f"train {options.replace('BASE', str(config))} --steps 1".split()) == 2
     assert why in " ".join(capsys.readouterr().err.split())

@@ -64,6 +64,28 @@ def test_another_config_or_context_is_measured_anew(folder: Path) -> None:
     assert len({digest(), digest(rms_norm_eps=1e-3), tuned_model(settings_of("config.json", context=8)).digest}) == 3
 
 
+def test_batches_of_one_s_own_are_measured_and_told_apart(folder: Path) -> None:
+    """A Hugging Face model on dicts of tokens and labels: what layers take depends on how long these are."""
+    (folder / "config.json").write_text(json.dumps(hf_families.config_of("llama").to_dict()))
+
+    def asked(length: int) -> Settings:
+        file = folder / f"rows{length}.py"
+        file.write_text(
+            f"import torch\ntokens = torch.arange(8 * {length}).reshape(8, {length}) % 290\n"
+            "def batches():\n    return [{'input_ids': tokens, 'labels': tokens}]\n"
+        )
+        return settings_of("config.json", data=f"{file}:batches", batch=8)
+
+    short, long = tuned_model(asked(6)), tuned_model(asked(12))
+    assert short.num_tokens is None
+    assert short.digest != long.digest
+    sent = []
+    for length in (6, 12):
+        told = measure_layers(Share(asked(length), None, 2, False, 0, 1, 0.01), lambda: None)
+        sent.append(told["bytes"]["1"]["output"])
+    assert sent[1] == 2 * sent[0] > 0
+
+
 def test_towers_are_refused_by_name(folder: Path) -> None:
     with pytest.raises(TuneError, match=r"--model clip is of several towers.*penstock compare"):
         tuned_model(settings_of("clip", preset="nano", data=None))

@@ -60,7 +60,7 @@ def profile(
     settings = Settings(
         **options.measured_model(model, model_options, data, batch),
         preset=preset, depth=depth, width=width, heads=heads, context=context, dropout=dropout, tied=tied,
-        tokenizer=options.usual_tokenizer(model, tokenizer), microbatches=1, ranks=1, precision=precision,
+        tokenizer=options.usual_tokenizer(model, tokenizer, data), microbatches=1, ranks=1, precision=precision,
         optimizer=optimizer, optimizer_options=options.json_object("--optimizer-options", optimizer_options),
         clip=clip, device=device, threads=threads,
     )  # fmt: skip

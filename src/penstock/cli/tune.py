@@ -151,7 +151,7 @@ def tune(
     settings = Settings(
         **measured_model(model, model_options, data, batch),
         preset=preset, depth=depth, width=width, heads=heads, context=context, dropout=dropout, tied=tied,
-        tokenizer=usual_tokenizer(model, tokenizer), microbatches=1, ranks=1, precision=precision,
+        tokenizer=usual_tokenizer(model, tokenizer, data), microbatches=1, ranks=1, precision=precision,
         optimizer=optimizer, optimizer_options=options, clip=clip, device=device, threads=threads, dispatch=dispatch,
     )  # fmt: skip
     if out is not None and Path(out).suffix not in (".json", ".txt"):
@@ -200,13 +200,13 @@ def measured_model(model: str | None, options: str | None, data: str | None, bat
     return own_model(model, options, data, batch)
 
 
-def usual_tokenizer(model: str | None, given: str | None) -> str | None:
-    """The tokenizer of a Hugging Face folder, unless another is given."""
+def usual_tokenizer(model: str | None, given: str | None, data: str | None) -> str | None:
+    """The tokenizer of a Hugging Face folder, unless another is given; of batches of tokens none."""
     from penstock.train.kinds import is_hugging_face, usual_of
 
-    return (
-        usual_of(model).get("tokenizer") if given is None and model is not None and is_hugging_face(model) else given
-    )
+    if given is not None or model is None or not is_hugging_face(model):
+        return given
+    return usual_of(model, data).get("tokenizer")
 
 
 def own_model(
@@ -222,18 +222,14 @@ def own_model(
     own = {"model": model if model is None or not is_path(model) else os.path.abspath(model)}
     paths = {name: path for name, path in own.items() if path is not None}
     paths |= {} if data is None else {"data": os.path.abspath(data)}
-    if model is None or not is_own(model):
-        found: dict[str, Any] = {**paths, "batch": batch or Settings.batch}
-        return found | ({"model_options": json_object("--model-options", options)} if options is not None else {})
-    if batch is None and is_own(data):
+    if batch is None and is_own(data) and model is not None and is_path(model):
         from penstock.train.tasks.own_data import own_batch  # here, as it loads torch
 
         batch = own_batch(paths["data"], seed, 1)
-    return {
-        **paths,
-        "model_options": json_object("--model-options", options),
-        "batch": batch or Settings.batch,
-    }
+    found: dict[str, Any] = {**paths, "batch": batch or Settings.batch}
+    if options is not None or (model is not None and is_own(model)):
+        found["model_options"] = json_object("--model-options", options)
+    return found
 
 
 def database_path(given: str | None) -> Path:

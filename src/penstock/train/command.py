@@ -121,7 +121,7 @@ def train(
     tied: Annotated[bool | None, _option("Embedding and head share one weight.")] = None,
     data: Annotated[
         str | None,
-        _option("Text file, folder, .jsonl or .bin/.idx, or your own, nets.py:make_data; else Python's own library."),
+        _option("Text file, folder, .jsonl or .bin/.idx, or your own, data.py:make_data; else Python's own library."),
     ] = None,
     tokenizer: Annotated[str | None, _option("A tokenizers JSON file; without one, bytes.")] = None,
     steps: Annotated[int | None, _option("Updates.", "steps")] = None,

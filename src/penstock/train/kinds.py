@@ -50,15 +50,16 @@ def is_there(model: str) -> bool:
     return not is_path(model) or (own_name(model).path if is_own(model) else Path(model)).exists()
 
 
-def usual_of(model: str) -> Mapping[str, Any]:
-    """What is usual for a kind of model."""
+def usual_of(model: str, data: str | None = None) -> Mapping[str, Any]:
+    """What is usual for a kind of model; batches of a person's own hold tokens already, so no tokenizer is."""
     if not is_path(model):
         return USUAL[model]
     if is_own(model):
         return {"lr": FRESH}
     folder, has_weights = place_of(model)
     own = folder / "tokenizer.json"
-    return {"lr": STORED if has_weights else FRESH, **({"tokenizer": str(own)} if own.is_file() else {})}
+    reads_text = own.is_file() and not is_own(data)
+    return {"lr": STORED if has_weights else FRESH, **({"tokenizer": str(own)} if reads_text else {})}
 
 
 def place_of(model: str) -> tuple[Path, bool]:
@@ -103,6 +104,35 @@ def check_lora(settings: Settings) -> None:
     _ = lora_of(settings)
 
 
+def check_lora_words(text: str) -> None:
+    """Raises SettingsError for a `--lora` that is neither JSON nor a folder, by the words given."""
+    if text.lstrip().startswith("{") or os.path.isdir(text):
+        return
+    meant = "" if "=" not in text else f"; write it as --lora '{_as_json(text)}'"
+    raise SettingsError(
+        f"--lora {text} is neither JSON nor a folder; give the arguments of peft's LoraConfig as JSON, like "
+        f"'{{\"r\": 8}}', '{{}}' for peft's defaults, or a folder with a saved adapter{meant}"
+    )
+
+
+def _as_json(text: str) -> str:
+    """KEY=VALUE,KEY=VALUE as a JSON object; a word without a key belongs to the list of the key before it."""
+    found: dict[str, Any] = {}
+    last = ""
+    for word in text.split(","):
+        key, equals, value = word.partition("=")
+        try:
+            said = json.loads(value if equals else word)
+        except ValueError:
+            said = value if equals else word
+        if equals:
+            found[key.strip()], last = said, key.strip()
+        elif last:
+            before = found[last]
+            found[last] = [*(before if isinstance(before, list) else [before]), said]
+    return json.dumps(found)
+
+
 def lora_of(settings: Settings) -> Mapping[str, Any] | str | None:
     """The arguments of a LoraConfig, or the folder of an adapter. Raises SettingsError."""
     text = settings.lora
@@ -111,7 +141,9 @@ def lora_of(settings: Settings) -> Mapping[str, Any] | str | None:
     try:
         value: dict[str, Any] = json.loads(text)
     except ValueError as error:
-        raise SettingsError(f"--lora {text!r} is not JSON: {error}") from None
+        raise SettingsError(
+            f"--lora {text!r} is not JSON: {error}; write the arguments of peft's LoraConfig like '{{\"r\": 8}}'"
+        ) from None
     return value
 
 
@@ -121,11 +153,17 @@ def check_own(settings: Settings) -> None:
     if not is_own(settings.model):
         if settings.model_options:
             raise SettingsError(f"--model-options are for --model FILE.py:NAME; leave them out for {settings.model}")
-        if own_data:
+        if own_data and not is_path(settings.model):
+            reads = "reads text" if settings.model in (GPT, BERT) else "learns from samples that are generated for it"
             raise SettingsError(
-                f"--data {settings.data} makes batches for a model of your own, and --model {settings.model} reads "
-                "text; add --model FILE.py:NAME"
+                f"--data {settings.data} makes batches for a model of your own or of Hugging Face's, and --model "
+                f"{settings.model} {reads}; add --model FILE.py:NAME or a folder, or leave --data out"
             )
+        for name in ("context", "tokenizer") if own_data else ():
+            if (value := getattr(settings, name)) is not None:
+                raise SettingsError(
+                    f"--{name} {value} is for text, and --data {settings.data} gives tokens already; leave it out"
+                )
         return
     taken = ["depth", "width", "heads", "dropout", "tied", *(["context", "tokenizer"] if own_data else [])]
     for name in taken:

@@ -17,7 +17,7 @@ from penstock.train.checks import SettingsError, is_schedule_file
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder, free_folder
 from penstock.train.job import EmulatedJob, TrainJob
-from penstock.train.kinds import GPT, check_model, is_path, usual_of
+from penstock.train.kinds import GPT, check_lora_words, check_model, is_path, usual_of
 from penstock.train.mesh_sizes import share_out
 from penstock.train.own_file import is_own, own_name
 from penstock.train.packing import MEASURED, SIZES, is_record
@@ -117,8 +117,9 @@ def order_of(
         paths.append("packing")
     if given.get("length_costs", SIZES) not in (SIZES, MEASURED):
         paths.append("length_costs")
-    if not given.get("lora", "{").lstrip().startswith("{"):
-        paths.append("lora")
+    if "lora" in given:
+        check_lora_words(given["lora"])  # before a folder is a whole path
+        paths += ["lora"] if not given["lora"].lstrip().startswith("{") else []
     for name in paths:  # a run may be resumed from another folder
         if name in given:
             given[name] = os.path.abspath(given[name])
@@ -130,7 +131,7 @@ def order_of(
         resume = None
     if resume is None:
         given |= _ranks_here(given, given)
-        if is_own(given.get("data")) and is_own(given.get("model")) and "batch" not in given:
+        if is_own(given.get("data")) and is_path(given.get("model", GPT)) and "batch" not in given:
             given |= _own_batch(given)
         settings = Settings.from_mapping(_completed(Settings, given, learning=True))
         folder = _new_folder(out, _name_of(settings))
@@ -161,7 +162,7 @@ def _completed(
 ) -> dict[str, Any]:
     """The options given with what is usual for their schedule."""
     own = {f.name: f.default for f in dataclasses.fields(kind) if f.name in ("ranks", "microbatches", "steps")}
-    usual = usual_of(given.get("model", GPT)) if learning else {}
+    usual = usual_of(given.get("model", GPT), given.get("data")) if learning else {}
     counts = {**own, **{name: usual[name] for name in own if name in usual}}
     known = {**counts, **given}
     if "microbatches" not in given and "schedule" in given:

@@ -110,6 +110,7 @@ def _layered(settings: Settings) -> TunedModel:
     task = open_layers(settings)
     num_layers = len(task.layer_costs)
     path = settings.model if is_path(settings.model) else None
+    first = task.read(None).batches[0] if is_own(settings.data) else None
     options = ["--model", settings.model, *(["--preset", settings.preset] if path is None else [])]
     if settings.data is not None:
         options += ["--data", settings.data]
@@ -119,7 +120,11 @@ def _layered(settings: Settings) -> TunedModel:
         costs=tuple(task.layer_costs),
         num_tokens=task.num_tokens,
         options=tuple(options),
-        structure={"model": settings.model if path is None else "transformers", **task.sizes},
+        structure={
+            "model": settings.model if path is None else "transformers",
+            **task.sizes,
+            **({} if first is None else {"batch": _form(first)}),
+        },
         blocks=range(1, num_layers - 1) if path is None else range(0),
     )
 
@@ -132,7 +137,6 @@ def _own(settings: Settings) -> TunedModel:
     own = own_name(settings.model)
     norm = next((type(module).__name__ for module in tried.model.modules() if isinstance(module, GATHERS)), None)
     files = {own.path, *([own_name(settings.data or "").path] if is_own(settings.data) else [])}
-    leaves = flatten((tried.inputs, tried.targets))[0]
     options = ["--model", settings.model]
     if settings.model_options:
         options += ["--model-options", json.dumps(dict(settings.model_options))]
@@ -148,10 +152,15 @@ def _own(settings: Settings) -> TunedModel:
             "name": own.name,
             "options": dict(settings.model_options),
             "files": sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in files),
-            "batch": [(str(leaf.dtype), list(leaf.shape[1:])) for leaf in leaves],
+            "batch": _form((tried.inputs, tried.targets)),
             "parameters": [(name, list(p.shape)) for name, p in tried.model.named_parameters()],
         },
         not_again=""
         if norm is None
         else f"{norm} gathers statistics, and a forward that runs again gathers them twice",
     )
+
+
+def _form(batch: Any) -> list[Any]:
+    """Types and shapes of a batch's tensors, without the number of samples."""
+    return [(str(leaf.dtype), list(leaf.shape[1:])) for leaf in flatten(batch)[0]]

@@ -8,8 +8,7 @@ from typing import Any
 
 from penstock.train.asynchronous import ASYNCHRONOUS, completed, usual_microbatches
 from penstock.train.checks import SettingsError, is_schedule_file
-from penstock.train.kinds import usual_of
-from penstock.train.own_file import is_own
+from penstock.train.kinds import GPT, is_path, usual_of
 from penstock.train.settings import Settings
 
 USUAL = ("1f1b", "zb-v", "amdp", "pipedream-2bw")
@@ -47,7 +46,8 @@ def contenders(names: Sequence[str], given: Mapping[str, Any]) -> list[Settings]
     batch, ranks = given.get("batch", Settings.batch), given.get("ranks", Settings.ranks)
     usual = [usual_microbatches(name, ranks, batch) for name in names]
     own["microbatches"] = max(filter(None, usual), default=own["microbatches"])
-    own |= {"lr": usual_of(given["model"])["lr"]} if is_own(given.get("model")) else {}
+    if is_path(given.get("model", GPT)):
+        own |= usual_of(given["model"], given.get("data"))
     found = []
     for name in names:
         alike = {k: v for k, v in given.items() if name in ASYNCHRONOUS or k not in OF_UPDATES}

@@ -1,4 +1,4 @@
-"""A model of Hugging Face's on text: from a folder with its weights, or from a config with fresh ones."""
+"""A model of Hugging Face's on text or on batches of a person's own: with the weights of a folder, or fresh ones."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.data import Corpus, Tokenizer
 from penstock.models import CrossEntropy
@@ -21,16 +22,19 @@ from penstock.runtime.checkpoint import Reader
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.kinds import lora_of, place_of
+from penstock.train.own_file import is_own
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.chain import chain_bytes
 from penstock.train.tasks.layers import recomputed, stage_layers
 from penstock.train.tasks.masked import judge_masked, mask_token, masked
+from penstock.train.tasks.own_data import own_data
 from penstock.train.tasks.pictures import PictureLesson
 from penstock.train.tasks.sizes import refuse, require_shards
 from penstock.train.tasks.spans import SpanForm, judge_spans, span_form, spans
 from penstock.train.tasks.task import BYTES, Data
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
+from penstock.train.tasks.token_batches import TOKENS, TokenBatchReader
 
 BY_HAND = (
     "looked for a language model of transformers with one list of blocks between an embedding and a head, or one in "
@@ -43,6 +47,20 @@ UNREAD = ("pytorch_model*.bin", "*.pt", "*.pth", "*.gguf", "tf_model*.h5", "*.ms
 """Files that hold weights in other forms than safetensors."""
 USUAL_CONTEXT = 128
 """Tokens a sample, where nothing is said and the model takes as many."""
+UNREAD_TOKENIZERS = (
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "vocab.json", "vocab.txt",
+    "source.spm", "tokenizer_config.json",
+)  # fmt: skip
+"""Files that say a folder has a tokenizer, in other forms than tokenizer.json."""
+
+
+class OwnBatches(NamedTuple):
+    """A person's own data, in words what it is evaluated on, and tokens of a sample that are read and written."""
+
+    data: Data
+    unit: str
+    num_read: int
+    num_written: int
 
 
 class DecoderTask:
@@ -63,39 +81,69 @@ class DecoderTask:
         self.decoder = decoder = decoder_of(folder, has_weights, settings)
         self.config = config = decoder.config.get_text_config(decoder=True)
         self.sizes = sizes_in(folder) | ({} if decoder.adapters is None else {"lora": decoder.adapters.sizes})
+        self.loss: Callable[..., Tensor] = decoder.loss
+        self.num_tokens: int | None = None
+        self._pictures: PictureLesson | None = None
+        self._mask: int | None = None
+        self._spans: SpanForm | None = None
+        if not is_own(settings.data):
+            self._take_text(folder)
+        self.tied = decoder.tied
+        self.layer_costs = decoder.costs()
+        if decoder.has_encoder:
+            require_whole(settings, schedule)
+            first = decoder.anatomy.first_block - 1
+            read, written = self._lengths
+            self.layer_costs = [
+                each * (read if index < first else written) for index, each in enumerate(self.layer_costs)
+            ]
+        self._parts = stage_layers(self.layer_costs, schedule, settings.cut)
+        require_shards(settings, schedule, config, config.vocab_size)
+
+    def _take_text(self, folder: Path) -> None:
+        """Finds out how text, or where there is none pictures, become samples for the model."""
+        settings, decoder, config, tokenizer = self._settings, self.decoder, self.config, self._tokenizer
+        # Of a decoder the targets of text are the tokens that follow already.
+        self.loss = WithRouterLoss(CrossEntropy()) if decoder.has_router_loss else CrossEntropy()
         most = getattr(config, "max_position_embeddings", None)  # T5 and Mamba take any number
-        self._pictures = None
-        if settings.data is None and sees(decoder.model):
-            self._pictures = picture_lesson(decoder, self._tokenizer, settings, most)
         self.num_tokens = settings.context or min(USUAL_CONTEXT, int(most or USUAL_CONTEXT))
-        if self._pictures is not None:
+        if settings.data is None and sees(decoder.model):
+            self._pictures = picture_lesson(decoder, tokenizer, settings, most)
             self.num_tokens = self._pictures.num_tokens
         if most and self.num_tokens > most:
             raise SettingsError(
                 f"--context {self.num_tokens}: {settings.model} takes {most} tokens at most; give that"
             )
-        if self._tokenizer.vocab_size > config.vocab_size:
+        require_readable_tokenizer(folder, settings)
+        if tokenizer.vocab_size > config.vocab_size:
             raise SettingsError(
-                f"the tokenizer {self._tokenizer.name} has {self._tokenizer.vocab_size} tokens, and {settings.model} "
+                f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, and {settings.model} "
                 f"a vocabulary of {config.vocab_size}; give the --tokenizer the model was made for"
             )
         self.sizes["context"] = self.num_tokens
-        self.loss = WithRouterLoss(CrossEntropy()) if decoder.has_router_loss else CrossEntropy()
-        self._mask = None
         if decoder.is_masked:
-            self._mask = mask_token(self._tokenizer, config.vocab_size, settings.model)
-        self._spans = None
-        self.tied = decoder.tied
-        self.layer_costs = decoder.costs()
+            self._mask = mask_token(tokenizer, config.vocab_size, settings.model)
         if decoder.has_encoder:
-            require_whole(settings, schedule)
-            self._spans = span_form(self._tokenizer, self.num_tokens, config.vocab_size, settings.model)
-            self.layer_costs = [
-                each * (self._spans.num_read if index < decoder.anatomy.first_block - 1 else self._spans.num_written)
-                for index, each in enumerate(self.layer_costs)
-            ]
-        self._parts = stage_layers(self.layer_costs, schedule, settings.cut)
-        require_shards(settings, schedule, config, config.vocab_size)
+            self._spans = span_form(tokenizer, self.num_tokens, config.vocab_size, settings.model)
+
+    @cached_property
+    def _own(self) -> OwnBatches:
+        """The batches of a person's own, with the lengths of the first one."""
+        data, unit = own_data(self._settings, TokenBatchReader(self.decoder, self._settings.model))
+        inputs, labels = data.batches[0]
+        if isinstance(inputs, list):  # of several replicas, cut already
+            inputs, labels = inputs[0], labels[0]
+        return OwnBatches(data, f"nats a token, {unit}", inputs[TOKENS].shape[1], labels.shape[1])
+
+    @property
+    def _lengths(self) -> tuple[int, int]:
+        """Tokens of a sample that are read, and that are written."""
+        if is_own(self._settings.data):
+            return self._own.num_read, self._own.num_written
+        assert self.num_tokens is not None
+        if self._spans is not None:
+            return self._spans.num_read, self._spans.num_written
+        return self.num_tokens, self.num_tokens
 
     def stages(self) -> list[Callable[[], nn.Module]]:
         return [lambda part=part: self._built(part) for part in self._parts]  # type: ignore[misc]
@@ -113,16 +161,17 @@ class DecoderTask:
         return stage
 
     def message_bytes(self, schedule: Schedule) -> list[float]:
-        if self._spans is not None:
-            return self._bytes_of_both(self._spans)
-        return chain_bytes(self._settings, schedule.num_stages, self.num_tokens * self.config.hidden_size)
+        read, written = self._lengths
+        if self.decoder.has_encoder:
+            return self._bytes_of_both(read, written)
+        return chain_bytes(self._settings, schedule.num_stages, read * self.config.hidden_size)
 
-    def _bytes_of_both(self, form: SpanForm) -> list[float]:
+    def _bytes_of_both(self, read: int, written: int) -> list[float]:
         """Hidden states, behind the encoder those of both; up to the bridge the tokens of the decoder, which count as
         two numbers each; and the biases by pairs of places that a T5 passes on.
         """
         anatomy, heads = self.decoder.anatomy, getattr(self.config, "num_attention_heads", 0)
-        read, written, width = form.num_read, form.num_written, self.config.hidden_size
+        width = self.config.hidden_size
         samples = chain_bytes(self._settings, 2, 1)[0]
         sent = []
         for part in self._parts[:-1]:
@@ -137,8 +186,11 @@ class DecoderTask:
         return [*sent, 0.0]
 
     def read(self, corpus: Corpus | None) -> Data:
+        if is_own(self._settings.data):
+            return self._own.data
         if self._pictures is not None:
             return self._pictures.data
+        assert self.num_tokens is not None
         data = next_tokens(self._settings, self._tokenizer, self.num_tokens, corpus)
         if self._spans is not None:
             return spans(data, self._spans, self.decoder, self._settings.seed)
@@ -147,6 +199,9 @@ class DecoderTask:
         )
 
     def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
+        if is_own(self._settings.data):
+            return Quality(unit=self._own.unit)
+        assert self.num_tokens is not None
         if self._pictures is not None:
             return self._pictures.judge(pipe, data, loss)
         if self._spans is not None:
@@ -165,6 +220,19 @@ def picture_lesson(decoder: Decoder, tokenizer: Tokenizer, settings: Settings, m
         raise SettingsError(f"--model {settings.model}: {error}; give --data for text alone") from None
     assert form is not None, "it sees"
     return PictureLesson(form, tokenizer, settings.model, most, settings.batch, settings.seed)
+
+
+def require_readable_tokenizer(folder: Path, settings: Settings) -> None:
+    """Raises SettingsError where a folder has a tokenizer that is not read, so that text would be bytes to it."""
+    if settings.tokenizer is not None or (folder / "tokenizer.json").is_file():
+        return
+    found = next((name for name in UNREAD_TOKENIZERS if (folder / name).is_file()), None)
+    if found is not None:
+        raise SettingsError(
+            f"--model {settings.model} has a tokenizer in {found}, and no tokenizer.json, which alone is read; "
+            f"AutoTokenizer.from_pretrained(FOLDER, use_fast=True).save_pretrained(FOLDER) of transformers writes "
+            "one, or give another with --tokenizer"
+        )
 
 
 def require_whole(settings: Settings, schedule: Schedule) -> None:

@@ -22,14 +22,13 @@ from penstock.runtime.stage.microbatches import split
 from penstock.runtime.stage.partitioning.tracing import untouched
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.stage.statistics import GATHERS
-from penstock.runtime.tensors.pytree import flatten
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.own_file import called, find, is_own, made, own_name, seeded
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed, require_chain
-from penstock.train.tasks.own_data import DealtBatches, OwnSource, Validation, opened, tensors_of
+from penstock.train.tasks.own_data import own_data, require_samples, tensors_of
 from penstock.train.tasks.paged_weights import PagedWeights
 from penstock.train.tasks.task import Data, Example
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
@@ -150,47 +149,13 @@ class OwnTask:
         with contextlib.nullcontext() if paged is None else paged.making():
             model = self.build()
         if is_own(settings.data):
-            data, self._unit = self._own_data(model)
+            reader = BatchReader(model, str(self._own), not isinstance(self.loss, ModelLoss))
+            data, self._unit = own_data(settings, reader)
         else:
             assert self.num_tokens is not None
             data = next_tokens(settings, tokenizer_of(settings), self.num_tokens, corpus)
         with contextlib.nullcontext() if paged is None else paged.running():
             return Tried(model, data, *self._try(model, data.batches[0], data.is_dealt))
-
-    def _own_data(self, model: nn.Module) -> tuple[Data, str]:
-        settings, text = self._settings, str(self._settings.data)
-        read = BatchReader(model, str(self._own), not isinstance(self.loss, ModelLoss))
-        source = OwnSource(text, settings.batch, settings.seed)
-        if source.is_dealt:
-            return self._dealt(text, read)
-        found = opened(source, settings.batch, settings.dp * settings.microbatches, read)
-        data = Data(text, found.digest, found.batches, found.validation, stateful=found.stateful)
-        return data, found.unit
-
-    def _dealt(self, text: str, read: BatchReader) -> tuple[Data, str]:
-        """Of data of which each replica loads its own part this one's; in one process all, one after another."""
-        settings = self._settings
-        dp, num = settings.dp, settings.microbatches
-        if settings.is_asynchronous:
-            raise SettingsError(
-                f"--data {text} takes `replica`, and {settings.schedule} deals the microbatches of whole batches "
-                "out, as its updates fall between them; leave `replica` out of its arguments"
-            )
-        if settings.batch % dp:
-            raise SettingsError(f"--batch {settings.batch} cannot be dealt to {dp} replicas; give a multiple of {dp}")
-        here = range(dp) if settings.in_process else [int(os.environ.get("RANK", "0")) // settings.tp % dp]
-        found = [
-            opened(OwnSource(text, settings.batch // dp, settings.seed, replica, dp), settings.batch // dp, num, read)
-            for replica in here
-        ]
-        unit = f"{found[0].unit}, of each replica's part"
-        if len(found) == 1:
-            own = found[0]
-            data = Data(text, own.form, own.batches, own.validation, stateful=own.stateful, is_dealt=dp > 1)
-            return data, unit
-        joined = DealtBatches([each.batches for each in found], num)
-        validation = Validation(lambda: map(joined.join, zip(*(each.validation for each in found), strict=False)))
-        return Data(text, found[0].form, joined, validation, stateful={"data": joined}), unit
 
     def _try(self, model: nn.Module, first: Example, part: bool) -> Example:
         """Runs forward and loss on the first microbatch of a batch, or of a replica's part, and returns that."""
@@ -300,7 +265,7 @@ class BatchReader:
                 f"--data: {what} is a {type(batch).__name__} without targets, and {LOSS} needs some; give "
                 "(inputs, targets), or a dict with a key that the forward does not take"
             )
-        self._check(inputs, targets, what)
+        require_samples(inputs, targets, what)
         return Example(inputs, targets)
 
     def _of_dict(self, batch: dict[Any, Any], what: str) -> tuple[Any, Any]:
@@ -317,17 +282,6 @@ class BatchReader:
                 f"({', '.join(self._names)}), and there is no {LOSS} that would; leave it out"
             )
         return inputs, (None if not rest else next(iter(rest.values())) if len(rest) == 1 else rest)
-
-    def _check(self, inputs: Any, targets: Any, what: str) -> None:
-        leaves = flatten(inputs)[0]
-        if not leaves:
-            raise SettingsError(f"--data: {what} holds no tensor; give tensors with the samples in dimension 0")
-        sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in (*leaves, *flatten(targets)[0])}
-        if len(sizes) > 1 or 0 in sizes:
-            raise SettingsError(
-                f"--data: the tensors of {what} have {', '.join(map(str, sorted(sizes)))} samples in dimension 0; "
-                "give all the same number, above 0"
-            )
 
 
 def _listed(batch: Mapping[Any, Any]) -> str:

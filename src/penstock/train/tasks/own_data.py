@@ -9,6 +9,7 @@ a function or class            makes one of these; it gets what it names of batc
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -23,7 +24,8 @@ from penstock.runtime.tensors.pytree import flatten
 from penstock.runtime.tensors.rng import mix
 from penstock.train.checks import SettingsError
 from penstock.train.own_file import OwnName, called, find, made, own_name, seeded
-from penstock.train.tasks.task import Example
+from penstock.train.settings import Settings
+from penstock.train.tasks.task import Data, Example
 
 OPTION = "--data"
 SEEN_AGAIN = 4
@@ -128,6 +130,19 @@ def tensors_of(value: Any) -> Any:
     if hasattr(value, "__array__") and not isinstance(value, Tensor):
         return torch.as_tensor(value)
     return value
+
+
+def require_samples(inputs: Any, targets: Any, what: str) -> None:
+    """Raises SettingsError unless all tensors of a batch have the same number of samples; `what` says which it is."""
+    leaves = flatten(inputs)[0]
+    if not leaves:
+        raise SettingsError(f"{OPTION}: {what} holds no tensor; give tensors with the samples in dimension 0")
+    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in (*leaves, *flatten(targets)[0])}
+    if len(sizes) > 1 or 0 in sizes:
+        raise SettingsError(
+            f"{OPTION}: the tensors of {what} have {', '.join(map(str, sorted(sizes)))} samples in dimension 0; "
+            "give all the same number, above 0"
+        )
 
 
 class _Pass:
@@ -272,6 +287,56 @@ class DealtBatches:
         iterated = [part for part in self._parts if isinstance(part, IteratedBatches)]
         for part, each in zip(iterated, state, strict=True):
             part.load_state_dict(each)
+
+
+class OwnData(NamedTuple):
+    """A person's own data as a run trains on it, and in words what it is evaluated on."""
+
+    data: Data
+    unit: str
+
+
+def own_data(settings: Settings, read: Reader) -> OwnData:
+    """The data that `settings.data` names in a Python file.
+
+    Args:
+        read: makes inputs and targets of a batch.
+
+    Raises:
+        SettingsError: with the line where a person's own code fails; what `read` raises.
+    """
+    text = str(settings.data)
+    source = OwnSource(text, settings.batch, settings.seed)
+    if source.is_dealt:
+        return _dealt(settings, text, read)
+    found = opened(source, settings.batch, settings.dp * settings.microbatches, read)
+    data = Data(text, found.digest, found.batches, found.validation, stateful=found.stateful)
+    return OwnData(data, found.unit)
+
+
+def _dealt(settings: Settings, text: str, read: Reader) -> OwnData:
+    """Of data of which each replica loads its own part this one's; in one process all, one after another."""
+    dp, num = settings.dp, settings.microbatches
+    if settings.is_asynchronous:
+        raise SettingsError(
+            f"{OPTION} {text} takes `replica`, and {settings.schedule} deals the microbatches of whole batches "
+            "out, as its updates fall between them; leave `replica` out of its arguments"
+        )
+    if settings.batch % dp:
+        raise SettingsError(f"--batch {settings.batch} cannot be dealt to {dp} replicas; give a multiple of {dp}")
+    here = range(dp) if settings.in_process else [int(os.environ.get("RANK", "0")) // settings.tp % dp]
+    found = [
+        opened(OwnSource(text, settings.batch // dp, settings.seed, replica, dp), settings.batch // dp, num, read)
+        for replica in here
+    ]
+    unit = f"{found[0].unit}, of each replica's part"
+    if len(found) == 1:
+        own = found[0]
+        data = Data(text, own.form, own.batches, own.validation, stateful=own.stateful, is_dealt=dp > 1)
+        return OwnData(data, unit)
+    joined = DealtBatches([each.batches for each in found], num)
+    validation = Validation(lambda: map(joined.join, zip(*(each.validation for each in found), strict=False)))
+    return OwnData(Data(text, found[0].form, joined, validation, stateful={"data": joined}), unit)
 
 
 class Opened(NamedTuple):
