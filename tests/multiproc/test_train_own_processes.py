@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from hf_families import config_of
 from train_runs import Run, losses
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
@@ -75,19 +77,24 @@ LARGE = "nn.Sequential(nn.Linear(8, 4000), nn.Linear(4000, 8)), nn.LayerNorm(8)"
 
 
 def test_each_replica_loads_its_own_part(tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(FILE + PARTS)
-    options = "--pp 1 --dp 2 --microbatches 4 --data net.py:parts --save-every 3"
+    """Of a Hugging Face model, whose labels count unevenly; one's own is tried so in one process."""
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama").to_dict()))
+    (tmp_path / "net.py").write_text(PARTS)
+    options = "--pp 1 --dp 2 --microbatches 4 --model config.json --data net.py:parts --save-every 3"
     alone = trained(tmp_path, "alone", f"{options} --in-process")
     assert trained(tmp_path, "parts", options) == pytest.approx(alone, rel=1e-5)
     assert len(set(alone)) == 6
 
 
 PARTS = """
-from torch.utils.data import DistributedSampler
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 def parts(replica, num_replicas):
     torch.manual_seed(1)
-    data = TensorDataset(torch.randn(64, 8), torch.randint(3, (64,)))
+    tokens = torch.randint(3, 290, (64, 8))
+    labels = tokens.masked_fill(torch.arange(8) < torch.randint(6, (64, 1)), -100)
+    data = [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels)]
     return DataLoader(data, 8, sampler=DistributedSampler(data, num_replicas, replica))
 """
 

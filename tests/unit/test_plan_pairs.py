@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,8 +12,12 @@ import pytest
 import penstock as ps
 from penstock.cost.overlap import Overlap
 from penstock.passes import overlap_pairs, separate_pairs
-from penstock.planning.paired import busy_bound, relaxed_costs
+from penstock.passes.overlap import _neighbours, joinable_pairs, weigh_pairs
+from penstock.planning import paired
+from penstock.planning.paired import busy_bound, plan_pairs, relaxed_costs
 from penstock.schedule import Op, Pair, Schedule, ScheduleError
+from penstock.schedule.dependencies import predecessors
+from penstock.schedule.liveness import run_on, run_untimed
 
 pytestmark = pytest.mark.unit
 
@@ -134,6 +138,97 @@ def test_halves_are_in_no_pair() -> None:
     found = ps.plan(even(4), 4, 8, split=True, time_limit=0.6)
     assert found.schedule.pairs == ()
     assert found.certificate.pairs == "none"
+
+
+class Clock:
+    """A second passes whenever somebody looks at it."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def __call__(self) -> float:
+        self.looks += 1
+        return float(self.looks)
+
+
+def test_the_time_limit_was_looked_at_after_whole_orders_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan with pairs took 11.9 s where 2 were allowed: pairs of an order were joined to the end, however long."""
+    costs, placement = even(8), ps.placements.v_shape(4)
+    given = ps.plan(relaxed_costs(costs, placement), 4, 8, placement=placement, time_limit=0.3)
+    asked: list[float] = []
+    joined: list[Schedule] = []
+
+    def planned(*_: object, time_limit: float, **__: object) -> ps.Plan:
+        asked.append(time_limit)
+        return given
+
+    def joinable(schedule: Schedule, is_over: Callable[[], bool]) -> tuple[Pair, ...]:
+        joined.append(schedule)
+        return joinable_pairs(schedule, is_over)
+
+    monkeypatch.setattr(paired, "joinable_pairs", joinable)
+
+    def planned_in(seconds: float) -> ps.Plan:
+        asked.clear()
+        joined.clear()
+        found = plan_pairs(
+            planned, costs, 4, 8, ps.Links(), placement, split=None, max_in_flight=None, memory_limit=None,
+            time_limit=seconds, clock=Clock(),
+        )  # fmt: skip
+        ps.check(found.schedule)
+        assert found.makespan <= ps.simulate(given.schedule, costs).makespan
+        return found
+
+    least = planned_in(1.0)
+    assert (len(asked), len(joined)) == (1, 1), "the bound's order and the library's first, and nothing else"
+    monkeypatch.setattr(paired, "_MOST_AT_ONCE", 0)
+    assert planned_in(1.0).makespan >= least.makespan
+    assert (len(asked), len(joined)) == (1, 0), "of a long order no pairs are joined any more"
+    some = planned_in(30.0)
+    assert len(asked) == 3
+    assert max(asked) < 0.7 * 30
+    few = len(joined)
+    enough = planned_in(1e6)
+    assert 0 < few < len(joined)
+    assert enough.schedule.pairs
+    assert enough.makespan <= some.makespan
+
+
+def test_joining_pairs_ends_when_it_is_asked_to() -> None:
+    schedule, costs = ps.build("1f1b", 4, 16), even(4)
+    whole, waiting = joinable_pairs(schedule), ps.build("gpipe", 4, 8)  # of which three pairs wait in a circle
+    assert whole
+    assert joinable_pairs(waiting)
+    for looks in (1, 3):
+        clock = Clock()
+        assert joinable_pairs(waiting, lambda clock=clock, looks=looks: clock() >= looks) == ()  # type: ignore[misc]
+        assert clock.looks == looks
+    alone = separate_pairs(ps.build("dualpipe-v", 4, 9, overlap=True))
+    pairs = joinable_pairs(alone)
+    assert weigh_pairs(alone, pairs, even(8), None, lambda: True) == alone
+    assert weigh_pairs(alone, pairs, even(8), None) == overlap_pairs(alone, even(8))
+    assert overlap_pairs(schedule, costs).pairs == weigh_pairs(schedule, whole, costs, None).pairs
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "dualpipe-v", "chimera"])
+def test_pairs_that_wait_for_one_another_are_found_as_from_the_beginning(name: str) -> None:
+    """Each time one is left out, the others go on from where they stood."""
+    schedule = separate_pairs(ps.build(name, 4, 8))
+    present = {op: rank for rank, row in enumerate(schedule.order) for op in row}
+    tried = replace(schedule, pairs=tuple(_neighbours(schedule)))
+    while (run := run_untimed(tried, None)).blocked:
+        assert run_on(tried, run.steps) == run
+        standing = {tried.order[row][run.steps[row]]: missing for row, (missing, _, _) in run.blocked.items()}
+        left_out = next(
+            pair
+            for pair in tried.pairs
+            if pair.forward in standing
+            and standing[pair.forward] not in predecessors(pair.forward, schedule.graph, present)
+        )
+        fewer = replace(tried, pairs=tuple(pair for pair in tried.pairs if pair != left_out))
+        assert run_on(fewer, run.steps) == run_untimed(fewer, None)
+        tried = fewer
+    assert joinable_pairs(schedule) == tried.pairs
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_a_batch_that_does_not_fit_is_refused(reader: TokenBatchReader, batch: A
 
 def test_pictures_that_do_not_fit_are_refused() -> None:
     see = TokenBatchReader(Decoder(config_of("llava"), compare=False), "FOLDER")
-    batch = batch_of("llava", 2)
+    batch = {name: tensor[:2] for name, tensor in batch_of("llava").items()}
     see(batch, "a batch")
     with pytest.raises(SettingsError, match=r"hold 8 image tokens .* for 1 pictures|2 samples in dimension 0"):
         see({**batch, "pixel_values": batch["pixel_values"][:1]}, "a batch")

@@ -9,7 +9,7 @@ wait for one another in a circle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ from penstock.engine.tolerance import slack
 from penstock.schedule import Op, Pair, Schedule, check
 from penstock.schedule.async_ops import rows_of
 from penstock.schedule.dependencies import predecessors
-from penstock.schedule.liveness import run_untimed
+from penstock.schedule.liveness import run_on
 from penstock.schedule.op import BACKWARD, FORWARD
 from penstock.schedule.pairs import separate_pairs
 from penstock.simulation import Timeline, simulate
@@ -41,15 +41,41 @@ def overlap_pairs(schedule: Schedule, costs: Costs | None = None, links: Links |
         ScheduleError: the schedule is not valid.
         CostError: the costs are for another number of stages, or the links name ranks that are not there.
     """
+    found = joinable_pairs(schedule)
+    alone = separate_pairs(schedule)
+    return replace(alone, pairs=found) if costs is None else weigh_pairs(alone, found, costs, links)
+
+
+def joinable_pairs(schedule: Schedule, is_over: Callable[[], bool] = lambda: False) -> tuple[Pair, ...]:
+    """The pairs of a forward and the backward after it that can run together; none where it takes too long to say.
+
+    Args:
+        is_over: is asked, again and again, whether it does.
+
+    Raises:
+        ScheduleError: the schedule is not valid.
+    """
     check(schedule)
     alone = separate_pairs(schedule)
-    found = _without_deadlock(alone, _neighbours(alone))
-    if costs is None:
-        return replace(alone, pairs=found)
-    best, shortest = alone, simulate(alone, costs, links).makespan
-    kept: Sequence[Pair] = found
-    while kept:
-        tried = replace(alone, pairs=tuple(kept))
+    return _without_deadlock(alone, _neighbours(alone), is_over)
+
+
+def weigh_pairs(
+    schedule: Schedule,
+    pairs: Sequence[Pair],
+    costs: Costs,
+    links: Links | None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Schedule:
+    """A schedule without pairs with those of some that make it shorter, as far as time is left to find out.
+
+    Args:
+        is_over: is asked before each simulation.
+    """
+    best, shortest = schedule, simulate(schedule, costs, links).makespan
+    kept: Sequence[Pair] = pairs
+    while kept and not is_over():
+        tried = replace(schedule, pairs=tuple(kept))
         ran = simulate(tried, costs, links)
         if ran.makespan < shortest - slack(shortest):
             best, shortest = tried, ran.makespan
@@ -73,13 +99,18 @@ def _neighbours(schedule: Schedule) -> list[Pair]:
     ]
 
 
-def _without_deadlock(schedule: Schedule, pairs: Sequence[Pair]) -> tuple[Pair, ...]:
+def _without_deadlock(schedule: Schedule, pairs: Sequence[Pair], is_over: Callable[[], bool]) -> tuple[Pair, ...]:
     """Those of the pairs that can run together. Where some wait for one another, one at which a rank stands for what
-    its backward needs is left out, and then the next. The schedule runs without any, so there is one."""
+    its backward needs is left out, and then the next; without it the others can all do what they had done. The
+    schedule runs without any, so there is one."""
     own = schedule.graph
     present = {op: rank for rank, row in enumerate(schedule.order) for op in row}
     tried = replace(schedule, pairs=tuple(pairs))
-    while (run := run_untimed(tried, None)).blocked:
+    steps: tuple[int, ...] = ()
+    while (run := run_on(tried, steps)).blocked:
+        if is_over():
+            return ()
+        steps = run.steps
         standing = {rows_of(tried)[row][run.steps[row]]: missing for row, (missing, _, _) in run.blocked.items()}
         left_out = next(
             pair

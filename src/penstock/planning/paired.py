@@ -20,7 +20,7 @@ times as much work as alone:
 
 Orders come from the library's schedules of the placement, `dualpipe-v` with its own pairs among them, and from plans
 of three problems: the relaxed one, in which every op counts as if it were in a pair; the one without an overlap; and
-that with whole backwards alone, as a half can't be in a pair. In each, `passes.overlap_pairs` joins pairs.
+that with whole backwards alone, as a half can't be in a pair. In each, pairs are joined as by `passes.overlap_pairs`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from penstock.cost import CostError, Costs, Links
 from penstock.engine.tolerance import slack
 from penstock.library import build
-from penstock.passes import overlap_pairs
+from penstock.passes import separate_pairs
+from penstock.passes.overlap import joinable_pairs, weigh_pairs
 from penstock.planning.library_starts import MOST_OPS, built
 from penstock.planning.progress import certain
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, check
@@ -43,6 +45,13 @@ from penstock.simulation import simulate
 
 if TYPE_CHECKING:
     from penstock.planning.planner import Plan
+
+Start = tuple[str, Schedule]
+"""What made an order, and the order."""
+
+_MOST_AT_ONCE = 2_000
+"""Ops up to which pairs are joined in an order so quickly that it is done for the first one without a look at the
+clock."""
 
 _OF_PLANS = 0.7
 """Of the time, the share for orders; the rest joins pairs in them."""
@@ -112,59 +121,95 @@ def plan_pairs(
     max_in_flight: float | Sequence[float] | None,
     memory_limit: float | Sequence[float] | None,
     time_limit: float,
+    clock: Callable[[], float] = time.perf_counter,
     **options: Any,
 ) -> Plan:
     """The best schedule found with pairs or without, and a bound for both.
 
+    Whatever the limit, the relaxed problem is planned, which gives the bound, and its order and the first one of the
+    library are tried; all else ends when time is over.
+
     Args:
         planned: `ps.plan`, for costs without an overlap.
+        clock: what says the time, in seconds.
     """
-    began = time.perf_counter()
+    began = clock()
+
+    def is_over() -> bool:
+        return clock() - began >= time_limit
+
     alone, relaxed = replace(costs, overlap=None), relaxed_costs(costs, placement)
-    problems = [(relaxed, split)]
-    if relaxed != alone:
-        problems += [(alone, split), (alone, False)] if split is None else [(alone, split)]
+    problems = [(alone, split), (alone, False)] if split is None else [(alone, split)]
+    problems = problems if relaxed != alone else []
     limits = {"max_in_flight": max_in_flight, "memory_limit": memory_limit}
-    found = [
-        planned(
-            each, num_ranks, num_microbatches, links, placement=placement, split=form,
-            time_limit=_OF_PLANS * time_limit / len(problems), **limits, **options,
-        )
-        for each, form in problems
-    ]  # fmt: skip
-    bound = found[0]
-    orders = [(plan.how, plan.schedule) for plan in found]
-    starts = orders
-    if split is not True:
-        starts = [*_library(costs, placement, num_ranks, num_microbatches, split, limits), *orders]
+
+    def order(each: Costs, form: bool | None, seconds: float) -> Plan:
+        return planned(
+            each, num_ranks, num_microbatches, links, placement=placement, split=form, time_limit=seconds,
+            **limits, **options,
+        )  # fmt: skip
+
+    bound = order(relaxed, split, _OF_PLANS * time_limit / (1 + len(problems)))
+
+    def tried() -> Iterator[Start]:
+        orders = [(bound.how, bound.schedule)]
+        yield orders[0]
+        library: Iterator[Start] = iter(())
+        if split is not True:
+            library = _library(costs, placement, num_ranks, num_microbatches, split, limits)
+            is_small = 2 * placement.num_stages * num_microbatches <= _MOST_AT_ONCE
+            for how, schedule in islice(library, 1):
+                yield how, schedule
+                over = (lambda: False) if is_small else is_over
+                yield from ((how, joined) for joined in _joined(schedule, costs, links, over))
+        for number, (each, form) in enumerate(problems):
+            left = _OF_PLANS * time_limit - (clock() - began)
+            if left <= 0:
+                break
+            found = order(each, form, left / (len(problems) - number))
+            orders.append((found.how, found.schedule))
+            yield orders[-1]
+        for how, schedule in chain(_until(is_over, library), orders) if split is not True else ():
+            yield from ((how, joined) for joined in _joined(schedule, costs, links, is_over))
+
     best: Plan | None = None
-    for how, schedule in starts:
-        for joined in [schedule] if split is True else _joined(schedule, costs, links):
-            ran = simulate(joined, costs, links)
-            if best is None or ran.makespan < best.makespan - slack(best.makespan):
-                best = replace(
-                    bound,
-                    schedule=replace(joined, name="plan"),
-                    makespan=ran.makespan,
-                    value=ran.makespan,
-                    how=f"{how}, {PAIRED}" if joined.pairs else how,
-                    timeline=ran,
-                )
-        if time.perf_counter() - began > time_limit:
-            break
+    for how, schedule in tried():
+        ran = simulate(schedule, costs, links)
+        if best is None or ran.makespan < best.makespan - slack(best.makespan):
+            best = replace(
+                bound,
+                schedule=replace(schedule, name="plan"),
+                makespan=ran.makespan,
+                value=ran.makespan,
+                how=f"{how}, {PAIRED}" if schedule.pairs else how,
+                timeline=ran,
+            )
     assert best is not None
     check(best.schedule)
     lower = max(bound.lower_bound, busy_bound(costs, num_ranks, num_microbatches, placement, split))
     lower = certain(lower, best.value, lambda: f"costs {costs!r} over {placement!r}")
     certificate = replace(bound.certificate, pairs="none" if split is True else "any")
-    return replace(best, lower_bound=lower, certificate=certificate, seconds=time.perf_counter() - began)
+    return replace(best, lower_bound=lower, certificate=certificate, seconds=clock() - began)
 
 
-def _joined(schedule: Schedule, costs: Costs, links: Links) -> Iterator[Schedule]:
-    """The schedule as it is, with those pairs that gain, and with all that can be."""
+def _until(is_over: Callable[[], bool], starts: Iterator[Start]) -> Iterator[Start]:
+    """Those that are there in time; each is made when it is asked for."""
+    while not is_over():
+        if (start := next(starts, None)) is None:
+            return
+        yield start
+
+
+def _joined(schedule: Schedule, costs: Costs, links: Links, is_over: Callable[[], bool]) -> Iterator[Schedule]:
+    """The schedule as it is, with those pairs that gain, and with all that can be; as long as there is time."""
+    if is_over():
+        return
     yield schedule
-    yield overlap_pairs(schedule, costs, links)
-    yield overlap_pairs(schedule)
+    pairs = joinable_pairs(schedule, is_over)
+    if pairs and not is_over():
+        alone = separate_pairs(schedule)
+        yield replace(alone, pairs=pairs)
+        yield weigh_pairs(alone, pairs, costs, links, is_over)
 
 
 def _library(
@@ -174,17 +219,23 @@ def _library(
     num_microbatches: int,
     split: bool | None,
     limits: dict[str, Any],
-) -> list[tuple[str, Schedule]]:
+) -> Iterator[Start]:
     """The library's schedules of the placement that keep within the limits, of the forms of backwards asked for."""
     if 2 * placement.num_stages * num_microbatches > MOST_OPS:
-        return []
-    schedules = list(built(placement, num_ranks, num_microbatches))
-    if any(name == "dualpipe-v" for name, _ in schedules):
-        with suppress(ScheduleError):
-            schedules.insert(0, ("dualpipe-v", build("dualpipe-v", num_ranks, num_microbatches, overlap=True)))
-    if split is False:
-        schedules = [each for each in schedules if all(op.kind != WEIGHT for row in each[1].order for op in row)]
-    return [(name, schedule) for name, schedule in schedules if _fits(schedule, costs, num_ranks, limits)]
+        return
+    for name, schedule in _with_own_pairs(placement, num_ranks, num_microbatches):
+        whole = all(op.kind != WEIGHT for row in schedule.order for op in row)
+        if (whole or split is not False) and _fits(schedule, costs, num_ranks, limits):
+            yield name, schedule
+
+
+def _with_own_pairs(placement: Placement, num_ranks: int, num_microbatches: int) -> Iterator[Start]:
+    """All schedules of a placement, the one that comes with pairs first."""
+    with suppress(ScheduleError):
+        paired = build("dualpipe-v", num_ranks, num_microbatches, overlap=True)
+        if paired.placement == placement:
+            yield "dualpipe-v", paired
+    yield from built(placement, num_ranks, num_microbatches)
 
 
 def _fits(schedule: Schedule, costs: Costs, num_ranks: int, limits: dict[str, Any]) -> bool:

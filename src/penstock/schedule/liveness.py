@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -38,10 +38,16 @@ def run_untimed(schedule: Schedule, channel_depth: int | None) -> UntimedRun:
     None, over channels that hold all that is in flight and so never fill up.
 
     What updates send, gradients to the owner and parameters from it, has lines of its own that hold no rank up."""
-    return _run_unbounded(schedule) if channel_depth is None else _run_bounded(schedule, channel_depth)
+    return run_on(schedule, ()) if channel_depth is None else _run_bounded(schedule, channel_depth)
 
 
-def _run_unbounded(schedule: Schedule) -> UntimedRun:
+def run_on(schedule: Schedule, begun: Sequence[int]) -> UntimedRun:
+    """The same from a place that a run of it reached, or of it with more to wait for, over channels that never fill
+    up. Where a run ends does not depend on the way there, so it ends where one from the beginning does.
+
+    Args:
+        begun: ops that each row has done; empty from the beginning.
+    """
     rows = rows_of(schedule)
     rank_of_op = {op: r for r, row in enumerate(rows) for op in row}
     together = ranks_together(schedule)
@@ -55,8 +61,8 @@ def _run_unbounded(schedule: Schedule) -> UntimedRun:
         for before, op in memory_edges(schedule, schedule.max_in_flight):
             reached.setdefault(op, []).append(before)
     graph = schedule.graph
-    steps = [0] * len(rows)
-    done: set[Op] = set()
+    steps = [*begun] or [0] * len(rows)
+    done = {op for row, count in zip(rows, steps, strict=True) for op in row[:count]}
     waiting: dict[Op, list[int]] = {}
     blocked: dict[int, tuple[Op, int, bool]] = {}
     ready = list(range(len(rows)))
