@@ -6,6 +6,9 @@
     dispatch: "hinted", grid: null, placement: "one-to-one", cap: "", split: true };
   const TIMES = { F: "F forward", I: "I input", W: "W weight", B: "B whole" };
   const MOST_MS = 60, PLAN_MS = 3000, PLAN_SLICE = 25;
+  const LARGE = 4000, REHEARSALS = 30; // ops, and runs
+  const seen = [{}, {}], unseen = { canvas: document.createElement("canvas"), spaces: [{}, {}] };
+  const rest = window.requestIdleCallback || ((then) => setTimeout(then, 50));
   const state = read(location.hash);
   let shown = null; // the last schedule that was right: { schedule, graph, kinds, runs, place }
   let written = null; // what the grid says, right or not; null where it can't be read
@@ -180,13 +183,30 @@
     pending = null;
     try {
       if (what === "build" || what === "grid") change(what);
-      if (what !== "draw" && shown) run();
+      if (what !== "draw" && shown) shown.runs = run(state.links, seen);
       if (shown) show();
+      if (what === "build" || what === "grid") rehearse(shown);
     } catch (error) {
       fail(error);
     }
     document.body.dataset.frame = (performance.now() - began).toFixed(1);
     document.body.dataset.updates = Number(document.body.dataset.updates || 0) + 1;
+  }
+
+  // Runs and draws a large schedule unseen while nothing else is asked for, in turn as it is and with a late link.
+  // The browser compiles what has run often, and the first frames of a drag would wait for that.
+  function rehearse(rehearsed, left = REHEARSALS) {
+    if (!left || rehearsed.graph.ops.length < LARGE) return;
+    rest(() => {
+      if (shown !== rehearsed) return;
+      try {
+        const [link] = linksOf(shown.schedule), late = left % 2 && link ? [[link, left]] : state.links;
+        view.draw(unseen.canvas, run(new Map(late), unseen.spaces), chosen, $("chart").clientWidth);
+      } catch {
+        return; // an update has said why, or the next one does
+      }
+      rehearse(rehearsed, left - 1);
+    });
   }
 
   function change(what) {
@@ -218,10 +238,11 @@
 
   const shapeOf = (s) => [s.numRanks, [...new Set(s.order.flat().map((op) => op.kind))].sort().join(""), linksOf(s).join()].join(" ");
 
-  function run() {
-    const options = { costs: costs(shown.schedule.numRanks), links: state.links, graph: shown.graph };
-    shown.runs = [runs.simulate(shown.schedule, { ...options, dispatch: "frozen" })];
-    if (state.dispatch !== "frozen") shown.runs.push(runs.simulate(shown.schedule, { ...options, dispatch: state.dispatch }));
+  // The runs to show: frozen, and as chosen. They lie in `spaces`, and so do the next ones.
+  function run(links, spaces) {
+    const options = { costs: costs(shown.schedule.numRanks), links, graph: shown.graph };
+    const dispatches = state.dispatch === "frozen" ? ["frozen"] : ["frozen", state.dispatch];
+    return dispatches.map((dispatch, at) => runs.simulate(shown.schedule, { ...options, dispatch, space: spaces[at] }));
   }
 
   function show() {

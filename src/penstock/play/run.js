@@ -93,25 +93,39 @@ const runs = (() => {
     });
   }
 
-  // The arrays of one run, by the names that the event loop gives them.
+  // The arrays of one run, by the names that the event loop gives them. Those that the caller's `space` has of the
+  // right size are used again: a browser that is given new ones for every frame stops now and then to collect the old.
   function arraysOf(s, graph, options) {
-    const num = graph.ops.length, rows = s.numRanks, delay = new Float64Array(rows * rows);
+    const num = graph.ops.length, rows = s.numRanks, space = options.space || {};
+    const blank = (Kind, name, size) => {
+      if (space[name] && space[name].length === size) return space[name].fill(0);
+      return (space[name] = new Kind(size));
+    };
+    const ints = (name, size) => blank(Int32Array, name, size), floats = (name, size) => blank(Float64Array, name, size);
+    const copied = (name, from) => {
+      const found = ints(name, from.length);
+      found.set(from);
+      return found;
+    };
+    const delay = floats("delay", rows * rows);
     for (const [link, ms] of options.links || []) {
       const [a, b] = link.split(">").map(Number);
       if (a < rows && b < rows) delay[a * rows + b] = ms;
     }
-    const ints = (size) => new Int32Array(size), floats = (size) => new Float64Array(size);
     const leaves = 2 ** Math.ceil(Math.log2(Math.max(1, rows)));
     return {
-      ...graph, delay, wait: 0, due: floats(1), wake: floats(rows), bounded: false, depth: ints(rows * rows),
+      ...graph, delay, wait: 0, due: floats("due", 1), wake: floats("wake", rows), bounded: false, depth: ints("depth", rows * rows),
       warmup_left: Int32Array.from(options.warmup || new Array(rows).fill(0)), rank_of: graph.rank,
-      missing: graph.missing.slice(), head: graph.queue_first.slice(0, -1), next_frozen: graph.first.slice(0, -1),
-      done: ints(num), held: floats(rows), state: ints(rows), in_transit: ints(rows * rows), unsent: ints(rows),
-      start_time: floats(num), end_time: floats(num), arrival_time: floats(graph.edge_to.length), free_time: floats(num),
-      peak: floats(rows), turn: ints(num), gang: ints(num).fill(-1), gang_first: ints(1), gang_ops: ints(0), gathered: ints(1),
-      lines: false, base: 0, busy: floats(1), late_first: ints(1), late_from: floats(1), late_ms: floats(1),
-      line_free: floats(1), line_last: floats(1), ends: floats(2 * leaves).fill(Infinity), left: floats(rows),
-      limit: Infinity, beside: null, arrival: null,
+      missing: copied("missing", graph.missing), head: copied("head", graph.queue_first.subarray(0, -1)),
+      next_frozen: copied("next_frozen", graph.first.subarray(0, -1)),
+      done: ints("done", num), held: floats("held", rows), state: ints("state", rows), in_transit: ints("in_transit", rows * rows),
+      unsent: ints("unsent", rows), start_time: floats("start_time", num), end_time: floats("end_time", num),
+      arrival_time: floats("arrival_time", graph.edge_to.length), free_time: floats("free_time", num),
+      peak: floats("peak", rows), turn: ints("turn", num), gang: ints("gang", num).fill(-1), gang_first: ints("gang_first", 1),
+      gang_ops: ints("gang_ops", 0), gathered: ints("gathered", 1), lines: false, base: 0, busy: floats("busy", 1),
+      late_first: ints("late_first", 1), late_from: floats("late_from", 1), late_ms: floats("late_ms", 1),
+      line_free: floats("line_free", 1), line_last: floats("line_last", 1), ends: floats("ends", 2 * leaves).fill(Infinity),
+      left: floats("left", rows), limit: Infinity, beside: null, arrival: null,
     };
   }
 
@@ -123,11 +137,11 @@ const runs = (() => {
   }
 
   // Runs a schedule. options: { costs, links, dispatch: "frozen" | "hinted" | "hinted:SHARE" | "dynamic" | "auto",
-  // caps, warmup, change, duration }.
+  // caps, warmup, change, duration, space }. What is returned lies in `space`, if given, until that is given again.
   function simulate(s, options) {
     const graph = options.graph || lower(s);
     const duration = options.duration || durationsOf(s, graph, options.costs);
-    const given = { ...options, graph, duration };
+    const given = { ...options, graph, duration, space: null };
     if (options.dispatch === "auto") {
       const tried = POLICIES.map((dispatch) => simulate(s, { ...given, dispatch }));
       const frozen = tried[POLICIES.length - 1].makespan;

@@ -52,10 +52,18 @@ const view = (() => {
     return found;
   }
 
+  let pixels = null;
+  // Memory for so many pixels, the same as long as their number is.
+  function pixelsOf(width, height) {
+    if (!pixels || pixels.rows.width !== width || pixels.rows.height !== height)
+      pixels = { sums: new Float32Array(4 * width), rows: new ImageData(width, height) };
+    return pixels;
+  }
+
   // A row of pixels for each rank, by how much of each pixel an op covers: no seams and no moire, however thin ops are.
   function rowsOfPixels(run, place, ratio, lane) {
-    const count = Math.ceil(place.width * ratio), sums = new Float32Array(4 * count), { graph, start, end } = run;
-    const { index, colors } = looks(run), rows = new ImageData(count, place.ranks), { data } = rows;
+    const count = Math.ceil(place.width * ratio), { graph, start, end } = run, { index, colors } = looks(run);
+    const { sums, rows } = pixelsOf(count, place.ranks), { data } = rows;
     const from = place.x(0) * ratio, scale = (place.x(1) - place.x(0)) * ratio, blank = Math.ceil((LABEL - 2) * ratio);
     for (let rank = 0; rank < place.ranks; rank++) {
       sums.fill(0);
@@ -90,8 +98,8 @@ const view = (() => {
   }
 
   // Draws the runs one below the other on one time axis; returns where they are, for the pointer.
-  function draw(canvas, runs, chosen) {
-    const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, place = layOut(runs, width);
+  function draw(canvas, runs, chosen, width = canvas.clientWidth) {
+    const ratio = window.devicePixelRatio || 1, place = layOut(runs, width);
     sized(canvas, Math.round(width * ratio), Math.round(place.height * ratio));
     canvas.style.height = `${place.height}px`;
     const g = canvas.getContext("2d"), style = getComputedStyle(document.documentElement);
