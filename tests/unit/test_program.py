@@ -11,25 +11,21 @@ from documents import PAGES, blocks
 from penstock.formats import native
 from penstock.schedule import peak_in_flight
 
-PAGE = next(page for page in PAGES if page.stem == "program")
+PAGE = next(page for page in PAGES if page.stem == "papers-schedules")
 SIZES = [(2, 4), (4, 8), (4, 12), (6, 12), (8, 16)]
 ONE = ps.placements.one_to_one
 
 
 def papers_blocks() -> list[str]:
-    """The blocks of the section on the papers' schedules, from the one that sets p and n."""
-    texts = [block.text for block in blocks(PAGE) if block.language == "python"]
-    first = next(i for i, text in enumerate(texts) if text.startswith("p, n = "))
-    last = next(i for i, text in enumerate(texts) if text.startswith("def check_loading"))
-    return texts[first:last]
+    """The blocks of the page on the papers' schedules; the first sets p and n."""
+    return [block.text for block in blocks(PAGE) if block.language == "python"]
 
 
 def papers_programs(p: int, n: int) -> dict[str, ps.Program]:
     """The page's programs for p ranks and n microbatches, by name."""
-    texts = [block.text for block in blocks(PAGE) if block.language == "python"]
-    space: dict[str, Any] = {"ps": ps}
-    exec(next(text for text in texts if text.startswith("def next_by")).partition("by_pairs")[0], space)
+    space: dict[str, Any] = {}
     setting, *rest = papers_blocks()
+    assert "p, n = 4, 8" in setting
     exec(setting.replace("p, n = 4, 8", f"p, n = {p}, {n}"), space)
     found: dict[str, ps.Program] = {}
     for text in rest:
@@ -97,11 +93,9 @@ def test_patterns_hold_no_more_than_the_librarys_and_take_at_most_4_ms_longer(na
 
 def v_shaped(p: int, n: int) -> dict[str, ps.Program]:
     """The page's programs on V placements, which take an odd number of ranks too."""
-    texts = [block.text for block in blocks(PAGE) if block.language == "python"]
     space: dict[str, Any] = {"ps": ps, "p": p, "n": n, "ranks": range(p)}
-    exec(next(text for text in texts if text.startswith("def next_by")).partition("by_pairs")[0], space)
-    for start in ("v = ", "def of_pattern", "k = 0"):
-        exec(next(text for text in texts if text.startswith(start)), space)
+    for start in ("v = ", "def next_by", "def of_pattern", "k = 0"):
+        exec(next(text for text in papers_blocks() if text.startswith(start)), space)
     return {space[name].name: space[name] for name in ("zb_v", "v_half", "v_min")}
 
 
