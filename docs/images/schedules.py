@@ -1,6 +1,8 @@
 """Makes schedules.svg, the README's picture: three schedules of one model on one time axis.
 
 python docs/images/schedules.py
+
+The site makes a narrow one of it, for phones.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from penstock.draw import to_svg
 RANKS, MICROBATCHES = 4, 8
 
 
-def picture() -> str:
-    """1F1B, zero bubble and ZB-V. ZB-V cuts the same model into twice as many stages of half the time."""
+def picture(width: int = 1200) -> str:
+    """1F1B, ZB and ZB-V, `width` pixels wide. ZB-V cuts the same model into twice as many stages of half the time."""
     whole = ps.Costs.uniform(RANKS, f=10, i=10, w=10)
     halves = ps.Costs.uniform(2 * RANKS, f=5, i=5, w=5)
     timelines = [
@@ -23,7 +25,7 @@ def picture() -> str:
         ps.simulate(ps.build("zb-v", RANKS, MICROBATCHES), halves),
     ]
     titles = ["1f1b", "zb, warm-up 7 5 3 1", "zb-v, two stages per rank"]
-    return to_svg(timelines, titles=titles, comment="made by: python docs/images/schedules.py")
+    return to_svg(timelines, titles=titles, width=width, comment="made by: python docs/images/schedules.py")
 
 
 if __name__ == "__main__":

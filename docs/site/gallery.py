@@ -15,6 +15,8 @@ from penstock.library import ASYNCHRONOUS
 
 RANKS = 4
 WIDTH = 960
+ON_PHONES = 400
+"""The width in pixels of the pictures that narrow screens show, where numbers in a wide one would be too small."""
 NOT_IN_THE_PLAYGROUND = ("distmm", "mllm", *ASYNCHRONOUS)
 """It draws neither branches, nor stages that ranks share, nor updates as ops."""
 
@@ -63,77 +65,77 @@ FAMILIES: dict[str, tuple[Exhibit, ...]] = {
     "Several stages per rank": (
         Exhibit(
             "interleaved-1f1b",
-            "A smaller bubble where links are fast: with v stages per rank the bubble is v times smaller, and there "
-            'are v times as many messages. `backward="split"` makes the bubble smaller still.',
+            "It has a smaller bubble, and is for fast links: with v stages per rank the bubble is v times smaller, "
+            'and there are v times as many messages. `backward="split"` makes the bubble smaller still.',
             MEGATRON,
         ),
         Exhibit(
             "looped-bfs",
-            "The bubble of interleaved 1F1B where weights have to be gathered before use (FSDP): each stage's "
-            "weights are used once in each direction. It needs the memory of GPipe.",
+            "It is for weights that have to be gathered before use (FSDP): each stage's weights are used once in "
+            "each direction. It has the bubble of interleaved 1F1B, and needs the memory of GPipe.",
             "Lamy-Poirier, *Breadth-First Pipeline Parallelism*, MLSys 2023",
         ),
         Exhibit(
             "hanayo",
-            "A small bubble with one copy of the weights. The stages go down the ranks and back up, twice by default "
-            "(`waves`).",
+            "It has a small bubble with one copy of the weights. The stages go down the ranks and back up, twice by "
+            "default (`waves`).",
             "Liu et al., *Hanayo*, SC 2023",
         ),
     ),
     "Zero bubble: backwards in two halves": (
         Exhibit(
             "zb-h1",
-            "The memory of 1F1B, and ranks wait a third as long, where F, I and W take as long as each other. A good "
-            "first step away from 1F1B.",
+            "It needs the memory of 1F1B, and ranks wait a third as long, if F, I and W take as long as each other. "
+            "It is a good first step away from 1F1B.",
             ZERO_BUBBLE,
         ),
         Exhibit(
             "zb-h2",
-            "No bubble between the first and the last op of a rank, for about twice the memory of 1F1B. One step "
-            "takes no less time than with zb-h1, since ranks begin one after another. It gains where a rank may "
-            "begin the next step before the others have ended this one.",
+            "It has no bubble between the first and the last op of a rank, and needs about twice the memory of "
+            "1F1B. One step takes no less time than with zb-h1, since ranks begin one after another. It gains where "
+            "a rank may begin the next step before the others have ended this one.",
             ZERO_BUBBLE,
         ),
         Exhibit(
             "zb",
-            "Links that are late. Each warm-up count says how many forwards a rank runs first. The more two "
-            "neighbouring counts differ, the later the link between these ranks may be.",
+            "It is for links that are late. Each warm-up count says how many forwards a rank runs first. The more "
+            "two neighbouring counts differ, the later the link between these ranks may be.",
             "PipeMorph, see [the three papers](papers.md#pipemorph)",
             options={"warmup": [7, 5, 3, 1]},
         ),
         Exhibit(
             "zb-v",
-            "No bubble between the first and the last op of a rank, with the memory of 1F1B. Every rank hosts two "
-            "stages, which lie in a V.",
+            "It has no bubble between the first and the last op of a rank, and needs the memory of 1F1B. Every rank "
+            "hosts two stages, which lie in a V.",
             CONTROLLABLE,
         ),
         Exhibit(
             "v-half",
-            "Less memory: with p ranks, at most p/2 + 1 activations on a rank, where 1F1B has p. With many "
-            "ranks these wait nearly half as long as under 1F1B, with the four here less.",
+            "It needs less memory: over p ranks a rank holds at most p/2 + 1 activations, where 1F1B holds p. With "
+            "many ranks they wait nearly half as long as under 1F1B, and with the four ranks here less than that.",
             CONTROLLABLE,
         ),
         Exhibit(
             "v-min",
-            "The least memory: with p ranks, about p/3 + 1 activations on a rank, where 1F1B has p. With many "
-            "ranks these wait up to two thirds as long as under 1F1B.",
+            "It needs the least memory: over p ranks a rank holds about p/3 + 1 activations, where 1F1B holds p. "
+            "With many ranks they wait up to two thirds as long as under 1F1B.",
             CONTROLLABLE,
         ),
     ),
     "Two directions": (
         Exhibit(
             "chimera",
-            "A smaller bubble than 1F1B's where there is room for two copies of the weights: one pipeline goes down "
-            "the ranks, the other one up. Where a backward takes as long as a forward, ranks wait at most half as "
-            "long. In the picture it takes twice as long, and they wait two thirds as long.",
+            "It has a smaller bubble than 1F1B, where there is room for two copies of the weights: one pipeline "
+            "goes down the ranks, the other one up. Where a backward takes as long as a forward, ranks wait at most "
+            "half as long. In the picture it takes twice as long, and they wait two thirds as long.",
             "Li and Hoefler, *Chimera*, SC 2021",
         ),
         Exhibit(
             "bitpipe",
-            "Half of the bubble of Chimera: two stages per rank in each direction.",
+            "It has half of the bubble of Chimera, with two stages per rank in each direction.",
             "Wu et al., *BitPipe*, 2024",
         ),
-        Exhibit("vchimera", "As BitPipe, with stages in a V in each direction.", FLEXPIPE),
+        Exhibit("vchimera", "It is BitPipe with the stages of each direction in a V.", FLEXPIPE),
         Exhibit(
             "dualpipe",
             "A forward and a backward of different microbatches lie next to each other nearly all the time, so that "
@@ -142,35 +144,36 @@ FAMILIES: dict[str, tuple[Exhibit, ...]] = {
         ),
         Exhibit(
             "dualpipe-v",
-            "As DualPipe, with one copy of the weights: the ranks host a V.",
+            "It is DualPipe with one copy of the weights: the stages lie in a V.",
             "DeepSeek-AI and Sea AI Lab, *DualPipeV*, 2025",
         ),
     ),
     "Models that are no chain": (
         Exhibit(
             "distmm",
-            "Towers that are compared by a contrastive loss, like CLIP. Each tower has ranks of its own, and a "
-            "gather brings their outputs together.",
+            "It is for towers that are compared by a contrastive loss, like those of CLIP. Each tower has ranks of "
+            "its own, and a gather brings their outputs together.",
             "Huang et al., *DistMM*, NSDI 2024",
         ),
         Exhibit(
             "mllm",
-            "Large vocabularies. All ranks share the embedding and the head; the other stages lie on one rank each.",
+            "It is for large vocabularies. All ranks share the embedding and the head, and the other stages lie on "
+            "one rank each.",
             "Lin et al., *Tessel*, HPCA 2024; " + FLEXPIPE,
         ),
     ),
     "Asynchronous: the pipeline is never drained": (
         Exhibit(
             "pipedream",
-            "The oldest asynchronous schedule. Each rank keeps the weights that its forwards read, one version for "
-            "every microbatch in flight.",
+            "This is the oldest asynchronous schedule. Each rank keeps the weights that its forwards read, one "
+            "version for every microbatch in flight.",
             "Narayanan et al., *PipeDream*, SOSP 2019",
             16,
             {"window": 1},
         ),
         Exhibit(
             "pipedream-2bw",
-            "Two versions of the weights on every rank, and gradients that are one update late.",
+            "Every rank has two versions of the weights, and gradients are one update late.",
             "Narayanan et al., *Memory-Efficient Pipeline-Parallel DNN Training*, ICML 2021",
             16,
             {"window": 4},
@@ -192,15 +195,15 @@ FAMILIES: dict[str, tuple[Exhibit, ...]] = {
         ),
         Exhibit(
             "vnag",
-            "PipeDream's order with an optimizer (NAdam) that looks ahead, which makes up for the delay.",
+            "It has PipeDream's order, with an optimizer (NAdam) that looks ahead to make up for the delay.",
             "Ajanthan et al., *Nesterov Method for Asynchronous Pipeline Parallel Optimization*, ICML 2025",
             16,
             {"window": 1},
         ),
         Exhibit(
             "amdp",
-            "Ranks that are busy nearly all the time while each microbatch meets at most one update. It needs the "
-            "weights of p/2 stages on each of p ranks.",
+            "Ranks are busy nearly all the time, and each microbatch meets at most one update. Each of p ranks "
+            "holds the weights of p/2 stages.",
             "AMDP, see [the three papers](papers.md#amdp)",
             16,
             {"window": 4},
@@ -214,12 +217,16 @@ Every schedule of the library, drawn over four ranks. A row is a rank, the colou
 microbatch, and grey is a bubble. Hover over an op in a picture that you open by itself to see what it waited for.
 
 A forward, an input gradient and a weight gradient of a rank's whole share of the model take 1 each, and an update
-half of that. Synchronous schedules have 8 microbatches in the pictures and asynchronous ones 16, so compare shares
-only where the number is the same. **Waits** is the time in which a rank waits, in the mean over the ranks. **Bubble**
-is the share of the whole time that this is. Where a schedule is said to have half of another's bubble, the time is
-meant: its share falls by less, as the whole becomes shorter too. **Memory** is what the
-fullest rank holds at most. Its unit is what one microbatch leaves in a rank's share of the model. I gives half of
-that back and W the other half. A schedule with several pipelines holds a copy of the weights for each, which is not
+half of that. In the pictures synchronous schedules have 8 microbatches and asynchronous ones 16, so compare shares
+only where the number is the same.
+
+- **Waits** is for how long a rank waits, in the mean over the ranks.
+- **Bubble** is that time as a share of the whole. "Half of another's bubble" below means half of the time. The share
+  falls by less, as the whole becomes shorter too.
+- **Memory** is what the fullest rank holds at most. Its unit is what one microbatch leaves in a rank's share of the
+  model. I gives half of that back and W the other half.
+
+A schedule with several pipelines holds a copy of the weights for each, which is not
 counted here.
 
 A synchronous schedule gives the same gradients as a plain loop, to the last bit where it has one pipeline. An
@@ -258,6 +265,7 @@ def gallery() -> tuple[str, dict[str, str]]:
             cells = (one.microbatches, waits, bubble, peak, copies, updates)
             table.append(f"| [`{one.name}`](#{one.name}) | {' | '.join(map(str, cells))} |")
             pictures[f"{one.name}.svg"] = to_svg(schedule, width=WIDTH)
+            pictures[f"{one.name}-phone.svg"] = to_svg(schedule, width=ON_PHONES)
             body += [
                 f"### {one.name}",
                 "",

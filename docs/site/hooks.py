@@ -1,11 +1,13 @@
-"""What mkdocs calls while it builds the site: adds the generated pages, the playground and what pages link to."""
+"""What mkdocs calls while it builds the site: it adds generated pages and pictures, and what pages link to."""
 
 from __future__ import annotations
 
+import posixpath
 import re
+import runpy
 from typing import Any
 
-from gallery import gallery
+from gallery import ON_PHONES, gallery
 from mkdocs.structure.files import File, Files, InclusionLevel
 from pages import generated
 from repository import DOCS, linked_files, relinked
@@ -13,6 +15,7 @@ from repository import DOCS, linked_files, relinked
 from penstock.play import page as playground
 
 _LANGUAGE = re.compile(r"^```(python|sh) (?:file|torchrun)=\S+$|^```python \w+$", re.MULTILINE)
+_PICTURE = re.compile(r'<img [^>]*?src="(?P<name>[^"]+)\.svg"[^>]*>')
 _FRAME = """
 <div class="playground" markdown="0">
 <p><a class="md-button" href="playground.html" target="_blank">Open the playground in a page of its own</a></p>
@@ -26,6 +29,7 @@ def on_files(files: Files, config: Any) -> Files:
     made, pictures = gallery()
     texts = {"gallery.md": made, "playground.html": playground(), **generated()}
     texts |= {f"gallery/{name}": picture for name, picture in pictures.items()}
+    texts["images/schedules-phone.svg"] = runpy.run_path(str(DOCS / "images" / "schedules.py"))["picture"](ON_PHONES)
     for name, text in texts.items():
         files.append(File.generated(config, name, content=text))
     for name, path in linked_files().items():
@@ -45,3 +49,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     markdown = _LANGUAGE.sub(lambda match: f"```{match[0][3:].split()[0]}", markdown)
     is_ours = (DOCS / here).is_file() or here.startswith("repository/")
     return relinked(markdown, here) if is_ours else markdown
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Narrow screens show the narrow one of a picture that is there twice: `zb.svg` and `zb-phone.svg`."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def with_narrow(match: re.Match[str]) -> str:
+        narrow = f"{match['name']}-phone.svg"
+        if files.get_file_from_path(posixpath.normpath(posixpath.join(folder, narrow))) is None:
+            return match[0]
+        return f'<picture><source media="(max-width: 44.9em)" srcset="{narrow}">{match[0]}</picture>'
+
+    return _PICTURE.sub(with_narrow, html)

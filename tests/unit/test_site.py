@@ -19,7 +19,8 @@ from documents import ROOT, SITE
 
 PLAIN = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT / "src"), "FORCE_COLOR": ""}
 SHOWN = ("index.html", "gallery.html", "play.html", "tutorials/own-model.html", "reference/schedule.html",
-         "reference/commands.html", "library.html", "faq.html")  # fmt: skip
+         "reference/commands.html", "library.html", "faq.html", "runtime/transports.html",
+         "program/papers-schedules.html")  # fmt: skip
 
 
 ELSEWHERE = re.compile(r"""src(?:set)?=["']?https?://[^"'> ]+|<link[^>]+href=["']https?://[^"']+|url\(["']?https?:""")
@@ -103,6 +104,30 @@ def test_no_link_leads_to_what_the_site_has_not(built: Path) -> None:
     assert "/reference/commands.html" in LINK.findall((built / "404.html").read_text(encoding="utf-8"))
 
 
+PAST_THE_EDGE = """() => {
+  const width = document.documentElement.clientWidth;
+  const overflow = (each) => getComputedStyle(each).overflowX;
+  const end = (each) => each.getBoundingClientRect().right;
+  const scrolls = (each) => ["auto", "scroll"].includes(overflow(each)) && end(each) <= width + 1;
+  const isKept = (each) => {
+    for (let box = each.parentElement; box !== null; box = box.parentElement) if (scrolls(box)) return true;
+    return false;
+  };
+  const isWide = (each) => each.clientWidth > 1 && each.scrollWidth > each.clientWidth + 1;
+  const isBad = (each) => {
+    if (end(each) > width + 1) return !isKept(each);
+    if (!isWide(each)) return false;
+    const how = overflow(each), inside = each.getBoundingClientRect().left + each.scrollWidth <= width + 1;
+    return how === "visible" ? !inside && !isKept(each) : how === "hidden" || how === "clip";
+  };
+  return [...document.querySelectorAll(".md-content *, .md-footer *")]
+    .filter((each) => (end(each) > width + 1 || isWide(each)) && isBad(each)
+      && each.checkVisibility({opacityProperty: true, visibilityProperty: true}))
+    .map((each) => `${each.tagName} ${each.className.baseVal ?? each.className}: ${each.textContent.slice(0, 60)}`);
+}"""
+"""What runs past the right edge of the page and lies in no box that scrolls, or is cut off by its own box."""
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("browser")
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (400, "dark")])
@@ -116,11 +141,48 @@ def test_pages_are_whole_in_a_browser(built: Path, browser: Any, width: int, sch
     for name in SHOWN:
         page.goto((built / name).as_uri())
         assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+        assert page.evaluate(PAST_THE_EDGE) == [], name
         broken = "[...document.images].filter(each => each.complete && !each.naturalWidth).map(each => each.src)"
         assert page.evaluate(broken) == [], name
     context.close()
     assert errors == []
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+@pytest.mark.xdist_group("browser")
+def test_nothing_runs_past_the_edge_of_any_page(built: Path, browser: Any) -> None:
+    """Every page of the site, on a screen and on a phone. What is wider scrolls in a box of its own.
+
+    They are opened without their scripts, which is quicker. The test above opens some of them with scripts.
+    """
+    context = browser.new_context(viewport={"width": 1400, "height": 900}, java_script_enabled=False)
+    page, found = context.new_page(), []
+    pages = sorted(path for path in built.rglob("*.html") if path.name != "playground.html")
+    for path in pages:
+        page.goto(path.as_uri())
+        for width in (1400, 400):
+            page.set_viewport_size({"width": width, "height": 900})
+            found += [f"{path.relative_to(built)} at {width}: {each}" for each in page.evaluate(PAST_THE_EDGE)]
+    context.close()
+    assert len(pages) > 100
+    assert found == []
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("browser")
+def test_a_phone_gets_the_narrow_picture(built: Path, browser: Any) -> None:
+    """A picture of 960 pixels shrunk to 370 has numbers that nobody can read."""
+    shown = "[...document.querySelectorAll('a.schedule img')].map((each) => each.currentSrc)"
+    for width, is_narrow in ((1400, False), (400, True)):
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        for name in ("index.html", "gallery.html"):
+            page.goto((built / name).as_uri())
+            sources = page.evaluate(shown)
+            assert sources, name
+            assert {source.endswith("-phone.svg") for source in sources} == {is_narrow}, name
+        page.close()
 
 
 @pytest.mark.slow
