@@ -1,4 +1,4 @@
-"""The command line: one file a verb, `penstock VERB --help` for each.
+"""The command line: one file per verb, `penstock VERB --help` for each.
 
 Exit codes: 0 done, 1 the schedule or the run is invalid, 2 misuse. Every verb takes `--json`: then one JSON
 object is all that goes to stdout, for failures too.

@@ -20,33 +20,43 @@ from penstock.formats.files import write_whole
 @app.command(short_help="Find out what slowed a recorded run, and what would help.")
 def analyze(
     traces: Annotated[
-        list[str], typer.Argument(metavar="TRACE...", help="A file, a folder, or the profiles of all ranks.")
+        list[str],
+        typer.Argument(metavar="TRACE...", help="What was recorded: a file, a folder, or the profiles of all ranks."),
     ],
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE", help="Write the page there. [TRACE.analysis.html, here]")
+        str | None,
+        typer.Option("--out", metavar="FILE", help="Write the page to FILE. [TRACE.analysis.html in this folder]"),
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option("--preset", help="Names in profiles: penstock, torchtitan, megatron or deepspeed. [found]"),
+        typer.Option(
+            "--preset",
+            help="Whose names the ops have: penstock, torchtitan, megatron or deepspeed. [found by the names]",
+        ),
     ] = None,
     pattern: Annotated[
         list[str] | None,
         typer.Option(
-            "--pattern", metavar="[OP=]REGEX", help="Names in profiles: groups op, stage, microbatch, rank, ..."
+            "--pattern",
+            metavar="[OP=]REGEX",
+            help="How op names in profiles read, with groups named op, stage, microbatch, rank, ...; repeatable.",
         ),
     ] = None,
     column: Annotated[
         list[str] | None,
         typer.Option(
-            "--column", metavar="OURS=THEIRS", help="A table's column, like microbatch=mb; may be repeated."
+            "--column",
+            metavar="OURS=THEIRS",
+            help="What a table calls a column, such as microbatch=mb; may be repeated.",
         ),
     ] = None,
-    unit: Annotated[str, typer.Option("--unit", help="Unit of a table's times: s, ms, us or ns.")] = "ms",
+    unit: Annotated[str, typer.Option("--unit", help="Unit of the times in a table: s, ms, us or ns.")] = "ms",
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Ranks of one pipeline, if names in profiles have no stage.")
+        int | None,
+        typer.Option("--ranks", min=1, help="Ranks of one pipeline, where names in profiles do not say the stage."),
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option("--microbatches", min=1, help="Microbatches per step, if profiles do not say it.")
+        int | None, typer.Option("--microbatches", min=1, help="Microbatches per step, where profiles do not say it.")
     ] = None,
     steps: Annotated[
         str | None, typer.Option("--steps", metavar="LIST", help="Analyse only these steps, such as 12,20-23.")
@@ -56,11 +66,15 @@ def analyze(
     ] = False,
     layers: Annotated[
         str | None,
-        typer.Option("--layers", metavar="LIST", help="Layers of each stage, such as 8,8,8,6, to suggest a cut."),
+        typer.Option(
+            "--layers",
+            metavar="LIST",
+            help="How many layers each stage has, such as 8,8,8,6. With it a better cut is suggested.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Replay a run of Megatron, TorchTitan, DeepSpeed or Penstock and say what slowed it: one paragraph, one page."""
+    """Replay a run of Megatron, TorchTitan, DeepSpeed or Penstock, and say what slowed it, on a page too."""
     if out is not None and not out.lower().endswith((".html", ".htm")):
         raise Misuse(f"--out {out}: the analysis is a page; give a name that ends with .html")
     # Imported here, as only this verb needs them.

@@ -18,34 +18,45 @@ from penstock.cli.output import print_json
 from penstock.formats.files import write_whole
 
 bench = typer.Typer(
-    help="Measure Penstock, some of it beside a peer.",
+    help="Measure Penstock, in part beside torch's own code.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
 
-Raw = Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write every raw number here as JSON.")]
+Raw = Annotated[
+    str | None, typer.Option("--out", metavar="FILE", help="Also write every single number to FILE, as JSON.")
+]
 
 
 @bench.callback()
 def root() -> None:
-    """Measure Penstock, some of it beside a peer."""
+    """Measure Penstock, in part beside torch's own code."""
 
 
 @bench.command(short_help="Compare the cost of a split backward with torch's.")
 def split(
     context: typer.Context,
-    width: Annotated[list[int] | None, typer.Option("--width", help="Widths, repeatable. [8, 128, 512]")] = None,
-    blocks: Annotated[list[int] | None, typer.Option("--blocks", help="Blocks a stage. [1, 4, 16]")] = None,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds of the alternation.")] = 15,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Samples.")] = 2,
+    width: Annotated[
+        list[int] | None, typer.Option("--width", help="Width of the blocks; may be repeated. [8, 128, 512]")
+    ] = None,
+    blocks: Annotated[
+        list[int] | None,
+        typer.Option("--blocks", help="Transformer blocks in the stage; may be repeated. [1, 4, 16]"),
+    ] = None,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, help="How many times each variant is timed, in turn with the others.")
+    ] = 15,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Samples in a batch.")] = 2,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens per sample.")] = 64,
-    compiled: Annotated[bool, typer.Option("--compiled", help="The stage under torch.compile, both ways.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Compile the stage with torch.compile, in both variants.")
+    ] = False,
     out: Raw = None,
     json: Json = False,
 ) -> None:
-    """Time I and W beside the plain backward, for ours and for torch.distributed.pipelining's."""
+    """Time a split backward, I and W, beside the plain one, in Penstock and in torch.distributed.pipelining."""
     import torch
 
     from penstock.bench import split as measured
@@ -59,21 +70,38 @@ def split(
 @bench.command(short_help="Compare steps with those of torch.distributed.pipelining.")
 def runtime(
     context: typer.Context,
-    size: Annotated[list[str] | None, typer.Option("--size", help="tiny, small; repeatable.")] = None,
+    size: Annotated[
+        list[str] | None, typer.Option("--size", help="Size of the GPT: tiny or small; may be repeated. [both]")
+    ] = None,
     schedule: Annotated[
-        list[str] | None, typer.Option("--schedule", help="1f1b, interleaved-1f1b, zb-v; repeatable.")
+        list[str] | None,
+        typer.Option("--schedule", help="1f1b, interleaved-1f1b or zb-v; may be repeated. [all three]"),
     ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps a block.")] = None,
-    blocks: Annotated[int, typer.Option("--blocks", min=1, help="Blocks of the alternation.")] = 12,
-    dispatch: Annotated[str, typer.Option("--dispatch", help="frozen, hinted or dynamic.")] = "frozen",
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            min=1,
+            help="Steps that a side runs before it is the other's turn. [10 of size tiny, 2 of size small]",
+        ),
+    ] = None,
+    blocks: Annotated[int, typer.Option("--blocks", min=1, help="How many times it is each side's turn.")] = 12,
+    dispatch: Annotated[
+        str, typer.Option("--dispatch", help="How Penstock's ranks choose their ops: frozen, hinted or dynamic.")
+    ] = "frozen",
     transport: Annotated[
-        list[str] | None, typer.Option("--transport", help="Penstock's transport: host or gloo; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--transport", help="Penstock's transport: host (shared memory) or gloo; may be repeated. [both]"
+        ),
     ] = None,
-    memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory in own launches.")] = True,
+    memory: Annotated[
+        bool, typer.Option("--memory/--no-memory", help="Also measure peak memory, in a launch for each side.")
+    ] = True,
     out: Raw = None,
     json: Json = False,
 ) -> None:
-    """Run the same transformer on four gloo processes in ours and in torch's runtime, in alternation."""
+    """Run the same GPT over four processes in Penstock's runtime and in torch's, in alternation."""
     from penstock.bench import runtime as measured
 
     sizes, schedules = size or list(measured.SIZES), schedule or list(measured.SCHEDULES)
@@ -92,22 +120,28 @@ def runtime(
 @bench.command(short_help="Compare the tuner's predicted steps with measured ones.")
 def tune(
     context: typer.Context,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Quiet rounds of each setting.")] = 5,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps a round.")] = 20,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Seconds to measure layers.")] = 1.0,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, help="How many quiet rounds each setting is to have.")
+    ] = 5,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps per round.")] = 20,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.01, help="For how many seconds layers are measured in a round.")
+    ] = 1.0,
     patience: Annotated[
-        float, typer.Option("--patience", min=0, help="Seconds to wait for a quiet moment before each round.")
+        float, typer.Option("--patience", min=0, help="Most seconds to wait for a quiet moment before each round.")
     ] = 60.0,
     setting: Annotated[
-        list[int] | None, typer.Option("--setting", help="Only these, by number from 1; repeatable.")
+        list[int] | None,
+        typer.Option("--setting", help="Run only the setting of this number, counted from 1; may be repeated. [all]"),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the rounds in --out, where this command was ended.")
+        bool,
+        typer.Option("--resume", help="Continue after the rounds that --out has from this command, which was ended."),
     ] = False,
     out: Raw = None,
     json: Json = False,
 ) -> None:
-    """Measure, predict and run six settings of a small GPT, and set predicted beside measured."""
+    """Measure the layers of a small GPT, predict six ways to train it, run them, and compare."""
     from penstock.bench import tune as measured
 
     if wrong := [number for number in setting or () if not 1 <= number <= len(measured.SETTINGS)]:
@@ -123,22 +157,33 @@ def tune(
 @bench.command(short_help="Measure the planner's speed and the gaps that it proves.")
 def plan(
     context: typer.Context,
-    instances: Annotated[int, typer.Option("--instances", min=1, help="Problems of each family.")] = 20,
+    instances: Annotated[int, typer.Option("--instances", min=1, help="How many random problems of each kind.")] = 20,
     only: Annotated[
         str | None,
-        typer.Option("--only", help="speed, free (no memory cap), tight, or families; all where not given."),
+        typer.Option(
+            "--only",
+            help="One part alone: speed, free (no memory cap), tight (a tight cap) or families. [all]",
+        ),
     ] = None,
     family: Annotated[
-        list[str] | None, typer.Option("--family", help="families: just these, like V or circular.")
+        list[str] | None,
+        typer.Option(
+            "--family", help="For the families: one placement, such as V or circular; may be repeated. [all]"
+        ),
     ] = None,
     size: Annotated[
-        list[str] | None, typer.Option("--size", metavar="RANKSxN", help="tight: just these sizes, like 8x32.")
+        list[str] | None,
+        typer.Option(
+            "--size", metavar="RANKSxN", help="For the tight cap: one size, such as 8x32; may be repeated. [all]"
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of the problems; random by default.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Seed of the random problems. [drawn, and printed]")
+    ] = None,
     out: Raw = None,
     json: Json = False,
 ) -> None:
-    """Time list scheduling and timing of orders, and plan random problems with and without a tight memory cap."""
+    """Time how fast orders are made and timed, and plan random problems with and without a tight memory cap."""
     import secrets
 
     from penstock.bench import plan as measured
@@ -174,12 +219,16 @@ def plan(
 @bench.command(short_help="Measure the search of all programs.")
 def space(
     context: typer.Context,
-    ranks: Annotated[list[int] | None, typer.Option("--ranks", min=2, help="Repeatable. [2, 4, ..., 128]")] = None,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Times each is done, after once to warm up.")] = 3,
+    ranks: Annotated[
+        list[int] | None, typer.Option("--ranks", min=2, help="Number of ranks; may be repeated. [2, 4, ..., 128]")
+    ] = None,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, help="How many times each search is timed, after one to warm up.")
+    ] = 3,
     out: Raw = None,
     json: Json = False,
 ) -> None:
-    """Time the search over placements, rules and traversals, and set what it finds beside the library and Tessel."""
+    """Time the search over placements, rules and traversals, and compare what it finds with known schedules."""
     from penstock.bench import space as measured
     from penstock.bench.machine import machine
 

@@ -45,9 +45,7 @@ def check(
     option: ScheduleOption = None,
     channel_depth: Annotated[
         int | None,
-        typer.Option(
-            "--channel-depth", min=1, help="Messages that a channel holds; by default all that may be in flight."
-        ),
+        typer.Option("--channel-depth", min=1, help="How many messages a channel holds. [all that may be in flight]"),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -37,7 +37,7 @@ def compare(
     schedules: Annotated[
         list[str] | None, typer.Argument(metavar="[SCHEDULE]...", help=f"Library schedules. [{' '.join(USUAL)}]")
     ] = None,
-    ranks: Annotated[int, typer.Option("--ranks", help="Pipeline ranks.")] = DEFAULTS.ranks,
+    ranks: Annotated[int, typer.Option("--ranks", help="Number of pipeline ranks.")] = DEFAULTS.ranks,
     microbatches: Annotated[
         int | None,
         typer.Option(
@@ -45,7 +45,7 @@ def compare(
         ),
     ] = None,
     batch: options.Batch = None,
-    steps: Annotated[int, typer.Option("--steps", min=0, help="Steps to train; 0 to simulate alone.")] = STEPS,
+    steps: Annotated[int, typer.Option("--steps", min=0, help="How many steps to train; 0 simulates only.")] = STEPS,
     window: Annotated[int | None, typer.Option("--window", help="As in penstock train.")] = None,
     rule: Annotated[str | None, typer.Option("--rule", help="As in penstock train.")] = None,
     max_mismatch: Annotated[int | None, typer.Option("--max-mismatch", help="As in penstock train.")] = None,
@@ -53,16 +53,20 @@ def compare(
     sharding: Annotated[str | None, typer.Option("--sharding", help="As in penstock train.")] = None,
     model: options.Model = None,
     model_options: options.ModelOptions = None,
-    preset: Annotated[str, typer.Option("--preset", help="Sizes of the model.")] = DEFAULTS.preset,
+    preset: Annotated[
+        str, typer.Option("--preset", help="Preset that says the sizes of the model.")
+    ] = DEFAULTS.preset,
     depth: options.Depth = None,
     width: options.Width = None,
     heads: options.Heads = None,
     context: options.Context = None,
     data: Annotated[str | None, typer.Option("--data", help="As in penstock train.")] = None,
-    lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate of all.")] = None,
-    lr_warmup: Annotated[int | None, typer.Option("--lr-warmup", help="Steps up to the peak.")] = None,
+    lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate, the same for all.")] = None,
+    lr_warmup: Annotated[
+        int | None, typer.Option("--lr-warmup", help="Steps in which the learning rate rises to its peak.")
+    ] = None,
     optimizer: Annotated[
-        str | None, typer.Option("--optimizer", help="Optimizer of all; by default what is usual for each.")
+        str | None, typer.Option("--optimizer", help="Optimizer, the same for all. [the usual one of each schedule]")
     ] = None,
     optimizer_options: options.OptimizerOptions = None,
     clip: Annotated[
@@ -70,10 +74,13 @@ def compare(
     ] = DEFAULTS.clip,
     seed: Annotated[int, typer.Option("--seed", help="Seed of weights and data order.")] = DEFAULTS.seed,
     threads: Annotated[
-        int | None, typer.Option("--threads", help="Threads of each rank; by default its share of the cores.")
+        int | None, typer.Option("--threads", help="Threads per rank. [its share of the cores]")
     ] = None,
     processes: Annotated[
-        bool, typer.Option("--processes", help="One process per rank; else all ranks run in this one, in turn.")
+        bool,
+        typer.Option(
+            "--processes", help="Run one process per rank. Without it all ranks run in this process, in turn."
+        ),
     ] = False,
     costs: Annotated[
         str | None,
@@ -87,7 +94,8 @@ def compare(
     seconds: options.Seconds = 1.0,
     fresh: options.Fresh = False,
     out: Annotated[
-        str | None, typer.Option("--out", metavar="DIR", help="Keep the runs, and write a page with charts.")
+        str | None,
+        typer.Option("--out", metavar="DIR", help="Keep the runs in DIR, and write a page with charts there."),
     ] = None,
     json: Json = False,
 ) -> None:

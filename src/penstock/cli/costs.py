@@ -28,15 +28,20 @@ I = Annotated[
     str | None, typer.Option("--i", metavar="MS", help="Input-gradient half of the backward: ms. [1 for each share]")
 ]
 W = Annotated[str | None, typer.Option("--w", metavar="MS", help="Weight-gradient half: ms. [1 for each share]")]
-B = Annotated[str | None, typer.Option("--b", metavar="MS", help="Full backward; i + w if not given.")]
+B = Annotated[str | None, typer.Option("--b", metavar="MS", help="Full backward: ms, or one per stage. [i + w]")]
 Activation = Annotated[
-    str | None, typer.Option("--activation", metavar="UNITS", help="What one forward keeps, in any unit.")
+    str | None,
+    typer.Option(
+        "--activation", metavar="UNITS", help="Memory that one forward keeps for its backward, in any unit."
+    ),
 ]
 FreedByInput = Annotated[
-    float | None, typer.Option("--freed-by-input", help="Share of an activation that I frees, 0 to 1.")
+    float | None,
+    typer.Option("--freed-by-input", help="Share of an activation that I frees, 0 to 1; W frees the rest."),
 ]
 MessageBytes = Annotated[
-    str | None, typer.Option("--message-bytes", metavar="BYTES", help="What one forward sends on.")
+    str | None,
+    typer.Option("--message-bytes", metavar="BYTES", help="Bytes that one forward sends to the next stage."),
 ]
 Lengths = Annotated[
     str | None,
@@ -71,7 +76,7 @@ LateLink = Annotated[
         help="Delay between ranks A and B, both ways unless B:A is given: 0:1=20 or 0:1=latency:20ms.",
     ),
 ]
-DefaultDelay = Annotated[float, typer.Option("--default-delay", help="Delay of all other links, ms.")]
+DefaultDelay = Annotated[float, typer.Option("--default-delay", help="Delay of all other links, in ms.")]
 
 ROWS = ("f", "i", "w", "b", "activation", "message_bytes")
 """What is given one per stage."""

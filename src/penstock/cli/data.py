@@ -37,13 +37,20 @@ def root() -> None:
 def prepare(
     source: Annotated[
         str,
-        typer.Argument(metavar="TEXT", help="A text file, a folder, JSONL with a text field; stdlib is Python's."),
+        typer.Argument(
+            metavar="TEXT",
+            help="A text file, a folder of them, or JSONL with a field 'text'; stdlib is Python's own library.",
+        ),
     ],
-    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="Writes PREFIX.bin and PREFIX.idx.")],
-    tokenizer: Annotated[str, typer.Option("--tokenizer", help="bytes, or a tokenizers JSON file.")] = "bytes",
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="What is written is PREFIX.bin and PREFIX.idx.")],
+    tokenizer: Annotated[
+        str, typer.Option("--tokenizer", help="bytes, or a JSON file of the tokenizers library.")
+    ] = "bytes",
     end_of_document: Annotated[
         bool,
-        typer.Option("--end-of-document/--no-end-of-document", help="End each document with the tokenizer's token."),
+        typer.Option(
+            "--end-of-document/--no-end-of-document", help="Put the tokenizer's end token behind each document."
+        ),
     ] = True,
     json: Json = False,
 ) -> None:
@@ -76,18 +83,24 @@ def lengths(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="DATA", help="A text file, a folder, JSONL, a .bin/.idx pair; stdlib is Python's library."
+            metavar="DATA",
+            help="A text file, a folder of them, JSONL or a .bin/.idx pair; stdlib is Python's own library.",
         ),
     ],
-    tokenizer: Annotated[str, typer.Option("--tokenizer", help="bytes, or a tokenizers JSON file.")] = "bytes",
+    tokenizer: Annotated[
+        str, typer.Option("--tokenizer", help="bytes, or a JSON file of the tokenizers library.")
+    ] = "bytes",
     context: Annotated[
-        int | None, typer.Option("--context", min=1, help="Cut longer documents into pieces of so many tokens.")
+        int | None,
+        typer.Option(
+            "--context", min=1, help="Cut documents that are longer into pieces of so many tokens. [no cut]"
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show the histogram of documents by length: how many there are, and which share of tokens and of attention.
+    """Show for each length how many documents have it, and which share of all tokens and of all attention that is.
 
-    Attention takes the square of a document's length. A twentieth that training keeps for validation counts too.
+    Attention costs the square of a document's length. The twentieth that training keeps for validation counts too.
     """
     import numpy as np
 
@@ -106,22 +119,24 @@ def lengths(
 
 @data.command(short_help="Draw long-tailed lengths, for benchmarks.")
 def generate(
-    num: Annotated[int, typer.Argument(metavar="NUM", min=1, help="How many.")],
-    mean: Annotated[float, typer.Option("--mean", min=1.0, help="Tokens in the mean.")] = 2048.0,
-    seed: Annotated[int, typer.Option("--seed", help="The same lengths for the same seed.")] = 0,
+    num: Annotated[int, typer.Argument(metavar="NUM", min=1, help="How many lengths to draw.")],
+    mean: Annotated[float, typer.Option("--mean", min=1.0, help="Mean length, in tokens.")] = 2048.0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed: the same one draws the same lengths.")] = 0,
     quantiles: Annotated[
         str,
         typer.Option(
             "--quantiles",
             metavar="P5,P50,P95",
-            help="Quantiles of the lengths, over the mean; by default a production job's.",
+            help="The 5th, 50th and 95th percentile, each divided by the mean; the default is a production job's.",
         ),
     ] = "0.81,0.88,1.92",
-    longest: Annotated[float, typer.Option("--longest", help="Most, over the mean.")] = 4.0,
-    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write them here as a JSON list.")] = None,
+    longest: Annotated[float, typer.Option("--longest", help="The longest length, divided by the mean.")] = 4.0,
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FILE", help="Also write the lengths to FILE, as a JSON list.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Draw lengths as they are in production: most alike, and a few much longer."""
+    """Draw lengths as documents have them in production: most are alike, and a few are much longer."""
     from json import dumps
 
     from penstock.cli.options import numbers
@@ -140,17 +155,19 @@ def generate(
 
 @data.command("images", short_help="Draw samples of images and words, as a captioner trains on.")
 def draw_images(
-    num: Annotated[int, typer.Argument(metavar="NUM", min=1, help="How many samples.")],
-    side: Annotated[int, typer.Option("--side", min=2, help="Most patches along a side of an image.")] = 32,
-    context: Annotated[int, typer.Option("--context", min=1, help="Most words of a sample.")] = 256,
-    seed: Annotated[int, typer.Option("--seed", help="The same samples for the same seed.")] = 0,
+    num: Annotated[int, typer.Argument(metavar="NUM", min=1, help="How many samples to draw.")],
+    side: Annotated[int, typer.Option("--side", min=2, help="Most patches along one side of an image.")] = 32,
+    context: Annotated[int, typer.Option("--context", min=1, help="Most words in a sample.")] = 256,
+    seed: Annotated[int, typer.Option("--seed", help="Seed: the same one draws the same samples.")] = 0,
     out: Annotated[
         str | None,
-        typer.Option("--out", metavar="FILE", help="Write them here as JSON, as ps.planning.plan_batch takes them."),
+        typer.Option(
+            "--out", metavar="FILE", help="Also write the sizes to FILE, as JSON that ps.planning.plan_batch takes."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Draw samples with images of very different sizes: patches of each image, and what a decoder reads in all.
+    """Draw samples with images of very different sizes. Show the patches of the images and the lengths of samples.
 
     These are the samples of penstock train --model captioner with the same seed, side and context.
     """

@@ -1,4 +1,4 @@
-"""`penstock lab`: a cluster in a box, for a command or until it is removed.
+"""`penstock lab`: several hosts on one machine, for a command or until they are removed.
 
 penstock lab run --hosts 2 --link 0:1=latency:30ms -- torchrun --nproc-per-node 1 -m penstock.train --steps 20
 penstock lab make --hosts 2        penstock lab link 0:1 latency:60ms        penstock lab down 0:1
@@ -19,30 +19,39 @@ from penstock.cli.options import Json
 from penstock.cli.output import plural, print_json, table
 
 lab = typer.Typer(
-    help="Hosts in a box: network namespaces, real TCP, slow and dead links.",
+    help="Several hosts on one machine: network namespaces, real TCP, links that are slow or dead.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.add_typer(lab, name="lab")
 
-Hosts = Annotated[int, typer.Option("--hosts", help="How many hosts, 1 to 16.")]
-Networks = Annotated[int, typer.Option("--nics", help="Interfaces of each host, each on a network of its own.")]
+Hosts = Annotated[int, typer.Option("--hosts", help="Number of hosts, 1 to 16.")]
+Networks = Annotated[int, typer.Option("--nics", help="Network interfaces per host, each on a network of its own.")]
 Links = Annotated[
     list[str] | None,
-    typer.Option("--link", metavar="A:B[@NETWORK]=CONDITION", help="Repeatable: 0:1=latency:30ms, 0:1@1=loss:1%."),
+    typer.Option(
+        "--link",
+        metavar="A:B[@NETWORK]=CONDITION",
+        help="What the link does: 0:1=latency:30ms, or 0:1@1=loss:1% on network 1; may be repeated.",
+    ),
 ]
-Name = Annotated[str | None, typer.Option("--lab", metavar="NAME", help="Which lab, where several run.")]
-Command = Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="A program and its arguments.")]
-Seconds = Annotated[float | None, typer.Option("--timeout", min=0.1, help="Seconds after which all are stopped.")]
-Interface = Annotated[str, typer.Argument(metavar="HOST:NETWORK", help="0:1 is host 0's eth1.")]
+Name = Annotated[str | None, typer.Option("--lab", metavar="NAME", help="Name of the lab; needed where several run.")]
+Command = Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="The program to run, and its arguments.")]
+Seconds = Annotated[
+    float | None,
+    typer.Option("--timeout", min=0.1, help="Stop the command on all hosts after so many seconds. [never]"),
+]
+Interface = Annotated[
+    str, typer.Argument(metavar="HOST:NETWORK", help="A host and one of its networks: 0:1 is host 0's eth1.")
+]
 
 _TAKES_COMMAND = {"allow_interspersed_args": False}
 
 
 @lab.callback()
 def root() -> None:
-    """Hosts in a box: network namespaces, real TCP, slow and dead links."""
+    """Several hosts on one machine: network namespaces, real TCP, links that are slow or dead."""
 
 
 @lab.command(short_help="Run a command on every host of a new lab.", context_settings=_TAKES_COMMAND)
@@ -53,12 +62,16 @@ def run(
     link: Links = None,
     at: Annotated[
         list[str] | None,
-        typer.Option("--at", metavar="EVENT", help="Repeatable: '5s down 0:1', '8s up 0:1', '9s link 0:1 20ms'."),
+        typer.Option(
+            "--at",
+            metavar="EVENT",
+            help="What changes, and when: '5s down 0:1', '8s up 0:1', '9s link 0:1 20ms'; may be repeated.",
+        ),
     ] = None,
     timeout: Seconds = None,
     json: Json = False,
 ) -> None:
-    """Make a lab, run COMMAND on every host, take the lab away. torchrun there needs no options for its hosts."""
+    """Make a lab, run COMMAND on every host, and remove the lab. There torchrun needs no options for its hosts."""
     from penstock.lab import Lab, Layout
     from penstock.lab.events import read_events
 
@@ -70,12 +83,14 @@ def run(
 @lab.command("exec", short_help="Run a command on hosts of a lab.", context_settings=_TAKES_COMMAND)
 def execute(
     command: Command,
-    host: Annotated[list[int] | None, typer.Option("--host", help="On this host, repeatable; else on all.")] = None,
+    host: Annotated[
+        list[int] | None, typer.Option("--host", help="Run it on this host; may be repeated. [all hosts]")
+    ] = None,
     name: Name = None,
     timeout: Seconds = None,
     json: Json = False,
 ) -> None:
-    """Run COMMAND on every host of a lab that runs, or on some."""
+    """Run COMMAND on every host of a lab that is running, or on some of them."""
     from penstock.lab.running import find
 
     found = find(name)
@@ -86,7 +101,7 @@ def execute(
 
 @lab.command(short_help="Make a lab that lasts until it is removed.")
 def make(hosts: Hosts = 2, nics: Networks = 2, link: Links = None, json: Json = False) -> None:
-    """Make a lab; `penstock lab exec` runs programs on it, `penstock lab remove` takes it away."""
+    """Make a lab that stays. `penstock lab exec` runs programs on it, and `penstock lab remove` removes it."""
     from penstock.lab.lab import make as make_lab
 
     made = make_lab(hosts, nics, link or [])
@@ -101,7 +116,7 @@ def make(hosts: Hosts = 2, nics: Networks = 2, link: Links = None, json: Json = 
 
 @lab.command(short_help="Show the commands that would make a lab.")
 def plan(hosts: Hosts = 2, nics: Networks = 2, link: Links = None, json: Json = False) -> None:
-    """Show what making a lab would run, without running it; PID stands for the keeper's process number."""
+    """Show the commands that would make a lab, without running them. PID stands for the number of its process."""
     from penstock.lab import Layout, commands
     from penstock.lab.links import read_links
 
@@ -121,13 +136,22 @@ def plan(hosts: Hosts = 2, nics: Networks = 2, link: Links = None, json: Json = 
 
 @lab.command("link", short_help="Change a link of a lab that runs.")
 def change_link(
-    place: Annotated[str, typer.Argument(metavar="HOST:HOST[@NETWORK]", help="0:1, or 0:1@1 on network 1 alone.")],
-    condition: Annotated[str, typer.Argument(metavar="CONDITION", help="latency:60ms+loss:1%, down, or up.")],
-    one_way: Annotated[bool, typer.Option("--one-way", help="Only from the first host to the second.")] = False,
+    place: Annotated[
+        str, typer.Argument(metavar="HOST:HOST[@NETWORK]", help="Two hosts: 0:1, or 0:1@1 on network 1 alone.")
+    ],
+    condition: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONDITION", help="What their packets meet from now on: latency:60ms+loss:1%, down, or up."
+        ),
+    ],
+    one_way: Annotated[
+        bool, typer.Option("--one-way", help="Change only the way from the first host to the second.")
+    ] = False,
     name: Name = None,
     json: Json = False,
 ) -> None:
-    """From now on two hosts' packets meet CONDITION; `down` cuts the link, `up` joins it as it was."""
+    """Change what the packets between two hosts meet. `down` cuts the link, and `up` joins it as it was."""
     from penstock.lab.links import read_place
     from penstock.lab.running import find
 
@@ -138,9 +162,9 @@ def change_link(
     _done(json, f"lab {found.name}: link {place} {condition}{', one way' if one_way else ''}", what)
 
 
-@lab.command(short_help="Take an interface of a host down.")
+@lab.command(short_help="Take a network interface of a host down.")
 def down(interface: Interface, name: Name = None, json: Json = False) -> None:
-    """Take a host's interface down, as if it had died."""
+    """Take a network interface of a host down, as if it had died."""
     from penstock.lab.links import read_interface
     from penstock.lab.running import find
 
@@ -150,9 +174,9 @@ def down(interface: Interface, name: Name = None, json: Json = False) -> None:
     _done(json, f"lab {found.name}: interface {interface} down", what)
 
 
-@lab.command(short_help="Bring an interface up again.")
+@lab.command(short_help="Bring a network interface of a host up again.")
 def up(interface: Interface, name: Name = None, json: Json = False) -> None:
-    """Bring a host's interface up again."""
+    """Bring a network interface of a host up again."""
     from penstock.lab.links import read_interface
     from penstock.lab.running import find
 
@@ -164,7 +188,7 @@ def up(interface: Interface, name: Name = None, json: Json = False) -> None:
 
 @lab.command("list", short_help="Show labs, their links, and leftovers.")
 def show(json: Json = False) -> None:
-    """Show every lab of this machine with what its links did, and what dead ones left."""
+    """Show every lab of this machine and what its links did, and what labs of dead processes left behind."""
     from penstock.lab.listing import listed
 
     labs = listed()
@@ -190,10 +214,12 @@ def show(json: Json = False) -> None:
 
 @lab.command(short_help="Remove a lab.")
 def remove(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The only one, where not given.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Name of the lab; needed where several run.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """End what runs on a lab's hosts and take it away."""
+    """End what runs on a lab's hosts, and remove the lab."""
     from penstock.lab.lab import end
     from penstock.lab.running import find
 
@@ -204,7 +230,7 @@ def remove(
 
 @lab.command(short_help="Remove what labs of dead processes left behind.")
 def clean(json: Json = False) -> None:
-    """Take away what labs left whose process was killed. Labs that run stay."""
+    """Remove what is left of labs whose process was killed. Labs that run stay."""
     from penstock.lab.permitted import require
     from penstock.lab.removal import clean as clean_all
     from penstock.lab.removal import leftovers

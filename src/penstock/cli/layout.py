@@ -20,21 +20,26 @@ from penstock.tune.layout import JudgedLayout, LayerTimes, better_layout, judge_
 
 @app.command(short_help="Judge a Megatron layout string and find a better one.")
 def layout(
-    text: Annotated[str, typer.Argument(metavar="LAYOUT", help="As --pipeline-model-parallel-layout has it.")],
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Pipeline ranks; stage s is on rank s mod RANKS.")],
+    text: Annotated[
+        str,
+        typer.Argument(metavar="LAYOUT", help="The layout, as Megatron's --pipeline-model-parallel-layout takes it."),
+    ],
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=1, help="Number of pipeline ranks. Stage s lies on rank s mod RANKS.")
+    ],
     microbatches: Annotated[
-        int | None, typer.Option("--microbatches", min=1, help="Microbatches per step; by default four per rank.")
+        int | None, typer.Option("--microbatches", min=1, help="Microbatches per step. [four per rank]")
     ] = None,
     times: Annotated[
         str | None,
         typer.Option(
             "--times",
             metavar="t=MS,...",
-            help="Time of a forward of each kind of layer (E, t, m, L), ms, to simulate.",
+            help="ms of a forward of each kind of layer (E, t, m, L). With these times the step is simulated.",
         ),
     ] = None,
     backward: Annotated[
-        float | None, typer.Option("--backward", min=0.0, help="How many times as long a backward takes. [2]")
+        float | None, typer.Option("--backward", min=0.0, help="A backward's time, divided by that of a forward. [2]")
     ] = None,
     json: Json = False,
 ) -> None:

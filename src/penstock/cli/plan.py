@@ -42,21 +42,38 @@ def plan(
     max_in_flight: Annotated[
         str | None,
         typer.Option(
-            "--max-in-flight", metavar="COUNT", help="Most microbatches from F to W on each rank: 7, or 7,5 by rank."
+            "--max-in-flight",
+            metavar="COUNT",
+            help="Most microbatches that a rank holds from F to W: 7, or one number per rank: 7,5.",
         ),
     ] = None,
     memory_limit: Annotated[
         str | None,
-        typer.Option("--memory-limit", metavar="UNITS", help="Most activations per rank, in units of --activation."),
+        typer.Option(
+            "--memory-limit",
+            metavar="UNITS",
+            help="Most memory for activations on a rank, in the unit of --activation: 14, or one per rank.",
+        ),
     ] = None,
     placement: Annotated[str, typer.Option("--placement", help="one-to-one, circular or v-shape.")] = "one-to-one",
-    stages: Annotated[int | None, typer.Option("--stages", help="Number of stages (circular).")] = None,
-    objective: Annotated[str, typer.Option("--objective", help="makespan or span.")] = "makespan",
+    stages: Annotated[
+        int | None, typer.Option("--stages", help="Number of stages, for --placement circular.")
+    ] = None,
+    objective: Annotated[
+        str,
+        typer.Option(
+            "--objective", help="What is to be short: makespan, or span (a rank's first start to its last end)."
+        ),
+    ] = "makespan",
     vary: Annotated[
         list[str] | None,
-        typer.Option("--vary", metavar="A:B=LOW..HIGH", help="Plan for the mean over delays drawn between the two."),
+        typer.Option(
+            "--vary",
+            metavar="A:B=LOW..HIGH",
+            help="Plan for the mean over delays of the link drawn from LOW to HIGH, in ms; may be repeated.",
+        ),
     ] = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="How many draws (--vary).")] = 16,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="How many delays are drawn for --vary.")] = 16,
     dispatch: Annotated[
         str, typer.Option("--dispatch", help="How the schedule will be run: frozen, hinted or dynamic.")
     ] = "frozen",
@@ -67,7 +84,8 @@ def plan(
     recompute: Annotated[
         bool | None,
         typer.Option(
-            "--recompute/--no-recompute", help="Whether forwards may run again; by default if the costs allow."
+            "--recompute/--no-recompute",
+            help="Allow forwards to run again, or forbid it. [allowed if the costs say what that keeps]",
         ),
     ] = None,
     offload: Annotated[
@@ -80,13 +98,16 @@ def plan(
         ),
     ] = None,
     deal: Annotated[
-        str, typer.Option("--deal", help="Microbatches of each pipeline: any, 'in turn', or counts like 5,3.")
+        str,
+        typer.Option(
+            "--deal", help="How many microbatches each pipeline gets: any, 'in turn', or counts such as 5,3."
+        ),
     ] = "any",
-    time_limit: Annotated[float, typer.Option("--time", metavar="SECONDS", help="Time to spend at most.")] = 10.0,
+    time_limit: Annotated[float, typer.Option("--time", metavar="SECONDS", help="Most seconds to spend.")] = 10.0,
     stop_at_gap: Annotated[
-        float, typer.Option("--stop-at-gap", help="Gap at which the search ends; 0.01 is 1%.")
+        float, typer.Option("--stop-at-gap", help="End the search at this gap between plan and bound; 0.01 is 1%.")
     ] = 1e-4,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the random numbers.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the search's random numbers.")] = 0,
     out: Out = None,
     json: Json = False,
 ) -> None:

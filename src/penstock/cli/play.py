@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 @app.command(short_help="Open the playground: schedules in the browser, proved and timed as you edit.")
 def play(
     schedule: Annotated[
-        str | None, typer.Argument(metavar="[NAME|FILE]", help=f"What to open there. {source.SCHEDULE}.")
+        str | None, typer.Argument(metavar="[NAME|FILE]", help=f"The schedule to open. {source.SCHEDULE}.")
     ] = None,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
@@ -35,16 +35,18 @@ def play(
     max_in_flight: MaxInFlight = None,
     option: ScheduleOption = None,
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE", help="Write the page there instead of serving it.")
+        str | None, typer.Option("--out", metavar="FILE", help="Write the page to FILE instead of serving it.")
     ] = None,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Serve there. [any free port]")] = 0,
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser.")] = True,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port to serve the page on. [any free port]")
+    ] = 0,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
     json: Json = False,
 ) -> None:
     """Open a page to pick or write a schedule, and see it proved and timed while you change times and link delays.
 
-    The page needs no network and no server: written with --out it opens as a file. Served, it is reached from this
-    machine alone, until Ctrl-C.
+    The page needs no network and no server: written with --out it opens as a file. When it is served, only this
+    machine reaches it, and Ctrl-C ends that.
     """
     from penstock.play import page, save
 

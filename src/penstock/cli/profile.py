@@ -36,22 +36,31 @@ def profile(
     clip: options.Clip = 1.0,
     device: options.Device = "cpu",
     threads: options.Threads = 1,
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Ranks that work side by side meanwhile.")] = 1,
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=1, help="How many ranks work side by side while layers are measured.")
+    ] = 1,
     microbatch_size: Annotated[
-        str, typer.Option("--microbatch-size", metavar="N,N,...", help="Samples of a microbatch.")
+        str,
+        typer.Option(
+            "--microbatch-size", metavar="N,N,...", help="Samples per microbatch: one size, or several as 1,2,4."
+        ),
     ] = "1",
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Measure blocks that keep only their input.")
+        bool,
+        typer.Option("--recompute", help="Measure blocks that keep only their input and run their forward again."),
     ] = False,
     database: options.DatabaseFile = None,
     seconds: options.Seconds = 1.0,
     fresh: options.Fresh = False,
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE", help="Write it as JSON, for penstock tune --costs.")
+        str | None,
+        typer.Option(
+            "--out", metavar="FILE", help="Also write what was measured to FILE, as JSON for penstock tune --costs."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Measure F, B, I, W, the update and the memory of every layer, and messages; what is known is not measured."""
+    """Measure F, B, I, W, the update and the memory of every layer, and messages. What the database has is reused."""
     from penstock.train.folder import write_whole
     from penstock.train.settings import Settings
     from penstock.tune import costs_file, report

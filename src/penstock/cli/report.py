@@ -38,7 +38,8 @@ class NoStory(Exception):
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or the control.jsonl in it.")],
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE", help="Write the page there. [report.html in the folder]")
+        str | None,
+        typer.Option("--out", metavar="FILE", help="Write the page to FILE. [report.html in the run's folder]"),
     ] = None,
     json: Json = False,
 ) -> None:

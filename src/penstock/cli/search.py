@@ -38,18 +38,28 @@ def search(
     default_delay: costs_options.DefaultDelay = 0.0,
     memory_limit: Annotated[
         float | None,
-        typer.Option("--memory-limit", help="Most that a rank may hold; the activation of a part is 1 by default."),
+        typer.Option(
+            "--memory-limit",
+            help="Most that a rank may hold, where a part's activation is 1 unless --costs says otherwise.",
+        ),
     ] = None,
     placement: Annotated[
-        list[str] | None, typer.Option("--placement", help="Only this one, like v-shape+bidirectional; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--placement", help="Try only this placement, such as v-shape+bidirectional; may be repeated. [all]"
+        ),
     ] = None,
     shared_ends: Annotated[
         bool,
-        typer.Option("--shared-ends/--no-shared-ends", help="First and last part are run by all ranks together."),
+        typer.Option(
+            "--shared-ends/--no-shared-ends", help="Let all ranks together run the first and the last part."
+        ),
     ] = False,
-    split: Annotated[bool, typer.Option("--split/--no-split", help="Backward as I and W, or one B.")] = True,
+    split: Annotated[
+        bool, typer.Option("--split/--no-split", help="Split every backward into I and W, or keep it whole.")
+    ] = True,
     forward_first: Annotated[
-        bool, typer.Option("--forward-first/--no-forward-first", help="Try forward-first rules too.")
+        bool, typer.Option("--forward-first/--no-forward-first", help="Also try rules that run forwards first.")
     ] = False,
     out: Out = None,
     json: Json = False,

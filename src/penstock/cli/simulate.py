@@ -59,10 +59,17 @@ def simulate(
     link: costs_options.Link = None,
     default_delay: costs_options.DefaultDelay = 0.0,
     dispatch: Annotated[
-        str, typer.Option("--dispatch", help="frozen, hinted, hinted:WAIT, dynamic or auto.")
+        str,
+        typer.Option(
+            "--dispatch",
+            help="How ranks choose their ops: frozen, hinted, hinted:0.5, dynamic, or auto for the fastest.",
+        ),
     ] = "frozen",
     transport: Annotated[
-        str, typer.Option("--transport", help="decoupled, blocking or blocking:DEPTH.")
+        str,
+        typer.Option(
+            "--transport", help="How messages travel: decoupled (they hold up no rank), blocking or blocking:DEPTH."
+        ),
     ] = "decoupled",
     memory_limit: Annotated[
         str | None,
@@ -74,13 +81,18 @@ def simulate(
     ] = None,
     emulate: Annotated[
         str | None,
-        typer.Option("--emulate", metavar="threads|processes", help="Also run it, on emulated devices, and compare."),
+        typer.Option(
+            "--emulate",
+            metavar="threads|processes",
+            help="Also run it on emulated devices, with ranks as threads or processes, and compare.",
+        ),
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Emulated: how many steps to run; by default 3.")
-    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Emulated: how many steps to run. [3]")] = None,
     stretch: Annotated[
-        float | None, typer.Option("--stretch", help="Emulated: slow ops and links down by this, against noise.")
+        float | None,
+        typer.Option(
+            "--stretch", help="Emulated: make ops and links slower by this factor, so that noise matters less."
+        ),
     ] = None,
     out: Out = None,
     json: Json = False,

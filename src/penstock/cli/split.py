@@ -31,10 +31,11 @@ def split(
     model: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="A class, function or module in a file.")],
     stages: Annotated[
         int | None,
-        typer.Option("--stages", min=1, help="Stages of about equal cost; by default every layer is a stage."),
+        typer.Option("--stages", min=1, help="Number of stages, of about equal cost. [every layer is a stage]"),
     ] = None,
     at: Annotated[
-        str | None, typer.Option("--at", metavar="LAYER,...", help="The layers with which stages begin, instead.")
+        str | None,
+        typer.Option("--at", metavar="LAYER,...", help="The layers with which stages begin, in place of --stages."),
     ] = None,
     model_options: options.ModelOptions = None,
     data: Annotated[

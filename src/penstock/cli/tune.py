@@ -29,12 +29,15 @@ if TYPE_CHECKING:
     from penstock.tune.session import Source
 
 Preset = Annotated[str, typer.Option("--preset", help="Sizes of a GPT, as in penstock train.")]
-Depth = Annotated[int | None, typer.Option("--depth", min=1, help="Blocks, instead of the model's.")]
-Width = Annotated[int | None, typer.Option("--width", min=1, help="Width, instead of the model's.")]
-Heads = Annotated[int | None, typer.Option("--heads", min=1, help="Heads, instead of the model's.")]
-Context = Annotated[int | None, typer.Option("--context", min=1, help="Tokens per sample, instead of the model's.")]
-Dropout = Annotated[float | None, typer.Option("--dropout", help="Dropout, instead of the model's.")]
-Tied = Annotated[bool | None, typer.Option("--tied/--no-tied", help="Embedding and head share one weight.")]
+Depth = Annotated[int | None, typer.Option("--depth", min=1, help="Number of blocks. [the model's]")]
+Width = Annotated[int | None, typer.Option("--width", min=1, help="Width of the blocks. [the model's]")]
+Heads = Annotated[int | None, typer.Option("--heads", min=1, help="Attention heads per block. [the model's]")]
+Context = Annotated[int | None, typer.Option("--context", min=1, help="Tokens per sample. [the model's]")]
+Dropout = Annotated[float | None, typer.Option("--dropout", help="Probability of dropout. [the model's]")]
+Tied = Annotated[
+    bool | None,
+    typer.Option("--tied/--no-tied", help="Let embedding and head share one weight, or not. [the model's]"),
+]
 Tokenizer = Annotated[str | None, typer.Option("--tokenizer", help="A tokenizers JSON file; without one, bytes.")]
 Precision = Annotated[str, typer.Option("--precision", help="float32, or bfloat16 with float32 weights.")]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="A class of torch.optim.")]
@@ -53,16 +56,18 @@ Data = Annotated[
     str | None, typer.Option("--data", metavar="FILE.py:NAME", help="What your own model learns from, or text.")
 ]
 Batch = Annotated[
-    int | None, typer.Option("--batch", min=1, help="Samples per step; by default 16, or those of your own data.")
+    int | None, typer.Option("--batch", min=1, help="Samples per step. [16, or those of your own data]")
 ]
 Clip = Annotated[float, typer.Option("--clip", min=0, help="Largest norm of the gradient; 0 for no clipping.")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Threads = Annotated[int, typer.Option("--threads", min=1, help="Threads of each rank.")]
 DatabaseFile = Annotated[
     str | None,
-    typer.Option("--database", metavar="FILE", help="File of measurements; by default in your cache folder."),
+    typer.Option("--database", metavar="FILE", help="File of measurements. [one in your cache folder]"),
 ]
-Seconds = Annotated[float, typer.Option("--seconds", min=0.01, help="Seconds to measure each microbatch size.")]
+Seconds = Annotated[
+    float, typer.Option("--seconds", min=0.01, help="For how many seconds each microbatch size is measured.")
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what the database has.")]
 
 _BYTES = re.compile(r"(?P<number>[0-9.]+)\s*(?P<unit>B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
@@ -91,21 +96,25 @@ def tune(
     clip: Clip = 1.0,
     device: Device = "cpu",
     threads: Threads = 1,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Most ranks; by default as many as fit.")
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Most ranks to use. [as many as fit]")] = None,
+    pp: Annotated[
+        str | None, typer.Option("--pp", metavar="N,N,...", help="Numbers of ranks per pipeline to try: 2,4.")
     ] = None,
-    pp: Annotated[str | None, typer.Option("--pp", metavar="N,N,...", help="Ranks of a pipeline to try.")] = None,
-    dp: Annotated[str | None, typer.Option("--dp", metavar="N,N,...", help="Replicas of it to try.")] = None,
+    dp: Annotated[
+        str | None, typer.Option("--dp", metavar="N,N,...", help="Numbers of replicas to try: 1,2.")
+    ] = None,
     microbatch_size: Annotated[
-        str | None, typer.Option("--microbatch-size", metavar="N,N,...", help="Samples of a microbatch to try.")
+        str | None, typer.Option("--microbatch-size", metavar="N,N,...", help="Samples per microbatch to try: 1,2,4.")
     ] = None,
     schedule: Annotated[
-        list[str] | None, typer.Option("--schedule", help="Library schedules to try, repeatable; by default all.")
+        list[str] | None, typer.Option("--schedule", help="Library schedule to try; may be repeated. [all]")
     ] = None,
-    dispatch: Annotated[str, typer.Option("--dispatch", help="frozen, hinted, dynamic or auto.")] = "frozen",
+    dispatch: Annotated[
+        str, typer.Option("--dispatch", help="How ranks choose their ops: frozen, hinted, dynamic or auto.")
+    ] = "frozen",
     recompute: Annotated[
         bool | None,
-        typer.Option("--recompute/--no-recompute", help="Try recomputing; by default if memory is limited."),
+        typer.Option("--recompute/--no-recompute", help="Try recomputing too, or not. [if memory is limited]"),
     ] = None,
     programs: Annotated[
         bool,
@@ -117,7 +126,12 @@ def tune(
         str | None,
         typer.Option("--memory-limit", metavar="BYTES", help="Most bytes that a rank may need, such as 2GiB."),
     ] = None,
-    costs: Annotated[str | None, typer.Option("--costs", metavar="FILE", help="Costs of layers, as JSON.")] = None,
+    costs: Annotated[
+        str | None,
+        typer.Option(
+            "--costs", metavar="FILE", help="Take the costs of layers from FILE, such as penstock profile writes."
+        ),
+    ] = None,
     tflops: Annotated[
         float | None, typer.Option("--tflops", help="Estimate costs for devices that sustain so many TFLOP/s.")
     ] = None,
@@ -125,9 +139,11 @@ def tune(
     bandwidth: Annotated[
         float, typer.Option("--bandwidth", min=0, help="Bandwidth of links (GB/s), with --tflops.")
     ] = 50.0,
-    top: Annotated[int, typer.Option("--top", min=1, help="Candidates to show.")] = 10,
+    top: Annotated[int, typer.Option("--top", min=1, help="How many candidates to show.")] = 10,
     verify: Annotated[int, typer.Option("--verify", min=0, help="How many of the best to run for real.")] = 0,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each verification, which runs twice.")] = 10,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, help="Steps of a verification, each of which runs twice.")
+    ] = 10,
     database: DatabaseFile = None,
     seconds: Seconds = 1.0,
     fresh: Fresh = False,

@@ -75,23 +75,29 @@ def _option(text: str, field: str | None = None, **rest: Any) -> Any:
 
 def train(
     call: typer.Context,
-    schedule: Annotated[str | None, _option("Library schedule or schedule file.", "schedule")] = None,
-    ranks: Annotated[int | None, _option("Pipeline ranks, one process each.", "ranks")] = None,
+    schedule: Annotated[str | None, _option("Name of a library schedule, or a schedule file.", "schedule")] = None,
+    ranks: Annotated[int | None, _option("Number of pipeline ranks, each of which is a process.", "ranks")] = None,
     pp: Annotated[int | None, _option("The same as --ranks.")] = None,
-    dp: Annotated[int | None, _option("Replicas of the pipeline, each with its part of the batch.", "dp")] = None,
-    tp: Annotated[int | None, _option("Processes that share each layer.", "tp")] = None,
+    dp: Annotated[
+        int | None, _option("Number of replicas of the pipeline, each with its part of the batch.", "dp")
+    ] = None,
+    tp: Annotated[int | None, _option("Number of processes that share each layer.", "tp")] = None,
     sharding: Annotated[
         str | None, _option("What the holders of a stage divide: none, copies, zero1, fsdp.", "sharding")
     ] = None,
     microbatches: Annotated[
         int | None, _option("Microbatches per step; with amdp 4 for each rank.", "microbatches")
     ] = None,
-    stages: Annotated[int | None, _option("Stages over the whole model (interleaved-1f1b).")] = None,
-    warmup: Annotated[str | None, _option("Warm-up counts, one per rank (zb).", metavar="X0,X1,...")] = None,
-    cut: Annotated[
-        str | None, _option("Layers of each stage; by default of about equal cost.", metavar="N0,N1,...")
+    stages: Annotated[int | None, _option("Number of stages of the whole model (interleaved-1f1b).")] = None,
+    warmup: Annotated[
+        str | None, _option("How many forwards each rank runs before its first backward (zb).", metavar="X0,X1,...")
     ] = None,
-    dispatch: Annotated[str | None, _option("frozen, hinted, dynamic or auto. [frozen; emulated: auto]")] = None,
+    cut: Annotated[
+        str | None, _option("How many layers each stage has. [stages of about equal cost]", metavar="N0,N1,...")
+    ] = None,
+    dispatch: Annotated[
+        str | None, _option("How ranks choose their ops: frozen, hinted, dynamic or auto. [frozen; emulated: auto]")
+    ] = None,
     model: Annotated[
         str | None,
         _option(
@@ -108,44 +114,49 @@ def train(
             metavar="JSON|DIR",
         ),
     ] = None,
-    preset: Annotated[str | None, _option("Sizes of the model.", "preset")] = None,
+    preset: Annotated[str | None, _option("Preset that says the sizes of the model.", "preset")] = None,
     tower: Annotated[
         list[str] | None,
-        _option("clip, repeatable: text=ranks:2+microbatches:8+schedule:1f1b.", metavar="NAME=KEY:VALUE"),
+        _option(
+            "Of a clip, one tower: text=ranks:2+microbatches:8+schedule:1f1b; may be repeated.",
+            metavar="NAME=KEY:VALUE",
+        ),
     ] = None,
-    depth: Annotated[int | None, _option("Blocks, instead of the preset's.")] = None,
-    width: Annotated[int | None, _option("Width, instead of the preset's.")] = None,
-    heads: Annotated[int | None, _option("Heads, instead of the preset's.")] = None,
-    context: Annotated[int | None, _option("Tokens per sample, instead of the preset's.")] = None,
-    dropout: Annotated[float | None, _option("Dropout, instead of the preset's.")] = None,
-    tied: Annotated[bool | None, _option("Embedding and head share one weight.")] = None,
+    depth: Annotated[int | None, _option("Number of blocks. [the preset's]")] = None,
+    width: Annotated[int | None, _option("Width of the blocks. [the preset's]")] = None,
+    heads: Annotated[int | None, _option("Attention heads per block. [the preset's]")] = None,
+    context: Annotated[int | None, _option("Tokens per sample. [the preset's]")] = None,
+    dropout: Annotated[float | None, _option("Probability of dropout. [the preset's]")] = None,
+    tied: Annotated[bool | None, _option("Let embedding and head share one weight, or not. [the preset's]")] = None,
     data: Annotated[
         str | None,
-        _option("Text file, folder, .jsonl or .bin/.idx, or your own, data.py:make_data; else Python's own library."),
+        _option("Text file, folder, .jsonl or .bin/.idx, or your own, data.py:make_data. [Python's own library]"),
     ] = None,
-    tokenizer: Annotated[str | None, _option("A tokenizers JSON file; without one, bytes.")] = None,
-    steps: Annotated[int | None, _option("Updates.", "steps")] = None,
+    tokenizer: Annotated[str | None, _option("A JSON file of the tokenizers library. [bytes as tokens]")] = None,
+    steps: Annotated[int | None, _option("How many updates to make.", "steps")] = None,
     batch: Annotated[int | None, _option("Samples per step.", "batch")] = None,
     packing: Annotated[
         str | None,
         _option(
-            "windows of the text; whole documents: arrival, planned, or a run's batches.jsonl.",
+            "windows of the text, or whole documents: arrival, planned, or a run's batches.jsonl.",
             "packing",
             metavar="HOW|FILE",
         ),
     ] = None,
-    microbatch_tokens: Annotated[int | None, _option("Largest number of tokens in a planned microbatch.")] = None,
+    microbatch_tokens: Annotated[int | None, _option("Most tokens in a planned microbatch.")] = None,
     length_costs: Annotated[
         str | None,
         _option(
-            "Plan over costs by the model's sizes, measured in the first steps, or of a file.",
+            "Costs to plan over: by the model's sizes, measured in the first steps, or a file.",
             "length_costs",
             metavar="HOW|FILE",
         ),
     ] = None,
     lr: Annotated[float | None, _option("Peak learning rate.", "lr")] = None,
-    lr_decay: Annotated[str | None, _option("cosine or constant.", "lr_decay")] = None,
-    lr_warmup: Annotated[int | None, _option("Steps up to the peak.", "lr_warmup")] = None,
+    lr_decay: Annotated[str | None, _option("How the learning rate goes on: cosine or constant.", "lr_decay")] = None,
+    lr_warmup: Annotated[
+        int | None, _option("Steps in which the learning rate rises to its peak.", "lr_warmup")
+    ] = None,
     optimizer: Annotated[
         str | None,
         _option("A class of torch.optim, or muon: Muon for hidden matrices, AdamW for the rest.", "optimizer"),
@@ -155,13 +166,15 @@ def train(
     ] = None,
     clip: Annotated[float | None, _option("Largest norm of the gradient; 0 for no clipping.", "clip")] = None,
     precision: Annotated[str | None, _option("float32, or bfloat16 with float32 weights.", "precision")] = None,
-    recompute: Annotated[bool | None, _option("Activation checkpointing of every block.")] = None,
+    recompute: Annotated[
+        bool | None, _option("Keep only the input of each block, and run its forward again before its backward.")
+    ] = None,
     seed: Annotated[int | None, _option("Seed of weights, data order and dropout.", "seed")] = None,
     evaluate_every: Annotated[
-        int | None, _option("Steps between evaluations; 0 for only at the end.", "evaluate_every")
+        int | None, _option("Steps between evaluations; 0 evaluates only at the end.", "evaluate_every")
     ] = None,
     save_every: Annotated[
-        int | None, _option("Steps between checkpoints; 0 for only at the end.", "save_every")
+        int | None, _option("Steps between checkpoints; 0 saves only at the end.", "save_every")
     ] = None,
     keep: Annotated[int | None, _option("How many checkpoints to keep.", "keep")] = None,
     device: Annotated[
@@ -171,14 +184,16 @@ def train(
     costs: Annotated[
         str | None, _option(f"Emulated: {', '.join(PRESETS)}, or a file. [{EMULATED.costs}]", metavar="NAME|FILE")
     ] = None,
-    stretch: Annotated[float | None, _option("Emulated: slow ops and links down by this, against noise. [1]")] = None,
+    stretch: Annotated[
+        float | None, _option("Emulated: make ops and links slower by this factor, so that noise matters less. [1]")
+    ] = None,
     message_cap: Annotated[
         str | None,
-        _option("Emulated: largest message; larger ones are cut to it. [1MB]", metavar="BYTES"),
+        _option("Emulated: most bytes of a message; larger ones are cut to this. [1MB]", metavar="BYTES"),
     ] = None,
-    timeout: Annotated[float | None, _option("Seconds any wait may last.", "timeout")] = None,
-    threads: Annotated[int | None, _option("Threads of each rank; by default its share of the cores.")] = None,
-    sample: Annotated[int | None, _option("Tokens of text to write at the end.", "sample")] = None,
+    timeout: Annotated[float | None, _option("Most seconds that any wait may last.", "timeout")] = None,
+    threads: Annotated[int | None, _option("Threads per rank. [its share of the cores]")] = None,
+    sample: Annotated[int | None, _option("How many tokens of text the model writes at the end.", "sample")] = None,
     window: Annotated[int | None, _option("Asynchronous: microbatches per update.")] = None,
     rule: Annotated[
         str | None,
@@ -188,41 +203,48 @@ def train(
         int | None, _option("Asynchronous: most updates between a microbatch's F and B. [amdp: 0; with --rule 1]")
     ] = None,
     drain_every: Annotated[
-        int | None, _option("Asynchronous: steps after which the pipeline drains; else about 8.")
+        int | None, _option("Asynchronous: steps after which the pipeline drains. [about 8]")
     ] = None,
     link: Annotated[
         list[str] | None,
-        _option("Conditions to inject, repeatable: 0:1=latency:30ms+loss:1%.", metavar="A:B=CONDITION"),
+        _option("Make a link slow on purpose: 0:1=latency:30ms+loss:1%; may be repeated.", metavar="A:B=CONDITION"),
     ] = None,
-    transport: Annotated[str | None, _option("host, gloo, direct, delegate or nccl.", "transport")] = None,
-    link_depth: Annotated[int | None, _option("Messages that may be under way on a link. [direct: 2]")] = None,
+    transport: Annotated[
+        str | None, _option("What carries messages: host, gloo, direct, delegate or nccl.", "transport")
+    ] = None,
+    link_depth: Annotated[int | None, _option("How many messages may be under way on a link. [direct: 2]")] = None,
     delegates: Annotated[
-        int | None, _option("Delegate processes per direction; by default from measured rates.")
+        int | None, _option("Delegate processes per direction of a link. [by measured rates]")
     ] = None,
     interfaces: Annotated[
         str | None,
-        _option("Interfaces of this host for delegates, the preferred one first.", metavar="NAME,NAME,..."),
+        _option(
+            "Network interfaces of this host that delegates use, the preferred one first.", metavar="NAME,NAME,..."
+        ),
     ] = None,
-    adapt: Annotated[bool | None, _option("Watch links; change the plan where that is faster.")] = None,
+    adapt: Annotated[bool | None, _option("Measure links, and change to another plan where that is faster.")] = None,
     store: Annotated[
-        str | None, _option("Adapting: where ranks report; else the job's own store.", metavar="redis://HOST:PORT")
+        str | None, _option("Adapting: where ranks report. [the job's own store]", metavar="redis://HOST:PORT")
     ] = None,
     host_memory: Annotated[
-        str | None, _option("Adapting: activations (4), or bytes (8GB), that may wait in host memory.", metavar="N")
+        str | None, _option("Adapting: how many activations (4) or bytes (8GB) may wait in host memory.", metavar="N")
     ] = None,
-    in_process: Annotated[bool | None, _option("All ranks in one process, in turn; emulated: a thread each.")] = None,
-    out: Annotated[str | None, _option("Folder of the run; by default a new one in runs/.")] = None,
+    in_process: Annotated[
+        bool | None, _option("Run all ranks in one process, in turn; emulated: as a thread each.")
+    ] = None,
+    out: Annotated[str | None, _option("Folder of the run. [a new one in runs/]")] = None,
     resume: Annotated[
         str | None,
         _option("Continue the run in this folder; with the same --out, begin it there if need be.", metavar="RUN"),
     ] = None,
     fallback: Annotated[
-        bool, typer.Option("--fallback", help="Resuming: from an older checkpoint, where the newest is damaged.")
+        bool, typer.Option("--fallback", help="Resuming: take an older checkpoint where the newest is damaged.")
     ] = False,
     export: Annotated[
-        str | None, _option("Write the model here at the end; a Hugging Face one as a folder.", metavar="PATH")
+        str | None,
+        _option("Where to write the model at the end; a Hugging Face model is written as a folder.", metavar="PATH"),
     ] = None,
-    port: Annotated[int | None, _option("Port at which ranks find each other; by default a free one.")] = None,
+    port: Annotated[int | None, _option("Port at which ranks find each other. [a free one]")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as one JSON object and nothing else.")
     ] = False,
