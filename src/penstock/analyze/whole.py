@@ -1,4 +1,4 @@
-"""Whether a trace is whole: one job, microbatches, every op of every step, clocks that only go forwards.
+"""Checks that a trace is whole: one job, every op of every step, and clocks that only go forwards.
 
 What follows can then take for granted that all steps have the same ops, and lays them out as rows of one table.
 """

@@ -1,4 +1,4 @@
-"""How close a lab's links come to what they are told: round trips of a few bytes, transfers of 16 MB.
+"""How close a lab's links come to what they were set to: round trips of a few bytes, transfers of 16 MB.
 
 python -m penstock.bench.lab_links --out benchmarks/lab/links.json
 """

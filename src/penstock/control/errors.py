@@ -1,4 +1,4 @@
-"""The error of this layer."""
+"""`ControlError`, the one error of `penstock.control`."""
 
 
 class ControlError(ValueError):

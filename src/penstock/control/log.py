@@ -1,4 +1,4 @@
-"""A controller's log: JSON lines. See `replay` for what they are good for.
+"""A controller's log: JSON lines, from which `replay` makes the same decisions again.
 
 {"controller": {"version": 4, "job": {...}, "sensitivity": {...}}}
 {"event":{"transfers":{"0:1":[16777216.0,[30.0,30.2,61.0],0.0,0.0]}}}

@@ -1,4 +1,4 @@
-"""How much a switch must gain, and how long after the last: more with each of late, so that noise moves little.
+"""How much a switch must gain, and how soon it may follow the last: both grow with recent switches, against noise.
 
 Decisions rest on measurements, and the best of many candidates under noisy ones is in part the luckiest. The first
 few switches are free of this; each further one within some hundred iterations must gain half as much again, and

@@ -1,4 +1,4 @@
-"""Trials: what a change brings is measured, and what does not bring what was promised is taken back.
+"""Trials: what a change gains is measured, and a change that gains less than was promised is taken back.
 
     ms a step
      |            x x x x                        before: the steps since the links changed that the change answers

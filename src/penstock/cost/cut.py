@@ -1,4 +1,4 @@
-"""Which layers make which stage: a chain of costs cut so that the costliest stage costs least.
+"""Cuts a chain of layers into stages such that the costliest stage costs as little as possible.
 
 A pipeline runs at the pace of its slowest stage, so that maximum is what counts. Among the cuts that reach it,
 the most even one is taken, and among those the one with fewer layers in the first stages, which hold the most

@@ -1,4 +1,4 @@
-"""What is raised for costs and links."""
+"""`CostError`, which is raised for costs and for links."""
 
 from __future__ import annotations
 

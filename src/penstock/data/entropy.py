@@ -1,4 +1,4 @@
-"""The bar a trained model must clear: what counting single tokens and pairs predicts of the validation text.
+"""What counting single tokens and pairs predicts of the validation text: a trained model must do better.
 
 A count model fitted on the training tokens is scored on the validation tokens, the same ones the network is
 scored on. The entropy of the counts themselves would be the wrong bar: with a large vocabulary most pairs occur

@@ -1,4 +1,4 @@
-"""One error for everything a user can get wrong about data, so that a caller needs to catch one type."""
+"""`DataError`, the one error for everything a user can get wrong about data."""
 
 from __future__ import annotations
 

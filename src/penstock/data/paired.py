@@ -1,4 +1,4 @@
-"""Samples that several modalities tell of, each in its way: generated, structured, chosen by seed and number alone.
+"""Generated samples that several modalities describe, each in its way. Seed and number alone say what a sample is.
 
 A sample is a combination of factors, each with one of a few values (as a red circle on the left is of colour, shape
 and place). Every modality shows the same combination:

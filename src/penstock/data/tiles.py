@@ -1,4 +1,4 @@
-"""Pictures of coloured tiles, and what is on them in words: generated, chosen by seed and number alone.
+"""Generated pictures of coloured tiles, and what is on them in words. Seed and number alone say what one shows.
 
     red    blue
     green  white       with noise  ->  "red blue green white"

@@ -1,4 +1,4 @@
-"""A cluster in a box: network namespaces as hosts, real TCP between them, links that turn slow or die on request.
+"""Several hosts on one machine: namespaces with real TCP between them, and links that turn slow or die on request.
 
     with Lab(num_hosts=2, links="0:1=latency:30ms") as lab:
         process = lab.start(1, ["python", "train.py"])

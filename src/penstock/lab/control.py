@@ -1,4 +1,4 @@
-"""How a lab that runs is spoken to: one JSON object there, one back, over a socket in its folder."""
+"""Requests to a running lab: one JSON object goes in and one comes back, over a socket in the lab's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The errors of this layer."""
+"""`LabError`, and `LabMisuse` for what no lab has."""
 
 from __future__ import annotations
 

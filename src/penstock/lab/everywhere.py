@@ -1,4 +1,4 @@
-"""One command on every host of a lab, its lines told apart, its end the end of all."""
+"""Runs one command on every host of a lab and tells their lines apart. When one fails, the others are stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that a lab is: makes the hosts, carries their packets, takes everything away when it ends.
+"""The process of a lab: it makes the hosts, carries their packets, and removes everything when it ends.
 
     python -m penstock.lab.keeper JSON
 

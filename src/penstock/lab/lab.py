@@ -38,7 +38,7 @@ PATIENCE = 30.0
 
 
 class Lab(RunningLab):
-    """Hosts in a box, made at once and gone at the end of the block.
+    """Several hosts on this machine, made at once and gone at the end of the block.
 
     Args:
         num_hosts: 1 to 16.

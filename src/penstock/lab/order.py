@@ -1,4 +1,4 @@
-"""What a keeper is asked to keep, as it travels on its command line."""
+"""What the process of a lab is asked to make, as its command line says it."""
 
 from __future__ import annotations
 

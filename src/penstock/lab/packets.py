@@ -1,4 +1,4 @@
-"""One way's packets: which get lost, when each arrives, and what was counted. It knows no clock and no device.
+"""The packets of one direction of a link: which get lost, when each arrives, how many there were. It has no clock.
 
     packet --> cut? lost? too many waiting? --> leaves when the packets before it have --> arrives latency later
 

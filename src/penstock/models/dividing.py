@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks can share out, and the error that says what they cannot."""
+"""What tensor-parallel ranks can divide among them, and the error that says what they cannot."""
 
 from __future__ import annotations
 

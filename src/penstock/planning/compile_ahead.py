@@ -1,4 +1,4 @@
-"""The planner's machine code: there before it is needed, and waited for by nobody whose time is limited.
+"""Compiles the planner's machine code ahead, so that no plan with a time limit waits for it.
 
     python -m penstock.planning.compile_ahead               compiles all of it, once per machine; `make install` does
     python -m penstock.planning.compile_ahead --in-order    in one process, what a plan needs first first

@@ -1,4 +1,4 @@
-"""Forward-backward improvement: a schedule is shaken against its end, then against its start, and so on.
+"""Forward-backward improvement: all ops are moved as late as possible, then as early as possible, and so on.
 
     listed      |F0 F1 F2 .  .  I0 W0 .  I1 ...          ops in order of class
     turned      list scheduling with time turned round, in the order in which the ops ended: gaps move to the front

@@ -1,4 +1,4 @@
-"""The search, from what is cheap to what is dear: bound, greedy, justification, local search, exact solving.
+"""The search for a plan, the cheapest step first: bound, greedy, justification, local search, exact solving.
 
 Each step keeps the best orders so far and stops as soon as they are proved good enough or the time is spent.
 """

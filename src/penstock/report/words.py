@@ -1,4 +1,4 @@
-"""What a run's story comes to, in plain words."""
+"""The summary of a report, in plain words."""
 
 from __future__ import annotations
 

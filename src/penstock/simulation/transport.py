@@ -1,4 +1,4 @@
-"""What a sender may hand to a link before it must stand still."""
+"""How many messages a sender may hand to a link before it must wait."""
 
 from __future__ import annotations
 

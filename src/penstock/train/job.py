@@ -1,4 +1,4 @@
-"""A run as it was ordered."""
+"""What a run was asked to do: its settings, its folder, and whether it prints JSON."""
 
 from __future__ import annotations
 

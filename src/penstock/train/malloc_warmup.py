@@ -1,4 +1,4 @@
-"""Memory that a step gives back and the next one takes again, kept by the process in between."""
+"""Keeps in the process the memory that a step gives back and the next one takes again."""
 
 from __future__ import annotations
 

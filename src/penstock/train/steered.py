@@ -1,4 +1,4 @@
-"""What a run's records say in the end: which links were slow and when, what was decided, and what that saved.
+"""What the records of a run that adapted say: which links were slow and when, what was decided, what that saved.
 
 It is the story that `penstock report` tells on its page (`penstock.report.from_logs`), in a few lines.
 """

@@ -1,4 +1,4 @@
-"""What is asked for single towers of a model of several.
+"""The options for single towers of a model that has several.
 
     --tower text=ranks:2+microbatches:8 --tower contrast=microbatches:2
 

@@ -1,4 +1,4 @@
-"""The part of a run's settings that says how messages travel and how the run is steered, on any device."""
+"""The part of a run's settings that says how messages travel and how the run adapts, on any device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What measurements were made on, and how busy others kept it."""
+"""The device on which measurements were made, and how busy other programs kept it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is searched: ranks a pipeline, copies of it, microbatch size, schedule, recompute; the cut follows.
+"""What is searched: ranks per pipeline, replicas, microbatch size, schedule, recomputing. The cut follows from these.
 
     devices 4, batch 16                pp 4, dp 1, size 2    8 microbatches of 2 samples through 4 ranks
                                        pp 2, dp 2, size 4    2 microbatches of 4 samples through 2 copies of 2 ranks

@@ -1,4 +1,4 @@
-"""The room of a chart: title, note and legend above, the plot, its axes, what is written right of it.
+"""The layout of a chart: title, note and legend above, the plot with its axes, and what is written to the right.
 
 title
 note

@@ -1,4 +1,4 @@
-"""Level bars of parts laid end to end, one bar a row: where a whole goes."""
+"""Horizontal bars, one per row, each of which is made of the parts of a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model's own code with nothing in it: every module with weights is replaced by a stand-in.
+"""The model's own code without its weights: every module that has weights is replaced by a stand-in.
 
 What a decoder's blocks are given besides the hidden states (masks, positions, rotary embeddings) is worked out by the
 model's own forward. Run with stand-ins it works out the same, without a weight:

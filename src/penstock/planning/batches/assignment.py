@@ -1,4 +1,4 @@
-"""Which replica gets what: groups with as many items each, the busiest hardly busier than the mean."""
+"""Deals items out to replicas: equally many to each, and the busiest has hardly more work than the mean."""
 
 from __future__ import annotations
 

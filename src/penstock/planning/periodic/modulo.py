@@ -1,4 +1,4 @@
-"""Modulo scheduling with CP-SAT: repetends of a given period, the shorter their latency the later they come.
+"""Modulo scheduling with CP-SAT: repetends of a given period. Later ones have a shorter latency.
 
 A block's start is written as
 

@@ -1,4 +1,4 @@
-"""One process's part in steering: what its ranks measured goes out, plans come in, and a step's end settles them.
+"""One process's part in adapting: it sends what its ranks measured, gets plans, and runs them from a step's end on.
 
     training            helm                                 threads
     step ends     -->   ended(): put aside              -->  reports: to the store

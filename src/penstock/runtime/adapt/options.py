@@ -1,4 +1,4 @@
-"""How a run is to be steered: what the user says, once."""
+"""`AdaptOptions`: whether and how a run adapts to slow links, as the user says it."""
 
 from __future__ import annotations
 

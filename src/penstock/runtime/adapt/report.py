@@ -1,4 +1,4 @@
-"""What a rank tells of one iteration: when its ops ran, how its messages came in, and what became of its links.
+"""What a rank reports of one iteration: when its ops ran, how its messages came in, and what became of its links.
 
 A rank's own thread turns measurements into the controller's events, so that rank 0 only hands them on.
 """

@@ -1,4 +1,4 @@
-"""What is kept of a steered run, as lines of JSON in a folder.
+"""What is kept of a run that adapts, as lines of JSON in a folder.
 
 control.jsonl      the controller's log: `penstock.control.replay` makes the same decisions of it
 iterations.jsonl   one line an iteration

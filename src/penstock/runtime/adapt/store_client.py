@@ -1,4 +1,4 @@
-"""A store as steering uses it: what fails is tried again later, and how long it has not answered is known.
+"""A store as adapting uses it: what failed is tried again, and it is known for how long the store has not answered.
 
 Each line belongs to one thread. Any other may ask how long it has been silent, and close it, even while a call stands
 still because the store's process does.

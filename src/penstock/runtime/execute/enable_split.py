@@ -1,4 +1,4 @@
-"""Which stages are ready for split backward: those whose schedule asks for it; and what that puts off."""
+"""Prepares stages for split backward where the schedule asks for it, and says what could not be prepared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank writes to stderr before it can report: held in a file, so that a broken import is not told N times."""
+"""What a rank writes to stderr before it can report: held in a file, so that a broken import is printed only once."""
 
 from __future__ import annotations
 

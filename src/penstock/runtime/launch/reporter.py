@@ -1,4 +1,4 @@
-"""The last word of a rank: what happens to its uncaught exception."""
+"""Reports a rank's uncaught exception to the process that launched it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Taking over signals, as far as whoever started the process left them to it."""
+"""Handles signals for a while, but not those that the process was started to ignore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What frameworks do: messages to another rank go through one channel, in program order, and few are under way.
+"""Channels as other frameworks have them: messages to a rank go in program order, and only a few are under way.
 
     rank 0   |F0|F1|F2|............|F3|      depth 2: F2's message finds two under way and waits for room, and F3,
                `----. `----.       ^         though it is ready, is not started. Room comes when it is known that F0's

@@ -1,6 +1,6 @@
-"""The part of `check` that is about updates: each copy takes each over once, and no more fall into a microbatch's
-way from forward to backward than the schedule allows. Where microbatches find their weights in two buffers, that
-those are there in time.
+"""The part of `check` that is about updates. It proves that each copy takes over each update once, and that no more
+updates fall between a microbatch's forward and its backward than the schedule allows. Where microbatches find their
+weights in two buffers, it proves that these are there in time.
 
 That an update comes after what it gathers, and a copy's updates in their order, is proved with all other needs.
 """

@@ -1,4 +1,4 @@
-"""Who is compared: a settings for each schedule, alike in everything but what only that schedule has."""
+"""The runs that are compared: settings per schedule, equal in everything but what only that schedule has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison came to: a row for each schedule, beside the first one's."""
+"""The result of a comparison: a row per schedule, beside that of the first one."""
 
 from __future__ import annotations
 

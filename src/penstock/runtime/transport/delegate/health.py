@@ -1,4 +1,4 @@
-"""How the links stand, by what the delegates tell: for errors that say why, for reports, and for control."""
+"""The state of the links as the delegates report it: for errors that say why, for reports, and for control."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who calls at a rank's own sockets: those that look whether it is there, and those with news of an interface."""
+"""Connections to a rank's own sockets: from ranks that check whether it is there, or that report on an interface."""
 
 from __future__ import annotations
 

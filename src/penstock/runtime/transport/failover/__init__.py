@@ -1,4 +1,4 @@
-"""What goes on when a network dies on which ranks send one another gloo's messages, and sum, and agree.
+"""What happens when the network dies by which gloo's messages and sums travel: they go on over another one.
 
     rank 0   eth0 ====== gloo, number 0 ====== eth0   rank 1      heartbeats tell within a second that a link is dead
              eth1 - - - - heartbeats - - - - - eth1               (the kernel of its own host at once)

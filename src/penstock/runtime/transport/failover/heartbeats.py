@@ -1,4 +1,4 @@
-"""Whom this process reaches by which interface, and what processes tell one another beside the training.
+"""Which processes can be reached by which interface, and what processes tell one another beside the training.
 
     process 0   by eth0 --hello, beat, beat, ...-->   process 1     each calls every other by every interface, and
                 by eth1 --hello, beat, beat, ...-->                 hears what those say that call it

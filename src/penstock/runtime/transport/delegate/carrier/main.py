@@ -1,4 +1,4 @@
-"""The first thing a delegate process runs."""
+"""Where a delegate process starts."""
 
 from __future__ import annotations
 

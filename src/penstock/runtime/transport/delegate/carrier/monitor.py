@@ -1,4 +1,4 @@
-"""The kernel's word on our interfaces (rtnetlink): which of our addresses can be used, and each change of that.
+"""What the kernel says of our interfaces (rtnetlink): which addresses can be used, and each change of that.
 
 A dead interface is known here within milliseconds, where a connection over it would wait for its deadline.
 """

@@ -1,4 +1,4 @@
-"""The sending end of one lane at work: connects, sends what is due, resends what a dead connection swallowed.
+"""The sending end of one lane: connects, sends what is due, and sends again what a dead connection lost.
 
 at rest --wanted--> connecting --> greeting --welcome--> up --cut--> at rest
                         |  fails      |                   |
