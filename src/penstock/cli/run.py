@@ -8,9 +8,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import typer
+from typer.main import get_command
 
 from penstock.cli.app import Invocation, app
 from penstock.cli.failure import INVALID, MISUSE, Failure, failure_of
@@ -97,7 +99,8 @@ def _run(invocation: Invocation) -> int | RankOrder:
     """Runs a verb, and reports how it failed; raises OSError where what it prints can't be written."""
     arguments, as_json = invocation.arguments, "--json" in invocation.arguments
     try:
-        code: int | RankOrder | None = app(arguments, prog_name="penstock", standalone_mode=False, obj=invocation)
+        parser = _parser()
+        code: int | RankOrder | None = parser(arguments, prog_name="penstock", standalone_mode=False, obj=invocation)
         return 0 if code is None else code
     except typer.Exit as error:
         return error.exit_code
@@ -122,6 +125,12 @@ def _run(invocation: Invocation) -> int | RankOrder:
             name = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             failure = Failure(INVALID, f"a bug in penstock: {name}\nwith {TRACEBACK}=1 it says where", rule="bug")
         return _report(failure, as_json)
+
+
+@cache
+def _parser() -> Callable[..., Any]:
+    """The parser of the command line. To make it takes longer than most verbs take."""
+    return get_command(app)
 
 
 def _reader_left() -> int:
