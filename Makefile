@@ -1,5 +1,5 @@
 # make train    builds what is needed and trains a GPT over four pipeline ranks on this machine
-# make test     runs the tests; TIER=push only the quick ones, TIER=nightly also those that take minutes each
+# make test     runs the tests; TIER=push only the quick ones, TIER=nightly whole sweeps and what takes minutes
 # make lint     ruff, mypy, the layers' import contracts, spelling and the words of the project
 # make papers-quick   simulates the papers' headlines anew, measures three ratios, and compares; a quarter of an hour
 # make papers   runs every figure and table of the papers again, and writes their pages; many hours
@@ -20,8 +20,10 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download
 REPORTS ?=
 report = $(if $(REPORTS),--junitxml=$(REPORTS)/$(1).xml)
 
-# Three tiers: what takes long is marked `slow`, or `nightly` where it takes a minute or more.
+# Three tiers: what takes a second is marked `slow`; what takes a minute, and most of each sweep, `nightly`.
 TIER ?= full
+# Sweeps within a test look at it: tests/tiers.py.
+export TIER
 tier_push := and not slow and not nightly
 tier_full := and not nightly
 tier_nightly :=

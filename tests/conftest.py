@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from groups import scheduler
+from tiers import examples
+
 # No test asserts a time, Hypothesis' 200 ms for each example among them.
-settings.register_profile("ours", deadline=None)
+settings.register_profile("ours", deadline=None, max_examples=examples(100))
 # What continuous integration runs: the same examples for the same code, so that a change is judged by what it did.
 # New examples are looked for wherever the tests are run by hand.
-settings.register_profile("same-examples", deadline=None, derandomize=True)
+settings.register_profile("same-examples", deadline=None, max_examples=examples(100), derandomize=True)
 settings.load_profile("ours")
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -85,6 +88,12 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         pytest.fail(f"{name} changed; if that is meant, pytest --update-golden\n{shown}", pytrace=False)
 
     return compare
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of one group go to one worker."""
+    return scheduler(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
