@@ -12,6 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
 import sys
 import tempfile
@@ -93,6 +94,29 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, deadline
         ]
 
 
+def as_under_torchrun(rank: int, script: str) -> None:
+    """Runs a script as torchrun starts it, without its loading torch anew: with the same variables, and a store that
+    all ranks are clients of."""
+    import torch.distributed as dist
+
+    port: list[Any] = [None]
+    store = None
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    num_ranks = dist.get_world_size()
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
+    sys.argv = [script]
+    runpy.run_path(script, run_name="__main__")
+    del store
+
+
 def appears(path: Path, within: float = 20.0) -> None:
     """Returns when there is such a file: how one rank waits for a moment in another."""
     end = time.monotonic() + within
@@ -131,7 +155,8 @@ def _child(folder: str, rank: int, num_ranks: int, function: Callable[..., Any],
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
         value = function(rank, *args)
         Path(f"{folder}/{rank}.value").write_bytes(pickle.dumps(value))
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -10,11 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.runtime.launch import RankOrder, WaitingServer, launch
 from processes import forkserver
 
 SMALL = (
@@ -43,11 +45,23 @@ class Ended:
 
 
 class Forked:
-    """`penstock train`, forked from a process that has loaded it, which takes three seconds; as `Popen` has it."""
+    """`penstock VERB`, forked from a process that has loaded it, which takes three seconds; as `Popen` has it.
 
-    def __init__(self, words: list[str], environment: dict[str, str], cwd: Path | None = None) -> None:
+    `ranks_too`: ranks are forked from this process also where they would be forked from an interpreter of their own.
+    `loads`: modules that are loaded before the ranks are forked, so that not each rank loads them.
+    """
+
+    def __init__(
+        self,
+        words: list[str],
+        environment: dict[str, str],
+        cwd: Path | None = None,
+        ranks_too: bool = False,
+        loads: Sequence[str] = (),
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-test-")
-        self._process = forkserver().Process(target=_train, args=(self._folder.name, words, environment, cwd))
+        args = (self._folder.name, words, environment, cwd, ranks_too, loads)
+        self._process = forkserver().Process(target=_penstock, args=args)
         self._process.start()
         self.pid = self._process.pid
 
@@ -68,9 +82,18 @@ class Forked:
         return Path(self._folder.name, "out").read_text(), Path(self._folder.name, "err").read_text()
 
 
-def _train(folder: str, words: list[str], environment: dict[str, str], cwd: Path | None) -> None:
-    """The process of a run; what it and its ranks say goes to files."""
+def _penstock(
+    folder: str,
+    words: list[str],
+    environment: dict[str, str],
+    cwd: Path | None,
+    ranks_too: bool,
+    loads: Sequence[str],
+) -> None:
+    """The process of a verb; what it and its ranks say goes to files."""
     from penstock.cli import main
+    from penstock.train import start
+    from penstock.tune import work
 
     for name, number in (("out", 1), ("err", 2)):
         with Path(folder, name).open("w") as file:
@@ -79,8 +102,43 @@ def _train(folder: str, words: list[str], environment: dict[str, str], cwd: Path
         os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = ["penstock", "train", *words]
+    sys.argv = ["penstock", *words]
+    for name in loads:
+        importlib.import_module(name)
+    if ranks_too:
+        work.launch = start.launch = _launch_from_here
     sys.exit(main())
+
+
+def _launch_from_here(
+    program: Sequence[str], num_ranks: int, *, waiting: WaitingServer | RankOrder | None = None, **options: Any
+) -> int:
+    """What `launch` does, with ranks forked from this process: they need not load torch once more."""
+    waiting = waiting or WaitingServer.fork(options["preload"])
+    if isinstance(waiting, RankOrder):
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # and not what the parent keeps of what is said
+        code = waiting.run()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(code)
+    return launch(program, num_ranks, waiting=waiting, **options)
+
+
+def penstock(words: Sequence[str], cwd: Path | None = None, loads: Sequence[str] = ()) -> Ended:
+    """`penstock WORDS` to its end, in a process forked from one that has loaded it, as are its ranks from that.
+
+    `loads`: modules that are loaded before the ranks are forked.
+    """
+    process = Forked(list(words), _environment(), cwd, ranks_too=True, loads=loads)
+    out, err = process.communicate(START)
+    assert process.returncode is not None
+    return Ended(process.returncode, out, err)
+
+
+def _environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "FORCE_COLOR")}
+    return {**kept, "OMP_NUM_THREADS": "1"}
 
 
 class Run:
@@ -91,10 +149,9 @@ class Run:
 
     def __init__(self, folder: Path, options: str, command: list[str] | None = None, cwd: Path | None = None) -> None:
         self.folder = folder
-        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "FORCE_COLOR")}
-        environment["OMP_NUM_THREADS"] = "1"
+        environment = _environment()
         self._process = (
-            Forked(options.split(), environment, cwd)
+            Forked(["train", *options.split()], environment, cwd)
             if command is None
             else subprocess.Popen(
                 [*command, *options.split()],

@@ -9,14 +9,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.runtime.launch import launch
+from penstock.runtime.launch import RankOrder, WaitingServer, launch
 from processes import forkserver
 
 pytestmark = [pytest.mark.multiproc]
@@ -67,13 +66,24 @@ folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 """In place of the head, for ranks that never join."""
 
 
-def launch_there(folder: Path, preload: list[str]) -> None:
-    """The parent of the ranks, in a session of its own; what it says goes to files."""
+def launch_there(
+    folder: Path, preload: list[str], num_ranks: int, port: int | None, ahead: bool, environment: dict[str, str]
+) -> None:
+    """The parent of the ranks, in a session of its own; what it says goes to files.
+
+    `ahead`: the process that ranks are forked from is forked from this one, which has loaded torch. Otherwise it is
+    started and loads torch once more, for seconds. Ranks of both end alike, which test_launch_ahead.py shows.
+    """
     os.setsid()
+    os.environ |= environment
     for name, number in (("out", 1), ("err", 2)):
         with (folder / name).open("w") as file:
             os.dup2(file.fileno(), number)
-    sys.exit(launch([str(folder / "ranks.py"), str(folder)], NUM_RANKS, preload=preload))
+    waiting = WaitingServer.fork(preload) if ahead else None
+    if isinstance(waiting, RankOrder):
+        sys.exit(waiting.run())
+    words = [str(folder / "ranks.py"), str(folder)]
+    sys.exit(launch(words, num_ranks, preload=preload, port=port, waiting=waiting))
 
 
 @dataclass
@@ -119,32 +129,21 @@ def alive(pids: list[int]) -> list[int]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Run]]:
-    """Launches from a thread of this process."""
-    with ThreadPoolExecutor(1) as pool:
-
-        def start(body: str, num_ranks: int = NUM_RANKS, port: int | None = None) -> Run:
-            script = tmp_path / "ranks.py"
-            script.write_text(HEAD + body)
-            running = pool.submit(launch, [str(script), str(tmp_path)], num_ranks, port=port)
-
-            def outcome() -> tuple[int, str, str]:
-                code = running.result(WITHIN)
-                return code, *capfd.readouterr()
-
-            return Run(tmp_path, num_ranks, running.done, outcome)
-
-        yield start
-
-
-@pytest.fixture
 def start_parent(tmp_path: Path) -> Iterator[Callable[..., tuple[Run, int]]]:
     """Launches from a process that can be sent signals, and gives its number."""
     processes: list[Any] = []
 
-    def start(body: str, head: str = HEAD, preload: str = "penstock.runtime") -> tuple[Run, int]:
+    def start(
+        body: str,
+        head: str = HEAD,
+        preload: str = "penstock.runtime",
+        num_ranks: int = NUM_RANKS,
+        port: int | None = None,
+        ahead: bool = True,
+    ) -> tuple[Run, int]:
         (tmp_path / "ranks.py").write_text(head + body)
-        process = forkserver().Process(target=launch_there, args=(tmp_path, [preload]))
+        words = (tmp_path, [preload], num_ranks, port, ahead, dict(os.environ))
+        process = forkserver().Process(target=launch_there, args=words)
         processes.append(process)
         process.start()
 
@@ -152,12 +151,17 @@ def start_parent(tmp_path: Path) -> Iterator[Callable[..., tuple[Run, int]]]:
             process.join(WITHIN)
             return process.exitcode, (tmp_path / "out").read_text(), (tmp_path / "err").read_text()
 
-        return Run(tmp_path, NUM_RANKS, lambda: not process.is_alive(), outcome), process.pid
+        return Run(tmp_path, num_ranks, lambda: not process.is_alive(), outcome), process.pid
 
     yield start
     for process in processes:
         process.kill()
         process.join()
+
+
+@pytest.fixture
+def start(start_parent: Callable[..., tuple[Run, int]]) -> Callable[..., Run]:
+    return lambda *args, **options: start_parent(*args, **options)[0]
 
 
 def once(err: str, words: str) -> None:
@@ -178,7 +182,7 @@ def test_all_well(start, tmp_path: Path) -> None:
         "(folder / f'loaded-by-{os.getppid()}').touch()\n"
         "if rank == 1: print('now', file=sys.stderr); os.write(2, b'raw\\n')\n"
     )
-    code, out, err = start(body, port=port).finish()
+    code, out, err = start(body, port=port, ahead=False).finish()
     threads = os.environ.get("OMP_NUM_THREADS", max(1, len(os.sched_getaffinity(0)) // NUM_RANKS))
     expected = [f"rank {rank} {threads} True {port}" for rank in range(NUM_RANKS)]
     assert (code, sorted(out.splitlines()), err) == (0, expected, "now\nraw\n")
@@ -281,7 +285,7 @@ def test_a_killed_parent_takes_ranks_along_that_have_not_joined(start_parent) ->
     """Nothing of theirs looks after the parent yet; the process that they were forked from does, and removes the
     reports. The test's timeout is the judge.
     """
-    run, parent = start_parent("time.sleep(1000)", AT_ONCE)
+    run, parent = start_parent("time.sleep(1000)", AT_ONCE, ahead=False)
     run.appear("handed-*")
     reports = {path.read_text() for path in run.folder.glob("handed-*")}
     os.kill(parent, signal.SIGKILL)
@@ -290,7 +294,7 @@ def test_a_killed_parent_takes_ranks_along_that_have_not_joined(start_parent) ->
 
 
 def test_the_process_that_ranks_are_forked_from_is_killed(start) -> None:
-    run = start("(folder / f'by-{os.getppid()}').touch()\nwait_for((rank + 1) % num_ranks)")
+    run = start("(folder / f'by-{os.getppid()}').touch()\nwait_for((rank + 1) % num_ranks)", ahead=False)
     run.ready()
     (server,) = run.folder.glob("by-*")
     os.kill(int(server.name[3:]), signal.SIGKILL)
@@ -318,7 +322,7 @@ def test_signals_before_there_are_ranks(start_parent, tmp_path: Path, number: in
     (tmp_path / "takes_long.py").write_text(
         "import time\nfrom pathlib import Path\nPath(__file__).with_name('loading').touch()\ntime.sleep(1000)\n"
     )
-    run, parent = start_parent("", preload="takes_long")
+    run, parent = start_parent("", preload="takes_long", ahead=False)
     run.appear("loading", 1)
     os.kill(parent, number)
     assert run.finish() == (code, "", f"penstock: {words}\n")

@@ -7,16 +7,18 @@ from pathlib import Path
 import pytest
 
 from hf_families import model_of
-from train_runs import Run, losses
+from train_runs import losses, penstock
 
 pytest.importorskip("peft", reason="peft is not installed: pip install 'penstock[peft]'")
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
+LOADED = ("transformers.models.llama.modeling_llama", "peft")
+"""What takes each rank seconds to load."""
+
 
 def trained(folder: Path, name: str, options: str) -> list[float]:
-    with Run(folder / name, f"{options} --out {name} --json", cwd=folder) as run:
-        ended = run.end()
+    ended = penstock(["train", *options.split(), "--out", name, "--json"], folder, LOADED)
     assert ended.code == 0, ended.err
     return losses(folder / name)
 
@@ -33,6 +35,5 @@ def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
     assert trained(tmp_path, "pipeline", f"{options} {lora} --ranks 2 --microbatches 8 --schedule zb-h1") == alone
     fsdp = f"{options} {lora} --pp 2 --dp 2 --microbatches 4 --sharding fsdp"
     assert trained(tmp_path, "fsdp", fsdp) == pytest.approx(alone, rel=1e-5)
-    with Run(tmp_path / "fsdp", "--resume fsdp --steps 6 --sharding zero1", cwd=tmp_path) as run:
-        assert run.end().code == 0
+    assert penstock(["train", "--resume", "fsdp", "--steps", "6", "--sharding", "zero1"], tmp_path, LOADED).code == 0
     assert losses(tmp_path / "fsdp")[-1] < alone[0]

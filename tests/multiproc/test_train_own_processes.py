@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_families import config_of
-from train_runs import Run, losses
+from train_runs import Run, losses, penstock
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
@@ -41,10 +41,14 @@ def data(train=True):
 """
 
 
-def trained(folder: Path, name: str, options: str) -> list[float]:
+def trained(folder: Path, name: str, options: str, ranks_too: bool = True) -> list[float]:
+    """The losses of a run; `ranks_too`: no interpreter is started for its ranks to be forked from."""
     line = f"--model net.py:Net --data net.py:data --steps 6 {options} --out {name} --json"
-    with Run(folder / name, line, cwd=folder) as run:
-        ended = run.end()
+    if ranks_too:
+        ended = penstock(["train", *line.split()], folder)
+    else:
+        with Run(folder / name, line, cwd=folder) as run:
+            ended = run.end()
     assert ended.code == 0, ended.err
     assert ended.json["samples_per_second"] > 0
     return losses(folder / name)
@@ -53,7 +57,7 @@ def trained(folder: Path, name: str, options: str) -> list[float]:
 def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(FILE)
     alone = trained(tmp_path, "alone", "--ranks 2 --microbatches 8 --in-process")
-    assert trained(tmp_path, "pipeline", "--ranks 2 --microbatches 8 --schedule zb-h1") == alone
+    assert trained(tmp_path, "pipeline", "--ranks 2 --microbatches 8 --schedule zb-h1", ranks_too=False) == alone
     found = trained(tmp_path, "fsdp", "--pp 2 --dp 2 --microbatches 4 --sharding fsdp")
     assert found == pytest.approx(alone, rel=1e-5)
 
@@ -67,7 +71,7 @@ def test_weights_that_wait_in_a_file_are_those_of_one_process(
     monkeypatch.setenv("TMPDIR", str(scratch))
     (tmp_path / "net.py").write_text(FILE.replace("nn.Linear(8, 8), nn.LayerNorm(8)", LARGE))
     alone = trained(tmp_path, "alone", "--ranks 2 --microbatches 8 --in-process")
-    assert trained(tmp_path, "pipeline", "--ranks 2 --microbatches 8 --schedule zb-v") == alone
+    assert trained(tmp_path, "pipeline", "--ranks 2 --microbatches 8 --schedule zb-v", ranks_too=False) == alone
     found = trained(tmp_path, "replicas", "--pp 2 --dp 2 --microbatches 4 --sharding zero1")
     assert found == pytest.approx(alone, rel=1e-5)
     assert not list(scratch.glob("penstock-*"))

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from penstock.cli import main
 from penstock.tune.errors import RanksFailed
 from penstock.tune.transfer import SIZES
 from penstock.tune.work import run_job
+from train_runs import penstock
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
 
 SMALL = ["--preset", "nano", "--depth", "2", "--width", "16", "--heads", "1", "--context", "8"]
 
 
+def told(words: list[str], cwd: Path) -> dict[str, Any]:
+    """The object that a verb prints."""
+    ended = penstock(words, cwd)
+    assert ended.code == 0, ended.err
+    return ended.json
+
+
 @pytest.mark.slow
-def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path) -> None:
     arguments = ["tune", *SMALL, "--ranks", "2", "--pp", "2", "--dp", "1", "--batch", "4", "--microbatch-size", "2"]
     arguments += [
         "--schedule",
@@ -35,8 +42,7 @@ def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path, capsys: pyte
         "--database",
         str(tmp_path / "db"),
     ]
-    assert main([*arguments, "--verify", "1", "--steps", "2", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = told([*arguments, "--verify", "1", "--steps", "2", "--json"], tmp_path)
     assert (result["num_measured"], result["num_reused"], result["num_tried"]) == (2, 0, 2)
     first, second = result["best"]
     assert first["step_ms"] <= second["step_ms"]
@@ -46,8 +52,7 @@ def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path, capsys: pyte
     assert 0 <= measured["num_undisturbed"] <= 4
     assert 0 < measured["makespan_ms"] <= max(measured["steps_ms"])
     assert measured["predicted_over_measured"] == first["step_ms"] / measured["step_ms"]
-    assert main([*arguments, "--json"]) == 0
-    again = json.loads(capsys.readouterr().out)
+    again = told([*arguments, "--json"], tmp_path)
     assert (again["num_measured"], again["num_reused"]) == (0, 2)
     assert [each["step_ms"] for each in again["best"]] == [first["step_ms"], second["step_ms"]]
 
@@ -60,41 +65,30 @@ def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path, capsys: pyte
         ["--pp", "2", "--dp", "1", "--schedule", "chimera"],
     ],
 )
-def test_copies_and_several_pipelines_are_run_and_the_line_trains(
-    extra: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_copies_and_several_pipelines_are_run_and_the_line_trains(extra: list[str], tmp_path: Path) -> None:
     arguments = ["tune", *SMALL, "--ranks", "2", "--batch", "4", "--microbatch-size", "1", *extra]
     measure = ["--seconds", "0.05", "--database", "db", "--verify", "1", "--steps", "2"]
-    assert main([*arguments, *measure, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = told([*arguments, *measure, "--json"], tmp_path)
     choice = result["choice"]
     assert choice["pp"] * choice["dp"] == 2
     assert len(choice["measured"]["steps_ms"]) == 4
     shortened = ["--steps", "2", "--sample", "0", "--out", "run", "--json"]
-    assert main([*shlex.split(result["train"])[1:], *shortened]) == 0
-    assert json.loads(capsys.readouterr().out)["steps"] == 2
+    assert told([*shlex.split(result["train"])[1:], *shortened], tmp_path)["steps"] == 2
 
 
 @pytest.mark.slow
-def test_the_line_of_a_program_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_line_of_a_program_trains(tmp_path: Path) -> None:
     deep = ["--preset", "nano", "--depth", "6", "--width", "16", "--heads", "1", "--context", "8", "--batch", "8"]
-    assert main(["tune", *deep, "--tflops", "0.001", "--ranks", "2", "--pp", "2", "--dp", "1", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = told(["tune", *deep, "--tflops", "0.001", "--ranks", "2", "--pp", "2", "--dp", "1", "--json"], tmp_path)
     assert result["choice"]["program"]
     shortened = ["--steps", "2", "--sample", "0", "--out", "run", "--json"]
-    assert main([*shlex.split(result["train"])[1:], *shortened]) == 0
-    assert json.loads(capsys.readouterr().out)["steps"] == 2
+    assert told([*shlex.split(result["train"])[1:], *shortened], tmp_path)["steps"] == 2
 
 
 @pytest.mark.slow
-def test_messages_and_layers_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_and_layers_are_profiled(tmp_path: Path) -> None:
     arguments = ["profile", *SMALL, "--ranks", "2", "--seconds", "0.05", "--database", str(tmp_path / "db"), "--json"]
-    assert main([*arguments, "--recompute"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = told([*arguments, "--recompute"], tmp_path)
     (profile,) = result["profiles"]
     assert profile["layers"] == ["embedding", "block 0", "block 1", "head"]
     assert profile["f"][1] == profile["f"][2] > 0
@@ -108,7 +102,7 @@ def test_messages_and_layers_are_profiled(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.slow
 def test_an_interrupt_prints_the_best_of_what_was_measured(tmp_path: Path) -> None:
     arguments = ["tune", *SMALL, "--batch", "2", "--microbatch-size", "1", "--database", str(tmp_path / "db")]
-    assert main([*arguments, "--pp", "1", "--dp", "1", "--seconds", "0.05", "--json"]) == 0
+    told([*arguments, "--pp", "1", "--dp", "1", "--seconds", "0.05", "--json"], tmp_path)
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", *arguments, "--ranks", "2", "--seconds", "60"],
         stdout=subprocess.PIPE,

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from documents import PAGES, ROOT, Block, blocks, broken_links, missing_paths, p
 from penstock import renamed
 from penstock.cli.app import app
 from penstock.train.asynchronous import ASYNCHRONOUS
+from processes import as_under_torchrun, run_ranks
 
 OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 TORCHRUN = [block for page in [*PAGES, *OTHERS] for block in blocks(page) if block.more.startswith("torchrun=")]
@@ -39,9 +41,17 @@ def test_examples_and_commands_run(
 @pytest.mark.multiproc
 @pytest.mark.parametrize("block", TORCHRUN, ids=lambda block: block.page.stem)
 def test_examples_for_several_processes_run(block: Block, tmp_path: Path) -> None:
+    """One of them under torchrun itself, which loads torch once more in every process."""
     script = tmp_path / "example.py"
     script.write_text(block.text, encoding="utf-8")
-    count = block.more.removeprefix("torchrun=")
+    count = int(block.more.removeprefix("torchrun="))
+    printed = under_torchrun(script, count) if block.page.stem == "runtime" else forked(script, count)
+    said = dict(re.findall(r"(rank \d+): (\d+\.\d{6})", printed))
+    assert len(said) == count
+    assert len(set(said.values())) == 1, "the loss is the same on every rank"
+
+
+def under_torchrun(script: Path, count: int) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", str(script)],
         capture_output=True,
@@ -50,9 +60,13 @@ def test_examples_for_several_processes_run(block: Block, tmp_path: Path) -> Non
         env={**os.environ, "PYTHONUNBUFFERED": ""},  # or the ranks' lines come in pieces, and mix
     )
     assert done.returncode == 0, done.stderr
-    said = dict(re.findall(r"(rank \d+): (\d+\.\d{6})", done.stdout))
-    assert len(said) == int(count)
-    assert len(set(said.values())) == 1, "the loss is the same on every rank"
+    return done.stdout
+
+
+def forked(script: Path, count: int) -> str:
+    outcomes = run_ranks(count, as_under_torchrun, str(script))
+    assert [each.code for each in outcomes] == [0] * count, "\n".join(each.text for each in outcomes)
+    return "".join(each.text for each in outcomes)
 
 
 @every_page
@@ -68,7 +82,7 @@ def test_named_files_exist(page: Path) -> None:
 @every_page
 def test_named_options_exist(page: Path) -> None:
     named = set(re.findall(r"`(--[a-z-]+)", prose(page)))
-    assert named - options(get_command(app)) - NOT_LISTED == set()
+    assert named - all_options() - NOT_LISTED == set()
 
 
 @every_page
@@ -101,6 +115,11 @@ def test_every_option_of_training_is_told() -> None:
     told = set(re.findall(r"`(--[a-z-]+)", prose(ROOT / "docs" / "train.md")))
     verb = get_command(app).commands["train"]  # type: ignore[attr-defined]
     assert {option for option in options(verb) if not option.startswith("--no-")} <= told
+
+
+@cache
+def all_options() -> set[str]:
+    return options(get_command(app))
 
 
 def options(command: Any) -> set[str]:

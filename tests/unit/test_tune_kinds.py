@@ -16,6 +16,7 @@ from penstock.tune.errors import TuneError
 from penstock.tune.layers import NO_LAYER, Share, measure_layers
 from penstock.tune.profile import KINDS
 from penstock.tune.tuned_model import tuned_model
+from train_runs import penstock
 
 pytestmark = pytest.mark.unit
 
@@ -99,7 +100,7 @@ def test_an_estimate_by_the_sizes_of_a_gpt_is_refused(folder: Path, capsys: pyte
 @pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize("model", ["bert", "hf"])
-def test_the_closing_line_trains(folder: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_closing_line_trains(folder: Path, model: str) -> None:
     """With the best verified; then the line itself, word for word, over as many processes as it says."""
     if model == "bert":
         which = "--model bert --preset nano --depth 2"
@@ -107,11 +108,11 @@ def test_the_closing_line_trains(folder: Path, model: str, capsys: pytest.Captur
         (folder / "config.json").write_text(json.dumps(hf_families.config_of("llama").to_dict()))
         which = "--model config.json --context 16"
     line = f"tune {which} --data text.txt --batch 4 --ranks 2 --pp 2 --microbatch-size 1 --schedule chimera"
-    assert main(f"{line} --seconds 0.05 --verify 1 --steps 2 --json".split()) == 0
-    found = json.loads(capsys.readouterr().out)
+    ended = penstock(f"{line} --seconds 0.05 --verify 1 --steps 2 --json".split(), folder)
+    assert ended.code == 0, ended.err
+    found = ended.json
     assert found["choice"]["measured"]["step_ms"] > 0
     program, *words = shlex.split(found["train"])
     assert program == "penstock"
-    assert main([*words, "--steps", "2", "--out", "run", "--in-process", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = penstock([*words, "--steps", "2", "--out", "run", "--in-process", "--json"], folder).json
     assert (report["steps"], report["num_ranks"]) == (2, 2)

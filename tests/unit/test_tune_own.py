@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from penstock.tune.errors import TuneError
 from penstock.tune.layers import NO_LAYER, Share, measure_layers
 from penstock.tune.profile import KINDS
 from penstock.tune.tuned_model import tuned_model
+from train_runs import penstock
 
 pytestmark = pytest.mark.unit
 
@@ -135,15 +135,13 @@ def test_what_is_refused_says_why(net: Path, line: str, why: str, capsys: pytest
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-def test_a_profile_and_a_comparison(net: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_and_a_comparison(net: Path) -> None:
     line = "profile --model net.py:Net --data net.py:data --microbatch-size 2 --seconds 0.05 --json"
-    assert main(line.split()) == 0
-    (profile,) = json.loads(capsys.readouterr().out)["profiles"]
+    (profile,) = penstock(line.split(), net.parent).json["profiles"]
     assert profile["layers"][0] == "words"
     assert profile["model"] == "Net"
     line = "compare 1f1b zb-h1 --model net.py:Net --data net.py:data --batch 8 --microbatches 4 --ranks 2 --steps 2"
-    assert main(f"{line} --seconds 0.05 --json".split()) == 0
-    found = json.loads(capsys.readouterr().out)["schedules"]
+    found = penstock(f"{line} --seconds 0.05 --json".split(), net.parent).json["schedules"]
     assert [each["name"] for each in found] == ["1f1b", "zb-h1"]
     assert found[0]["trained"]["losses"] == found[1]["trained"]["losses"]
     assert found[0]["simulated"]["tokens_per_second"] is None
@@ -151,16 +149,16 @@ def test_a_profile_and_a_comparison(net: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-def test_the_closing_line_trains(net: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_closing_line_trains(net: Path) -> None:
     """With the best verified, which ranks in processes of their own ran."""
     line = 'tune --model net.py:Net --data net.py:batches --model-options {"depth":4} --ranks 2 --pp 2'
     line += " --microbatch-size 1 --seconds 0.05 --verify 1 --steps 2 --json"
-    assert main(line.split()) == 0
-    found = json.loads(capsys.readouterr().out)
+    ended = penstock(line.split(), net.parent)
+    assert ended.code == 0, ended.err
+    found = ended.json
     assert found["batch"] == 4, "the data's own"
     assert found["choice"]["measured"]["step_ms"] > 0
     program, *words = shlex.split(found["train"])
     assert program == "penstock"
-    assert main([*words, "--steps", "2", "--out", "run", "--in-process", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = penstock([*words, "--steps", "2", "--out", "run", "--in-process", "--json"], net.parent).json
     assert (report["steps"], report["num_ranks"]) == (2, 2)
