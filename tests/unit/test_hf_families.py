@@ -203,6 +203,8 @@ def test_a_large_export_is_in_several_files(tmp_path: Path, monkeypatch: pytest.
     decoder.export(tmp_path / "out", Reader(find(tmp_path / "checkpoints")))
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
+    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1, "weights can be read by whoever reads the config"
     opened = type(model).from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(opened[key], value) for key, value in model.state_dict().items())
 

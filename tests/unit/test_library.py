@@ -136,6 +136,12 @@ def test_zb_may_have_any_slack(warmup: list[int]) -> None:
             {},
             "no schedule named 'ScheduleDualPipeV'; what torch and TorchTitan call so is dualpipe-v here",
         ),
+        (
+            "InterleavedZeroBubble",
+            {},
+            "no schedule named 'InterleavedZeroBubble'; what torch and TorchTitan call so is interleaved-1f1b with "
+            'backward="split" here',
+        ),
         ("1f1b", {"warmup": [1]}, "1f1b has no option 'warmup'; it takes no options"),
         ("zb", {"num_stages": 8}, "zb has no option 'num_stages'; it takes warmup, max_in_flight"),
         (

@@ -129,6 +129,8 @@ def test_a_peft_model_that_is_there_trains_as_it_is(tmp_path: Path) -> None:
     loss = pipe.step(*inputs_and_targets(batch), update=False).loss
     found = {key: p.grad.clone() for key, p in pipe.named_parameters() if p.grad is not None}
     decoder.export(tmp_path / "adapter", Reader(pipe.save(tmp_path / "checkpoints")))
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "adapter").iterdir()}
+    assert modes["adapter_model.safetensors"] == modes["adapter_config.json"], "whoever reads one reads the other"
     opened = peft.PeftModel.from_pretrained(model_of("llama"), tmp_path / "adapter", is_trainable=True).train()
     wanted, gradients = plain_step(opened.get_base_model(), batch, 3, decoder.loss)
     assert torch.equal(torch.as_tensor(loss), wanted)

@@ -180,8 +180,9 @@ def test_at_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert out.endswith("rank 3       tt        L\n")
     assert "step" not in out
-    code, out, _ = _ran(capsys, "Et|tL", "--ranks", "2", "--times", "t=1")
-    assert "nothing found" in out
+    code, out, err = _ran(capsys, "Et|tL", "--ranks", "2", "--times", "t=1")
+    assert "nothing found: none of the layouts tried, 2,000 at most, has a shorter step" in out
+    assert err == "looking for a better one among at most 2,000 layouts ...\n"
     code, _, err = _ran(capsys, "Et|tL", "--ranks", "2", "--microbatches", "8")
     assert (code, err) == (
         2,

@@ -34,6 +34,12 @@ def test_a_list_of_another_length() -> None:
         pipeline([lin(), lin(), lin()])
 
 
+def test_a_model_split_into_another_number_of_stages() -> None:
+    cut = ps.split(nn.Sequential(lin(), lin(), lin()), at=["1"])
+    with pytest.raises(PartitionError, match=r"split into 2 stages, and the schedule has 3; .* ps.split\(model, 3\)"):
+        pipeline(cut, ranks=3)
+
+
 def test_a_function_that_makes_no_module() -> None:
     with pytest.raises(RuntimeFailure, match="stage 1: its function returned int, not a module"):
         pipeline([lin(), lambda: 3])

@@ -124,6 +124,7 @@ def extra():
 def only():
     return [{"x": torch.randn(16, 4)}]
 """
+RENAMED = "from nets import *\ndel loss_fn\ncriterion = nn.MSELoss()\n"
 
 BAD: dict[str, tuple[str, list[str]]] = {
     "no file": ("--model gone.py:Net", ["there is no file", "gone.py", "nets.py:Net"]),
@@ -167,6 +168,10 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "recomputed statistics": ("--model nets.py:Normed --recompute", ["BatchNorm1d", "twice", "leave it out"]),
     "a tower": ("--model nets.py:Net --tower a=ranks:1", ["--tower", "several towers"]),
     "no loss": ("--model kwargs.py:Own --data kwargs.py:only", ["has no loss", "def loss_fn(output, targets)"]),
+    "a loss of another name": (
+        "--model renamed.py:Net --data renamed.py:data",
+        ["the forward of renamed.py:Net fails: TypeError", "has a loss_fn; name the loss loss_fn if there is one"],
+    ),
     "a loss that is a class": ("--model withclass.py:Net", ["loss_fn in withclass.py is no function"]),
     "a loss of another shape": ("--model shaped.py:Net", ["a tensor of shape (2, 4)", "one number"]),
     "a loss with parameters": ("--model learns.py:Net", ["in learns.py has parameters", "nothing would train"]),
@@ -196,7 +201,8 @@ BAD: dict[str, tuple[str, list[str]]] = {
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files = {
         "nets": NETS, "other": OTHER, "withclass": WITH_CLASS, "shaped": SHAPED, "learns": LEARNS, "raises": RAISES,
-        "kwargs": KWARGS, "syntax": "x = 1\ndef broken(\n", "lacks": "import no_such_package_anywhere\n",
+        "kwargs": KWARGS, "renamed": RENAMED, "syntax": "x = 1\ndef broken(\n",
+        "lacks": "import no_such_package_anywhere\n",
         "ends": "import sys\nsys.exit(3)\n",
     }  # fmt: skip
     for name, text in files.items():

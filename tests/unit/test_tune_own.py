@@ -97,6 +97,41 @@ def test_every_layer_is_measured(net: Path, recompute: bool) -> None:
     assert (max(each["transient"] for each in found["bytes"].values()) > 0) == recompute
 
 
+INPLACE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+class Net(nn.Module):
+    '''As torchvision's ResNets begin: the third layer changes in place what the second returns.'''
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.relu = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(4, 2)
+
+    def forward(self, images):
+        x = self.relu(self.norm(self.conv(images)))
+        return self.head(self.pool(x).flatten(1))
+
+
+loss_fn = nn.CrossEntropyLoss()
+
+
+def data(train=True):
+    return TensorDataset(torch.randn(32, 3, 6, 6), torch.zeros(32, dtype=torch.long))
+"""
+
+
+def test_a_layer_that_changes_its_input_in_place_is_measured(net: Path) -> None:
+    net.write_text(INPLACE)
+    found = measure_layers(Share(settings_of(net), None, 2, False, 0, 1, 0.0), lambda: None)
+    assert found["layers"] == list(range(5))
+    assert found["bytes"]["2"]["weight"] == 0  # the relu
+    assert found["bytes"]["2"]["activation"] == found["bytes"]["2"]["output"] == 2 * 4 * 4 * 4 * 4
+
+
 def test_another_file_or_other_arguments_are_measured_anew(net: Path) -> None:
     first = tuned_model(settings_of(net)).digest
     assert tuned_model(settings_of(net)).digest == first

@@ -6,6 +6,7 @@ penstock layout "Et*15|t*15|t*16|t*15L" --ranks 4 --microbatches 32 --times t=1,
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +16,7 @@ from penstock.cli.failure import Misuse
 from penstock.cli.options import Json
 from penstock.cli.output import plural, print_json, table
 from penstock.formats.megatron_layout import MegatronLayout
-from penstock.tune.layout import JudgedLayout, LayerTimes, better_layout, judge_layout
+from penstock.tune.layout import MOST_TRIALS, JudgedLayout, LayerTimes, better_layout, judge_layout
 
 
 @app.command(short_help="Judge a Megatron layout string and find a better one.")
@@ -55,6 +56,8 @@ def layout(
     layers = LayerTimes(_times(times), 2.0 if backward is None else backward)
     count = 4 * ranks if microbatches is None else microbatches
     judged = judge_layout(given, ranks, count, layers)
+    if not json:
+        print(f"looking for a better one among at most {MOST_TRIALS:,} layouts ...", file=sys.stderr, flush=True)
     _show(given, ranks, judged, better_layout(given, ranks, count, layers), json)
 
 
@@ -98,7 +101,7 @@ def _show(
         print(
             f"gain      {gain:.3f} times as fast, with no rank fuller than {max(judged.peak):.6g}"
             if gain > 1
-            else "better    nothing found: no move of a block makes the step shorter"
+            else f"better    nothing found: none of the layouts tried, {MOST_TRIALS:,} at most, has a shorter step"
         )
 
 

@@ -58,7 +58,7 @@ TORCH_NAMES = {
     "interleaved1f1b": "interleaved-1f1b",
     "gpipe": "gpipe",
     "loopedbfs": "looped-bfs",
-    "interleavedzerobubble": "interleaved-1f1b with split backwards",
+    "interleavedzerobubble": 'interleaved-1f1b with backward="split"',
     "zbvzerobubble": "zb-v",
     "dualpipev": "dualpipe-v",
 }

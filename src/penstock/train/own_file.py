@@ -105,15 +105,19 @@ def made(
     return called(lambda: found(**arguments), f"{option}: {own}", own.path)
 
 
-def called(act: Callable[[], Any], what: str, path: Path) -> Any:
-    """Calls a person's code, whose prints go to stderr. Raises SettingsError for any error, with the line."""
+def called(act: Callable[[], Any], what: str, path: Path, hint: str = "") -> Any:
+    """Calls a person's code, whose prints go to stderr. Raises SettingsError for any error, with the line.
+
+    Args:
+        hint: what the error says besides.
+    """
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return act()
     except Exception as error:
         if type(error).__module__.startswith("penstock."):
             raise
-        raise SettingsError(f"{what} fails: {told(error, path)}") from error
+        raise SettingsError(f"{what} fails: {told(error, path)}" + f"\n{hint}" * bool(hint)) from error
 
 
 def told(error: BaseException, path: Path) -> str:

@@ -24,6 +24,7 @@ from penstock.models import CrossEntropy, GPTConfig, build_layers, gpt_costs
 from penstock.runtime import Stage, partition, split
 from penstock.runtime.mesh.peers import LocalPeers
 from penstock.runtime.parameters.clip import global_norm, scale_gradients
+from penstock.runtime.stage.graph_inputs import GraphInputs
 from penstock.runtime.stage.microbatches import cut_batch
 from penstock.runtime.stage.ops import Purpose, StageRunner, StepSettings
 from penstock.runtime.stage.split_backward import SplitReport, Tape, prepare, unprepare
@@ -367,9 +368,16 @@ def _alone(value: Any) -> Any:
 
 
 def _entering(value: Any) -> Any:
-    """What a layer gets of the one before, as a stage does: without its graph, but wanting gradients."""
+    """What a layer gets of the one before, as a stage does: without its graph, but wanting gradients.
+
+    These are no leaves of autograd, as the layer may change them in place.
+    """
     leaves, skeleton = flatten(value)
-    return unflatten([leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in leaves], skeleton)
+    leaves = [leaf.detach() for leaf in leaves]
+    wanted = [place for place, leaf in enumerate(leaves) if leaf.is_floating_point()]
+    for place, tensor in zip(wanted, GraphInputs([leaves[place] for place in wanted]).tensors, strict=True):
+        leaves[place] = tensor
+    return unflatten(leaves, skeleton)
 
 
 def _bytes_of_layer(

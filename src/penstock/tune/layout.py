@@ -18,7 +18,7 @@ from penstock.schedule import Schedule
 from penstock.simulation import simulate
 from penstock.tune.errors import TuneError
 
-__all__ = ["JudgedLayout", "LayerTimes", "better_layout", "judge_layout"]
+__all__ = ["MOST_TRIALS", "JudgedLayout", "LayerTimes", "better_layout", "judge_layout"]
 
 MOST_TRIALS = 2000
 """Layouts simulated at most in the search for a better one."""

@@ -99,7 +99,7 @@ def choice_words(outcome: TuneOutcome, ranked: Ranked) -> str:
         f"pp {shape.pp}",
         f"dp {shape.dp}",
         f"tp {settings.tp}",
-        f"{shape.num_microbatches} microbatches of {shape.microbatch_size}{each}",
+        f"{shape.microbatches}{each}",
         f"{' '.join(str(len(layers)) for layers in candidate.cut)} layers",
         *(["recompute"] if candidate.recompute else []),
         f"sharding {settings.sharding}",

@@ -52,10 +52,8 @@ class TuneCandidate:
 
     def __str__(self) -> str:
         shape = self.shape
-        return (
-            f"{self.name}, pp {shape.pp}, dp {shape.dp}, {shape.num_microbatches} microbatches of "
-            f"{shape.microbatch_size}{', recompute' if self.recompute else ''}"
-        )
+        recompute = ", recompute" if self.recompute else ""
+        return f"{self.name}, pp {shape.pp}, dp {shape.dp}, {shape.microbatches}{recompute}"
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,12 @@ class Shape:
     microbatch_size: int
     num_microbatches: int
 
+    @property
+    def microbatches(self) -> str:
+        """In words: `4 microbatches of 2`."""
+        noun = "microbatch" if self.num_microbatches == 1 else "microbatches"
+        return f"{self.num_microbatches} {noun} of {self.microbatch_size}"
+
 
 @dataclass(frozen=True)
 class TunePlan:

@@ -62,6 +62,9 @@ def folder_in_place(target: Path) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         yield beside
+        readable = beside.stat().st_mode & 0o666  # of a new file here; safetensors makes its own for the owner alone
+        for file in beside.iterdir():
+            file.chmod(readable)
         if target.is_dir():
             target.rmdir()
         os.replace(beside, target)

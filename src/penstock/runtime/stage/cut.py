@@ -61,6 +61,13 @@ def stages_of(
         return list(_traced(model, num_stages, costs))
     sources: Sequence[StageSource] = [model] if isinstance(model, nn.Module) else list(model)
     if len(sources) != num_stages:
+        from penstock.runtime.stage.partitioning import Split  # which looks at a model as this module does
+
+        if isinstance(model, Split):
+            raise PartitionError(
+                f"the model was split into {len(sources)} stages, and the schedule has {num_stages}; split it by "
+                f"ps.split(model, {num_stages}), or by at= with the layer that each stage but the first begins with"
+            )
         raise PartitionError(
             f"{len(sources)} stage modules for a schedule of {num_stages} stages; pass one per stage"
         )

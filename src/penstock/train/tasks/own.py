@@ -166,7 +166,9 @@ class OwnTask:
         targets = None if first.targets is None else split(first.targets, num, "targets")[0]
         with torch.no_grad(), untouched(model), seeded(settings.seed):
             where, path = str(self._own), self._own.path
-            output = called(lambda: with_arguments(model, inputs), f"--model: the forward of {where}", path)
+            forward = f"--model: the forward of {where}"
+            hint = self._loss_hint(forward) if isinstance(self.loss, ModelLoss) else ""
+            output = called(lambda: with_arguments(model, inputs), forward, path, hint)
             loss = called(lambda: self.loss(output, targets), f"--model: {LOSS} of {where}", path)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -174,6 +176,13 @@ class OwnTask:
                 f"--model: {LOSS} of {self._own} returns {got}; return one number, a mean over the samples"
             )
         return Example(inputs, targets)
+
+    def _loss_hint(self, forward: str) -> str:
+        """What may be meant where a forward that is to return its loss fails: a loss under another name."""
+        return (
+            f"{forward} gets the whole batch and returns the loss, as neither the model's file nor that of the data "
+            f"has a {LOSS}; name the loss {LOSS} if there is one, and the forward gets the inputs alone"
+        )
 
     def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
         if data.corpus is None:
