@@ -13,14 +13,16 @@ from alias_cases import ALIASES
 from processes import run_ranks
 from recomputed import with_recompute
 from runtime_cases import compare_case, plain_case
+from tiers import in_turn
 
 pytestmark = pytest.mark.multiproc
 
 
 def run_cases(rank: int) -> dict[str, list[str]]:
     found = {}
-    for built, dispatch in ((ps.build("1f1b", 2, 4), "dynamic"), (ps.build("zb-v", 2, 4), "frozen")):
-        for name, make in ALIASES.items():
+    runs = ((ps.build("1f1b", 2, 4), "dynamic"), (ps.build("zb-v", 2, 4), "frozen"))
+    for number, (name, make) in enumerate(ALIASES.items()):
+        for built, dispatch in in_turn(runs, number):
             torch.manual_seed(7)
             made = make(built.num_stages, 4)
             plain = plain_case(made, 4)

@@ -10,6 +10,7 @@ import compatibility_cells as cells
 import penstock as ps
 from compatibility_cells import Cell, run_cell
 from fuzz_runs import between_processes
+from tiers import sample
 
 pytestmark = pytest.mark.multiproc
 
@@ -50,18 +51,19 @@ def _ended(chosen: dict[str, Cell]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("num_processes", "num"),
     [
-        (2, 12),
-        pytest.param(4, 20, marks=pytest.mark.slow),
+        (2, sample(12, 6)),
+        pytest.param(4, sample(20, 8), marks=pytest.mark.slow),
         pytest.param(8, 8, marks=pytest.mark.nightly),
     ],
 )
 def test_cells_of_the_array_are_the_plain_loop(num_processes: int, num: int) -> None:
-    """With those in one process (tests/unit/test_compatibility.py) 60 of them."""
+    """At night with those in one process (tests/unit/test_compatibility.py) 60 of them."""
     chosen = cells.some_cells(num_processes, num)
     outcomes = between_processes(num_processes, chosen, run_cell)
     assert not {str(c): o.detail for c, o in zip(chosen, outcomes, strict=True) if o.kind != "same"}
 
 
+@pytest.mark.slow
 def test_mistakes_that_were_there_once() -> None:
     assert not _ended(MENDED)
 

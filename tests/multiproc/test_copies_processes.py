@@ -12,6 +12,7 @@ import copies_runs
 import penstock as ps
 from penstock.runtime.mesh.peers import GroupPeers
 from processes import run_ranks
+from tiers import in_turn
 
 pytestmark = pytest.mark.multiproc
 
@@ -19,8 +20,8 @@ pytestmark = pytest.mark.multiproc
 def run_all(rank: int) -> dict[str, list[str]]:
     return {
         f"{name} {options} zero={zero}": copies_runs.wrong(name, options, zero)
-        for name, options in copies_runs.SCHEDULES
-        for zero in (True, False)
+        for number, (name, options) in enumerate(copies_runs.SCHEDULES)
+        for zero in in_turn((True, False), number)
     }
 
 
@@ -30,7 +31,7 @@ def test_a_grouped_loop() -> None:
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
     found = [f"rank {o.rank}, {run}: {text}" for o in outcomes for run, texts in o.value.items() for text in texts]
     assert not found, "\n".join(found)
-    assert all(len(o.value) == 2 * len(copies_runs.SCHEDULES) for o in outcomes)
+    assert all(len(o.value) == len(in_turn((True, False), 0)) * len(copies_runs.SCHEDULES) for o in outcomes)
 
 
 def messages_of_sums(rank: int) -> list[int]:

@@ -16,6 +16,7 @@ import gang_runs as runs
 import penstock as ps
 from penstock.runtime.mesh.groups import groups_of_processes
 from processes import run_ranks
+from tiers import chosen
 
 pytestmark = pytest.mark.multiproc
 SHARED = [(False, False, "host", "frozen"), (False, True, "host", "dynamic"), (True, True, "direct", "frozen")]
@@ -135,7 +136,8 @@ def over_meshes(rank: int) -> bytes:
     return pickle.dumps(made)
 
 
-OVER_MESHES = {
+OVER_MESHES = chosen(
+    {
     "replicas": (False, True, "none", "frozen"),
     "replicas, tied, whole": (True, False, "none", "frozen"),
     "replicas, zero1, tied": (True, True, "zero1", "frozen"),
@@ -146,7 +148,12 @@ OVER_MESHES = {
     "shards": (False, True, "none", "frozen"),
     "shards, tied": (True, True, "none", "frozen"),
     "shards, tied, dynamic": (True, True, "none", "dynamic"),
-}
+    },
+    by_day=[
+        "replicas, tied, whole", "replicas, zero1, tied", "replicas, fsdp",
+        "replicas, fsdp, tied, whole, dynamic", "shards, tied, dynamic",
+    ],
+)  # fmt: skip
 """Whether embedding and head are one, whether they are cut; sharding and dispatch."""
 
 

@@ -26,6 +26,7 @@ def links() -> ModuleType:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "mesh", "network", "how", "count"),
     [
@@ -33,7 +34,7 @@ def links() -> ModuleType:
         pytest.param("delegate", "pp x dp", 0, "interface", 1, marks=pytest.mark.nightly),  # the cut may be too late
         pytest.param("gloo", "pp x dp", 0, "silent", 1, marks=pytest.mark.nightly),
         # In the second, the kernel does not end a connection with much under way by itself.
-        pytest.param("delegate", "pp", 1, "silent", 2, marks=pytest.mark.slow),
+        ("delegate", "pp", 1, "silent", 2),
     ],
 )
 def test_training_goes_on_as_it_was(

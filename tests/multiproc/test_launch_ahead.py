@@ -120,6 +120,7 @@ def _command(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
 
 
+@pytest.mark.slow
 def test_penstock_train_forks_its_ranks_itself_but_where_ones_own_code_ran(tmp_path: Path) -> None:
     model = tmp_path / "net.py"
     model.write_text(

@@ -20,7 +20,7 @@ assert dist.get_rank() == rank and dist.get_world_size() == num_ranks
 """
 
 
-def run(tmp_path: Path, body: str, num_ranks: int = 3) -> tuple[int, str, list[str]]:
+def run(tmp_path: Path, body: str, num_ranks: int = 2) -> tuple[int, str, list[str]]:
     """Exit code, stdout, and the lines of stderr that are not torchrun's own."""
     script = tmp_path / "ranks.py"
     script.write_text(HEAD + body)
@@ -36,7 +36,7 @@ def run(tmp_path: Path, body: str, num_ranks: int = 3) -> tuple[int, str, list[s
 @pytest.mark.slow
 def test_all_well(tmp_path: Path) -> None:
     code, out, mine = run(tmp_path, "print(rank, flush=True)")
-    assert (code, sorted(out.split()), mine) == (0, ["0", "1", "2"], [])
+    assert (code, sorted(out.split()), mine) == (0, ["0", "1"], [])
 
 
 @pytest.mark.slow
@@ -52,9 +52,10 @@ def test_an_exception(tmp_path: Path) -> None:
     assert code == 1
     assert mine.count("penstock: rank 1 failed at step 17: ValueError: too wide") == 1
     others = [line for line in mine if "failed at" not in line]
-    assert set(others) <= {f"penstock: rank {rank} ended because rank 1 failed" for rank in (0, 2)}
+    assert set(others) <= {"penstock: rank 0 ended because rank 1 failed"}
 
 
+@pytest.mark.slow
 def test_a_plain_process_is_a_rank_of_one(tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
     script.write_text(HEAD + "print(rank, num_ranks)")

@@ -46,6 +46,7 @@ def late_in_one_shard(rank: int) -> tuple[list[float], list[str]]:
     return losses, order
 
 
+@pytest.mark.slow
 def test_the_first_shard_decides_for_all() -> None:
     torch.set_num_threads(1)
     outcomes = run_ranks(4, late_in_one_shard)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mesh_cases import MODELS, Job, jobs, packed, run_jobs, wrong
 from mesh_runs import splits
 from processes import run_ranks
+from tiers import sample
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("one_thread")]
 
@@ -34,7 +35,7 @@ def as_one_process(num_processes: int, drawn: Sequence[Job]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=2, phases=[Phase.generate])  # every example starts the processes again
+@settings(max_examples=sample(2, 1), phases=[Phase.generate])  # every example starts the processes again
 @given(st.tuples(*(jobs(model, split) for split in splits(4) for model in MODELS)))
 def test_every_model_over_every_mesh_of_four(drawn: Sequence[Job]) -> None:
     as_one_process(4, [*drawn, *PINNED])

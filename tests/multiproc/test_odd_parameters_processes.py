@@ -91,6 +91,7 @@ def run_cases(rank: int) -> list[list[Any]]:
     return [trained(*case) for case in CASES]
 
 
+@pytest.mark.slow
 def test_every_kind_of_parameter_over_replicas_and_pipelines() -> None:
     outcomes = run_ranks(4, run_cases)
     assert [o.code for o in outcomes] == [0] * 4, outcomes[0].text

@@ -11,6 +11,7 @@ import penstock as ps
 from offload_programs import offloaded
 from processes import run_ranks
 from runtime_cases import CASES, compare
+from tiers import in_turn
 
 pytestmark = pytest.mark.multiproc
 
@@ -20,8 +21,8 @@ RUNS = [("zb-v", "frozen", True, 1), ("1f1b", "dynamic", False, 2)]
 def run_cases(rank: int, ranks: int) -> dict[str, list[str]]:
     warnings.simplefilter("ignore")
     found = {}
-    for schedule, dispatch, defer, every in RUNS:
-        for name in list(CASES)[::3]:
+    for number, name in enumerate(list(CASES)[::3]):
+        for schedule, dispatch, defer, every in in_turn(RUNS, number):
             built = offloaded(ps.build(schedule, ranks, 4), every)
             found[f"{name}, {schedule}, {dispatch}"] = compare(name, built, dispatch, defer)
     return found
@@ -35,4 +36,4 @@ def test_as_the_plain_loop() -> None:
         for name, found in (outcome.value or {}).items():
             wrong += [f"rank {outcome.rank}, {name}: {text}" for text in found]
     assert not wrong, "\n".join(wrong)
-    assert all(len(o.value) == len(list(CASES)[::3]) * len(RUNS) for o in outcomes)
+    assert all(len(o.value) == len(list(CASES)[::3]) * len(in_turn(RUNS, 0)) for o in outcomes)

@@ -10,6 +10,7 @@ from replica_batch_runs import compared, refused
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("one_thread")]
 
 
+@pytest.mark.slow
 def test_losses_gradients_and_outputs_are_those_of_whole_batches() -> None:
     cases = [("1f1b", 4, 1), ("zb-v", 2, 2), ("chimera", 2, 2), ("1f1b", 1, 4)]
     outcomes = run_ranks(4, compared, cases, deadline=100)

@@ -29,6 +29,7 @@ from registered_cases import (
     out_of_place,
     program,
 )
+from tiers import in_turn
 
 pytestmark = pytest.mark.multiproc
 
@@ -85,12 +86,15 @@ def compare(name: str, dispatch: str, lines: bool) -> list[str]:
 
 def all_cases(rank: int) -> dict[str, list[str]]:
     slot_module.MERGE_WORK = 0
-    ways = [("frozen", False), ("dynamic", False), ("frozen", True)]
     return {
         f"{name}, {dispatch}{', lines' * lines}": compare(name, dispatch, lines)
-        for name in CASES
-        for dispatch, lines in ways
+        for number, name in enumerate(CASES)
+        for dispatch, lines in in_turn(WAYS, number)
     }
+
+
+WAYS = [("frozen", False), ("dynamic", False), ("frozen", True)]
+"""The dispatch, and whether messages go through lines."""
 
 
 @pytest.mark.slow
@@ -99,7 +103,7 @@ def test_as_the_plain_loop_and_in_place() -> None:
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-3000:] for o in outcomes)
     wrong = {(o.rank, name): found for o in outcomes for name, found in o.value.items() if found}
     assert not wrong
-    assert [len(o.value) for o in outcomes] == [3 * len(CASES)] * NUM_RANKS
+    assert [len(o.value) for o in outcomes] == [len(in_turn(WAYS, 0)) * len(CASES)] * NUM_RANKS
 
 
 def fails_at_the_second(call: ps.runtime.OpCall) -> None:

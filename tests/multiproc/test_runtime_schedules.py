@@ -12,6 +12,7 @@ import penstock as ps
 import penstock.runtime.stage.split_backward.slot as slot_module
 from processes import run_ranks
 from runtime_cases import Case, Plain, batches, compare_case, mlp, plain_case
+from tiers import in_turn
 
 pytestmark = pytest.mark.multiproc
 
@@ -46,7 +47,7 @@ def run_schedules(rank: int, ranks: int) -> dict[str, list[str]]:
         if "warmup" in options:
             options["warmup"] = options["warmup"][-ranks:]
         schedule = ps.build(name, ranks, 8, **options)
-        for dispatch in ("frozen", ("hinted", "dynamic")[number % 2]):
+        for dispatch in in_turn(("frozen", ("hinted", "dynamic")[number // 2 % 2]), number):
             torch.manual_seed(3)
             model = nn.Sequential(*(mlp() for _ in range(schedule.num_stages + 1)))
             case = Case(model, batches(8, 3, 8))
@@ -64,4 +65,4 @@ def test_bitwise(ranks: int) -> None:
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
     wrong = [f"rank {o.rank}, {name}: {text}" for o in outcomes for name, found in o.value.items() for text in found]
     assert not wrong, "\n".join(wrong)
-    assert all(len(o.value) == 2 * len(SCHEDULES) for o in outcomes)
+    assert all(len(o.value) == len(in_turn(("frozen", "other"), 0)) * len(SCHEDULES) for o in outcomes)

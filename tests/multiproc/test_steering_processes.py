@@ -167,7 +167,7 @@ def emulated(rank: int, transport: str) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["direct", "delegate"])
+@pytest.mark.parametrize("transport", ["direct", pytest.param("delegate", marks=pytest.mark.nightly)])
 def test_emulated_processes_switch_together(transport: str) -> None:
     outcomes = run_ranks(NUM_RANKS, emulated, transport)
     assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text

@@ -16,6 +16,7 @@ import tied_updates_loop as loop
 from penstock.models import parallelize
 from penstock.runtime import RuntimeFailure
 from processes import run_ranks
+from tiers import chosen, in_turn
 
 pytestmark = pytest.mark.multiproc
 
@@ -23,53 +24,66 @@ pytestmark = pytest.mark.multiproc
 def several_pipelines(rank: int) -> dict[str, list[str]]:
     return {
         f"{name} {options} {given} zero={zero}": tie_runs.wrong_copies(name, options, given, zero)
-        for name, options in tie_runs.SCHEDULES
-        for given in tie_runs.GIVEN
+        for number, (name, options) in enumerate(tie_runs.SCHEDULES)
+        for given in in_turn(tie_runs.GIVEN, number)
         for zero in (True, False)
         if zero or name == "chimera"
     }
 
 
 def updates(rank: int) -> dict[str, list[str]]:
-    run = loop.unlike_the_loop
     amdp, double = ps.build("amdp", 4, 16, window=4), ps.build("pipedream-2bw", 4, 16, window=4)
+    cases: dict[str, tuple[ps.Schedule, str, dict[str, Any]]] = {
+        "amdp": (amdp, "sequential", {}),
+        "amdp, functions": (amdp, "functions", {}),
+        "amdp, every copy steps": (amdp, "functions", {"zero": False, "clip_norm": 0.05}),
+        "pipedream": (ps.build("pipedream", 4, 8, window=1), "functions", {}),
+        "pipedream-2bw": (double, "functions", {}),
+        "pipedream-2bw, over delegates": (double, "sequential", {"transport": "delegate"}),
+        "windows of chimera": (ps.passes.repeat_windows(ps.build("chimera", 4, 8), 3), "sequential", {}),
+        "windows of zb-v": (ps.passes.repeat_windows(ps.build("zb-v", 4, 8), 3), "functions", {}),
+    }
+    by_day = ("amdp, every copy steps", "pipedream", "pipedream-2bw, over delegates", "windows of chimera")
     return {
-        "amdp": run(amdp, runs.ADAM),
-        "amdp, functions": run(amdp, runs.ADAM, "functions"),
-        "amdp, every copy steps": run(amdp, runs.ADAM, "functions", zero=False, clip_norm=0.05),
-        "pipedream": run(ps.build("pipedream", 4, 8, window=1), runs.ADAM, "functions"),
-        "pipedream-2bw": run(double, runs.ADAM, "functions"),
-        "pipedream-2bw, over delegates": run(double, runs.ADAM, transport="delegate"),
-        "windows of chimera": run(ps.passes.repeat_windows(ps.build("chimera", 4, 8), 3), runs.ADAM),
-        "windows of zb-v": run(ps.passes.repeat_windows(ps.build("zb-v", 4, 8), 3), runs.ADAM, "functions"),
+        name: loop.unlike_the_loop(schedule, runs.ADAM, given, **options)
+        for name, (schedule, given, options) in chosen(cases, by_day).items()
     }
 
 
 def meshes(rank: int) -> dict[str, list[str]]:
-    run = tie_runs.wrong_mesh
+    by_columns = {"parallelize": tie_runs.by_columns}
+    cases: dict[str, tuple[tuple[int, int, int], str, dict[str, Any]]] = {
+        "fsdp 1f1b": ((2, 2, 1), "1f1b", {"sharding": "fsdp"}),
+        "fsdp zb-v": ((2, 2, 1), "zb-v", {"sharding": "fsdp"}),
+        "fsdp zb-v, a list": ((2, 2, 1), "zb-v", {"sharding": "fsdp", "given": "list"}),
+        "fsdp interleaved, functions": ((2, 2, 1), "interleaved-1f1b", {"sharding": "fsdp", "given": "functions"}),
+        "fsdp, an optimizer": ((2, 2, 1), "zb-v", {"sharding": "fsdp", "instance": True}),
+        "fsdp of two pipelines": ((2, 2, 1), "chimera", {"sharding": "fsdp"}),
+        "fsdp of two pipelines, functions": ((2, 2, 1), "bitpipe", {"sharding": "fsdp", "given": "functions"}),
+        "fsdp of two pipelines, an optimizer": ((2, 2, 1), "dualpipe", {"sharding": "fsdp", "instance": True}),
+        "zero1 zb-v": ((2, 2, 1), "zb-v", {"sharding": "zero1"}),
+        "replicas zb-v": ((2, 2, 1), "zb-v", {}),
+        "replicas of two pipelines": ((2, 2, 1), "chimera", {}),
+        "replicas of two pipelines, functions": ((2, 2, 1), "bitpipe", {"given": "functions"}),
+        "shards, 1f1b": ((2, 1, 2), "1f1b", by_columns),
+        "shards, zb-v": ((2, 1, 2), "zb-v", by_columns),
+        "shards, zb-v, an optimizer": ((2, 1, 2), "zb-v", {"instance": True, **by_columns}),
+        "shards, zb-v, functions": ((2, 1, 2), "zb-v", {"given": "functions", **by_columns}),
+        "nothing to cut": ((2, 1, 2), "zb-v", {"parallelize": parallelize}),
+        "fsdp of one rank's pipeline": ((1, 4, 1), "zb-v", {"sharding": "fsdp"}),
+        "fsdp of one stage": ((1, 4, 1), "1f1b", {"sharding": "fsdp", "layers": 3}),
+        "shards of one stage": ((1, 1, 4), "1f1b", {"layers": 3, **by_columns}),
+        "frozen at first": ((2, 2, 1), "zb-v", {"thaw": True}),
+        "frozen at first, zero1": ((2, 2, 1), "zb-v", {"sharding": "zero1", "thaw": True}),
+    }
+    by_day = (
+        "fsdp zb-v, a list", "fsdp interleaved, functions", "fsdp of two pipelines", "zero1 zb-v",
+        "replicas of two pipelines, functions", "shards, 1f1b", "shards, zb-v, functions", "nothing to cut",
+        "fsdp of one rank's pipeline", "shards of one stage", "frozen at first, zero1",
+    )  # fmt: skip
     return {
-        "fsdp 1f1b": run((2, 2, 1), "1f1b", "fsdp"),
-        "fsdp zb-v": run((2, 2, 1), "zb-v", "fsdp"),
-        "fsdp zb-v, a list": run((2, 2, 1), "zb-v", "fsdp", "list"),
-        "fsdp interleaved, functions": run((2, 2, 1), "interleaved-1f1b", "fsdp", "functions"),
-        "fsdp, an optimizer": run((2, 2, 1), "zb-v", "fsdp", instance=True),
-        "fsdp of two pipelines": run((2, 2, 1), "chimera", "fsdp"),
-        "fsdp of two pipelines, functions": run((2, 2, 1), "bitpipe", "fsdp", "functions"),
-        "fsdp of two pipelines, an optimizer": run((2, 2, 1), "dualpipe", "fsdp", instance=True),
-        "zero1 zb-v": run((2, 2, 1), "zb-v", "zero1"),
-        "replicas zb-v": run((2, 2, 1), "zb-v"),
-        "replicas of two pipelines": run((2, 2, 1), "chimera"),
-        "replicas of two pipelines, functions": run((2, 2, 1), "bitpipe", given="functions"),
-        "shards, 1f1b": run((2, 1, 2), "1f1b", parallelize=tie_runs.by_columns),
-        "shards, zb-v": run((2, 1, 2), "zb-v", parallelize=tie_runs.by_columns),
-        "shards, zb-v, an optimizer": run((2, 1, 2), "zb-v", parallelize=tie_runs.by_columns, instance=True),
-        "shards, zb-v, functions": run((2, 1, 2), "zb-v", given="functions", parallelize=tie_runs.by_columns),
-        "nothing to cut": run((2, 1, 2), "zb-v", parallelize=parallelize),
-        "fsdp of one rank's pipeline": run((1, 4, 1), "zb-v", "fsdp"),
-        "fsdp of one stage": run((1, 4, 1), "1f1b", "fsdp", layers=3),
-        "shards of one stage": run((1, 1, 4), "1f1b", layers=3, parallelize=tie_runs.by_columns),
-        "frozen at first": run((2, 2, 1), "zb-v", thaw=True),
-        "frozen at first, zero1": run((2, 2, 1), "zb-v", "zero1", thaw=True),
+        name: tie_runs.wrong_mesh(mesh, schedule, **options)
+        for name, (mesh, schedule, options) in chosen(cases, by_day).items()
     }
 
 

@@ -16,6 +16,7 @@ import tied_updates_loop as loop
 import window_runs
 from penstock.runtime.tensors.dtensor import whole as gathered
 from processes import run_ranks
+from tiers import chosen, in_turn
 
 pytestmark = pytest.mark.multiproc
 
@@ -32,15 +33,17 @@ def beside_the_loop(rank: int) -> dict[str, list[str]]:
         schedule = ps.build(name, 2, num, window=window)
         return loop.unlike_the_loop(schedule, runs.ADAM, given, num_replicas=2, mesh=groups, **options)
 
-    return {
-        "amdp": run("amdp", 8, 4),
-        "amdp, functions, zero1": run("amdp", 8, 4, "functions", sharding="zero1"),
-        "amdp, every copy steps": run("amdp", 8, 4, zero=False, clip_norm=0.05),
-        "amdp, a window a step": run("amdp", 8, 8),
-        "pipedream, zero1": run("pipedream", 4, 1, "list", sharding="zero1"),
-        "pipedream-2bw": run("pipedream-2bw", 8, 4, "functions"),
-        "pipedream-2bw, zero1": run("pipedream-2bw", 8, 4, sharding="zero1"),
+    cases = {
+        "amdp": lambda: run("amdp", 8, 4),
+        "amdp, functions, zero1": lambda: run("amdp", 8, 4, "functions", sharding="zero1"),
+        "amdp, every copy steps": lambda: run("amdp", 8, 4, zero=False, clip_norm=0.05),
+        "amdp, a window a step": lambda: run("amdp", 8, 8),
+        "pipedream, zero1": lambda: run("pipedream", 4, 1, "list", sharding="zero1"),
+        "pipedream-2bw": lambda: run("pipedream-2bw", 8, 4, "functions"),
+        "pipedream-2bw, zero1": lambda: run("pipedream-2bw", 8, 4, sharding="zero1"),
     }
+    by_day = ("amdp, functions, zero1", "amdp, every copy steps", "pipedream, zero1", "pipedream-2bw")
+    return {name: case() for name, case in chosen(cases, by_day).items()}
 
 
 def in_parts_beside_the_loop(rank: int) -> dict[str, list[str]]:
@@ -72,8 +75,8 @@ def goes_on(
     groups = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp")) if shards else mesh()
     cut = tie_runs.by_columns if shards else None
     found: dict[str, list[str]] = {}
-    for name in ("amdp", "pipedream-2bw"):
-        for sharding in ("none",) if shards else shardings:
+    for number, name in enumerate(("amdp", "pipedream-2bw")):
+        for sharding in ("none",) if shards else in_turn(shardings, number):
 
             def made(name: str = name, sharding: str = sharding) -> ps.Pipeline:
                 schedule = ps.build(name, 2, 8, window=4)
@@ -151,25 +154,28 @@ def where_stages_are_shared_or_branch(rank: int, folder: str) -> dict[str, list[
     groups = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
     replicas = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
     cut = ps.ParallelOptions(parallelize=cells.parallelize)
-    found = {
-        "shared": window_runs.unlike_steps("mllm", 4, (0, 5)),
-        "shared, dynamic": window_runs.unlike_steps("mllm", 4, (0, 5), dispatch="dynamic"),
-        "shared and loaded": window_runs.unlike_when_loaded("mllm", 4, (0, 5), Path(folder) / "whole"),
-        "shared in parts": window_runs.unlike_steps("mllm", 4, (0, 5), 1e-5, parallel=cut),
-        "shared in parts and loaded": window_runs.unlike_when_loaded(
-            "mllm", 4, (0, 5), Path(folder) / "parts", parallel=cut
-        ),
-        "shared by shards": window_runs.unlike_steps("mllm", 2, (0, 3), 1e-5, mesh=groups, parallel=cut),
-        "branching": window_runs.unlike_steps("fork", 4, (0, 1, 2, 3)),
+    steps, loaded, place = window_runs.unlike_steps, window_runs.unlike_when_loaded, Path(folder)
+    zero1, fsdp = (
+        {"mesh": replicas, "parallel": ps.ParallelOptions(sharding=sharding)} for sharding in ("zero1", "fsdp")
+    )
+    cases = {
+        "shared": lambda: steps("mllm", 4, (0, 5)),
+        "shared, dynamic": lambda: steps("mllm", 4, (0, 5), dispatch="dynamic"),
+        "shared and loaded": lambda: loaded("mllm", 4, (0, 5), place / "whole"),
+        "shared in parts": lambda: steps("mllm", 4, (0, 5), 1e-5, parallel=cut),
+        "shared in parts and loaded": lambda: loaded("mllm", 4, (0, 5), place / "parts", parallel=cut),
+        "shared by shards": lambda: steps("mllm", 2, (0, 3), 1e-5, mesh=groups, parallel=cut),
+        "branching": lambda: steps("fork", 4, (0, 1, 2, 3)),
+        "shared, zero1, loaded": lambda: loaded("mllm", 2, (0, 3), place / "zero1", **zero1),
+        "shared, fsdp, loaded": lambda: loaded("mllm", 2, (0, 3), place / "fsdp", **fsdp),
     }
-    for sharding in ("zero1", "fsdp"):
-        options = {"mesh": replicas, "parallel": ps.ParallelOptions(sharding=sharding)}
-        found[f"shared, {sharding}, loaded"] = window_runs.unlike_when_loaded(
-            "mllm", 2, (0, 3), Path(folder) / sharding, **options
-        )
-    return found
+    by_day = (
+        "shared, dynamic", "shared in parts and loaded", "shared by shards", "branching", "shared, fsdp, loaded",
+    )  # fmt: skip
+    return {name: case() for name, case in chosen(cases, by_day).items()}
 
 
+@pytest.mark.slow
 def test_updates_where_stages_are_shared_or_branch(tmp_path: Path) -> None:
     outcomes = run_ranks(4, where_stages_are_shared_or_branch, str(tmp_path), deadline=120)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
@@ -181,6 +187,7 @@ def in_parts(rank: int, folder: str) -> dict[str, list[str]]:
     return in_parts_beside_the_loop(rank) | goes_on(rank, folder, shardings=("fsdp",)) | given_and_kept(rank)
 
 
+@pytest.mark.slow
 def test_updates_over_replicas_that_keep_parts(tmp_path: Path) -> None:
     outcomes = run_ranks(4, in_parts, str(tmp_path), deadline=120)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import penstock as ps
 from plain_loop import differences, gradients, plain_step
 from recomputed import with_recompute
+from tiers import examples
 
 pytestmark = pytest.mark.property
 
@@ -111,7 +112,7 @@ def _close(want: Tensor | None, got: Tensor | None) -> bool:
     return torch.allclose(want, got, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(["1f1b", "gpipe", "zb-h1"]), st.integers(2, 4), st.booleans())
 def test_as_the_plain_loop(seed: int, name: str, stages: int, recomputed: bool) -> None:
     with warnings.catch_warnings():

@@ -10,6 +10,7 @@ import penstock as ps
 from offload_programs import held_at_most, offloads
 from penstock.formats.native import from_json, to_json
 from strategies import links_for
+from tiers import examples
 
 PLACEMENTS = (
     ps.placements.one_to_one(1), ps.placements.one_to_one(3), ps.placements.v_shape(2), ps.placements.circular(2, 4),
@@ -37,7 +38,7 @@ def offloading(draw: st.DrawFn) -> ps.Program:
     return ps.Program(placement, num, rules, split=draw(st.booleans()), costs=costs, ops=ops)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_no_rank_ever_holds_more_than_the_limit(data: st.DataObject) -> None:
     program = data.draw(offloading())
@@ -55,7 +56,7 @@ def test_no_rank_ever_holds_more_than_the_limit(data: st.DataObject) -> None:
     ps.check(ps.simulate(schedule, late, links=links).executed())
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_the_steps_build_the_same(data: st.DataObject) -> None:
     program = data.draw(offloading())

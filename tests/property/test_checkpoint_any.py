@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.runtime.checkpoint import CheckpointError, Reader, export, latest, write
 from penstock.runtime.checkpoint.shard import DTYPES
+from tiers import examples
 
 pytestmark = pytest.mark.property
 
@@ -69,7 +70,7 @@ def write_on(folder: Path, step: int, whole: Tensors, owners: dict[str, int], nu
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     whole=st.dictionaries(names, tensors(), max_size=6),
     meta=metas,
@@ -103,7 +104,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
     return folder / "step-00000003", whole
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_any_damage_is_a_checkpoint_error_or_harmless(written: tuple[Path, Tensors], data: st.DataObject) -> None:
     path, whole = written
@@ -127,7 +128,7 @@ def test_any_damage_is_a_checkpoint_error_or_harmless(written: tuple[Path, Tenso
             assert all(torch.equal(loaded[name], whole[name]) for name in whole)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(whole=st.dictionaries(names, tensors(), min_size=1, max_size=5))
 def test_any_tensors_export(whole: Tensors) -> None:
     from safetensors.torch import load_file

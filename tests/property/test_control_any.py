@@ -38,6 +38,7 @@ from penstock.control.configuration import fits, peaks
 from penstock.control.switch_limits import WINDOW, most_decisions, pause
 from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Trace
+from tiers import examples
 
 pytestmark = pytest.mark.property
 
@@ -78,7 +79,7 @@ def conditions(draw: st.DrawFn, num_ranks: int) -> Links:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_caps_hold_payments_are_covered_and_the_log_replays(data: st.DataObject) -> None:
     job = data.draw(jobs())
@@ -106,7 +107,7 @@ def test_caps_hold_payments_are_covered_and_the_log_replays(data: st.DataObject)
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_what_is_chosen_is_the_best_by_hand(data: st.DataObject) -> None:
     job = replace(data.draw(jobs()), delegate_ms=0.0)
@@ -127,7 +128,7 @@ def test_what_is_chosen_is_the_best_by_hand(data: st.DataObject) -> None:
     assert lost == pytest.approx(max(0.0, by_hand[0] - min(by_hand)))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.data())
 def test_no_dead_link_is_used_once_a_decision_is_in_force(data: st.DataObject) -> None:
     job = data.draw(jobs())
@@ -155,7 +156,7 @@ SMALL_LINKS = [(0, 1), (1, 0), (1, 2), (2, 1)]
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data())
 def test_whatever_is_reported_decisions_fit_and_are_few(data: st.DataObject) -> None:
     """Links and stages at levels that jump as they like, links that die, switches that fail."""

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.transport.delegate.carrier.lane import LaneError, Receiving, Sending
+from tiers import examples
 
 pytestmark = pytest.mark.property
 
@@ -145,7 +146,7 @@ MOVES = (
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 3)), min_size=15, max_size=100))
 def test_each_message_is_delivered_once_and_in_order(moves: list[tuple[str, int]]) -> None:
     world = World()

@@ -16,6 +16,7 @@ from penstock.engine.timing import Timed, Timer
 from penstock.schedule.columns import edges_of, numbered
 from penstock.schedule.proof.arrays import are_in_local_order, run_to_their_ends
 from penstock.schedule.proof.rules import run_untimed
+from tiers import examples
 
 Needs = list[list[tuple[int, float, int, int]]]
 
@@ -111,7 +112,7 @@ def check_case(seed: int, compile: bool) -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_starts_are_those_of_a_plain_loop(seed: int) -> None:
     check_case(seed, compile=False)
 
@@ -149,7 +150,7 @@ def test_what_never_runs_has_no_makespan() -> None:
     assert not timed.complete
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_what_starts_as_late_as_it_can_is_early_once_time_is_turned_round(draw: random.Random) -> None:
     """Ops in rows, some in several at once: both ends against the longest paths, counted op by op."""

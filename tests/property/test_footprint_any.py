@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.simulation.memory_footprint import count_buffers
+from tiers import examples
 
 pytestmark = pytest.mark.property
 
@@ -37,7 +38,7 @@ def runs(draw: st.DrawFn) -> tuple[ps.Schedule, ps.Costs]:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(runs())
 def test_a_footprint_adds_up(run: tuple[ps.Schedule, ps.Costs]) -> None:
     schedule, costs = run
@@ -55,7 +56,7 @@ def test_a_footprint_adds_up(run: tuple[ps.Schedule, ps.Costs]) -> None:
     assert 0 < zero.mean <= zero.peak * (1 + 1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(runs())
 def test_never_gradients_of_three_windows(run: tuple[ps.Schedule, ps.Costs]) -> None:
     """Where windows are no shorter than a block no third one begins before the first is applied (`amdp`)."""

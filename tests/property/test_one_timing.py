@@ -34,6 +34,7 @@ from penstock.planning.periodic.model import Block, Flow, Instance, Need, retime
 from penstock.planning.problem import pose
 from penstock.program.placements import multi_directional
 from penstock.simulation.lister import Lister
+from tiers import examples
 
 pytestmark = pytest.mark.property
 
@@ -54,7 +55,7 @@ def starts_of(schedule: ps.Schedule, costs: ps.Costs, links: ps.Links) -> dict[p
 
 
 @given(SEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_list_scheduling_by_values(seed: int) -> None:
     draw = random.Random(seed)
     ranks, num = draw.randint(1, 4), draw.randint(1, 7)
@@ -76,7 +77,7 @@ def test_list_scheduling_by_values(seed: int) -> None:
 
 
 @given(SEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_list_scheduling_by_rules(seed: int) -> None:
     draw = random.Random(seed)
     ranks, num = draw.randint(1, 4), draw.randint(1, 7)
@@ -94,7 +95,7 @@ def test_list_scheduling_by_rules(seed: int) -> None:
 
 
 @given(SEEDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_orders_of_the_joint_search(seed: int) -> None:
     draw = random.Random(seed)
     name, ranks = draw.choice(["1f1b", "zb-h1", "gpipe", "zb-v", "interleaved-1f1b"]), draw.randint(1, 4)
@@ -115,7 +116,7 @@ def test_orders_of_the_joint_search(seed: int) -> None:
 
 
 @given(SEEDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_sequences_of_graph_plans(seed: int) -> None:
     draw = random.Random(seed)
     ranks, num = draw.randint(2, 3), draw.randint(1, 4)
@@ -139,7 +140,7 @@ def test_sequences_of_graph_plans(seed: int) -> None:
 
 
 @given(SEEDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_amdp(seed: int) -> None:
     draw = random.Random(seed)
     ranks = draw.choice([2, 4, 6])
@@ -181,7 +182,7 @@ def longest_ways(flow: Flow, timed: Sequence[Instance]) -> dict[tuple[int, int],
 
 
 @given(SEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_heads_and_tails_of_windows(seed: int) -> None:
     """What is fixed before and behind a window, by times as they are, and by the sweep with time turned round."""
     draw = random.Random(seed)

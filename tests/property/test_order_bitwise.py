@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from ordered_loop import SOME_WORTH, wrong
 from strategies import reordered
+from tiers import examples
 
 pytestmark = pytest.mark.property
 
@@ -32,7 +33,7 @@ def schedules(draw: st.DrawFn) -> ps.Schedule:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     schedule=schedules(),
     dispatch=st.sampled_from(["frozen", "dynamic"]),

@@ -15,10 +15,11 @@ from penstock.passes.network import network
 from penstock.schedule import Needs, Op, Registered, StageGraph, declare_shown_order
 from penstock.schedule.dependencies import predecessors
 from strategies import costs_for, library_schedules, links_for
+from tiers import examples
 
 pytestmark = pytest.mark.property
 
-QUICK = settings(deadline=None, max_examples=150)
+QUICK = settings(deadline=None, max_examples=examples(150))
 ROUNDING = 1e-6
 
 Problem = tuple[ps.Schedule, ps.Costs, ps.Links]

@@ -14,6 +14,7 @@ from penstock.planning.destructive_bound import destructive_bound
 from penstock.planning.problem import pose
 from penstock.planning.search import time_of
 from strategies import times
+from tiers import examples
 
 PLACEMENTS = {
     "one-to-one": lambda p: ps.Placement((tuple(range(p)),)),
@@ -56,7 +57,7 @@ def planned(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @pytest.mark.nightly
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(planned())
 def test_any_plan_is_valid_within_limits_and_above_its_bound(given_: dict[str, Any]) -> None:
     plan = ps.plan(**given_)
@@ -74,7 +75,7 @@ def test_any_plan_is_valid_within_limits_and_above_its_bound(given_: dict[str, A
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(planned(), st.randoms(use_true_random=False))
 def test_no_order_beats_the_bound(given_: dict[str, Any], random: Any) -> None:
     """Orders drawn by letting a random rank run a random op that it may run."""

@@ -15,6 +15,7 @@ from penstock.program import Traversal
 from penstock.schedule import peak_in_flight
 from penstock.simulation.lister import Lister
 from strategies import times
+from tiers import examples
 
 
 @st.composite
@@ -153,13 +154,13 @@ def holds(case: Case) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(cases())
 def test_any_program_comes_out_proved_and_timed_as_it_was_made(case: Case) -> None:
     holds(case)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(cases(strict=True))
 def test_strict_rules_come_out_or_say_that_they_deadlock(case: Case) -> None:
     stuck: ps.ScheduleError | None = None
@@ -174,7 +175,7 @@ def test_strict_rules_come_out_or_say_that_they_deadlock(case: Case) -> None:
         assert "no rank can go on" in str(stuck)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(cases())
 def test_a_function_that_allows_everything_changes_nothing(case: Case) -> None:
     """The user's functions take the uncompiled path and are asked at every decision."""
@@ -238,7 +239,7 @@ def with_gathers(draw: st.DrawFn) -> ps.Program:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(with_gathers())
 def test_branches_with_registered_ops_come_out_and_go_round_through_text_and_json(program: ps.Program) -> None:
     schedule = program.build()

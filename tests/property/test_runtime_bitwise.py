@@ -13,6 +13,7 @@ from torch import nn
 import penstock as ps
 import penstock.runtime.stage.split_backward.slot as slot_module
 from runtime_cases import Case, compare_case, mlp
+from tiers import examples
 
 pytestmark = pytest.mark.property
 
@@ -35,7 +36,7 @@ def schedules(draw: st.DrawFn) -> ps.Schedule:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     schedule=schedules(),
     dispatch=st.sampled_from(["frozen", "hinted", "dynamic"]),

@@ -22,10 +22,11 @@ from penstock.runtime.transport.wiring import Wiring, wire
 from penstock.schedule.liveness import needed_channel_depth
 from penstock.simulation.simulator import as_dispatch, frozen_peaks, memory_changes
 from strategies import RUN_TOGETHER
+from tiers import sample
 
 pytestmark = pytest.mark.property
 
-EACH = 250
+EACH = sample(250, 50)
 ALONE = [name for name in BASES if name not in RUN_TOGETHER]
 """Schedules in which each op is one rank's: devices that compute nothing do not meet."""
 

@@ -15,10 +15,11 @@ import reference
 from penstock.formats import from_json, to_json
 from penstock.schedule import needed_channel_depth, peak_in_flight
 from strategies import any_schedules, library_schedules
+from tiers import examples
 
 pytestmark = pytest.mark.property
 
-QUICK = settings(deadline=None, max_examples=150)
+QUICK = settings(deadline=None, max_examples=examples(150))
 
 
 @pytest.mark.slow
@@ -66,7 +67,7 @@ def test_the_needed_channel_depth_is_the_smallest(schedule: ps.Schedule) -> None
 def test_save_and_load(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder: Path = tmp_path_factory.mktemp("saved")
 
-    @settings(deadline=None, max_examples=40)
+    @settings(deadline=None, max_examples=examples(40))
     @given(library_schedules(), st.sampled_from(["s.json", "s.txt"]))
     def there_and_back(schedule: ps.Schedule, name: str) -> None:
         ps.save(schedule, folder / name)
@@ -84,7 +85,7 @@ FIELDS = ("format", "version", "name", "placement", "microbatch_pipeline", "memo
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, min_size=1, max_size=3))
 def test_json_of_the_wrong_shape_is_a_schedule_error_and_nothing_else(wrong: dict[str, Any]) -> None:
     value = json.loads(to_json(ps.build("zb-v", 2, 3))) | wrong
@@ -95,7 +96,7 @@ def test_json_of_the_wrong_shape_is_a_schedule_error_and_nothing_else(wrong: dic
     reference.refusal(schedule)  # what was read is a schedule value, so `check` has a verdict
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(JSON_VALUES)
 def test_json_of_anything(value: Any) -> None:
     with pytest.raises(ps.ScheduleError):
@@ -103,7 +104,7 @@ def test_json_of_anything(value: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(library_schedules(3, 4), st.data())
 def test_text_with_a_slip_is_a_schedule_error_and_nothing_else(schedule: ps.Schedule, data: st.DataObject) -> None:
     text = str(schedule)

@@ -15,12 +15,13 @@ from penstock.dispatch import Dispatch, Dispatcher, Policy, lower
 from penstock.schedule import Op
 from penstock.simulation.simulator import frozen_caps, memory_changes
 from strategies import library_schedules, problems
+from tiers import examples
 
 pytestmark = pytest.mark.property
 
 simulator = import_module("penstock.simulation.simulator")  # ps.simulate is the function
 
-QUICK = settings(deadline=None, max_examples=120)
+QUICK = settings(deadline=None, max_examples=examples(120))
 DISPATCH = st.sampled_from([*map(str, Dispatch), "hinted:0.5", "hinted:1", "auto"])
 ANY_READY = st.sampled_from([each for each in Dispatch if each.is_dynamic])
 TRANSPORT = st.just("decoupled") | st.integers(1, 3).map(ps.Blocking)
@@ -146,7 +147,7 @@ def _peaks(timeline: ps.Timeline, costs: ps.Costs) -> list[float]:
     return peaks
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     library_schedules(), st.sampled_from([0.0, 0.3, 0.5, 1.0]), st.integers(0, 2**32), st.integers(0, 2), ANY_READY
 )
@@ -237,7 +238,7 @@ def test_a_frozen_run_is_never_faster_with_a_slower_link(problem: Problem) -> No
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(problems(), DISPATCH, TRANSPORT)
 def test_the_compiled_loop_gives_exactly_the_same_timeline(
     problem: Problem, dispatch: str, transport: object

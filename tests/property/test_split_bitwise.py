@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import penstock.runtime.stage.split_backward.slot as slot_module
 from penstock.runtime.stage.split_backward import Tape, prepare
+from tiers import examples
 
 pytestmark = pytest.mark.property
 
@@ -138,7 +139,7 @@ sizes = st.one_of(st.integers(1, 4), st.sampled_from([7, 16, 33, 64]))
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     shape=st.lists(sizes, max_size=3),
     width=st.tuples(sizes, sizes),
@@ -188,7 +189,7 @@ def test_linear(
     check(stage, inputs, order, amp, first)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     dims=st.integers(1, 3),
     batch=st.integers(0, 3),
@@ -236,7 +237,7 @@ def test_convolution(
     check(stage, inputs, order, amp)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     rows=st.integers(2, 9),
     width=sizes,

@@ -24,10 +24,11 @@ from penstock.schedule import Op, declare_shown_order
 from penstock.schedule.op import COMMUNICATION
 from penstock.schedule.send_recv import run_rendezvous
 from strategies import library_schedules
+from tiers import examples
 
 pytestmark = pytest.mark.property
 
-STEPS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+STEPS = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
@@ -246,7 +247,7 @@ TEXTS = st.text(max_size=60) | st.lists(st.lists(CELLS, max_size=6), max_size=4)
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(TEXTS)
 def test_any_text_is_read_or_refused_with_its_spot(text: str) -> None:
     refused: ps.ScheduleError | None = None
@@ -265,7 +266,7 @@ def test_any_text_is_read_or_refused_with_its_spot(text: str) -> None:
     assert str(refused).startswith(f"line {refused.line}, column {refused.column} (character ")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(schedules, st.data())
 def test_one_wrong_cell_is_found_at_its_place(schedule: ps.Schedule, data: st.DataObject) -> None:
     rows = [line.split(",") for line in to_torch_csv(schedule).splitlines()]
@@ -279,7 +280,7 @@ def test_one_wrong_cell_is_found_at_its_place(schedule: ps.Schedule, data: st.Da
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(schedules, st.data())
 def test_a_file_cut_off_is_refused_unless_what_is_left_is_whole(schedule: ps.Schedule, data: st.DataObject) -> None:
     """Rows of several ranks need one another, so only a cut between ranks or microbatches can go unseen."""

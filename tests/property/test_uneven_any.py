@@ -20,6 +20,7 @@ from penstock.planning.microbatch_order import OrderSearch
 from penstock.planning.uneven import uneven_bound
 from penstock.simulation.runner import Runner
 from penstock.simulation.transport import Decoupled
+from tiers import examples
 
 NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb", "zb-v", "v-half", "chimera", "hanayo", "dualpipe")
 POLICIES = ("frozen", "hinted", "hinted:0.5", "hinted:1", "dynamic")
@@ -50,7 +51,7 @@ def runs(seed: int) -> tuple[ps.Schedule, ps.Costs, ps.Links, np.random.Generato
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_run_under_a_cap_that_its_order_fits_ends_and_keeps_it(policy: str, seed: int) -> None:
     schedule, costs, links, draw = runs(seed)
@@ -74,7 +75,7 @@ def test_a_run_under_a_cap_that_its_order_fits_ends_and_keeps_it(policy: str, se
 
 
 @pytest.mark.parametrize("compile", [False, True])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_run_within_a_limit_is_the_whole_run_or_sure_to_be_above_it(compile: bool, seed: int) -> None:
     """Also where runs over other times come before it, in the same space."""
@@ -92,7 +93,7 @@ def test_a_run_within_a_limit_is_the_whole_run_or_sure_to_be_above_it(compile: b
         assert prepared.makespan_within(0.3 * whole, duration, order.change) == np.inf
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_another_order_of_microbatches_is_the_same_schedule_over_their_costs(seed: int) -> None:
     """Renumbered rows under the costs run as the rows did under costs in that order: what the planner counts on."""
@@ -115,7 +116,7 @@ def test_another_order_of_microbatches_is_the_same_schedule_over_their_costs(see
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_no_order_is_above_its_caps_or_below_the_bound(seed: int) -> None:
     """What is planned runs as predicted, keeps the caps and is no slower than arrival; no order beats the bound."""

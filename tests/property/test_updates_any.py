@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 import penstock as ps
 import reference
 from penstock.formats import from_json, to_json
+from tiers import examples
 
 pytestmark = pytest.mark.property
-QUICK = settings(deadline=None, max_examples=60)
-SOME = settings(deadline=None, max_examples=25)
+QUICK = settings(deadline=None, max_examples=examples(60))
+SOME = settings(deadline=None, max_examples=examples(25))
 """Where every example makes an order several ways."""
 
 
@@ -60,7 +61,7 @@ def test_two_buffers_are_enough_where_a_window_is_no_shorter_than_the_pipeline(d
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(amdp_schedules())
 def test_amdp_keeps_lemma_1_with_any_times_and_windows(built: tuple[ps.Schedule, int]) -> None:
     schedule, d = built

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import penstock as ps
+from tiers import examples
 
 pytestmark = pytest.mark.property
 
@@ -76,7 +77,7 @@ actions = st.lists(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.lists(st.sampled_from(sorted(VIEWS)), min_size=1, max_size=3).map(tuple),
     st.booleans(),

@@ -3,6 +3,7 @@ protocol asks for what it says."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from experiments.amdp.delay import HELD_OUT, SEEDS, WAYS, Job, Loop, Way, lines,
 from experiments.amdp.delay_optimizers import Stepped, even_singular_values
 from experiments.amdp.learning import Method, Task, train
 from penstock.runtime import MuonAdamW
+from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
 
@@ -79,8 +81,9 @@ def test_rotated_adam_sees_no_coordinates() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by_stage", [0.0, 1.0])
-@pytest.mark.parametrize("predicts", [False, True])
+@pytest.mark.parametrize(
+    ("predicts", "by_stage"), others_nightly(product([False, True], [0.0, 1.0]), [(False, 0.0), (True, 1.0)])
+)
 def test_its_delay_is_that_of_pipedreams_order(predicts: bool, by_stage: float) -> None:
     """Eleven microbatches, each a window, through eight stages of the runtime."""
     task = Task(delay.CONFIG, num_batches=11, every=11, warmup=2, samples=32, seed=3)

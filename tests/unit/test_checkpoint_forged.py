@@ -24,7 +24,7 @@ from penstock.runtime.checkpoint.index import compact
 pytestmark = pytest.mark.unit
 
 LONG = pytest.param(2000, marks=[pytest.mark.nightly, pytest.mark.timeout(900)])
-MUTATIONS = pytest.mark.parametrize("mutations", [60, LONG])
+MUTATIONS = pytest.mark.parametrize("mutations", [25, LONG])
 
 
 class Remembering(nn.Module):

@@ -25,6 +25,7 @@ from penstock.models import (
     tower_stage,
 )
 from penstock.runtime import RuntimeFailure
+from tiers import examples
 
 pytestmark = pytest.mark.unit
 
@@ -52,7 +53,7 @@ COUNTS = [1, 2, 4, 8]
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(data=st.data())
 def test_any_cut_and_any_numbers_of_microbatches_that_match(data: st.DataObject) -> None:
     draw = data.draw

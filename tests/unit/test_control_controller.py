@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -42,6 +43,7 @@ from penstock.control import (
 from penstock.control.configuration import fits, job_from_json, job_to_json, peaks
 from penstock.cost import Links
 from penstock.planning import adapted_warmups
+from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
 
@@ -96,8 +98,7 @@ def test_the_new_plan_runs_at_most_three_iterations_after_the_slow_one(moment: f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("noise", [0.03, 0.2])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("noise", "seed"), others_nightly(product([0.03, 0.2], range(2)), [(0.2, 0)]))
 def test_noise_changes_the_plan_at_most_once_in_1000_iterations(seed: int, noise: float) -> None:
     rng = random.Random(seed)
     controller = Controller(JOB)

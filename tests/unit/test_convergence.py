@@ -91,7 +91,7 @@ def test_what_diverges_is_never_best() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vnag, each", "amdp, predicting, Muon"])
+@pytest.mark.parametrize("name", ["vnag, each", pytest.param("amdp, predicting, Muon", marks=pytest.mark.nightly)])
 def test_a_run(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Two batches of a BERT that is small."""
     small = {model: replace(config, width=16, num_heads=2) for model, config in MODELS.items()}

@@ -8,6 +8,7 @@ import pytest
 
 import fuzz_cases
 from fuzz_cases import PLANTED, draw, run
+from tiers import others_nightly
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IN_ONE = [name for name, case in PLANTED.items() if case.shape is None]
@@ -25,7 +26,7 @@ def test_random_runs_are_the_plain_loop_to_the_bit(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20, 100))
+@pytest.mark.parametrize("seed", others_nightly(range(20, 100), range(20, 35)))
 def test_more_random_runs_are_the_plain_loop_to_the_bit(seed: int) -> None:
     _right_or_refused(seed)
 

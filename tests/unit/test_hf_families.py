@@ -21,6 +21,7 @@ from penstock.runtime.checkpoint import Reader
 from penstock.runtime.checkpoint.saving import find
 from penstock.train.settings import Settings
 from penstock.train.tasks.huggingface import DecoderTask
+from tiers import others_nightly
 from train_runs import losses
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[hf]'")
@@ -82,7 +83,7 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", others_nightly(LARGE, ["llama", "jamba", "deepseek_v3", "t5"]))
 def test_a_model_of_its_real_size_is_compared_on_a_small_copy(name: str) -> None:
     """With the sizes that transformers has for it, up to 671 billion weights, of which none is ever made."""
     named = {"architectures": FAMILIES[name]["architectures"], "model_type": name}
@@ -127,8 +128,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+BY_DAY = ("gpt2", "llama", "deepseek_v3", "mamba", "gemma3_text", "bert", "t5", "llava", "led")
+"""A family of each make. All of them are trained to the bit by `test_a_folder_trains_as_the_whole_model_does`."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", others_nightly(FAMILIES, BY_DAY))
 def test_at_the_prompt(name: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """From a folder with weights: the first loss is the whole model's own, and the last one lower."""
     model_of(name).save_pretrained(tmp_path / "model")
@@ -162,7 +167,11 @@ def test_at_the_prompt(name: str, text: Path, tmp_path: Path, capfd: pytest.Capt
 WORDS = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "added_tokens": []}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek_v3", "llava", "bert", "t5", "marian"])
+EXPORTED = ("gpt2", "mixtral", "deepseek_v3", "llava", "bert", "t5", "marian")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", others_nightly(EXPORTED, ["gpt2", "deepseek_v3", "t5"]))
 def test_what_is_exported_is_opened_by_from_pretrained(name: str, text: Path, tmp_path: Path) -> None:
     """With every weight and buffer as it was trained, and the tokenizer."""
     folder, out = tmp_path / "model", tmp_path / "out"

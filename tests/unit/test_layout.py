@@ -57,6 +57,7 @@ def imported_at_once(name: str) -> set[str]:
     return {each for each in found if each in trees() and each != name}
 
 
+@pytest.mark.slow
 def test_modules_import_each_other_in_no_circle() -> None:
     try:
         order = list(TopologicalSorter({name: imported_at_once(name) for name in trees()}).static_order())
@@ -65,6 +66,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
     assert order.index("penstock.runtime.errors") < order.index("penstock.runtime.pipeline")
 
 
+@pytest.mark.slow
 def test_no_two_classes_of_the_package_bear_one_name() -> None:
     where: dict[str, set[str]] = defaultdict(set)
     for module, tree in trees().items():

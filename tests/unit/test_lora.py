@@ -19,6 +19,7 @@ from penstock.models.huggingface import Decoder, DecoderError, inputs_and_target
 from penstock.models.parallel import ParallelError
 from penstock.runtime.checkpoint import CheckpointError, Reader
 from penstock.runtime.checkpoint.saving import find
+from tiers import others_nightly
 from train_runs import losses
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'penstock[peft]'")
@@ -70,7 +71,10 @@ def other_base(model: Any, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", others_nightly(CASES, ["usual", "tied, no adapter in the first stage", "mixture", "masked"])
+)
 def test_a_folder_learns_what_the_peft_model_does(case: str, tmp_path: Path) -> None:
     """Loss, gradients and weights after updates; and the adapter goes out, and in again, and over checkpoints."""
     name, lora, cut = CASES[case]
@@ -212,6 +216,7 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_at_the_prompt(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Trains, goes on after a stop to the same losses, and writes an adapter that trains on."""
     base, out = tmp_path / "base", tmp_path / "adapter"

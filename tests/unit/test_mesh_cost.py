@@ -17,6 +17,7 @@ from penstock.cost.over_time import Constant, Trace
 from penstock.cost.ring import Ring
 from penstock.passes import add_reductions
 from penstock.simulation.mesh import simulate_mesh
+from tiers import examples
 
 pytestmark = pytest.mark.unit
 
@@ -94,7 +95,7 @@ def by_recursion(num_bytes: float, links: list[tuple[float, float]], ring: Ring)
     return max(arrived(link, 2 * (num - 1) * count - 1) for link in range(num))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     links=st.lists(st.tuples(st.floats(0, 40), st.floats(1e4, 1e6)), min_size=2, max_size=5),
     num_bytes=st.floats(1e5, 4e7),

@@ -20,6 +20,7 @@ from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Op, Pair
 from penstock.schedule.dependencies import predecessors
 from strategies import costs_for, library_schedules, links_for, paired
+from tiers import examples
 
 pytestmark = pytest.mark.unit
 
@@ -288,7 +289,7 @@ def paired_problems(draw: st.DrawFn) -> tuple[ps.Schedule, ps.Costs, ps.Links]:
     return schedule, replace(costs, overlap=Overlap(f, b, draw(st.floats(0, 1)))), draw(links_for(schedule))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(paired_problems())
 def test_pairs_take_their_time_by_definition(problem: tuple[ps.Schedule, ps.Costs, ps.Links]) -> None:
     schedule, costs, links = problem
@@ -307,7 +308,7 @@ def test_pairs_take_their_time_by_definition(problem: tuple[ps.Schedule, ps.Cost
         assert all(a <= b + 1e-9 for a, b in zip(ran.peak_activations, timeline.peak_activations, strict=True))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(paired_problems())
 def test_pairs_are_joined_where_they_pay(problem: tuple[ps.Schedule, ps.Costs, ps.Links]) -> None:
     schedule, costs, links = problem
@@ -361,7 +362,7 @@ def test_pairs_train_like_the_plain_loop(name: str, dispatch: str) -> None:
     assert wrong(schedule, dispatch) == []
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.data())
 def test_without_its_pairs_a_schedule_gives_the_same_numbers(data: st.DataObject) -> None:
     schedule = data.draw(library_schedules(max_ranks=4, max_microbatches=6).filter(lambda s: s.updates is None))

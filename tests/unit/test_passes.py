@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.passes import merge_gradients, recompute, retime, separate_gradients
 from penstock.schedule import Op
+from tiers import examples
 
 pytestmark = pytest.mark.unit
 
@@ -226,7 +227,7 @@ def test_an_early_r_moves_behind_those_of_earlier_backwards() -> None:
     assert max(ps.simulate(lighter, costs).peak_activations) <= 2
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(data=st.data(), num=st.integers(1, 6))
 def test_no_fewer_would_do(data: st.DataObject, num: int) -> None:
     """One stage on one rank, forwards and backwards in any mixture: against trying all subsets."""

@@ -14,15 +14,16 @@ from penstock.play import page, save, scripts
 from penstock.play.to_javascript import bundle
 from penstock.schedule.text import parse
 from play_cases import CHECK_GRIDS, DISPATCHES, NAMES, RUN_JOBS, by_python, draw_grid, draw_job, in_node, proved
+from tiers import sample
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's scripts")
 
 
 @needs_node
 @pytest.mark.slow
-def test_a_thousand_schedules_run_in_the_page_as_in_python(tmp_path: Path) -> None:
+def test_schedules_run_in_the_page_as_in_python(tmp_path: Path) -> None:
     rng = random.Random(2026)
-    jobs = [draw_job(rng) for _ in range(1000)]
+    jobs = [draw_job(rng) for _ in range(sample(1000, 200))]
     assert {job["name"] for job in jobs} == set(NAMES)
     assert {job["dispatch"] for job in jobs} == set(DISPATCHES)
     built = 0
@@ -43,14 +44,14 @@ def test_a_thousand_schedules_run_in_the_page_as_in_python(tmp_path: Path) -> No
         assert found["times"].keys() == expected["times"].keys()
         for op, times in found["times"].items():
             assert times == pytest.approx(expected["times"][op], abs=1e-9), (job, op)
-    assert built > 600
+    assert built > 0.6 * len(jobs)
 
 
 @needs_node
 @pytest.mark.slow
-def test_a_thousand_grids_get_the_errors_that_check_gives() -> None:
+def test_grids_get_the_errors_that_check_gives() -> None:
     rng = random.Random(7)
-    texts = [draw_grid(rng) for _ in range(1000)]
+    texts = [draw_grid(rng) for _ in range(sample(1000, 300))]
     rules: dict[str | None, int] = {}
     for text, found in zip(texts, in_node(CHECK_GRIDS, texts), strict=True):
         if isinstance(found, list) and "the playground has no" in found[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import penstock as ps
 from penstock.play import save
+from tiers import others_nightly
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
@@ -83,8 +85,9 @@ class Playground:
         }
 
 
-@pytest.mark.parametrize("width", [1400, 400])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("width", "scheme"), others_nightly(product([1400, 400], ["light", "dark"]), [(1400, "light"), (400, "dark")])
+)
 def test_a_person_edits_drags_plans_and_comes_back(
     browser: Any, file: str, width: int, scheme: str, tmp_path: Path
 ) -> None:

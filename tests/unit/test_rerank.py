@@ -18,6 +18,7 @@ from penstock.cost.mesh import Group, Mesh
 from penstock.cost.over_time import Constant
 from penstock.cost.ring import Ring
 from penstock.simulation.mesh import simulate_mesh
+from tiers import examples
 
 pytestmark = pytest.mark.unit
 
@@ -41,7 +42,7 @@ def drawn_links(num_nodes: int) -> st.SearchStrategy[Links]:
     return st.dictionaries(pair, st.sampled_from([5.0, 20.0, 60.0]), max_size=6).map(late)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     data=st.data(), sizes=st.sampled_from([(2, 2), (3, 2), (2, 3)]), dispatch=st.sampled_from(["frozen", "dynamic"])
 )
@@ -63,7 +64,7 @@ def test_what_is_predicted_is_what_the_simulator_says(data, sizes, dispatch):
     assert MeshTimes(job, mesh, links, RING).iteration(then) == pytest.approx(simulated.iteration)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(data=st.data(), sizes=st.sampled_from([(2, 2), (4, 1), (1, 4), (5, 1), (2, 3)]))
 def test_nothing_is_better_than_what_is_found(data, sizes):
     mesh, job = Mesh(*sizes), job_of(sizes[0])
@@ -78,7 +79,7 @@ def test_nothing_is_better_than_what_is_found(data, sizes):
     assert len(found.moved) == min(len(mesh.moved(each)) for each in equal)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(data=st.data(), sizes=st.sampled_from([(3, 2), (2, 3), (4, 2)]), absorb=st.booleans())
 def test_it_is_never_slower_than_staying(data, sizes, absorb):
     mesh, job = Mesh(*sizes), job_of(sizes[0], num_microbatches=4)

@@ -9,6 +9,7 @@ import torch
 
 import penstock as ps
 from runtime_cases import CASES, compare
+from tiers import in_turn
 
 pytestmark = pytest.mark.unit
 
@@ -34,7 +35,7 @@ def test_as_the_plain_loop(name: str) -> None:
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for schedule, ranks, dispatch, defer in RUNS:
+        for schedule, ranks, dispatch, defer in in_turn(RUNS, list(CASES).index(name), 3):
             built = ps.build(schedule, ranks, 4)
             found += [f"{schedule} {ranks} {dispatch}: {text}" for text in compare(name, built, dispatch, defer)]
     assert not found, "\n".join(found)

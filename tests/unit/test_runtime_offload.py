@@ -18,6 +18,7 @@ from penstock.runtime.stage.offload import offloads
 from penstock.schedule import Op
 from plain_loop import differences, gradients, plain_step
 from runtime_cases import CASES, compare
+from tiers import in_turn
 
 pytestmark = pytest.mark.unit
 
@@ -35,7 +36,7 @@ def test_every_kind_of_model_as_the_plain_loop(name: str) -> None:
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for schedule, ranks, dispatch, defer, every in RUNS:
+        for schedule, ranks, dispatch, defer, every in in_turn(RUNS, list(CASES).index(name)):
             built = offloaded(ps.build(schedule, ranks, 4), every)
             found += [f"{schedule} {ranks} {dispatch} {every}: {d}" for d in compare(name, built, dispatch, defer)]
     assert not found, "\n".join(found)
@@ -114,6 +115,7 @@ class Watched(nn.Module):
         return out[: len(x)]
 
 
+@pytest.mark.slow
 def test_what_a_forward_saved_is_gone_before_the_next_and_is_counted() -> None:
     schedule = offloaded(ps.build("gpipe", 1, 4))
     stage = Watched()

@@ -16,6 +16,7 @@ from penstock.runtime.errors import RuntimeFailure
 from plain_loop import differences, gradients, plain_step
 from recomputed import with_recompute
 from runtime_cases import CASES, compare
+from tiers import in_turn
 
 pytestmark = pytest.mark.unit
 
@@ -41,7 +42,8 @@ def test_as_the_plain_loop(name: str) -> None:
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for schedule, ranks, dispatch, defer, every in RUNS:
+        number = list(CASES).index(name)
+        for schedule, ranks, dispatch, defer, every in in_turn(RUNS, number, 2):
             built = with_recompute(ps.build(schedule, ranks, 4), every)
             found += [f"{schedule} {ranks} {dispatch} {every}: {d}" for d in compare(name, built, dispatch, defer)]
     assert not found, "\n".join(found)

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import penstock as ps
 import slice_runs as runs
 from penstock.formats.native import from_json, to_json
+from tiers import examples
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.booleans())
 def test_slices_run_forward_in_order_and_backward_in_reverse(p: int, num: int, n: int, split: bool) -> None:
     program = runs.sliced(p, num, n, split)

@@ -214,8 +214,17 @@ def test_compiled_as_one_graph() -> None:
 
 
 @pytest.mark.slow
-def test_by_the_compiler_that_writes_kernels() -> None:
-    assert_same(Block(), whole("inductor"), 2, 5, 16)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)),
+        pytest.param(Block, marks=pytest.mark.nightly),
+    ],
+    ids=["few kernels", "block"],
+)
+def test_by_the_compiler_that_writes_kernels(make: Callable[[], nn.Module]) -> None:
+    """Each kernel is compiled as C++, for seconds."""
+    assert_same(make(), whole("inductor"), 2, 5, 16)
 
 
 def test_compiled_layers_among_others() -> None:
@@ -234,6 +243,7 @@ def test_compiled_layers_among_others() -> None:
     assert "block._orig_mod.up.bias" in report.at_once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_compiled_block_that_is_run_again_in_the_backward(use_reentrant: bool) -> None:
     report = assert_same(Checkpointed("aot_eager", use_reentrant), as_it_is, 2, 5, 16)
@@ -335,6 +345,7 @@ def test_small_work_stays_in_the_compiled_graph(monkeypatch: pytest.MonkeyPatch)
     assert any("compiled" in why for why in share.reasons)
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_compiled_stages() -> None:
     stages = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()), Block(), nn.Sequential(Block(), nn.Linear(16, 1))]
     twins = copy.deepcopy(stages)

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from penstock.train.learning_rate import learning_rate
 from penstock.train.metrics import Metrics
 from penstock.train.report import Report
 from penstock.train.settings import Settings
+from tiers import others_nightly
 from train_runs import SMALL, checkpoints, losses, metrics
 
 pytestmark = pytest.mark.unit
@@ -141,6 +143,8 @@ SAME = {
     "recompute with split backward": "--recompute --schedule zb-h1",
 }
 
+KINDS = {"plain": "", "tied": "--dropout 0.1 --tied", "bfloat16": "--precision bfloat16"}
+
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[str], list[float]]:
@@ -160,12 +164,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["", "--dropout 0.1 --tied", "--precision bfloat16"], ids=["plain", "tied", "bfloat16"]
+    ("way", "kind"),
+    others_nightly(
+        product(SAME, KINDS), [(way, list(KINDS)[number % len(KINDS)]) for number, way in enumerate(SAME)]
+    ),
 )
-@pytest.mark.parametrize("options", SAME.values(), ids=SAME.keys())
-def test_the_same_losses(train: Train, tmp_path: Path, expected: Any, options: str, kind: str) -> None:
-    train("run", f"{options} {kind}")
-    assert losses(tmp_path / "run") == expected(kind)
+def test_the_same_losses(train: Train, tmp_path: Path, expected: Any, way: str, kind: str) -> None:
+    train("run", f"{SAME[way]} {KINDS[kind]}")
+    assert losses(tmp_path / "run") == expected(KINDS[kind])
 
 
 RESUMED = {
@@ -179,10 +185,12 @@ RESUMED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED.keys())
-def test_resumed_elsewhere(train: Train, tmp_path: Path, expected: Any, options: str) -> None:
+@pytest.mark.parametrize(
+    "kind", others_nightly(RESUMED, ["adamw", "dropout and tied", "an optimizer with odd state"])
+)
+def test_resumed_elsewhere(train: Train, tmp_path: Path, expected: Any, kind: str) -> None:
     """Saved at step 2, gone on with under two other schedules and numbers of ranks."""
-    options = f"{options} --lr-decay constant"
+    options = f"{RESUMED[kind]} --lr-decay constant"
     train("run", f"{options} --steps 2")
     folder = tmp_path / "run"
     train("run", f"--resume {folder} --schedule zb-v --ranks 2 --steps 4", small="")

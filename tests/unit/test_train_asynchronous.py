@@ -25,6 +25,7 @@ from penstock.train.learning_rate import learning_rate
 from penstock.train.rank import RankRun
 from penstock.train.report import Report
 from penstock.train.settings import Settings
+from tiers import others_nightly
 from train_runs import SMALL, checkpoints, losses, metrics
 
 pytestmark = pytest.mark.unit
@@ -71,6 +72,7 @@ def amdp_defaults(text: Path, folder: Path, options: str) -> Settings:
     return Settings.from_mapping(json.loads((folder / "settings.json").read_text()))
 
 
+@pytest.mark.slow
 def test_amdp_by_its_name_alone_learns_what_1f1b_does(tmp_path: Path, text: Path) -> None:
     """Each stage clipped its own gradient by default, and so a seed ended 1.2% above 1f1b."""
     found = amdp_defaults(text, tmp_path / "amdp", "--schedule amdp --clip 0.5 --steps 6")
@@ -102,7 +104,10 @@ def test_microbatches_of_amdp_go_as_far_as_the_batch(tmp_path: Path, text: Path)
 
 @pytest.mark.parametrize(
     ("rule", "optimizer"),
-    [("xpipe", "AdamW"), ("pipedream", "AdamW"), ("spectrain", "SGD"), ("vnag", "NAdam"), ("xpipe-lr", "AdamW")],
+    others_nightly(
+        [("xpipe", "AdamW"), ("pipedream", "AdamW"), ("spectrain", "SGD"), ("vnag", "NAdam"), ("xpipe-lr", "AdamW")],
+        [("pipedream", "AdamW"), ("spectrain", "SGD")],
+    ),
 )
 def test_a_rule_of_choice_on_amdps_order(train: Train, tmp_path: Path, rule: str, optimizer: str) -> None:
     """With what the rule needs: the optimizer, and its state on every copy where it predicts."""
@@ -131,7 +136,8 @@ UPDATES = {"amdp": 8, "pipedream": 32, "pipedream-2bw": 8, "xpipe": 8, "spectrai
 """Of eight steps with four microbatches each, where a window is not given."""
 
 
-@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", others_nightly(ASYNCHRONOUS, ["amdp", "pipedream-2bw", "spectrain"]))
 def test_the_name_is_enough(train: Train, tmp_path: Path, schedule: str) -> None:
     more = "--drain-every 8" if schedule == "amdp" else ""  # which learns as a synchronous one where nothing is said
     report = train("run", f"--schedule {schedule} --steps 8 --evaluate-every 3 {more}")
@@ -163,7 +169,11 @@ def test_the_name_is_enough(train: Train, tmp_path: Path, schedule: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", ["--window 8", "--max-mismatch 1", "--drain-every 8 --sharding none", "--drain-every 2"]
+    "options",
+    others_nightly(
+        ["--window 8", "--max-mismatch 1", "--drain-every 8 --sharding none", "--drain-every 2"],
+        ["--max-mismatch 1", "--drain-every 2"],
+    ),
 )
 def test_options_of_amdp(train: Train, tmp_path: Path, options: str) -> None:
     updating = train("run", f"--schedule amdp --steps 8 {options}")["updating"]
@@ -231,9 +241,9 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED.keys())
-def test_resumed_after_any_pass(train: Train, tmp_path: Path, options: str) -> None:
-    train("run", f"{options} --steps 4 --drain-every 2 --save-every 2")
+@pytest.mark.parametrize("how", others_nightly(RESUMED, ["amdp", "2bw", "vnag", "amid a window"]))
+def test_resumed_after_any_pass(train: Train, tmp_path: Path, how: str) -> None:
+    train("run", f"{RESUMED[how]} --steps 4 --drain-every 2 --save-every 2")
     copy = back_to(tmp_path / "run", 2)
     train("again", f"--resume {copy}")
     assert losses(copy) == losses(tmp_path / "run")
@@ -241,6 +251,7 @@ def test_resumed_after_any_pass(train: Train, tmp_path: Path, options: str) -> N
     assert updates[0] == updates[1]
 
 
+@pytest.mark.slow
 def test_resumed_elsewhere(train: Train, tmp_path: Path) -> None:
     """Amid a window, and under another number of ranks: what is read does not depend on them where nothing is
     updated within a pass."""

@@ -19,6 +19,7 @@ from penstock.cli import main
 from penstock.models import clip_presets
 from penstock.train.settings import Settings
 from penstock.train.tasks.clip_schedule import clip_schedule, counts_of, cut_of
+from tiers import examples
 from train_runs import losses
 
 pytestmark = pytest.mark.unit
@@ -180,7 +181,7 @@ def test_towers_share_any_number_of_ranks(schedule: str, ranks: int) -> None:
         assert sum(len(part) == len(own) for part, own in zip(cut.stages.values(), hosts, strict=True)) == 2
 
 
-@hypothesis(max_examples=30, deadline=None)
+@hypothesis(max_examples=examples(30), deadline=None)
 @given(data=st.data())
 def test_any_microbatches_that_match(data: st.DataObject) -> None:
     counts = {name: data.draw(st.sampled_from([1, 2, 4, 8]), name) for name in (*NANO.towers, "contrast")}

@@ -79,8 +79,15 @@ def adapted() -> Any:
 @pytest.mark.parametrize(
     ("changes", "others", "make"),
     [
-        ({"logging_steps": 2, "label_smoothing_factor": 0.1, "max_grad_norm": 0.0}, {}, tiny),
-        ({"optim": "sgd", "gradient_accumulation_steps": 3, "bf16": True}, {}, tiny),
+        pytest.param(
+            {"logging_steps": 2, "label_smoothing_factor": 0.1, "max_grad_norm": 0.0},
+            {},
+            tiny,
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            {"optim": "sgd", "gradient_accumulation_steps": 3, "bf16": True}, {}, tiny, marks=pytest.mark.nightly
+        ),
         ({}, {"compute_loss_func": own_loss}, tiny),
         ({"lr_scheduler_type": "linear", "warmup_steps": 2}, {}, adapted),
     ],

@@ -13,6 +13,7 @@ from penstock.tune.predict import Prediction, predict
 from penstock.tune.profile import Profile
 from penstock.tune.search import SearchFound, TuneCandidate, candidates, in_bytes, search
 from penstock.tune.space import ASYNCHRONOUS, Shape, TuneSpace, counts, schedules_for
+from tiers import others_nightly
 from tune_models import profile, transfer
 
 pytestmark = pytest.mark.unit
@@ -28,8 +29,9 @@ def everything(space: TuneSpace, model: Profile) -> Iterator[tuple[TuneCandidate
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("limit", [None, 600.0])
+@pytest.mark.parametrize(
+    ("seed", "limit"), others_nightly(itertools.product(range(4), [None, 600.0]), [(0, None), (1, 600.0)])
+)
 def test_the_best_are_those_of_brute_force(seed: int, limit: float | None) -> None:
     space, model = TuneSpace(4, 8), profile(9, seed)
     found = search(space, lambda shape, again: model, lambda shape: LINKS, limit, num_best=6)

@@ -18,6 +18,7 @@ from penstock.planning import (
     tolerance,
     tolerances,
 )
+from tiers import examples
 
 pytestmark = pytest.mark.unit
 
@@ -107,7 +108,7 @@ def test_what_is_reserved_is_taken_off_and_stages_may_differ() -> None:
     assert initial_warmups(3, 12, 12, [4, 2, 1], [0, 2, 0]) == (3, 2, 1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(caps=st.lists(st.integers(1, 7), min_size=1, max_size=4), num=st.integers(1, 6))
 def test_no_counts_within_memory_have_a_larger_least_slack(caps: list[int], num: int) -> None:
     """The sorted slacks are the largest there are, found by trying all counts."""
@@ -171,7 +172,7 @@ def test_a_stage_that_takes_no_time_needs_all_forwards_before_it() -> None:
         needed_slack(costs, 0, 1)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(
     f=st.integers(1, 20),
     i=st.integers(1, 20),
@@ -246,7 +247,7 @@ def test_priority_lowers_the_threshold_to_one_op(slack: int) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     f=st.integers(1, 20),
     i=st.integers(1, 20),
