@@ -338,6 +338,12 @@ def test_learning_rate_without_warm_up() -> None:
     assert learning_rate(0, 10, 1.0, 0, "cosine") == 1.0
 
 
+def test_one_microbatch_of_one_sample_is_no_plural(text: Path, tmp_path: Path, capfd: Any) -> None:
+    line = f"{SMALL} --steps 1 --batch 1 --microbatches 1 --in-process --data {text} --out {tmp_path / 'run'}"
+    assert main(["train", *line.split()]) == 0
+    assert "(in one process), 1 microbatch of 1 sample, frozen" in capfd.readouterr().err
+
+
 def test_the_report_for_people(train: Train, tmp_path: Path, text: Path, capfd: Any) -> None:
     folder = tmp_path / "run"
     line = f"{SMALL} --steps 3 --in-process --data {text} --out {folder}"

@@ -184,3 +184,8 @@ def test_layers_are_cut_by_what_they_cost() -> None:
 )
 def test_bytes_are_shown_for_people(value: float, shown: str) -> None:
     assert in_bytes(value) == shown
+
+
+def test_microbatches_of_a_shape_in_words() -> None:
+    assert Shape(2, 1, 16, 1).microbatches == "1 microbatch of 16"
+    assert Shape(2, 1, 2, 8).microbatches == "8 microbatches of 2"

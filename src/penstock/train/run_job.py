@@ -234,10 +234,12 @@ class CheckedTraining:
         settings, schedule = self._inputs.settings, self._inputs.schedule
         where = "in one process" if settings.in_process else "one process each"
         samples = settings.batch / (settings.dp * settings.microbatches)
+        noun = "microbatch" if settings.microbatches == 1 else "microbatches"
+        unit = "sample" if samples == 1 else "samples"
         lines = [
             f"data    {self._inputs.data.description}",
-            f"plan    {schedule.name} over {mesh_words(settings)} ({where}), {settings.microbatches} microbatches "
-            f"of {samples:g} samples{' each' if settings.dp > 1 else ''}, {settings.dispatch}",
+            f"plan    {schedule.name} over {mesh_words(settings)} ({where}), {settings.microbatches} {noun} "
+            f"of {samples:g} {unit}{' each' if settings.dp > 1 else ''}, {settings.dispatch}",
             *self._of_updates(),
             f"folder  {self.job.folder}",
         ]
