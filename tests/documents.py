@@ -41,6 +41,7 @@ from penstock.train import command as train_command
 from penstock.train.folder import RunFolder
 from penstock.train.job import EmulatedJob, TrainJob
 from penstock.train.tasks.open import open_task
+from tune_models import Ranks
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -127,7 +128,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.cli import lab as lab_command
     from penstock.cli import play as play_command
     from penstock.train.compare import run as comparing
-    from penstock.tune import session
+    from penstock.tune import meter, session
     from penstock.tune.tuned_model import TunedModel, tuned_model
 
     def only_check(order: TrainJob | EmulatedJob, port: int | None, is_program: bool) -> int:
@@ -174,6 +175,9 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
         return str(path)
 
     def estimate_instead(asked: session.Asked, *hooks: Any) -> session.TuneOutcome:
+        if asked.settings.model == "clip":
+            monkeypatch.setattr(meter, "run_job", Ranks())
+            return really_tune(replace(asked, num_verified=0))
         if isinstance(asked.source, session.Measuring):
             model = tuned_model(asked.settings)
             source = session.Estimating(tflops=0.1) if model.config is not None else session.Reading(by_hand(model))

@@ -95,6 +95,8 @@ class Ranks:
                 "pipeline_rank": rank,
                 "peak_bytes": 1000.0 * (rank + 1),
             }
+        if task["part"] is not None:
+            return self._of_part(task)
         from penstock.models import gpt_costs
         from penstock.runtime import partition
         from penstock.train.settings import Settings
@@ -110,3 +112,18 @@ class Ranks:
         if task["recompute"]:
             kept["activation"] = 1e4 * size
         return {"layers": list(own), "times": times, "bytes": {str(layer): kept for layer in own}, "step": 0.1}
+
+    def _of_part(self, task: Task) -> dict[str, Any]:
+        """Of a tower, whose every layer takes as long as its number says for each sample, or the contrast."""
+        from penstock.train.settings import Settings
+        from penstock.tune.tuned_model import parts_of
+
+        part, size = parts_of(Settings.from_mapping(task["settings"]))[task["part"]], task["microbatch_size"]
+        own = range(part.num_layers)
+        times = {f"{layer} {kind}": 0.3 + 0.1 * size * (layer + 1) for layer in own for kind in (*KINDS, "update")}
+        times |= {f"-1 {kind}": 0.05 for kind in KINDS}
+        kept = {"weight": 1e5, "activation": 1e4 * size, "held": 5e3 * size, "output": 1e3 * size, "state": 2e5}
+        kept["transient"] = 2e4 if task["recompute"] else 0.0
+        if task["recompute"]:
+            kept["activation"] = 1e3 * size
+        return {"layers": [*own], "times": times, "bytes": {str(layer): kept for layer in own}, "step": 0.1}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 import penstock as ps
 from penstock.cost import CostError
-from penstock.planning import BranchWay, search_branches
+from penstock.planning import BranchWay, rank_branches, search_branches
 from penstock.planning.branch_search import ascending, joined_costs
 
 pytestmark = pytest.mark.unit
@@ -72,6 +74,47 @@ def test_it_finds_what_trying_all_finds(split: bool) -> None:
     assert list(found.ways) == ["audio", "text", "video"]
     assert found.num_tried < len(steps), "bounds leave the others out"
     ps.check(found.schedule)
+
+
+def test_the_best_few_are_those_of_trying_all() -> None:
+    towers = {"audio": ways(4, tail=3.0), "text": ways(2), "video": ways(3, tail=1.0, most=2)}
+    steps = sorted(every(towers, 7, False))
+    found = rank_branches(towers, 7, 9)
+    assert [layout.step_ms for layout in found] == pytest.approx(steps[:9])
+    assert found[0].num_tried == found[-1].num_tried < len(steps)
+    below = [layout.step_ms for layout in rank_branches(towers, 7, 9, below=found[4].step_ms)]
+    assert below == [step for step in (layout.step_ms for layout in found) if step < found[4].step_ms]
+
+
+def test_a_branch_that_all_feed_lies_on_ranks_of_theirs() -> None:
+    """With its own ops, tail and state counted where it lies; the ways of the others say where that is."""
+    fed = {
+        name: [replace(way, branch=replace(way.branch, feeds=("joint",))) for way in ways(work)]
+        for name, work in (("audio", 4), ("text", 2))
+    }
+
+    def joint(chosen: Mapping[str, BranchWay]) -> dict[str, BranchWay]:
+        last = sum(way.num_ranks for way in chosen.values()) - 1
+        rules = replace(chosen["text"].branch.rules)
+        branch = ps.Branch(ps.placements.one_to_one(1), 4, rules, (last,))
+        return {"joint": BranchWay(branch, ps.Costs.uniform(1, f=2.0, i=2.0, w=2.0), 0, tail=5.0, state=7.0)}
+
+    found = search_branches(fed, 4, also=joint)
+    assert found is not None
+    assert list(found.program.branches) == ["audio", "text", "joint"]
+    assert found.schedule.num_ranks == sum(way.num_ranks for way in found.ways.values())
+    last = found.timeline.rows[-1][-1].end + found.ways["text"].tail + 5.0
+    assert found.step_ms >= last
+    held = [*found.timeline.peak_activations]
+    assert found.peaks == (*(each + 2.0 for each in held[:-1]), held[-1] + 2.0 + 7.0)
+    steps = []
+    for chosen in product(*fed.values()):
+        if sum(way.num_devices for way in chosen) == 4:
+            alone = search_branches(dict(zip(fed, ([way] for way in chosen), strict=True)), 4, also=joint)
+            steps += [] if alone is None else [alone.step_ms]
+    assert found.step_ms == pytest.approx(min(steps))
+    with pytest.raises(ps.ScheduleError, match="over 1 ranks has 0 devices"):
+        BranchWay(ps.Branch(ps.placements.one_to_one(1), 4), ps.Costs.uniform(1), 0)
 
 
 def test_no_schedule_is_shorter_than_its_bound() -> None:

@@ -1,4 +1,4 @@
-"""`penstock profile` and `tune` of a BERT and of Hugging Face folders: all that `penstock train` takes but CLIP."""
+"""`penstock profile` and `tune` of models besides a GPT: of a BERT, of Hugging Face folders, of a CLIP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import hf_families
 from penstock.cli import main
 from penstock.train.kinds import usual_of
 from penstock.train.settings import Settings
-from penstock.tune.errors import TuneError
 from penstock.tune.layers import NO_LAYER, Share, measure_layers
 from penstock.tune.profile import KINDS
 from penstock.tune.tuned_model import tuned_model
@@ -87,11 +86,6 @@ def test_batches_of_one_s_own_are_measured_and_told_apart(folder: Path) -> None:
     assert sent[1] == 2 * sent[0] > 0
 
 
-def test_towers_are_refused_by_name(folder: Path) -> None:
-    with pytest.raises(TuneError, match=r"--model clip is of several towers.*penstock compare"):
-        tuned_model(settings_of("clip", preset="nano", data=None))
-
-
 def test_an_estimate_by_the_sizes_of_a_gpt_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "--model", "bert", "--preset", "nano", "--tflops", "1", "--ranks", "2"]) != 0
     assert "--tflops estimates from the sizes of a GPT, and bert nano is not a GPT" in capsys.readouterr().err
@@ -99,20 +93,22 @@ def test_an_estimate_by_the_sizes_of_a_gpt_is_refused(folder: Path, capsys: pyte
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-@pytest.mark.parametrize("model", ["bert", "hf"])
+@pytest.mark.parametrize("model", ["bert", "hf", "clip"])
 def test_the_closing_line_trains(folder: Path, model: str) -> None:
     """With the best verified; then the line itself, word for word, over as many processes as it says."""
+    chain = "--data text.txt --batch 4 --ranks 2 --pp 2 --microbatch-size 1 --schedule chimera"
     if model == "bert":
-        which = "--model bert --preset nano --depth 2"
+        which = f"--model bert --preset nano --depth 2 {chain}"
+    elif model == "clip":
+        which = "--model clip --batch 16 --ranks 3 --pp 3 --dp 1 --microbatch-size 8"
     else:
         (folder / "config.json").write_text(json.dumps(hf_families.config_of("llama").to_dict()))
-        which = "--model config.json --context 16"
-    line = f"tune {which} --data text.txt --batch 4 --ranks 2 --pp 2 --microbatch-size 1 --schedule chimera"
-    ended = penstock(f"{line} --seconds 0.05 --verify 1 --steps 2 --json".split(), folder)
+        which = f"--model config.json --context 16 {chain}"
+    ended = penstock(f"tune {which} --seconds 0.05 --verify 1 --steps 2 --json".split(), folder)
     assert ended.code == 0, ended.err
     found = ended.json
     assert found["choice"]["measured"]["step_ms"] > 0
     program, *words = shlex.split(found["train"])
     assert program == "penstock"
     report = penstock([*words, "--steps", "2", "--out", "run", "--in-process", "--json"], folder).json
-    assert (report["steps"], report["num_ranks"]) == (2, 2)
+    assert (report["steps"], report["num_ranks"]) == (2, 3 if model == "clip" else 2)

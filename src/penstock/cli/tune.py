@@ -1,6 +1,7 @@
 """`penstock tune`: the fastest way to train a model on the ranks there are, by measurement and simulation.
 
 penstock tune --preset tiny --batch 16                       measures here, and remembers
+penstock tune --model clip --ranks 6                         lays the towers of a CLIP over the ranks
 penstock tune --preset gpt2-1.5b --ranks 16 --tflops 150     for devices that are not here
 """
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from penstock.tune.session import Source
 
 Preset = Annotated[str, typer.Option("--preset", help="Sizes of a GPT, as in penstock train.")]
+OwnPreset = Annotated[
+    str | None, typer.Option("--preset", help="Sizes of the model, as in penstock train. [tiny; of clip nano]")
+]
 Depth = Annotated[int | None, typer.Option("--depth", min=1, help="Number of blocks. [the model's]")]
 Width = Annotated[int | None, typer.Option("--width", min=1, help="Width of the blocks. [the model's]")]
 Heads = Annotated[int | None, typer.Option("--heads", min=1, help="Attention heads per block. [the model's]")]
@@ -50,7 +54,7 @@ ModelOptions = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option("--model", metavar="FILE.py:NAME", help="bert, a Hugging Face folder, or your own model."),
+    typer.Option("--model", metavar="NAME|PATH", help="bert, a Hugging Face folder, or your own; tune: clip too."),
 ]
 Data = Annotated[
     str | None, typer.Option("--data", metavar="FILE.py:NAME", help="What your own model learns from, or text.")
@@ -81,7 +85,13 @@ def tune(
     model: Model = None,
     model_options: ModelOptions = None,
     data: Data = None,
-    preset: Preset = "tiny",
+    preset: OwnPreset = None,
+    tower: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tower", metavar="NAME=KEY:VALUE", help="clip, repeatable: text=ranks:2, contrast=microbatches:4."
+        ),
+    ] = None,
     depth: Depth = None,
     width: Width = None,
     heads: Heads = None,
@@ -158,6 +168,7 @@ def tune(
     json: Json = False,
 ) -> None:
     """Measure a model's layers and messages, simulate every way to train it, and rank them by throughput."""
+    from penstock.train.kinds import CLIP, usual_of
     from penstock.train.settings import Settings
     from penstock.tune import report
     from penstock.tune.session import Asked
@@ -166,7 +177,9 @@ def tune(
     options = json_object("--optimizer-options", optimizer_options)
     settings = Settings(
         **measured_model(model, model_options, data, batch),
-        preset=preset, depth=depth, width=width, heads=heads, context=context, dropout=dropout, tied=tied,
+        preset=preset or (usual_of(CLIP)["preset"] if model == CLIP else Settings.preset),
+        towers=shlex.join(tower) if tower else None,
+        depth=depth, width=width, heads=heads, context=context, dropout=dropout, tied=tied,
         tokenizer=usual_tokenizer(model, tokenizer, data), microbatches=1, ranks=1, precision=precision,
         optimizer=optimizer, optimizer_options=options, clip=clip, device=device, threads=threads, dispatch=dispatch,
     )  # fmt: skip
@@ -229,7 +242,7 @@ def own_model(
     model: str | None, options: str | None, data: str | None, batch: int | None, seed: int = 0
 ) -> dict[str, Any]:
     """The settings of a model of one's own; of another one those that say which. Paths are from anywhere."""
-    from penstock.train.kinds import check_model, is_path
+    from penstock.train.kinds import CLIP, check_model, is_path, usual_of
     from penstock.train.own_file import is_own
     from penstock.train.settings import Settings
 
@@ -242,7 +255,8 @@ def own_model(
         from penstock.train.tasks.own_data import own_batch  # here, as it loads torch
 
         batch = own_batch(paths["data"], seed, 1)
-    found: dict[str, Any] = {**paths, "batch": batch or Settings.batch}
+    usual = usual_of(CLIP)["batch"] if model == CLIP else Settings.batch
+    found: dict[str, Any] = {**paths, "batch": batch or usual}
     if options is not None or (model is not None and is_own(model)):
         found["model_options"] = json_object("--model-options", options)
     return found

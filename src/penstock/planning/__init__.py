@@ -1,7 +1,7 @@
 """The best schedule: lower bounds, warm-up planning, search, exact solving, tuning."""
 
 from penstock.planning.batches import BatchPlan, PackingError, assign_evenly, plan_batch
-from penstock.planning.branch_search import BranchWay, FoundLayout, search_branches
+from penstock.planning.branch_search import BranchWay, FoundLayout, rank_branches, search_branches
 from penstock.planning.microbatch_order import OrderedMicrobatches, order_microbatches
 from penstock.planning.objective import Expected
 from penstock.planning.planner import Certificate, Plan, plan
@@ -32,6 +32,7 @@ __all__ = [
     "order_microbatches",
     "plan",
     "plan_batch",
+    "rank_branches",
     "search_branches",
     "search_space",
     "slow_link_schedule",

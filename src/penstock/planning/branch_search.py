@@ -14,6 +14,7 @@ the best layout takes, so it finds what trying all of them would find.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -28,10 +29,13 @@ from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Timeline, simulate
 from penstock.simulation.lister import Lister
 
-__all__ = ["BranchWay", "FoundLayout", "search_branches"]
+__all__ = ["BranchWay", "FoundLayout", "rank_branches", "search_branches"]
 
 OpsOf = Callable[[Mapping[str, "BranchWay"]], Sequence[NewOp]]
 """Ops besides those of the branches, for the ways that were chosen."""
+
+AlsoOf = Callable[[Mapping[str, "BranchWay"]], Mapping[str, "BranchWay"]]
+"""Branches on ranks of the others, for the ways that were chosen."""
 
 Way = TypeVar("Way", bound="BranchWay")
 
@@ -43,7 +47,8 @@ class BranchWay:
     Attributes:
         branch: placement, microbatches and rules of one replica of it.
         costs: of its stages.
-        num_devices: that it takes: its ranks in all of its replicas.
+        num_devices: that it takes: its ranks in all of its replicas. A branch on ranks of others, which its `ranks`
+            name, takes none.
         links: between its ranks, counted from 0.
         tail: ms that each of its ranks works after its last op, for reducing gradients and the update.
         state: bytes or activation units that each of its ranks holds besides activations.
@@ -72,7 +77,7 @@ class BranchWay:
                 f"a branch of {stages} stages has costs of {self.costs.num_stages}; give costs for as many",
                 rule="stages",
             )
-        if self.num_devices < self.num_ranks:
+        if self.num_devices < self.num_ranks and not (self.branch.ranks and self.num_devices == 0):
             raise ScheduleError(
                 f"a branch over {self.num_ranks} ranks has {self.num_devices} devices; give each rank one at least",
                 rule="placement",
@@ -130,6 +135,7 @@ def search_branches(
     *,
     split: bool = False,
     ops: OpsOf = lambda chosen: (),
+    also: AlsoOf = lambda chosen: {},
     memory_limit: float | None = None,
     below: float = inf,
     most_tried: int | None = None,
@@ -141,6 +147,7 @@ def search_branches(
         num_devices: of all branches.
         split: whether backwards are halved.
         ops: what else runs, such as a gather of the outputs of all branches.
+        also: branches on ranks of the others, such as one that all of them feed; they take no devices.
         memory_limit: bytes or activation units that a rank may hold, `state` included.
         below: ms that the step must stay under.
         most_tried: layouts to run through time at most; by default as many as it takes to be sure.
@@ -165,15 +172,61 @@ def search_branches(
     References:
         FlexPipe, sections 6 and 7.2: towers of several modalities, each with ranks and microbatches of its own.
     """
+    found = rank_branches(
+        ways, num_devices, 1, split=split, ops=ops, also=also, memory_limit=memory_limit, below=below,
+        most_tried=most_tried,
+    )  # fmt: skip
+    return found[0] if found else None
+
+
+def rank_branches(
+    ways: Mapping[str, Sequence[BranchWay]],
+    num_devices: int,
+    num_best: int,
+    *,
+    split: bool = False,
+    ops: OpsOf = lambda chosen: (),
+    also: AlsoOf = lambda chosen: {},
+    memory_limit: float | None = None,
+    below: float = inf,
+    most_tried: int | None = None,
+) -> list[FoundLayout]:
+    """The layouts of branches with the shortest steps, the shortest first.
+
+    Args:
+        ways: by branch, in the order in which branches get their ranks; branches may feed others.
+        num_devices: of all branches.
+        num_best: layouts to return at most.
+        split: whether backwards are halved.
+        ops: what else runs, such as a gather of the outputs of all branches.
+        also: branches on ranks of the others, such as one that all of them feed; they take no devices.
+        memory_limit: bytes or activation units that a rank may hold, `state` included.
+        below: ms that the steps must stay under.
+        most_tried: layouts to run through time at most; by default as many as it takes to be sure.
+
+    Returns:
+        None of those left out has a shorter step, unless `most_tried` ended the search.
+
+    Raises:
+        ScheduleError: no branches.
+
+    Examples:
+        >>> import penstock as ps
+        >>> from penstock.planning import BranchWay, rank_branches
+        >>> ways = [BranchWay(ps.Branch(ps.placements.one_to_one(p), 4), ps.Costs.uniform(p), p) for p in (1, 2)]
+        >>> [layout.step_ms for layout in rank_branches({"audio": ways, "text": ways}, 3, 2)]
+        [15.0, 15.0]
+    """
     if not ways:
         raise ScheduleError("a search of no branches: give at least one", rule="stages")
-    best: FoundLayout | None = None
+    best: list[FoundLayout] = []
     tried = num_ops = 0
     for bound, chosen in ascending(ways, num_devices, lambda way: way.least_ms(split)):
         if bound >= below or (most_tried is not None and tried >= most_tried):
             break
         tried += 1
-        program = _program(chosen, split, ops(chosen))
+        more = dict(also(chosen))
+        program = _program({**chosen, **more}, list(chosen.values()), split, ops(chosen))
         graph = program.queues()
         num_ops += graph.num_ops
         try:
@@ -181,10 +234,13 @@ def search_branches(
             makespan = lister.list_by_rules(program.tables(graph)).makespan
         except ScheduleError:  # a cap below what one microbatch needs
             continue
-        found = _built(chosen, program, memory_limit, below) if makespan < below else None
+        found = _built(chosen, more, program, memory_limit, below) if makespan < below else None
         if found is not None:
-            best, below = found, found.step_ms
-    return None if best is None else replace(best, num_tried=tried)
+            insort(best, found, key=lambda each: each.step_ms)
+            del best[num_best:]
+            if len(best) == num_best:
+                below = best[-1].step_ms
+    return [replace(each, num_tried=tried) for each in best]
 
 
 def ascending(
@@ -218,26 +274,37 @@ def _fill(
                     yield {first: way, **chosen}
 
 
-def _program(chosen: Mapping[str, BranchWay], split: bool, ops: Sequence[NewOp]) -> Program:
+def _program(
+    all_ways: Mapping[str, BranchWay], of_ranks: Sequence[BranchWay], split: bool, ops: Sequence[NewOp]
+) -> Program:
     return Program.of_branches(
-        {name: way.branch for name, way in chosen.items()},
+        {name: way.branch for name, way in all_ways.items()},
         split=split,
-        costs=joined_costs([way.costs for way in chosen.values()]),
-        links=_joined_links(list(chosen.values())),
+        costs=joined_costs([way.costs for way in all_ways.values()]),
+        links=_joined_links(of_ranks),
         ops=ops,
         name="branches",
     )
 
 
 def _built(
-    chosen: Mapping[str, BranchWay], program: Program, memory_limit: float | None, below: float
+    chosen: Mapping[str, BranchWay],
+    also: Mapping[str, BranchWay],
+    program: Program,
+    memory_limit: float | None,
+    below: float,
 ) -> FoundLayout | None:
     """The layout with its schedule, checked; None where it does not fit, or takes too long with its tails."""
     schedule = program.build()
     timeline = simulate(schedule, program.all_costs, links=program.links)
     of_ranks = [way for way in chosen.values() for _ in range(way.num_ranks)]
-    step = max(row[-1].end + way.tail for row, way in zip(timeline.rows, of_ranks, strict=True))
-    peaks = tuple(held + way.state for held, way in zip(timeline.peak_activations, of_ranks, strict=True))
+    tails, state = [way.tail for way in of_ranks], [way.state for way in of_ranks]
+    for way in also.values():
+        for rank in way.branch.ranks or ():
+            tails[rank] += way.tail
+            state[rank] += way.state
+    step = max(row[-1].end + tail for row, tail in zip(timeline.rows, tails, strict=True))
+    peaks = tuple(held + own for held, own in zip(timeline.peak_activations, state, strict=True))
     if step >= below or (memory_limit is not None and max(peaks) > memory_limit):
         return None
     return FoundLayout(dict(chosen), program, schedule, timeline, step, peaks, 0)

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.data import PairedSamples
 from penstock.library import build
-from penstock.models import CrossEntropy, GPTConfig, build_layers, gpt_costs
+from penstock.models import ContrastiveLoss, CrossEntropy, GPTConfig, build_layers, gpt_costs, tower_stage
+from penstock.models.clip_stages import contrast_stage
 from penstock.runtime import Stage, partition, split
 from penstock.runtime.mesh.peers import LocalPeers
 from penstock.runtime.parameters.clip import global_norm, scale_gradients
@@ -34,9 +36,11 @@ from penstock.runtime.tensors.rng import mix
 from penstock.train.inputs import device_of, optimizer_class, over_trained
 from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
+from penstock.train.tasks.clip import clip_config, forms_of
 from penstock.train.tasks.layers import recomputed
 from penstock.train.tasks.open import open_layers
 from penstock.train.tasks.own import OwnTask
+from penstock.train.towers import CONTRAST
 from penstock.tune.errors import TuneError
 
 NUM_MICROBATCHES = 4
@@ -59,6 +63,7 @@ class Share:
 
     Attributes:
         config: of a GPT; None for another model.
+        part: of a model of several towers the one that is measured, or the contrast.
     """
 
     settings: Settings
@@ -68,6 +73,7 @@ class Share:
     rank: int
     num_ranks: int
     seconds: float
+    part: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,8 @@ class Layers:
         inputs, targets: of `NUM_MICROBATCHES` microbatches. loss: of one.
         hidden: what passes between two layers of a GPT, or as many numbers.
         tied: bytes of what the first and the last layer share.
+        entering: what other stages send to the first layer, where it does not take the batch.
+        leaving: the gradient that comes back to the last layer, where the loss is another stage's.
     """
 
     stages: dict[int, Stage]
@@ -89,6 +97,13 @@ class Layers:
     loss: Callable[..., Tensor]
     hidden: Tensor
     tied: int = 0
+    entering: Any = None
+    leaving: Tensor | None = None
+
+    @property
+    def loss_layer(self) -> int | None:
+        """The layer with the loss; None where another stage has it."""
+        return self.num_layers - 1 if self.leaving is None else None
 
 
 def gpt_layers(share: Share, config: GPTConfig) -> Layers:
@@ -171,8 +186,33 @@ def _repeated(inputs: Any, targets: Any, size: int) -> tuple[Any, Any, Any]:
     return first, *unflatten(repeated, skeleton)
 
 
+def tower_layers(share: Share) -> Layers:
+    """All layers of one tower of a CLIP, on generated samples; or the contrast, on vectors such as towers pass on."""
+    settings, size, part = share.settings, share.microbatch_size, str(share.part)
+    config, draws = clip_config(settings), torch.Generator().manual_seed(1)
+    vectors = tuple(torch.randn((size, config.shared_width), generator=draws) for _ in config.towers)
+    if part == CONTRAST:
+        inputs = tuple(each.repeat(NUM_MICROBATCHES, 1) for each in vectors)
+        return Layers({0: contrast_stage(config)}, 1, (), inputs, None, ContrastiveLoss(), vectors[0], 0, vectors)
+    tower = config.tower(part)
+    samples = PairedSamples(forms_of(config), seed=settings.seed).samples(range(size * NUM_MICROBATCHES))
+    hidden = torch.randn((size, tower.context, tower.width), generator=draws)
+    return Layers(
+        {index: tower_stage(config, part, [index], settings.seed) for index in range(tower.num_layers)},
+        tower.num_layers,
+        range(1, tower.num_layers - 1),
+        torch.from_numpy(samples[part]),
+        None,
+        ContrastiveLoss(),
+        hidden,
+        leaving=vectors[0] * 1e-3,
+    )
+
+
 def layers_of(share: Share) -> Layers:
     """What a rank measures of a model."""
+    if share.part is not None:
+        return tower_layers(share)
     if share.config is not None:
         return gpt_layers(share, share.config)
     return own_layers(share) if is_own(share.settings.model) else listed_layers(share)
@@ -232,8 +272,11 @@ class Chain:
         self._batch = cut_batch(layers.inputs, layers.targets, NUM_MICROBATCHES, layers.loss)
         self._activation = layers.hidden.to(device)
         self._gradient = (layers.hidden * 1e-3).to(device)
+        self._leaving = None if layers.leaving is None else layers.leaving.to(device)
+        leaves, self._form_of_entering = flatten(layers.entering)
+        self._entering = [leaf.to(device) for leaf in leaves]
         self._autocast = torch.bfloat16 if settings.precision == "bfloat16" else None
-        self._last = layers.num_layers - 1
+        self._last, self._loss_layer = layers.num_layers - 1, layers.loss_layer
         self._num_layers = layers.num_layers
         self._runners = {index: self._runner(stage, index, None) for index, stage in self._stages.items()}
         self._empty = self._runner(Stage({}, []), NO_LAYER, None)
@@ -285,7 +328,7 @@ class Chain:
         self._update(times)
 
     def _runner(self, stage: Stage, index: int, report: SplitReport | None) -> StageRunner:
-        last = index == self._num_layers - 1
+        last = index == self._loss_layer
         runner = StageRunner(stage, index, last, self._device, self._loss, self._autocast)
         if report is not None and report.can_split:
             runner.may_split(report.shared)
@@ -294,10 +337,10 @@ class Chain:
     def _forward(self, m: int, kind: str, times: Times | None) -> None:
         payload: Payload | None = None
         for index, runner in self._runners.items():
-            received = payload if payload is not None or index == 0 else self._sent()
+            received = payload if payload is not None else self._sent(index)
             with self._timed(times, index, kind):
                 payload = runner.forward(m, received)
-        received = self._sent()
+        received = self._sent(NO_LAYER)
         with self._timed(times, NO_LAYER, kind):
             self._empty.forward(m, received)
 
@@ -305,10 +348,10 @@ class Chain:
         kind, name = ("I", "i") if split else ("B", "b")
         payload: Payload | None = None
         for index, runner in reversed(self._runners.items()):
-            received = payload if payload is not None or index == self._last else self._returned()
+            received = payload if payload is not None else self._returned(index)
             with self._timed(times, index, name):
                 payload = runner.backward(kind, m, received)
-        received = self._returned()
+        received = self._returned(NO_LAYER)
         with self._timed(times, NO_LAYER, name):
             self._empty.backward(kind, m, received)
         if split:
@@ -328,13 +371,20 @@ class Chain:
                 for parameter in parameters:
                     parameter.grad = None
 
-    def _sent(self) -> Payload:
-        """What the layer before the first one here would have sent."""
-        return Payload([self._activation], 0, [True])
+    def _sent(self, index: int) -> Payload | None:
+        """What the layer before a first one here would have sent; nothing to one that takes the batch."""
+        if index:
+            return Payload([self._activation], 0, [True])
+        if not self._entering:
+            return None
+        return Payload([*self._entering], self._form_of_entering, [True] * len(self._entering))
 
-    def _returned(self) -> Payload:
-        """What the layer after the last one here would have sent back."""
-        return Payload.gradients([self._gradient])
+    def _returned(self, index: int) -> Payload | None:
+        """What the layer after a last one here would have sent back; nothing to one with the loss."""
+        if index == self._loss_layer:
+            return None
+        leaving = self._leaving if index == self._last else None
+        return Payload.gradients([self._gradient if leaving is None else leaving])
 
     @contextmanager
     def _timed(self, times: Times | None, layer: int, kind: str) -> Iterator[None]:
@@ -355,7 +405,9 @@ def _bytes_of(share: Share, layers: Layers) -> dict[int, dict[str, float]]:
     found = {}
     for index, stage in layers.stages.items():
         entered = inputs if index == 0 else _entering(value)
-        loss = None if index < layers.num_layers - 1 else lambda output: layers.loss(output, targets)
+        if index == 0 and layers.entering is not None:
+            entered = _entering(layers.entering)
+        loss = None if index != layers.loss_layer else lambda output: layers.loss(output, targets)
         recompute = share.recompute and index in layers.again
         found[index], value = _bytes_of_layer(stage, entered, loss, share.settings, recompute)
     return found

@@ -45,7 +45,7 @@ def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> lis
     """
     kept = [profile.total("activation", layers) for layers in cut]
     held = [profile.total("held", layers) for layers in cut]
-    found = []
+    found, graph = [], schedule.graph
     for rank, row in enumerate(schedule.order):
         stages = schedule.stages_of(rank)
         weights = sum(profile.total("weight", cut[stage]) for stage in stages)
@@ -56,7 +56,9 @@ def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> lis
             state -= profile.tied * (state / stepped if stepped else 0.0)
         if profile.tied and {0, len(cut) - 1} <= set(stages):
             weights -= profile.tied
-        channels = [cut[s][-1] for s in stages if s < len(cut) - 1] + [cut[s - 1][-1] for s in stages if s > 0]
+        sources = [stage for stage in stages for _ in graph.targets[stage]]
+        sources += [source for stage in stages for source in graph.sources[stage]]
+        channels = [cut[source][-1] for source in sources]
         remote = sum(profile.output[layer] for layer in channels) if schedule.num_ranks > 1 else 0.0
         # Each channel carries activations one way and gradients of the same size the other.
         found.append(

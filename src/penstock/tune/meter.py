@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,13 @@ class NeededProfile:
     recompute: bool
 
 
+class Asking(NamedTuple):
+    """What is asked of ranks, and what takes their answer."""
+
+    task: Task
+    keep: Callable[[WorkerAnswer], None]
+
+
 class Meter:
     """Measures one model on this machine, and remembers.
 
@@ -44,7 +51,7 @@ class Meter:
         say: gets a line before something is measured.
 
     Attributes:
-        model: that is measured.
+        model: that is measured. threads: of each rank. say: gets a line before something is measured.
         profiles, transfers: what was prepared; transfers by number of ranks.
         num_measured, num_reused: of both.
     """
@@ -62,8 +69,8 @@ class Meter:
         self._disturbed: list[tuple[float, str]] = []
         self.model, self._settings = model, settings
         self._database, self._seconds, self._fresh = database, seconds, fresh
-        self._say = say or (lambda line: None)
-        self._threads = settings.threads or 1
+        self.say = say or (lambda line: None)
+        self.threads = settings.threads or 1
         self.profiles: dict[NeededProfile, Profile] = {}
         self.transfers: dict[int, MessageCosts] = {}
 
@@ -75,29 +82,26 @@ class Meter:
         Raises:
             RanksFailed, DatabaseError, TuneError; KeyboardInterrupt.
         """
-        for parallel in sorted({need.num_parallel for need in needs} | set(num_ranks)):
-            found: list[tuple[Task, Callable[[WorkerAnswer], None], dict[str, Any]]] = []
-            for need in dict.fromkeys(needs):
-                if need.num_parallel == parallel and need not in self.profiles:
-                    known = self._known(self._layers_key(need))
-                    if known is not None:
-                        self.profiles[need] = self._read(Profile.from_json, known)
-                    else:
-                        found.append(self._layers_task(need))
-            if parallel in num_ranks and parallel not in self.transfers:
+        prepare_together([(self, needs)], num_ranks)
+
+    def missing(self, needs: Sequence[NeededProfile], num_ranks: Sequence[int]) -> list[Asking]:
+        """What of these has to be asked of ranks; the rest is taken from the database."""
+        found: list[Asking] = []
+        for need in dict.fromkeys(needs):
+            if need not in self.profiles:
+                known = self._known(self._layers_key(need))
+                if known is not None:
+                    self.profiles[need] = self._read(Profile.from_json, known)
+                else:
+                    found.append(self._layers_task(need))
+        for parallel in num_ranks:
+            if parallel not in self.transfers:
                 known = self._known(self._transfer_key(parallel))
                 if known is not None:
                     self.transfers[parallel] = self._read(MessageCosts.from_json, known)
                 else:
                     found.append(self._transfer_task(parallel))
-            if found:
-                run_job(
-                    [task for task, _, _ in found],
-                    parallel,
-                    self._threads,
-                    self._say,
-                    lambda number, answer, found=found: found[number][1](answer),  # type: ignore[misc]
-                )
+        return found
 
     @property
     def notices(self) -> list[str]:
@@ -114,7 +118,7 @@ class Meter:
 
     # What is asked for, and what is made of the answers.
 
-    def _layers_task(self, need: NeededProfile) -> tuple[Task, Callable[[WorkerAnswer], None], dict[str, Any]]:
+    def _layers_task(self, need: NeededProfile) -> Asking:
         task = {
             "do": "layers",
             "text": f"measuring {self.model.name}, microbatches of {need.microbatch_size}, "
@@ -125,6 +129,7 @@ class Meter:
             "microbatch_size": need.microbatch_size,
             "recompute": need.recompute,
             "seconds": self._seconds,
+            "part": self.model.part,
         }
         key = self._layers_key(need)
 
@@ -133,9 +138,9 @@ class Meter:
             self.profiles[need] = profile
             self._keep(key, profile.to_json(), answer, str(task["text"]))
 
-        return task, keep, key
+        return Asking(task, keep)
 
-    def _transfer_task(self, num_ranks: int) -> tuple[Task, Callable[[WorkerAnswer], None], dict[str, Any]]:
+    def _transfer_task(self, num_ranks: int) -> Asking:
         text = f"measuring messages between {num_ranks} ranks" if num_ranks > 1 else "measuring the runtime alone"
         task = {"do": "transfer", "text": text, "steps": max(3, round(12 * self._seconds))}
         key = self._transfer_key(num_ranks)
@@ -147,7 +152,7 @@ class Meter:
             self.transfers[num_ranks] = transfer
             self._keep(key, transfer.to_json(), answer, text)
 
-        return task, keep, key
+        return Asking(task, keep)
 
     # The database.
 
@@ -192,8 +197,31 @@ class Meter:
             "version": VERSION,
             "device": device_name(self._settings),
             "torch": torch.__version__,
-            "threads": self._threads,
+            "threads": self.threads,
         }
+
+
+def prepare_together(wanted: Sequence[tuple[Meter, Sequence[NeededProfile]]], num_ranks: Sequence[int] = ()) -> None:
+    """Finds or measures profiles of several models, and messages by the first of their meters; processes start once
+    for each number of ranks side by side.
+
+    Raises:
+        RanksFailed, DatabaseError, TuneError; KeyboardInterrupt.
+    """
+    first = wanted[0][0]
+    for parallel in sorted({need.num_parallel for _, needs in wanted for need in needs} | set(num_ranks)):
+        found: list[Asking] = []
+        for meter, needs in wanted:
+            here = [need for need in needs if need.num_parallel == parallel]
+            found += meter.missing(here, [parallel] if parallel in num_ranks and meter is first else [])
+        if found:
+            run_job(
+                [each.task for each in found],
+                parallel,
+                first.threads,
+                first.say,
+                lambda number, answer, found=found: found[number].keep(answer),  # type: ignore[misc]
+            )
 
 
 def profile_of(model: TunedModel, need: NeededProfile, told: Sequence[dict[str, Any]]) -> Profile:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from penstock.cost import Costs, Links
 from penstock.dispatch import Dispatch, Policy
@@ -60,13 +59,18 @@ def stage_costs(
     `crowded`: every core has a rank, so that what carries messages takes its time from them.
     """
     halved = {op.stage for row in schedule.order for op in row if op.kind == "I"}
+
+    def crossing(own: int, source: int, target: int) -> list[float]:
+        return _crossing(schedule, cut, profile, own, source, target)
+
     f: list[float] = []
     b: list[float] = []
     i: list[float] = []
     w: list[float] = []
+    graph = schedule.graph
     for stage, layers in enumerate(cut):
-        above = _crossing(schedule, cut, profile, stage)
-        below = _crossing(schedule, cut, profile, stage + 1)
+        above = [size for other in graph.sources[stage] for size in crossing(stage, other, stage)]
+        below = [size for other in graph.targets[stage] for size in crossing(stage, stage, other)]
         forward = _messages(transfer, below, above, crowded)
         backward = _messages(transfer, above, below, crowded)
         if profile.tied and _apart(schedule):
@@ -87,10 +91,11 @@ def links_of(
     """The delays between ranks, as far as they are not part of the ops."""
     delays: dict[tuple[int, int], float] = {}
     for ranks in schedule.placement.pipelines:
-        for stage, (a, b) in enumerate(pairwise(ranks)):
+        for source, target in schedule.graph.edges:
+            a, b = ranks[source], ranks[target]
             if a != b:
-                size = profile.output[cut[stage][-1]]
-                own = transfer.gap + _messages(transfer, size, size, crowded)
+                size = max(_sizes(schedule, cut, profile, source, source, target))
+                own = transfer.gap + _messages(transfer, [size], [size], crowded)
                 delay = max(0.0, transfer.at("delay", size) - own)
                 delays[a, b] = max(delay, delays.get((a, b), 0.0))
     return Links(delays)
@@ -163,19 +168,31 @@ def reduce_time(
     return slowest
 
 
-def _crossing(schedule: Schedule, cut: Sequence[range], profile: Profile, stage: int) -> float | None:
-    """Bytes of the message from `stage - 1` to `stage`; None where none goes to another rank."""
-    if not 0 < stage < len(cut):
-        return None
-    if all(ranks[stage - 1] == ranks[stage] for ranks in schedule.placement.pipelines):
-        return None
-    return profile.output[cut[stage - 1][-1]]
+def _crossing(
+    schedule: Schedule, cut: Sequence[range], profile: Profile, own: int, source: int, target: int
+) -> list[float]:
+    """Bytes of each message from stage `source` to stage `target` in an op of stage `own`, which is one of them; none
+    where nothing goes to another rank.
+    """
+    if all(ranks[source] == ranks[target] for ranks in schedule.placement.pipelines):
+        return []
+    return _sizes(schedule, cut, profile, own, source, target)
 
 
-def _messages(transfer: MessageCosts, sent: float | None, received: float | None, crowded: bool) -> float:
+def _sizes(
+    schedule: Schedule, cut: Sequence[range], profile: Profile, own: int, source: int, target: int
+) -> list[float]:
+    """The same wherever the stages lie. A larger microbatch is cut for a stage with smaller ones."""
+    graph, most = schedule.graph, schedule.num_microbatches
+    sent, taken = graph.microbatches_of(source, most), graph.microbatches_of(target, most)
+    size = profile.output[cut[source][-1]] * min(1.0, sent / taken)
+    return [size] * max(1, (sent if own == target else taken) // graph.microbatches_of(own, most))
+
+
+def _messages(transfer: MessageCosts, sent: Sequence[float], received: Sequence[float], crowded: bool) -> float:
     cost = 0.0
-    for what, size in (("send", sent), ("receive", received)):
-        if size is not None:
+    for what, sizes in (("send", sent), ("receive", received)):
+        for size in sizes:
             cost += transfer.at(what, size) + (transfer.at("threads", size) if crowded else 0.0)
     return cost
 

@@ -113,6 +113,28 @@ class Profile:
         return cls(**{**value, "source": value.get("source", source)})
 
 
+def joined_profile(model: str, parts: Sequence[Profile]) -> Profile:
+    """One profile of the layers of several parts of a model, one part's after another's.
+
+    Each part may have been measured with microbatches of its own size; what an op costs besides is their mean.
+    """
+    first = parts[0]
+    rows = {name: [value for part in parts for value in getattr(part, name)] for name in (*TIMES, *BYTES)}
+    kinds = {kind for part in parts for kind in part.op_overhead}
+    return Profile(
+        model=model,
+        layers=[layer for part in parts for layer in part.layers],
+        microbatch_size=max(part.microbatch_size for part in parts),
+        num_parallel=first.num_parallel,
+        op_overhead={k: sum(part.op_overhead.get(k, 0.0) for part in parts) / len(parts) for k in sorted(kinds)},
+        recompute=first.recompute,
+        transient=max(part.transient for part in parts),
+        step=sum(part.step for part in parts),
+        source=first.source,
+        **rows,  # type: ignore[arg-type]
+    )
+
+
 _BY_SIZE = ("sizes", "send", "receive", "delay", "reduce", "threads")
 _OF_COPIES = ("sums", "values")
 _OPTIONAL = ("op_overhead", "recompute", "transient", "step", "tied", "source")

@@ -49,7 +49,14 @@ def _do(task: dict[str, Any], rank: int, num_ranks: int) -> Any:
     if task["do"] == "layers":
         return layers.measure_layers(
             layers.Share(
-                settings, config, task["microbatch_size"], task["recompute"], rank, num_ranks, task["seconds"]
+                settings,
+                config,
+                task["microbatch_size"],
+                task["recompute"],
+                rank,
+                num_ranks,
+                task["seconds"],
+                task["part"],
             ),
             _meet,
         )

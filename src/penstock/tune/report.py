@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from penstock.train.towers import read_towers
 from penstock.tune.profile import MessageCosts, Profile
 from penstock.tune.search import Ranked, TuneCandidate, in_bytes, settings_of
 from penstock.tune.session import TuneOutcome
@@ -130,12 +131,15 @@ def train_command(outcome: TuneOutcome, schedule_file: str | None = None) -> str
     words += ["--schedule", schedule_file or candidate.plan.name, "--pp", str(shape.pp)]
     if shape.dp > 1:
         words += ["--dp", str(shape.dp)]
-    words += ["--microbatches", str(shape.num_microbatches)]
-    if schedule_file is None:
-        for name, value in candidate.plan.options:
-            option = {"num_stages": "--stages"}.get(name, f"--{name}")
-            words += [option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-    words += ["--cut", ",".join(str(len(layers)) for layers in candidate.cut)]
+    if schedule_file is None or candidate.towers is None:  # a file of towers says how many each has
+        words += ["--microbatches", str(shape.num_microbatches)]
+    for name, value in candidate.plan.options if schedule_file is None else ():
+        option = {"num_stages": "--stages", "towers": "--tower"}.get(name, f"--{name}")
+        given = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        for each in shlex.split(given) if name == "towers" else [given]:
+            words += [option, each]
+    if candidate.towers is None:
+        words += ["--cut", ",".join(str(len(layers)) for layers in candidate.cut)]
     return shlex.join([*words, *(["--recompute"] if candidate.recompute else [])])
 
 
@@ -144,7 +148,8 @@ def _print_table(outcome: TuneOutcome, title: str, rows: Sequence[Ranked]) -> No
     speed = "samples/s" if _num_tokens(outcome) is None else "tokens/s"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("schedule")
-    heads = ["pp", "dp", "microbatches", "layers", "step ms", speed, "bubbles", "memory per rank"]
+    layers = "layers" if all(ranked.candidate.towers is None for ranked in rows) else "ranks/stages/microbatches"
+    heads = ["pp", "dp", "microbatches", layers, "step ms", speed, "bubbles", "memory per rank"]
     for head in [*heads, *(["measured ms", "off", "measured memory"] if verified else [])]:
         table.add_column(head, justify="right")
     for ranked in rows:
@@ -155,7 +160,8 @@ def _print_table(outcome: TuneOutcome, title: str, rows: Sequence[Ranked]) -> No
 def _cells(outcome: TuneOutcome, ranked: Ranked, verified: bool) -> list[str]:
     candidate, prediction = ranked.candidate, ranked.prediction
     shape = candidate.shape
-    name = candidate.name + (" +recompute" if candidate.recompute else "")
+    name = candidate.name if candidate.towers is None else candidate.plan.name
+    name += " +recompute" if candidate.recompute else ""
     tokens = _tokens(outcome, ranked)
     cells = [
         name,
@@ -179,6 +185,9 @@ def _cells(outcome: TuneOutcome, ranked: Ranked, verified: bool) -> list[str]:
 
 
 def _cut(candidate: TuneCandidate) -> str:
+    if candidate.towers is not None:
+        towers = read_towers(candidate.towers).items()
+        return " ".join(f"{name} {each.ranks or 'shared'}/{each.stages}/{each.microbatches}" for name, each in towers)
     counts = [len(layers) for layers in candidate.cut]
     return " ".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)} in {len(counts)}"
 

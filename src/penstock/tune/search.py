@@ -15,6 +15,7 @@ from typing import Any
 from penstock.dispatch import Dispatch
 from penstock.runtime import RuntimeFailure, partition
 from penstock.runtime.compatibility import require_runnable
+from penstock.train.kinds import CLIP
 from penstock.train.own_file import is_own
 from penstock.train.settings import Settings, SettingsError
 from penstock.train.tasks.own import OwnTask
@@ -48,7 +49,13 @@ class TuneCandidate:
     @property
     def name(self) -> str:
         """The schedule's, with its options."""
-        return self.plan.name + "".join(f" {name}={_short(value)}" for name, value in self.plan.options)
+        told = (_short(value) if name == "towers" else f"{name}={_short(value)}" for name, value in self.plan.options)
+        return " ".join((self.plan.name, *told))
+
+    @property
+    def towers(self) -> str | None:
+        """What each tower of a model of several has, as `--tower` says it."""
+        return next((str(value) for name, value in self.plan.options if name == "towers"), None)
 
     def __str__(self) -> str:
         shape = self.shape
@@ -123,7 +130,7 @@ def search(
             found.num_tried += 1
             found.refused[reason] += 1
             return
-        _consider(found, candidate, profile, transfer, space.batch, memory_limit, num_best, dispatch, num_devices)
+        add_candidate(found, candidate, profile, transfer, space.batch, memory_limit, num_best, dispatch, num_devices)
         if progress is not None:
             progress(found)
 
@@ -142,7 +149,7 @@ def search(
             for plan in programs_for(shape, profile, transfer, memory_limit):
                 cut = tuple(partition(split_costs(profile), plan.schedule.num_stages))
                 candidate = TuneCandidate(shape, plan, cut, recompute)
-                if not _is_known(found, candidate):
+                if not is_known(found, candidate):
                     consider(candidate, profile, transfer)
     except KeyboardInterrupt:
         if not found.best:
@@ -198,7 +205,7 @@ def settings_of(candidate: TuneCandidate, settings: Settings) -> Settings:
         ranks=shape.pp,
         dp=shape.dp,
         microbatches=shape.num_microbatches,
-        cut=tuple(len(layers) for layers in candidate.cut),
+        cut=None if settings.model == CLIP else tuple(len(layers) for layers in candidate.cut),
         recompute=candidate.recompute,
         **{"stages": None, "warmup": None, **options},
     )
@@ -221,8 +228,8 @@ def _best_shapes(found: SearchFound) -> list[tuple[Shape, bool]]:
     return list(shapes)[:NUM_SHAPES]
 
 
-def _is_known(found: SearchFound, candidate: TuneCandidate) -> bool:
-    """Whether a program came to an order that is among the best already."""
+def is_known(found: SearchFound, candidate: TuneCandidate) -> bool:
+    """Whether a candidate came to an order that is among the best already."""
     schedule = candidate.plan.schedule
     return any(
         (other.shape, other.recompute) == (candidate.shape, candidate.recompute)
@@ -232,7 +239,7 @@ def _is_known(found: SearchFound, candidate: TuneCandidate) -> bool:
     )
 
 
-def _consider(
+def add_candidate(
     found: SearchFound,
     candidate: TuneCandidate,
     profile: Profile,

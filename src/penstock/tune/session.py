@@ -7,17 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.train.kinds import CLIP
 from penstock.train.settings import Settings
+from penstock.train.towers import CONTRAST
 from penstock.tune.costs_file import CostsFile, load_costs_file
 from penstock.tune.database import Database
 from penstock.tune.device import num_devices
 from penstock.tune.errors import TuneError
 from penstock.tune.estimate import estimate
-from penstock.tune.meter import Meter, NeededProfile
+from penstock.tune.meter import Meter, NeededProfile, prepare_together
 from penstock.tune.profile import MessageCosts, Profile
 from penstock.tune.search import Ranked, SearchFound, TuneCandidate, search
 from penstock.tune.space import Shape, TuneSpace
-from penstock.tune.tuned_model import TunedModel, tuned_model
+from penstock.tune.towers import TowerSpace, search_towers
+from penstock.tune.tuned_model import TunedModel, parts_of, tuned_model
 from penstock.tune.verify import MeasuredCandidate, verify
 
 
@@ -122,6 +125,12 @@ def tune(
         raise TuneError(f"a memory limit of {asked.memory_limit:g} bytes holds nothing; give more than 0")
     if isinstance(asked.source, Measuring):
         return _tune_here(asked, asked.source, say, progress)
+    if asked.settings.model == CLIP:
+        given = "--costs" if isinstance(asked.source, Reading) else "--tflops"
+        raise TuneError(
+            f"{given} gives costs of one chain of layers, and --model {CLIP} has a chain for each tower; leave it "
+            "out to measure them here"
+        )
     if asked.num_verified:
         raise TuneError(
             "--verify runs the model on this machine and so needs costs that were measured here; leave it out, or "
@@ -147,6 +156,11 @@ def measure(
     Raises:
         TuneError, SettingsError, DatabaseError, RanksFailed.
     """
+    if settings.model == CLIP:
+        raise TuneError(
+            f"--model {CLIP} has a chain of layers for each tower, which are not measured as one; penstock tune "
+            f"--model {CLIP} measures its towers and lays them out"
+        )
     model = tuned_model(settings)
     model.require_again(recompute)
     if wrong := [size for size in microbatch_sizes if size < 1]:
@@ -163,6 +177,8 @@ def _tune_here(
     asked: Asked, source: Measuring, say: Callable[[str], None] | None, progress: Callable[[SearchFound], None] | None
 ) -> TuneOutcome:
     settings = asked.settings
+    if settings.model == CLIP:
+        return _tune_towers(asked, source, say, progress)
     model = tuned_model(settings)
     model.require_again(asked.recompute)
     devices = num_devices(settings)
@@ -194,6 +210,62 @@ def _tune_here(
         )  # fmt: skip
     outcome = TuneOutcome(
         model.name, settings, model, space, found, meter.num_measured, meter.num_reused, notices=meter.notices,
+        interrupted=found.interrupted or interrupted,
+    )  # fmt: skip
+    if asked.num_verified and not outcome.interrupted:
+        _verify(asked, outcome, model, say)
+    return outcome
+
+
+def _tune_towers(
+    asked: Asked, source: Measuring, say: Callable[[str], None] | None, progress: Callable[[SearchFound], None] | None
+) -> TuneOutcome:
+    settings, model = asked.settings, tuned_model(asked.settings)
+    devices = num_devices(settings)
+    space = _space(asked, asked.num_ranks or devices, asked.microbatch_sizes, _recompute(asked, True), ())
+    towers = TowerSpace.of(settings, space, asked.schedules)
+    shapes = towers.shapes()
+
+    def need(size: int, processes: int, recompute: bool) -> NeededProfile:
+        return NeededProfile(size, min(processes, devices), recompute)
+
+    def needs(part: str) -> list[NeededProfile]:
+        found = (
+            need(size, shape.pp * shape.dp, again)
+            for shape in shapes
+            for again in space.recompute
+            for size in ([shape.microbatch_size] if part == CONTRAST else towers.sizes(shape))
+        )
+        return list(dict.fromkeys(found))
+
+    with Database(source.database) as database:
+        meters = {
+            part: Meter(each, settings, database, source.seconds, source.fresh, say)
+            for part, each in parts_of(settings).items()
+        }
+        first = next(iter(meters.values()))
+        ranks = [count for count in (1, 2) if any(min(2, shape.pp * shape.dp) == count for shape in shapes)]
+        interrupted = False
+        try:
+            prepare_together([(meter, needs(part)) for part, meter in meters.items()], ranks)
+        except KeyboardInterrupt:
+            interrupted = True
+        found = search_towers(
+            towers,
+            settings,
+            lambda part, size, processes, again: meters[part].profiles.get(need(size, processes, again)),
+            lambda shape: first.transfers.get(min(2, shape.pp * shape.dp)),
+            asked.memory_limit,
+            max(asked.num_best, asked.num_verified),
+            settings.dispatch,
+            devices,
+            progress,
+            interrupted,
+        )
+    outcome = TuneOutcome(
+        model.name, settings, model, space, found, sum(meter.num_measured for meter in meters.values()),
+        sum(meter.num_reused for meter in meters.values()),
+        notices=[notice for meter in meters.values() for notice in meter.notices],
         interrupted=found.interrupted or interrupted,
     )  # fmt: skip
     if asked.num_verified and not outcome.interrupted:
@@ -244,8 +316,16 @@ def _tune_estimated(
     return TuneOutcome(model.name, settings, model, space, found, interrupted=found.interrupted)
 
 
-def _space(asked: Asked, num_ranks: int, sizes: Sequence[int] | None, recompute: Sequence[bool]) -> TuneSpace:
-    return TuneSpace(num_ranks, asked.settings.batch, asked.pp, asked.dp, sizes, asked.schedules, recompute)
+def _space(
+    asked: Asked,
+    num_ranks: int,
+    sizes: Sequence[int] | None,
+    recompute: Sequence[bool],
+    schedules: Sequence[str] | None = None,
+) -> TuneSpace:
+    """`schedules`: in place of those that are asked for, where these are not of the library."""
+    names = asked.schedules if schedules is None else schedules
+    return TuneSpace(num_ranks, asked.settings.batch, asked.pp, asked.dp, sizes, names, recompute)
 
 
 def _recompute(asked: Asked, possible: bool) -> tuple[bool, ...]:

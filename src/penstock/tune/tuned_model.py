@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.data import ByteTokenizer, load_tokenizer
 from penstock.library import build
-from penstock.models import GPTConfig, gpt_costs
+from penstock.models import GPTConfig, gpt_costs, tower_costs
 from penstock.runtime import split
 from penstock.runtime.stage.statistics import GATHERS
 from penstock.runtime.tensors.pytree import flatten
@@ -20,9 +20,11 @@ from penstock.train.inputs import device_of, optimizer_class
 from penstock.train.kinds import CAPTIONER, CLIP, GPT, is_path
 from penstock.train.own_file import is_own, own_name
 from penstock.train.settings import Settings
+from penstock.train.tasks.clip import clip_config
 from penstock.train.tasks.gpt import gpt_config
 from penstock.train.tasks.open import open_layers
 from penstock.train.tasks.own import OwnTask
+from penstock.train.towers import CONTRAST
 from penstock.tune.errors import TuneError
 
 
@@ -37,6 +39,7 @@ class TunedModel:
         structure: what its times and bytes depend on, as plain data.
         config: of a GPT. blocks: layers of it that are all alike.
         not_again: why its forwards cannot be run again in the backward; empty where they can.
+        part: of a model of several towers the tower that these are the layers of, or the contrast.
     """
 
     name: str
@@ -48,6 +51,7 @@ class TunedModel:
     config: GPTConfig | None = None
     blocks: range = field(default=range(0))
     not_again: str = ""
+    part: str | None = None
 
     @property
     def num_layers(self) -> int:
@@ -76,10 +80,7 @@ def tuned_model(settings: Settings) -> TunedModel:
     if is_own(settings.model):
         return _own(settings)
     if settings.model == CLIP:
-        raise TuneError(
-            "--model clip is of several towers, and a tuner of one chain of layers does not lay them out; compare "
-            "layouts of them with penstock compare --model clip, or with ps.Program.of_branches"
-        )
+        return _clip(settings)
     if settings.model == CAPTIONER:
         raise TuneError(
             "--model captioner has samples of very different lengths, and what layers take is measured here for one "
@@ -103,6 +104,46 @@ def gpt_model(name: str, config: GPTConfig) -> TunedModel:
         config=config,
         blocks=range(1, config.num_layers - 1),
     )
+
+
+def _clip(settings: Settings) -> TunedModel:
+    """A CLIP: the layers of its towers one tower after another, and the contrast."""
+    config, parts = clip_config(settings), parts_of(settings)
+    return TunedModel(
+        name=f"clip {settings.preset}",
+        layers=(*(f"{name} {layer}" for name in config.towers for layer in parts[name].layers), CONTRAST),
+        costs=tuple(cost for part in parts.values() for cost in part.costs),
+        num_tokens=sum(tower.context for tower in config.towers.values()),
+        options=("--model", CLIP, "--preset", settings.preset),
+        structure={name: part.structure for name, part in parts.items()},
+    )
+
+
+def parts_of(settings: Settings) -> dict[str, TunedModel]:
+    """The towers of a CLIP and its contrast, each measured by itself. Raises SettingsError."""
+    config = clip_config(settings)
+    found = {}
+    for name, tower in config.towers.items():
+        found[name] = TunedModel(
+            name=f"the {name} tower of clip {settings.preset}",
+            layers=("embedding", *(f"block {number}" for number in range(tower.depth)), "summary"),
+            costs=tuple(tower_costs(config, name)),
+            num_tokens=tower.context,
+            options=(),
+            structure={"tower": dataclasses.asdict(tower), "shared_width": config.shared_width},
+            blocks=range(1, tower.num_layers - 1),
+            part=name,
+        )
+    found[CONTRAST] = TunedModel(
+        name=f"the contrast of clip {settings.preset}",
+        layers=(CONTRAST,),
+        costs=(0.0,),
+        num_tokens=None,
+        options=(),
+        structure={"contrast": len(config.towers), "shared_width": config.shared_width},
+        part=CONTRAST,
+    )
+    return found
 
 
 def _layered(settings: Settings) -> TunedModel:

@@ -72,9 +72,7 @@ class CLIPTask:
 
     def read(self, corpus: Corpus | None) -> Data:
         settings = self._settings
-        samples = PairedSamples(
-            {name: _form(tower) for name, tower in self.config.towers.items()}, seed=settings.seed
-        )
+        samples = PairedSamples(forms_of(self.config), seed=settings.seed)
         told = CLIPBatches(samples, self._cut, settings.batch, settings.seed)
         fresh = [told.fresh(number * settings.batch, settings.batch) for number in range(VALIDATION_BATCHES)]
         names = ", ".join(self.config.towers)
@@ -156,6 +154,11 @@ def clip_config(settings: Settings) -> CLIPConfig:
     except ValueError as error:
         raise SettingsError(str(error)) from None
     return dataclasses.replace(config, towers=towers)
+
+
+def forms_of(config: CLIPConfig) -> dict[str, TokenForm | VectorForm]:
+    """The form of the samples that each tower takes."""
+    return {name: _form(tower) for name, tower in config.towers.items()}
 
 
 def _form(tower: TowerConfig) -> TokenForm | VectorForm:

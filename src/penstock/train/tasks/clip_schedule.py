@@ -149,8 +149,8 @@ def _ranks(config: CLIPConfig, num_ranks: int, asked: Mapping[str, TowerOptions]
     return found
 
 
-def _program(config: CLIPConfig, towers: Mapping[str, Tower], count: int, name: str) -> Schedule:
-    """Raises ValueError for microbatches that do not match, ScheduleError for rules that lock up."""
+def branches_of(towers: Mapping[str, Tower], count: int) -> tuple[dict[str, Branch], Branch]:
+    """The branch of each tower, and that of the contrast, which works on `count` microbatches."""
     branches: dict[str, Branch] = {}
     for label, tower in towers.items():
         placement = placements.circular(len(tower.ranks), tower.stages)
@@ -161,7 +161,12 @@ def _program(config: CLIPConfig, towers: Mapping[str, Tower], count: int, name: 
         rules = replace(rules, max_in_flight={0: 1})
     elif isinstance(rules.warmup, Sequence):
         rules = replace(rules, warmup=rules.warmup[-1])
-    contrast = Branch(placements.one_to_one(1), count, rules, towers[host].ranks[-1:])
+    return branches, Branch(placements.one_to_one(1), count, rules, towers[host].ranks[-1:])
+
+
+def _program(config: CLIPConfig, towers: Mapping[str, Tower], count: int, name: str) -> Schedule:
+    """Raises ValueError for microbatches that do not match, ScheduleError for rules that lock up."""
+    branches, contrast = branches_of(towers, count)
     program = clip_program(config, branches, contrast, costs=_costs(config, towers, count), name=name)
     return program.build()
 

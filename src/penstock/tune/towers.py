@@ -1,0 +1,389 @@
+"""The search over layouts of a model's towers: how many ranks, stages and microbatches each tower has.
+
+    4 ranks     audio 1 rank, 4 microbatches    text 1 rank, 2    video 2 ranks, two stages on each, 8    4.1 ms
+                audio 1 rank, 4 microbatches    text 2 ranks, 4   video 1 rank, 8                         5.3 ms
+
+The planner's search over branches finds them (`planning/branch_search.py`; FlexPipe, section 7.2), over what was
+measured of each tower's layers. The best are then built as `penstock train` builds them, and predicted with all that
+lies around their ops. How many microbatches the contrast works on says how many samples it tells apart, and so what
+is learnt; it is not searched.
+
+Where there are fewer ranks than towers, neighbouring towers share one, as in `penstock train`, and all have as many
+microbatches.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.cost import Costs, Links
+from penstock.dispatch import Dispatch
+from penstock.models import CLIPConfig, tower_costs
+from penstock.planning import BranchWay, rank_branches
+from penstock.runtime import partition
+from penstock.schedule import ScheduleError
+from penstock.train.checks import SettingsError
+from penstock.train.kinds import CLIP, USUAL
+from penstock.train.settings import Settings
+from penstock.train.tasks.clip import clip_config
+from penstock.train.tasks.clip_schedule import INTERLEAVED, Tower, branches_of, clip_schedule, counts_of, cut_of
+from penstock.train.towers import CONTRAST, STYLES, TowerOptions, check_towers, read_towers
+from penstock.tune.errors import TuneError
+from penstock.tune.memory import POSTED
+from penstock.tune.profile import MessageCosts, Profile, joined_profile
+from penstock.tune.search import SearchFound, TuneCandidate, add_candidate, in_bytes, is_known
+from penstock.tune.space import Shape, TunePlan, TuneSpace, counts
+
+PLAIN, INTERLEAVING = "1f1b", "interleaved-1f1b"
+MOST_TRIED = 1000
+"""Layouts of one number of ranks and replicas that are run through time at most."""
+SPARE = 2
+"""Times as many layouts as are asked for are built and predicted, as the search knows less than the prediction."""
+
+PartProfileOf = Callable[[str, int, int, bool], Profile | None]
+"""The profile of a tower or the contrast, for a microbatch size and a number of processes, with or without recompute;
+None where there is none."""
+
+
+@dataclass(frozen=True)
+class TowerWay(BranchWay):
+    """One way in which a tower may lie. `tower` says it as `penstock train` does, its ranks counted from 0."""
+
+    tower: Tower | None = None
+
+
+@dataclass(frozen=True)
+class TowerSpace:
+    """What is tried for towers.
+
+    Attributes:
+        config: of the model. space: ranks, replicas, microbatch sizes and recomputation to try, and the batch.
+        asked: what is given for single towers.
+        num_groups: into how many microbatches the contrast's samples are cut, over all replicas.
+        styles: schedules that a tower may have.
+    """
+
+    config: CLIPConfig
+    space: TuneSpace
+    asked: Mapping[str, TowerOptions]
+    num_groups: int
+    styles: tuple[str, ...]
+
+    @classmethod
+    def of(cls, settings: Settings, space: TuneSpace, schedules: Any) -> TowerSpace:
+        """Raises TuneError, SettingsError for what makes no sense."""
+        config, asked = clip_config(settings), read_towers(settings.towers)
+        check_towers(asked, config.towers)
+        if unknown := [name for name in schedules or () if name not in STYLES]:
+            raise TuneError(f"--schedule {unknown[0]} is for a chain of stages; a tower's is {', '.join(STYLES)}")
+        usual = int(USUAL[CLIP]["microbatches"])
+        num_groups = asked.get(CONTRAST, TowerOptions()).microbatches or usual
+        return cls(config, space, asked, num_groups, tuple(schedules or STYLES))
+
+    def shapes(self) -> list[Shape]:
+        """Ranks of a pipeline and replicas, the most processes first; the microbatches are those of the contrast.
+
+        Raises:
+            TuneError: there is none.
+        """
+        space = self.space
+        most = sum(tower.num_layers for tower in self.config.towers.values())
+        pps = space.pp or range(1, min(space.num_devices, most) + 1)
+        dps = space.dp or counts(space.num_devices)
+        found = [
+            Shape(pp, dp, space.batch // self.num_groups, self.num_groups // dp)
+            for pp in pps
+            for dp in dps
+            if pp * dp <= space.num_devices and self.num_groups % dp == 0 and space.batch % self.num_groups == 0
+        ]
+        if not found:
+            raise TuneError(
+                f"no way to spread the batch is left: pp times dp may be at most the {space.num_devices} ranks, and "
+                f"the {self.num_groups} microbatches of the contrast must divide the batch of {space.batch} and be "
+                "a multiple of dp; --tower contrast=microbatches:N says another number, which is another task"
+            )
+        return sorted(found, key=lambda shape: (-shape.pp * shape.dp, shape.dp))
+
+    def sizes(self, shape: Shape) -> list[int]:
+        """Samples of a tower's microbatches to try."""
+        here = shape.microbatch_size * shape.num_microbatches
+        return [
+            size
+            for size in self.space.microbatch_sizes or counts(here)
+            if here % size == 0 and _match(here // size, shape.num_microbatches)
+        ]
+
+    def styles_of(self, name: str, num_ranks: int) -> Iterator[tuple[str, int]]:
+        """Schedules of a tower over so many ranks, each with its number of stages."""
+        wanted, most = self.asked.get(name, TowerOptions()), self.config.tower(name).num_layers
+        for style in self.styles if wanted.schedule is None else (wanted.schedule,):
+            several = style == INTERLEAVING and num_ranks > 1
+            if style == INTERLEAVING and not several and wanted.schedule is None and PLAIN in self.styles:
+                continue  # a stage per rank: there is nothing to interleave
+            stages = wanted.stages or num_ranks * (INTERLEAVED if several else 1)
+            if num_ranks <= stages <= most and stages % num_ranks == 0:
+                yield style, stages
+
+
+def search_towers(
+    towers: TowerSpace,
+    settings: Settings,
+    profile_of: PartProfileOf,
+    transfer_of: Callable[[Shape], MessageCosts | None],
+    memory_limit: float | None = None,
+    num_best: int = 10,
+    dispatch: Dispatch | str = Dispatch.FROZEN,
+    num_devices: int | None = None,
+    progress: Callable[[SearchFound], None] | None = None,
+    interrupted: bool = False,
+) -> SearchFound:
+    """Looks at the layouts of the towers, the best of which are in the result.
+
+    Args:
+        settings: of the run that is tuned, besides what candidates say themselves.
+        profile_of: of one part, the towers and the contrast.
+        others: as for `search`.
+
+    Raises:
+        TuneError: nothing fits the space or the memory limit.
+    """
+    found = SearchFound(interrupted=interrupted)
+    try:
+        for shape in towers.shapes():
+            for recompute in towers.space.recompute:
+                transfer = transfer_of(shape)
+                if transfer is None:
+                    continue
+                search = _OneShape(towers, shape, recompute, profile_of, transfer)
+                for layout in search.layouts(found, memory_limit, num_best):
+                    _consider(
+                        found, search, layout, settings, transfer, memory_limit, num_best, dispatch, num_devices
+                    )
+                    if progress is not None:
+                        progress(found)
+    except KeyboardInterrupt:
+        if not found.best:
+            raise
+        found.interrupted = True
+    if not found.best and interrupted:
+        raise KeyboardInterrupt
+    if not found.best:
+        raise _nothing(found, towers, memory_limit)
+    return found
+
+
+class _OneShape:
+    """The layouts over so many ranks and replicas."""
+
+    def __init__(
+        self,
+        towers: TowerSpace,
+        shape: Shape,
+        recompute: bool,
+        profile_of: PartProfileOf,
+        transfer: MessageCosts,
+    ) -> None:
+        self.towers, self.shape, self.recompute, self._transfer = towers, shape, recompute, transfer
+        self._here = shape.microbatch_size * shape.num_microbatches
+        self._profile_of = profile_of
+        self.names = list(towers.config.towers)
+
+    def profile(self, part: str, num_microbatches: int) -> Profile | None:
+        """Of a tower or the contrast that works on so many microbatches."""
+        size, processes = self._here // num_microbatches, self.shape.pp * self.shape.dp
+        return self._profile_of(part, size, processes, self.recompute)
+
+    def layouts(self, found: SearchFound, memory_limit: float | None, num_best: int) -> list[dict[str, Tower]]:
+        """The best layouts, by tower; those that can't be among the best that were found are left out."""
+        if self.shape.pp < len(self.names):
+            return list(self._shared())
+        contrast = self.profile(CONTRAST, self.shape.num_microbatches)
+        if contrast is None:
+            return []
+        costs = _costs([range(1)], contrast, self._transfer, 1)
+        layouts = rank_branches(
+            {
+                name: [way for way in self._ways(name) if memory_limit is None or way.state <= memory_limit]
+                for name in self.names
+            },
+            self.shape.pp,
+            SPARE * num_best,
+            also=lambda chosen: {CONTRAST: self._contrast(chosen, costs)},
+            memory_limit=memory_limit,
+            below=found.best[-1].prediction.step if len(found.best) >= num_best else float("inf"),
+            most_tried=MOST_TRIED,
+        )
+        if layouts:
+            found.num_tried += max(0, layouts[0].num_tried - len(layouts))
+        return [_placed(layout.ways) for layout in layouts]
+
+    def _shared(self) -> Iterator[dict[str, Tower]]:
+        """Where towers share ranks: one stage each, all with as many microbatches."""
+        asked = [self.towers.asked[name] for name in self.names if name in self.towers.asked]
+        if any(each.ranks or (each.stages or 1) > 1 for each in asked):
+            return
+        styles = dict.fromkeys(PLAIN if style == INTERLEAVING else style for style in self.towers.styles)
+        for style in styles:
+            for size in self.towers.sizes(self.shape):
+                count = self._here // size
+                if all(each.microbatches in (None, count) and each.schedule in (None, style) for each in asked):
+                    yield {name: Tower((), 1, count, style) for name in self.names}
+
+    def _ways(self, name: str) -> Iterator[TowerWay]:
+        wanted, config = self.towers.asked.get(name, TowerOptions()), self.towers.config
+        most = self.shape.pp - len(self.names) + 1
+        for num_ranks in range(1, most + 1) if wanted.ranks is None else (wanted.ranks,):
+            for style, stages in self.towers.styles_of(name, num_ranks):
+                cut = partition(tower_costs(config, name), stages)
+                for size in self.towers.sizes(self.shape):
+                    count = self._here // size
+                    profile = self.profile(name, count)
+                    if wanted.microbatches in (None, count) and profile is not None:
+                        yield self._way(Tower(tuple(range(num_ranks)), stages, count, style), cut, profile)
+
+    def _way(self, tower: Tower, cut: list[range], profile: Profile) -> TowerWay:
+        num_ranks, dp, transfer = len(tower.ranks), self.shape.dp, self._transfer
+        (branch,) = branches_of({"tower": tower}, self.shape.num_microbatches)[0].values()
+        updates, states = [0.0] * num_ranks, [0.0] * num_ranks
+        for stage, layers in enumerate(cut):
+            weight, sent = profile.total("weight", layers), profile.output[layers[-1]]
+            updates[stage % num_ranks] += profile.total("update", layers)
+            if dp > 1:
+                updates[stage % num_ranks] += transfer.at("reduce", weight) * 2 * (dp - 1) / dp
+            states[stage % num_ranks] += 2 * weight + profile.total("state", layers) + 2 * POSTED * sent
+            if stage < len(cut) - 1:
+                states[(stage + 1) % num_ranks] += 2 * POSTED * sent
+        own = transfer.gap + transfer.at("send", max(profile.output)) + transfer.at("receive", max(profile.output))
+        return TowerWay(
+            replace(branch, ranks=None, feeds=(CONTRAST,)),
+            _costs(cut, profile, transfer, num_ranks),
+            num_ranks,
+            Links(default=max(0.0, transfer.at("delay", max(profile.output)) - own)),
+            tail=max(updates),
+            state=max(states) + profile.transient,
+            tower=tower,
+        )
+
+    def _contrast(self, chosen: Mapping[str, BranchWay], costs: Costs) -> BranchWay:
+        towers = _placed(chosen)
+        _, branch = branches_of(towers, self.shape.num_microbatches)
+        profiles = [self.profile(CONTRAST, self.shape.num_microbatches)]
+        profiles += [self.profile(name, tower.microbatches) for name, tower in towers.items()]
+        said = sum(profile.output[-1] for profile in profiles if profile is not None)
+        return BranchWay(branch, costs, 0, state=2 * POSTED * said)
+
+    def candidate(self, layout: Mapping[str, Tower], settings: Settings) -> TuneCandidate:
+        """A layout as `penstock train` builds it.
+
+        Raises:
+            SettingsError, ScheduleError: it refuses this one.
+        """
+        styles = [tower.style for tower in layout.values()]
+        name = PLAIN if PLAIN in styles else styles[0]
+        words, shape = in_words(layout, name), self.shape
+        run = replace(
+            settings, schedule=name, ranks=shape.pp, dp=shape.dp, microbatches=shape.num_microbatches, towers=words,
+            recompute=self.recompute,
+        )  # fmt: skip
+        schedule = clip_schedule(self.towers.config, run)
+        stages = cut_of(self.towers.config, schedule)
+        cut: list[range] = []
+        for tower, num in stages.num_stages.items():
+            first = cut[-1].stop if cut else 0
+            layers = partition(tower_costs(self.towers.config, tower), num)
+            cut += [range(first + part.start, first + part.stop) for part in layers]
+        cut.append(range(cut[-1].stop, cut[-1].stop + 1))
+        return TuneCandidate(shape, TunePlan(name, schedule, (("towers", words),)), tuple(cut), self.recompute)
+
+    def joined(self, candidate: TuneCandidate) -> Profile | None:
+        """What the layers of all towers and the contrast take, each at its own microbatch size."""
+        schedule = candidate.plan.schedule
+        each = counts_of(cut_of(self.towers.config, schedule), schedule)
+        parts = [self.profile(name, each[name]) for name in (*self.names, CONTRAST)]
+        known = [part for part in parts if part is not None]
+        return joined_profile(f"clip {'+'.join(self.names)}", known) if len(known) == len(parts) else None
+
+
+def in_words(layout: Mapping[str, Tower], schedule: str) -> str:
+    """Towers as `--tower` has them, beside a `--schedule`."""
+    words = []
+    for name, tower in layout.items():
+        ranks = [f"ranks:{len(tower.ranks)}"] if tower.ranks else []  # else towers share some
+        own = [f"schedule:{tower.style}"] if tower.style != schedule else []
+        options = [*ranks, f"stages:{tower.stages}", f"microbatches:{tower.microbatches}", *own]
+        words.append(f"{name}={'+'.join(options)}")
+    return shlex.join(words)
+
+
+def _consider(
+    found: SearchFound,
+    search: _OneShape,
+    layout: Mapping[str, Tower],
+    settings: Settings,
+    transfer: MessageCosts,
+    memory_limit: float | None,
+    num_best: int,
+    dispatch: Dispatch | str,
+    num_devices: int | None,
+) -> None:
+    """Adds a layout to what was found, if it is among the best."""
+    try:
+        candidate = search.candidate(layout, settings)
+    except (SettingsError, ScheduleError) as error:
+        found.num_tried += 1
+        found.refused[str(error)] += 1
+        return
+    profile = None if is_known(found, candidate) else search.joined(candidate)
+    if profile is not None:
+        batch = search.towers.space.batch
+        add_candidate(found, candidate, profile, transfer, batch, memory_limit, num_best, dispatch, num_devices)
+
+
+def _placed(chosen: Mapping[str, BranchWay]) -> dict[str, Tower]:
+    """Towers on ranks of the whole, one tower after another."""
+    found: dict[str, Tower] = {}
+    first = 0
+    for name, way in chosen.items():
+        assert isinstance(way, TowerWay), "a tower's"
+        assert way.tower is not None
+        found[name] = replace(way.tower, ranks=tuple(range(first, first + way.num_ranks)))
+        first += way.num_ranks
+    return found
+
+
+def _costs(cut: list[range], profile: Profile, transfer: MessageCosts, num_ranks: int) -> Costs:
+    """Of a tower's stages by themselves: with the messages between its ranks, without those to the contrast."""
+    f, b, i, w = ([profile.time(kind, layers) + transfer.gap for layers in cut] for kind in ("f", "b", "i", "w"))
+    for stage, layers in enumerate(cut[:-1]) if num_ranks > 1 else ():
+        size = profile.output[layers[-1]]
+        sent, received = transfer.at("send", size), transfer.at("receive", size)
+        f[stage] += sent
+        f[stage + 1] += received
+        for row in (b, i):
+            row[stage + 1] += sent
+            row[stage] += received
+    return Costs(f, i, w, b, [profile.total("activation", layers) for layers in cut])
+
+
+def _match(some: int, others: int) -> bool:
+    """Whether microbatches of two numbers hold whole ones of each other."""
+    return max(some, others) % min(some, others) == 0
+
+
+def _nothing(found: SearchFound, towers: TowerSpace, memory_limit: float | None) -> TuneError:
+    if found.refused:
+        (reason, count), *_ = found.refused.most_common(1)
+        return TuneError(f"penstock train refuses all layouts of the towers, {count} of them because {reason}")
+    if memory_limit is not None:
+        least = "" if found.smallest is None else f"; the least is {in_bytes(found.smallest[0])}"
+        return TuneError(
+            f"no layout of the towers fits in {in_bytes(memory_limit)} per rank{least}; raise --memory-limit, or "
+            "allow more ranks, smaller microbatches or recompute"
+        )
+    return TuneError(
+        f"no layout of the towers {', '.join(towers.config.towers)} has what --tower asks for, with at most "
+        f"{towers.space.num_devices} ranks; ask for less"
+    )
