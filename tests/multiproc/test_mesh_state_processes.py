@@ -17,6 +17,7 @@ from penstock.models.loss import CrossEntropy
 from penstock.runtime import partition
 from penstock.runtime.errors import RuntimeFailure
 from processes import run_ranks
+from tiers import NIGHTLY
 
 pytestmark = pytest.mark.multiproc
 
@@ -89,7 +90,11 @@ def in_one_process(num: int, tied: bool) -> list[list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("run", "tied"), [(RUN, True), (WHOLE, False)], ids=["zero1", "fsdp"])
+@pytest.mark.parametrize(
+    ("run", "tied"),
+    [(RUN if NIGHTLY else RUN[::2], True), (WHOLE if NIGHTLY else WHOLE[:2], False)],
+    ids=["zero1", "fsdp"],
+)
 def test_each_mesh_goes_on_from_the_checkpoint_of_another(
     tmp_path: Path, run: list[tuple[Split, str]], tied: bool
 ) -> None:

@@ -71,7 +71,7 @@ def test_any_cut_and_any_numbers_of_microbatches_that_match(data: st.DataObject)
     assert not runs.wrong(sizes, program.build(), CLIPStages.of(NANO, program), dispatch)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_mixed_schedules_train_until_retrieval_beats_chance_ten_times() -> None:
     """On combinations never seen; and every step is run in the order that the simulator says."""
     program = runs.program(SIZES["gathered over microbatches"])

@@ -59,7 +59,7 @@ def small(load: Any) -> Any:
     return learning.Task(config, batch=8, num_batches=6, every=3, warmup=1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_figure_7(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = load("figure7")
     monkeypatch.setattr(load("methods"), "RATIOS", (2.1,), raising=False)
@@ -110,7 +110,7 @@ def test_table_5(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sync < vnag < amdp
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_mismatch_finds_zb_v_as_busy_as_amdp(load: Any) -> None:
     module = load("mismatch")
     cells = module.cells(module.COSTINGS[:1], depths=(4,), per_rank=(4,))

@@ -47,7 +47,7 @@ def test_table_1(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [by[name]["versions"] for name in ("1f1b", "pipedream", "pipedream-2bw", "amdp")] == [1, 4, 2, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_figures_6_and_8(load: Any) -> None:
     """One setup: what the paper says in numbers holds, and the chart and the table come out of the rows."""
     memory = load("memory")

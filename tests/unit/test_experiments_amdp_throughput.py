@@ -97,7 +97,7 @@ def test_without_zero_every_copy_steps(load: Any) -> None:
     assert on.duration("U", 1) == off.duration("U", 1) > off.take_over[1], "the owner also adds up"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_measured_on_emulated_devices(load: Any) -> None:
     methods, measured = load("methods"), load("measured")
     schedule = ps.build("pipedream-2bw", 2, 16, window=2)

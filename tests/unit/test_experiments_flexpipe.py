@@ -106,7 +106,10 @@ def test_megatron_is_out_of_memory_where_the_papers_is(load: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "vocabulary", "setup", "shape", "least"),
-    [("5B", 1000, (8, 4, 1, "none"), "v-shape", 1.9), ("16.1B", 512, (8, 4, 1, "scores"), "circular", 2.1)],
+    [
+        ("5B", 1000, (8, 4, 1, "none"), "v-shape", 1.9),
+        pytest.param("16.1B", 512, (8, 4, 1, "scores"), "circular", 2.1, marks=pytest.mark.nightly),
+    ],
 )
 def test_headlines_simulated_anew(
     load: Any, model: str, vocabulary: int, setup: tuple[Any, ...], shape: str, least: float
@@ -122,7 +125,7 @@ def test_headlines_simulated_anew(
     assert base.iteration_ms() / best.iteration_ms() >= least
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_search_finds_what_trying_everything_finds(load: Any) -> None:
     setups, search = load("setups"), load("search")
     small = setups.Model("small", 8, 1024, 8, 512, (8,))

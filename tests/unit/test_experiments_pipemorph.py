@@ -69,7 +69,7 @@ def test_figure_5_is_the_paper_s(load: Any) -> None:
     assert find(rows, system="dynamic", delay_ms=20.0)["simulated_ms"] == [410]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_figure_15_within_the_memory_of_zb(load: Any) -> None:
     module, rows = simulated(load, "figure15", delays=(0.0, 60.0))
     chain = load("setups").CHAIN_8

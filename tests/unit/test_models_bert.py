@@ -132,7 +132,7 @@ def test_a_pipeline_gives_the_plain_loops_loss_and_gradients(schedule: str) -> N
     assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tiny_one_learns_to_fill_in_masked_tokens_and_what_follows() -> None:
     text = MaskedText(TEXT, 11, 12)
     config = dataclasses.replace(CONFIG, width=32, num_heads=4, depth=2)

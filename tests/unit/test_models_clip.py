@@ -98,7 +98,7 @@ def test_the_loss_by_its_definition_also_for_partners_in_another_order() -> None
     assert retrieval_accuracy(torch.eye(4).expand(2, 4, 4)).tolist() == [1.0, 1.0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_three_towers_find_each_others_samples_also_of_combinations_never_seen() -> None:
     seen = 152  # of the 216 combinations, the first in each round of numbers
     pool = batch([number for number in range(216 * 4) if number % 216 < seen][:576])

@@ -77,7 +77,7 @@ def test_bounds_and_greedy_enclose_the_best_of_all_orders(seed: int, share: floa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "num_microbatches", "cap", "paths_alone", "best"),
-    [(v_shape(3), 4, 4, 52, 58), (circular(2, 4), 4, 3, 50, 52)],
+    [pytest.param(v_shape(3), 4, 4, 52, 58, marks=pytest.mark.nightly), (circular(2, 4), 4, 3, 50, 52)],
 )
 def test_two_stages_of_a_rank_that_share_its_memory_keep_it_idle_at_both_ends(
     placement: Placement, num_microbatches: int, cap: int, paths_alone: float, best: int

@@ -57,6 +57,6 @@ def test_messages_are_read_too() -> None:
     assert [words for _, words, _ in PROSE.found(PROSE.prose_of_source(source))] == ["number a stage"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_is_left_to_mend(capsys: pytest.CaptureFixture[str]) -> None:
     assert PROSE.main() == 0, capsys.readouterr().out

@@ -70,7 +70,7 @@ def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["chimera", "mllm"])
+@pytest.mark.parametrize("name", ["chimera", pytest.param("mllm", marks=pytest.mark.nightly)])
 def test_what_is_not_planned_anew_is_dispatched_otherwise(name: str) -> None:
     schedule = ps.build(name, NUM_RANKS, 8)
     late = ps.Links.parse("1:2=latency:steps:0ms/0ms,300ms/60ms,10min/0ms")
