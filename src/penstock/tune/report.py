@@ -187,7 +187,7 @@ def _cells(outcome: TuneOutcome, ranked: Ranked, verified: bool) -> list[str]:
 def _cut(candidate: TuneCandidate) -> str:
     if candidate.towers is not None:
         towers = read_towers(candidate.towers).items()
-        return " ".join(f"{name} {each.ranks or 'shared'}/{each.stages}/{each.microbatches}" for name, each in towers)
+        return " ".join(f"{name} {each.ranks or '-'}/{each.stages}/{each.microbatches}" for name, each in towers)
     counts = [len(layers) for layers in candidate.cut]
     return " ".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)} in {len(counts)}"
 
