@@ -153,7 +153,7 @@ OF_OTHER_PARTS = (
     ("transports", "schedules that need more lines or deeper channels", "[transports](runtime/transports.md)"),
     ("optimizers", "rules and meshes that an optimizer can't serve", "[weight versions](runtime/weight-versions.md)"),
     ("checkpoints", "what can't be saved", "[checkpoints](runtime/checkpoints.md)"),
-    ("`penstock train`", "options that exclude each other, and bad settings", "[training](train.md)"),
+    ("`penstock train`", "options that exclude each other", "[training](train.md#options-that-exclude-each-other)"),
     ("`penstock train`", "another model, optimizer, seed or data with `--resume`", "[resuming](train/resuming.md)"),
     ("`penstock train`", "options of data and learning with `--device emulated`", "[emulated](train/emulated.md)"),
     ("asynchronous runs", "tied weights and optimizers under some rules", "[asynchronous](train/asynchronous.md)"),
