@@ -187,6 +187,8 @@ def real() -> list[str]:
     same = "are" if found["bitwise"] else "are not"
     lines += [
         "",
+        f"{setting.schedule} over {setting.num_ranks} ranks with {setting.num_microbatches} microbatches, a GPT of "
+        f"{setting.depth} layers of width {setting.width}, {setting.blocks} blocks of each way in turn. "
         f"{found['num_documents']:,} documents. The first loss and the plain loop's {same} equal to the last bit. A "
         f"plan took {found['planning_ms']:.0f} ms beside training.",
     ]
