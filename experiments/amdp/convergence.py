@@ -1,6 +1,7 @@
 """Figure 7 by a protocol that was fixed before any run of it: GPT and BERT, three seeds, each paper's own optimizer.
 
     python -m experiments.amdp.convergence --minutes 4     goes on for so long; five hours of one core in all
+    python -m experiments.amdp.convergence --processes 2   two runs at a time; what each comes to is the same
     python -m experiments.amdp.convergence --show          what there is so far
 
 The protocol, which changes for no result:
@@ -28,10 +29,13 @@ every method but two. Its task had been changed too, from windows of 2d to 4d, a
 
 from __future__ import annotations
 
+import itertools
 import math
+import multiprocessing
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -127,6 +131,11 @@ DELAYED = tuple(method.name for method in ROWS if not method.is_synchronous)
 
 def next_job(rows: Sequence[Row]) -> Job | None:
     """What the protocol asks for next, given what was found; None once it is done."""
+    return next(ready_jobs(rows), None)
+
+
+def ready_jobs(rows: Sequence[Row]) -> Iterator[Job]:
+    """All runs that the protocol asks for and whose rates are known by now, in its order."""
     done = {tuple(row[key] for key in ("part", "model", "name", "seed", "peak")): row["final"] for row in rows}
 
     def finals(part: str, model: str, name: str) -> dict[float, float]:
@@ -136,31 +145,33 @@ def next_job(rows: Sequence[Row]) -> Job | None:
             if (a, b, c) == (part, model, name)
         }
 
+    def missing(jobs: Iterable[Job]) -> list[Job]:
+        return [job for job in jobs if tuple(job.key.values()) not in done]
+
     for model in MODELS:
+        best: dict[str, float] = {}
         for optimizer, first in FIRST.items():
-            if (peak := _next_peak([first, first / 2, first * 2], finals("rates", model, optimizer))) is not None:
-                return Job("rates", model, optimizer, HELD_OUT, peak)
-        best = {name: _best(finals("rates", model, name)) for name in FIRST}
-        for seed in SEEDS:
-            for method in ROWS:
-                job = Job("table 1", model, method.name, seed, _rate(method, best[method.optimizer]))
-                if tuple(job.key.values()) not in done:
-                    return job
-        for method in ROWS:
+            found = finals("rates", model, optimizer)
+            if peaks := _next_peaks([first, first / 2, first * 2], found):
+                yield from (Job("rates", model, optimizer, HELD_OUT, peak) for peak in peaks)
+            else:
+                best[optimizer] = _best(found)
+        judged = [method for method in ROWS if method.optimizer in best]
+        yield from missing(
+            Job("table 1", model, method.name, seed, _rate(method, best[method.optimizer]))
+            for seed in SEEDS
+            for method in judged
+        )
+        for method in judged:
             if method.is_synchronous:
                 continue
             start = _rate(method, best[method.optimizer])
             found = finals("own", model, method.name)
             grid = [start, start / 2, start / 4]
-            if (peak := _next_peak(grid, found, upwards=False)) is not None:
-                return Job("own", model, method.name, HELD_OUT, peak)
-            if round(own := _best(found), 5) == round(start, 5):
-                continue  # table 1 has it
-            for seed in SEEDS:
-                job = Job("table 2", model, method.name, seed, own)
-                if tuple(job.key.values()) not in done:
-                    return job
-    return None
+            if peaks := _next_peaks(grid, found, upwards=False):
+                yield from (Job("own", model, method.name, HELD_OUT, peak) for peak in peaks)
+            elif round(own := _best(found), 5) != round(start, 5):  # else table 1 has it
+                yield from missing(Job("table 2", model, method.name, seed, own) for seed in SEEDS)
 
 
 def _rate(method: Method, best: float) -> float:
@@ -173,15 +184,14 @@ def _best(finals: Mapping[float, float]) -> float:
     return min(finals, key=lambda peak: (finals[peak], peak))
 
 
-def _next_peak(grid: Sequence[float], finals: Mapping[float, float], upwards: bool = True) -> float | None:
-    """The next rate to try: those of the grid, and on by factors of two while the best lies at an edge."""
-    for peak in grid:
-        if round(peak, 5) not in finals:
-            return peak
+def _next_peaks(grid: Sequence[float], finals: Mapping[float, float], upwards: bool = True) -> list[float]:
+    """The next rates to try: those of the grid, and on by factors of two while the best lies at an edge."""
+    if left := [peak for peak in grid if round(peak, 5) not in finals]:
+        return left
     best = _best(finals)
     if best == min(finals):
-        return best / 2
-    return best * 2 if upwards and best == max(finals) else None
+        return [best / 2]
+    return [best * 2] if upwards and best == max(finals) else []
 
 
 def run(job: Job, num_batches: int = 300) -> Row:
@@ -219,8 +229,9 @@ def _table(rows: Sequence[Row], mine: Sequence[Row], model: str) -> Iterator[str
     like = {"AdamW": "synchronous", "Adam": "synchronous", "NAdam": "synchronous, NAdam", "SGD": "synchronous, SGD",
             "Muon": "synchronous, Muon"}  # fmt: skip
     body = []
-    for name in dict.fromkeys(row["name"] for row in mine):
-        of_row = [row for row in mine if row["name"] == name]
+    for name in (method.name for method in ROWS):
+        if not (of_row := [row for row in mine if row["name"] == name]):
+            continue
         finals = [row["final"] for row in of_row]
         optimizer = of_row[0]["optimizer"]
         over = []
@@ -266,19 +277,39 @@ def _times(rows: Sequence[Row], model: str) -> Iterator[str]:
             yield f"{model}: to {target:.3f} {name}: {statistics.mean(taken) * each:.0f} s"  # type: ignore[type-var, operator]
 
 
+def carry_out(rows: list[Row], minutes: float, processes: int) -> Iterator[Row]:
+    """Runs what the protocol asks for, some at a time, and gives each row once it is in `rows`."""
+    began = time.monotonic()
+    running: dict[Future[Row], Job] = {}
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        while True:
+            if time.monotonic() - began < 60 * minutes:
+                waiting = (job for job in ready_jobs(rows) if job not in running.values())
+                for job in itertools.islice(waiting, processes - len(running)):
+                    running[pool.submit(run, job)] = job
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[future]
+                rows.append(future.result())
+                yield rows[-1]
+
+
 def main() -> None:
     parser = options(__doc__, RESULTS, show=True)
     parser.add_argument("--minutes", type=float, default=4.0, help="begin no run after so many")
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time")
     parser.add_argument("--times", action="store_true", help="simulate time to loss too: some minutes")
     given = parser.parse_args()
-    rows, began = known(given.out, "convergence"), time.monotonic()
-    while not given.show and time.monotonic() - began < 60 * given.minutes and (job := next_job(rows)) is not None:
-        rows.append(run(job))
-        save(given.out, "convergence", rows, seeds=(*SEEDS, HELD_OUT))
-        print(
-            f"{job.part}, {job.model}, {job.name}, seed {job.seed}, {job.peak:g}: {shown(rows[-1]['final'])}",
-            flush=True,
-        )
+    rows = known(given.out, "convergence")
+    if not given.show:
+        for row in carry_out(rows, given.minutes, given.processes):
+            save(given.out, "convergence", rows, seeds=(*SEEDS, HELD_OUT))
+            print(
+                f"{row['part']}, {row['model']}, {row['name']}, seed {row['seed']}, {row['peak']:g}: "
+                f"{shown(row['final'])}",
+                flush=True,
+            )
     print("\n".join(lines(rows, given.times)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,19 @@ from typing import Any
 import pytest
 
 from experiments.amdp import convergence, figure7
-from experiments.amdp.convergence import DELAYED, FIRST, MODELS, ROWS, SEEDS, Job, lines, next_job, row_of, run
+from experiments.amdp.convergence import (
+    DELAYED,
+    FIRST,
+    MODELS,
+    ROWS,
+    SEEDS,
+    Job,
+    lines,
+    next_job,
+    ready_jobs,
+    row_of,
+    run,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -88,6 +101,21 @@ def test_what_diverges_is_never_best() -> None:
     assert {row["peak"] for row in rows if row["part"] == "table 1" and row["name"] in ("amdp", "xpipe")} == {1e-3}
     diverged = [row | {"final": None} if row["name"] == "amdp" and row["seed"] == 1 else row for row in rows]
     assert "1 of 3 diverged" in "\n".join(lines(diverged))
+
+
+def test_runs_that_end_in_another_order_are_the_same_runs() -> None:
+    """So several processes may share them out."""
+
+    def loss(job: Job) -> float:
+        return 1.0 + abs(math.log(job.peak / (2 * FIRST[job.name] if job.part == "rates" else 1e-3)))
+
+    draw, rows = random.Random(3), list[dict[str, Any]]()
+    while jobs := list(ready_jobs(rows)):
+        job = draw.choice(jobs)
+        rows.append(done(job, loss(job)))
+    one_by_one = carried_out(loss)
+    assert sorted(map(repr, rows)) == sorted(map(repr, one_by_one))
+    assert list(lines(rows)) == list(lines(one_by_one))
 
 
 @pytest.mark.slow
