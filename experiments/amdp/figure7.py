@@ -155,8 +155,9 @@ def _over(row: Row, other: Row) -> str:
 
 
 def by_update(rows: Sequence[Row]) -> Figure:
-    return _chart(
+    return chart_of(
         rows,
+        SHOWN,
         title="Figure 7: loss by update",
         note="an update gathers 32 sequences: 32 microbatches, or one with pipedream, vnag, spectrain and no rule",
         x=Axis("updates"),
@@ -164,36 +165,34 @@ def by_update(rows: Sequence[Row]) -> Figure:
 
 
 def by_time(rows: Sequence[Row]) -> Figure:
-    return _chart(
+    return chart_of(
         [row | {"curve": [(b * row["batch_seconds"], loss) for b, loss in row["curve"]]} for row in rows],
+        SHOWN,
         title="Figure 7: loss by time",
         note="a batch takes as long as one of 128 on the paper's 8 ranks, by simulation: our losses, their ranks",
         x=Axis("seconds on the paper's ranks, simulated"),
     )
 
 
-def _chart(rows: Sequence[Row], title: str, note: str, x: Axis) -> Figure:
-    found, losses = by_method(rows), _losses(rows)
+def chart_of(
+    rows: Sequence[Row], shown: Mapping[str, tuple[Hue, Stroke]], *, title: str, note: str, x: Axis
+) -> Figure:
+    """Validation loss of some methods, from just below the best to where all have learnt something.
+
+    Args:
+        rows: of `train`.
+        shown: the methods that are drawn, in this order.
+    """
+    found = by_method(rows)
+    best = min(row["final"] for row in rows if row["final"] is not None)
+    losses = Axis("validation loss, nats a byte", low=round(best - 0.05, 1), high=round(best + 1.2, 1))
     parts = []
-    for name, (hue, stroke) in SHOWN.items():
+    for name, (hue, stroke) in shown.items():
         # What is above the chart would be drawn over its title.
         points = [(at, loss) for at, loss in found[name]["curve"] if loss <= losses.high] if name in found else []
         if points:
             parts.append(Line(name, *map(list, zip(*points, strict=True)), hue=hue, stroke=stroke))
-    return line_chart(
-        parts,
-        title=title,
-        note=note,
-        x=x,
-        y=losses,
-        height=460,
-    )
-
-
-def _losses(rows: Sequence[Row]) -> Axis:
-    """From just below the best loss to where all have learnt something."""
-    best = min(row["final"] for row in rows if row["final"] is not None)
-    return Axis("validation loss, nats a byte", low=round(best - 0.05, 1), high=round(best + 1.2, 1))
+    return line_chart(parts, title=title, note=note, x=x, y=losses, height=460)
 
 
 def main() -> None:

@@ -1,12 +1,19 @@
-"""Table 5: vNAG against the synchronous pipeline and AMDP, 8 ranks, updates of 8 samples.
+"""Table 5 and Figure 9: vNAG against the synchronous pipeline and AMDP, 8 ranks, updates of 8 samples.
 
-    python -m experiments.amdp.table5           ten minutes of one core; what was done before is kept
+    python -m experiments.amdp.table5           an hour and ten minutes of one core; what was done before is kept
     python -m experiments.amdp.table5 --again   all of it
+    python -m experiments.amdp.table5 --show    what was found last
 
 Throughput is simulated for the paper's two models on its device, a block a stage, the embedding on top of the first
-and the head on top of the last. The loss is of Model-1 made small: 8 blocks on 8 stages as there, but of width 64
-instead of 768, 16 tokens instead of 512, bytes instead of 50,304 words, and 1,000 updates instead of 50,000 on the
-standard library's text. Rates are those of figure 7.
+and the head on top of the last. Losses are of both models made small, trained for 1,000 updates instead of 50,000 on
+the standard library's text, as bytes instead of 50,304 words:
+
+                 width         tokens        heads        rate
+    Model-1    64 for 768    16 for 512     4 for 12    that of figure 7
+    Model-2   224 for 2688   32 for 1024    8 for 24    a third of it
+
+Both have 8 blocks on 8 stages, as there. Model-2 is 3.5 times as wide as Model-1 and sees twice as many tokens.
+Its rate is a third, as in the paper (1e-4 for 3e-4). Model-2 was fixed so before any run of it.
 
 vNAG's microbatch is the whole minibatch of 8 samples, after which it updates; the others gather 8 microbatches of
 one sample.
@@ -14,20 +21,29 @@ one sample.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from experiments.amdp import RESULTS
-from experiments.amdp.figure7 import ADAM, NADAM
+from experiments.amdp.figure7 import ADAM, NADAM, Stroke, chart_of
 from experiments.amdp.learning import Method, Task, shown, train
 from experiments.amdp.timing import OtherSetup, ktokens
 from experiments.common.command import options
-from experiments.common.results import Row, find, known, save, table
+from experiments.common.results import Row, facts, find, known, save, table
 from penstock.cost.presets import A800, CostPreset
 from penstock.cost.presets.gpt import GPTShape
+from penstock.draw.chart import Axis, Figure, save_chart
+from penstock.draw.charts.parts import Hue
+from penstock.models import GPTConfig
 
 RANKS = BATCH = 8
-TASK = Task(batch=BATCH)
+TASKS: Mapping[str, Task] = {
+    "Model-1": Task(batch=BATCH),
+    "Model-2": Task(GPTConfig(vocab_size=256, context=32, depth=8, width=224, num_heads=8), batch=BATCH),
+}
+RATES: Mapping[str, float] = {"Model-1": 1.0, "Model-2": 1 / 3}
+"""Of each model's learning rates over those of figure 7."""
 
 SYNC = "Sync. PP"
 METHODS = (
@@ -37,6 +53,14 @@ METHODS = (
     Method("Sync. PP, NAdam", "1f1b", optimizer="NAdam", peak=NADAM),
 )
 """The last is not the paper's: it tells what of vNAG's loss is its optimizer's, and what its delays'."""
+
+SHOWN: Mapping[str, tuple[Hue, Stroke]] = {
+    SYNC: ("grey", "solid"),
+    "vNAG": ("purple", "solid"),
+    "AMDP": ("navy", "solid"),
+    "Sync. PP, NAdam": ("grey", "dashed"),
+}
+"""How Figure 9 draws each."""
 
 _SHAPE = GPTShape(8, 768, num_heads=12, vocab_size=50304, num_positions=512, sequence=512)
 MODELS: Mapping[str, GPTShape] = {
@@ -81,15 +105,14 @@ def lines(rows: Sequence[Row], times: Sequence[Row]) -> Iterator[str]:
             cells = f"{ours:.1f} ({ours / base:.2f})", f"{paper:.1f} ({paper / PAPER[model, SYNC][0]:.2f})"
             body.append([f"{model}, {method.name}", *cells])
     yield from table(["", "ours", "paper"], body)
-    yield "\nloss (over Sync. PP's); ours of a small Model-1, the paper's of both"
-    base = find(rows, method=SYNC)["final"]
+    yield "\nloss (over Sync. PP's); ours of both models made small"
     body = []
     for row in rows:
+        base = find(rows, model=row["model"], method=SYNC)["final"]
         over = "" if row["final"] is None else f" ({row['final'] / base - 1:+.1%})"
-        body.append(
-            [row["method"], shown(row["final"]) + over, *(_paper_loss(model, row["method"]) for model in MODELS)]
-        )
-    yield from table(["", "ours", *MODELS], body)
+        ours = shown(row["final"]) + over
+        body.append([f"{row['model']}, {row['method']}", ours, _paper_loss(row["model"], row["method"])])
+    yield from table(["", "ours", "paper"], body)
 
 
 def _paper_loss(model: str, method: str) -> str:
@@ -99,18 +122,43 @@ def _paper_loss(model: str, method: str) -> str:
     return f"{loss:.2f} ({loss / PAPER[model, SYNC][1] - 1:+.1%})"
 
 
+def by_update(rows: Sequence[Row], model: str) -> Figure:
+    """Figure 9 of a model: its validation loss by update."""
+    config = TASKS[model].config
+    sizes = f"a GPT of {config.depth} blocks, {config.width} wide, {config.context} tokens"
+    return chart_of(
+        [row for row in rows if row["model"] == model],
+        SHOWN,
+        title=f"Figure 9: loss of a small {model}",
+        note=f"{sizes}; an update gathers {BATCH} samples",
+        x=Axis("updates"),
+    )
+
+
 def main() -> None:
-    parser = options(__doc__, RESULTS)
+    parser = options(__doc__, RESULTS, show=True)
     parser.add_argument("--again", action="store_true", help="those too that were done before")
     given = parser.parse_args()
-    done = {} if given.again else {row["method"]: row for row in known(given.out, "table5")}
+    done = {} if given.again else {(row["model"], row["method"]): row for row in known(given.out, "table5")}
+    if given.show:
+        print("\n".join(lines(list(done.values()), facts(given.out, "table5")["throughput"])))
+        return
     times = throughputs()
-    for method in METHODS:
-        if method.name not in done:
-            done[method.name] = train(method, TASK, print)
-            found = [done[each.name] for each in METHODS if each.name in done]
-            save(given.out, "table5", found, seeds=[TASK.seed], throughput=times)
-    print("\n".join(lines([done[method.name] for method in METHODS], times)))
+    for model, task in TASKS.items():
+        for method in METHODS:
+            if (model, method.name) not in done:
+                done[model, method.name] = {
+                    "model": model,
+                    **train(replace(method, peak=method.peak * RATES[model]), task, print),
+                }
+                found = [
+                    done[key] for key in itertools.product(TASKS, (each.name for each in METHODS)) if key in done
+                ]
+                save(given.out, "table5", found, seeds=[task.seed], throughput=times)
+    rows = list(done.values())
+    print("\n".join(lines(rows, times)))
+    for model in TASKS:
+        save_chart(by_update(rows, model), given.out / f"figure9-{model.lower()}.svg")
 
 
 if __name__ == "__main__":

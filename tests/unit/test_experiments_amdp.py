@@ -104,10 +104,30 @@ def test_table_5(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module = load("table5")
     monkeypatch.setattr(load("methods"), "RATIOS", (2.1,), raising=False)
     times = module.throughputs(["Model-1"])
-    rows = [{"method": method.name, "final": 2.0 + place} for place, method in enumerate(module.METHODS)]
-    assert "58.5" in "\n".join(module.lines(rows, times))
+    rows = [
+        {"model": model, "method": method.name, "final": 2.0 + place, "curve": [(50, 2.9), (100, 2.0 + place / 4)]}
+        for model in module.TASKS
+        for place, method in enumerate(module.METHODS)
+    ]
+    text = "\n".join(module.lines(rows, times))
+    assert "58.5" in text
     sync, vnag, amdp = (row["ktokens"] for row in times)
     assert sync < vnag < amdp
+    assert "4.93 (+34.3%)" in text
+    for model in module.TASKS:
+        drawn = str(module.by_update(rows, model))
+        assert all(part in drawn for part in (f"small {model}", *(method.name for method in module.METHODS)))
+
+
+def test_the_small_models_of_table_5_stand_as_the_papers_do(load: Any) -> None:
+    """Model-2 is 3.5 times as wide as Model-1 and sees twice as many tokens; a block is a stage."""
+    module = load("table5")
+    small = {model: task.config for model, task in module.TASKS.items()}
+    for name in ("width", "context"):
+        shape = {"width": "width", "context": "sequence"}[name]
+        ours = getattr(small["Model-2"], name) / getattr(small["Model-1"], name)
+        assert ours == getattr(module.MODELS["Model-2"], shape) / getattr(module.MODELS["Model-1"], shape)
+    assert {config.depth for config in small.values()} == {module.RANKS}
 
 
 @pytest.mark.nightly
