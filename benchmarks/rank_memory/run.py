@@ -1,27 +1,83 @@
-"""Peak resident memory of each of 4 ranks that train a model of a person's own, above importing.
+"""Peak resident memory of each of 4 processes that load their stage of a folder, or train a model, above importing.
 
-    python benchmarks/own_model/run.py
+    python benchmarks/rank_memory/run.py loading
+    python benchmarks/rank_memory/run.py training
 
-A transformer of 319 MB, whose constructor initialises every layer once more at its end, is trained for two steps of
-SGD by `penstock train --model FILE.py:Net` in 4 processes. Once its weights lie in a file until a rank takes its own,
-and once they do not, because TMPDIR names a folder that takes no file. Losses must be the same.
+The README beside says what is asked. Each case is added to `loading.json` or `training.json` as it ends, and a case
+that is there is not run again.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-FILE = """
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1])]
+
+from experiments.common.results import known, save  # noqa: E402
+
+NUM_RANKS = 4
+SEED = 0
+"""Of every checkpoint, and of the runs."""
+AT_ONCE = 2
+"""Processes of `loading` that run beside each other."""
+
+FAMILIES = HERE.parent / "hf_families/families.json"
+REFUSED = ("led",)
+WIDER = 48
+WIDTHS = (
+    "hidden_size", "intermediate_size", "n_embd", "head_dim", "moe_intermediate_size", "ffn_dim", "ffn_hidden_size",
+    "word_embed_proj_dim", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "mamba_dt_rank", "d_model", "d_kv", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "projection_dim",
+)  # fmt: skip
+DEEPER = 12
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64}
+SMALL = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 2048, "vocab_size": 1000}
+LARGE = {"hidden_size": 1536, "num_attention_heads": 12, "intermediate_size": 4096, "vocab_size": 1000}
+TINY = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 24, "vocab_size": 300}
+
+BUILD = """
+import importlib, json, resource, sys, torch
+import penstock.train.run_job, penstock.train.tasks.huggingface, transformers
+from penstock.models.huggingface import Decoder
+for name in json.loads(sys.argv[4]):
+    importlib.import_module(name)
+def field(name):
+    for line in open("/proc/self/status"):
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+torch.ones(2) @ torch.ones(2)
+start, mapped = field("VmRSS"), field("RssFile")
+open("/proc/self/clear_refs", "w").write("5")
+decoder = Decoder(sys.argv[1])
+compared = field("VmHWM") - start
+stage = decoder.stages(int(sys.argv[3]))[int(sys.argv[2])]()
+held = {id(p): p.nbytes for p in stage.parameters()}
+print(json.dumps({
+    "import": start, "compared": compared, "peak": field("VmHWM") - start, "own": sum(held.values()),
+    "libraries": field("RssFile") - mapped,
+}))
+"""
+"""What each process of `loading` runs: its peak, and of it the pages of libraries that importing had not touched."""
+
+NET = '''
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 class Net(nn.Module):
+    """A transformer whose constructor initialises every layer once more at its end."""
+
     def __init__(self, depth=24, width=512, words=4000):
         super().__init__()
         self.embedding = nn.Embedding(words, width)
@@ -44,44 +100,177 @@ class Net(nn.Module):
 loss_fn = nn.CrossEntropyLoss()
 
 def make_data():
-    tokens = torch.randint(0, 4000, (64, 8), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 300, (64, 8), generator=torch.Generator().manual_seed(0))
     return TensorDataset(tokens, tokens.roll(1, 1))
-"""
+'''
 IMPORTED = """
-import resource, torch
-import penstock.train.run_job, penstock.train.tasks.own
+import sys, torch
+import penstock.train.run_job, penstock.train.tasks.own, penstock.train.tasks.huggingface
+if sys.argv[1] == "folder":
+    import transformers, transformers.models.llama.modeling_llama
 torch.ones(2) @ torch.ones(2)
-print(int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize())
+print(next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmRSS")))
 """
-OPTIONS = "--model net.py:Net --data net.py:make_data --ranks 4 --microbatches 4 --batch 4 --steps 2 --optimizer SGD"
+OPTIONS = "--ranks 4 --microbatches 4 --batch 4 --steps 2 --optimizer SGD --seed 0"
 NO_FILE = "/proc"
-"""A folder in which none can be made."""
+"""A folder in which no file can be made, so that a model of one's own stays in memory whole."""
 
 
-def trained(folder: Path, name: str, scratch: str | None) -> tuple[list[int], list[float], int]:
-    """Peak bytes of each rank, the losses, and the model's bytes."""
-    command = [sys.executable, "-m", "penstock.train", *OPTIONS.split(), "--out", name, "--json"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **({} if scratch is None else {"TMPDIR": scratch})}
-    done = subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True, text=True)
-    report = json.loads(done.stdout)
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    return report["peak_memory"], [json.loads(line)["loss"] for line in lines], 4 * report["num_parameters"]
+class Training(NamedTuple):
+    """A run of `penstock train`.
+
+    Attributes:
+        model: sizes of a Llama that is saved to a folder, or arguments of `Net`.
+        more: options besides `OPTIONS`.
+    """
+
+    kind: str
+    model: dict[str, int]
+    more: str = ""
+    in_file: bool = True
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "net.py").write_text(FILE)
-        done = subprocess.run([sys.executable, "-c", IMPORTED], check=True, capture_output=True, text=True)
-        imported = int(done.stdout)
-        found = {}
-        for way, scratch in (("in memory", NO_FILE), ("in a file", None)):
-            peaks, losses, size = trained(folder, way.replace(" ", "-"), scratch)
-            found[way] = losses
-            print(way, *(f"{(peak - imported) / size:.3f}" for peak in peaks), flush=True)
-        print(f"{size / 1e6:.0f} MB, {imported / 1e6:.0f} MB for importing, losses", end=" ")
-        print("the same" if found["in memory"] == found["in a file"] else "DIFFER")
+TRAINED = {
+    "folder, tiny": Training("folder", {**TINY, "num_hidden_layers": 12}),
+    "folder, small": Training("folder", {**SMALL, "num_hidden_layers": 12}),
+    "folder, large": Training("folder", {**LARGE, "num_hidden_layers": 12}),
+    "folder, large, many words": Training("folder", {**LARGE, "num_hidden_layers": 12, "vocab_size": 32000}),
+    "folder, large, many words, cut by hand": Training(
+        "folder", {**LARGE, "num_hidden_layers": 12, "vocab_size": 32000}, "--cut 3,4,4,3"
+    ),
+    "own, tiny": Training("own", {"depth": 24, "width": 16, "words": 300}),
+    "own, small": Training("own", {"depth": 24, "width": 512, "words": 4000}),
+    "own, small, in memory": Training("own", {"depth": 24, "width": 512, "words": 4000}, in_file=False),
+    "own, large": Training("own", {"depth": 24, "width": 1024, "words": 4000}),
+}
+
+
+def wider(config: Any) -> Any:
+    """A config of the list with widths that give a checkpoint of some hundred megabytes."""
+    if not isinstance(config, dict):
+        return config
+    return {
+        key: value * WIDER if key in WIDTHS else DEEPER if key in DEPTHS else wider(value)
+        for key, value in config.items()
+    }
+
+
+def saved(config: dict[str, Any], folder: Path, dtype: str = "float32") -> tuple[int, list[str]]:
+    """Saves a model of a config; its bytes, and the modules of transformers that it needs."""
+    done = python(SAVE, json.dumps(config), str(folder), dtype)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")), json.loads(done)
+
+
+SAVE = """
+import json, sys, torch, transformers
+config = json.loads(sys.argv[1])
+torch.manual_seed(0)
+model = getattr(transformers, config["architectures"][0])(transformers.AutoConfig.for_model(**config))
+model.to(getattr(torch, sys.argv[3])).save_pretrained(sys.argv[2])
+print(json.dumps(sorted(name for name in sys.modules if name.startswith("transformers.models."))))
+"""
+
+
+def python(code: str, *arguments: str) -> str:
+    """The last line that a process prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], check=True, env=ENV, capture_output=True, text=True
+    )
+    return done.stdout.splitlines()[-1]
+
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def load(name: str) -> dict[str, Any]:
+    """A family's four stages, each built in a process of its own."""
+    if name.startswith("llama, large"):
+        config: dict[str, Any] = {**LLAMA, **LARGE, "num_hidden_layers": 12}
+    else:
+        config = wider(json.loads(FAMILIES.read_text(encoding="utf-8"))[name])
+    with tempfile.TemporaryDirectory() as folder:
+        size, modules = saved(config, Path(folder), "bfloat16" if "bfloat16" in name else "float32")
+        found: list[dict[str, int]] = []
+        for first in range(0, NUM_RANKS, AT_ONCE):
+            running = [
+                subprocess.Popen(
+                    [sys.executable, "-c", BUILD, folder, str(rank), str(NUM_RANKS), json.dumps(modules)],
+                    env=ENV, stdout=subprocess.PIPE, text=True,
+                )
+                for rank in range(first, first + AT_ONCE)
+            ]  # fmt: skip
+            found += [json.loads(each.communicate()[0].splitlines()[-1]) for each in running]
+    shares = {key: [row[key] / size for row in found] for key in ("own", "compared", "libraries", "peak")}
+    return {"case": name, "bytes": size, **shares, "import_bytes": found[0]["import"]}
+
+
+def train(name: str) -> dict[str, Any]:
+    """A whole run of `penstock train`, with what importing takes."""
+    case = TRAINED[name]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        if case.kind == "folder":
+            size, _ = saved({**LLAMA, **case.model}, folder / "model")
+            model = "--model model --context 32"
+        else:
+            (folder / "net.py").write_text(NET)
+            model = (
+                f"--model net.py:Net --data net.py:make_data --model-options {shlex.quote(json.dumps(case.model))}"
+            )
+        options = shlex.split(f"{model} {OPTIONS} {case.more}")
+        imported = int(python(IMPORTED, case.kind))
+        command = [sys.executable, "-m", "penstock.train", *options, "--out", "run", "--json"]
+        env = ENV if case.in_file else {**ENV, "TMPDIR": NO_FILE}
+        done = subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True, text=True)
+        report = json.loads(done.stdout)
+        lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+    if case.kind == "own":
+        size = 4 * report["num_parameters"]
+    return {
+        "case": name,
+        "bytes": size,
+        "options": shlex.join(options),
+        "peak": [(peak - imported) / size for peak in report["peak_memory"]],
+        "peak_bytes": [peak - imported for peak in report["peak_memory"]],
+        "held": [(state["parameters"] + state["gradients"]) / size for state in report["state"]],
+        "import_bytes": imported,
+        "losses": [json.loads(line)["loss"] for line in lines],
+    }
+
+
+class Kind(NamedTuple):
+    """What is measured, and of which cases."""
+
+    measure: Callable[[str], dict[str, Any]]
+    cases: Sequence[str]
+
+
+def main(kind: str) -> None:
+    families = [name for name in json.loads(FAMILIES.read_text(encoding="utf-8")) if name not in REFUSED]
+    kinds = {
+        "loading": Kind(load, [*families, "llama, large", "llama, large, stored in bfloat16"]),
+        "training": Kind(train, list(TRAINED)),
+    }
+    rows = known(HERE, kind)
+    for name in kinds[kind].cases:
+        if any(row["case"] == name for row in rows):
+            continue
+        row = kinds[kind].measure(name)
+        rows.append(row)
+        save(HERE, kind, rows, seeds=[SEED])
+        print(name, f"{row['bytes'] / 1e6:.0f} MB", *(f"{share:.3f}" for share in row["peak"]), flush=True)
+
+
+def table(kind: str, rows: Sequence[dict[str, Any]]) -> str:
+    """The table of the README."""
+    own = "own" if kind == "loading" else "held"
+    name = "own weights" if kind == "loading" else "own weights and gradients"
+    lines = [f"| | MB | {name} | peak above importing | highest |", "|---|---:|---|---|---:|"]
+    for row in rows:
+        shares = [" ".join(f"{share:.3f}" for share in row[key]) for key in (own, "peak")]
+        lines.append(f"| {row['case']} | {row['bytes'] / 1e6:,.0f} | {' | '.join(shares)} | {max(row['peak']):.3f} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
