@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections import Counter
 from itertools import pairwise
 
@@ -43,6 +44,18 @@ def test_counts_agree_with_a_slow_count(vocab_size: int, chunk: int, monkeypatch
     unigram, bigram = slow(train.tolist(), validation.tolist(), vocab_size)
     assert found.unigram == pytest.approx(unigram, rel=1e-12)
     assert found.bigram == pytest.approx(bigram, rel=1e-12)
+
+
+@pytest.mark.parametrize(("vocab_size", "most"), [(256, 20), (5000, 20)])
+def test_counting_a_text_took_sixty_megabytes_in_every_rank(vocab_size: int, most: int) -> None:
+    """At the end of each run on text, above the weights; of bytes, and of more words than are counted in a table."""
+    draw = np.random.default_rng(3).integers(0, 1000, 4_000_000) % 250
+    text = draw.astype(np.uint16)
+    tracemalloc.start()
+    entropies(text[:-1000], text[-1000:], vocab_size)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < most * 1e6
 
 
 def test_the_pair_model_is_a_distribution() -> None:

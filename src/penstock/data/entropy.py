@@ -13,6 +13,7 @@ count added to every token. With byte tokens, whose pairs are all counted often,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,8 @@ from penstock.data.errors import DataError
 __all__ = ["Entropies", "entropies"]
 
 DENSE_VOCAB = 1024
-CHUNK = 1 << 22
+CHUNK = 1 << 19
+"""Tokens that are counted at once. Every rank counts beside its weights, and each of these takes some 30 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +116,17 @@ def _pair_counts(tokens: Tokens, vocab_size: int) -> tuple[NDArray[np.int64], ND
             total += np.bincount(_codes(tokens, begin, vocab_size), minlength=total.size)
         codes = np.flatnonzero(total)
         return codes, total[codes]
-    parts = [
-        np.unique(_codes(tokens, begin, vocab_size), return_counts=True) for begin in range(0, tokens.size - 1, CHUNK)
-    ]
+    parts: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    for begin in range(0, tokens.size - 1, CHUNK):
+        parts.append(np.unique(_codes(tokens, begin, vocab_size), return_counts=True))
+        while len(parts) > 1 and 2 * len(parts[-1][0]) > len(parts[-2][0]):  # few are kept, each merged seldom
+            parts[-2:] = [_merged(parts[-2:])]
+    return _merged(parts)
+
+
+def _merged(
+    parts: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     codes, where = np.unique(np.concatenate([codes for codes, _ in parts]), return_inverse=True)
     counts = np.zeros(codes.size, dtype=np.int64)
     np.add.at(counts, where, np.concatenate([counts for _, counts in parts]))
