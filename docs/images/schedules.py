@@ -15,7 +15,7 @@ from penstock.draw import to_svg
 RANKS, MICROBATCHES = 4, 8
 
 
-def picture(width: int = 1200) -> str:
+def pictures(width: int = 1200) -> dict[str, str]:
     """1F1B, ZB and ZB-V, `width` pixels wide. ZB-V cuts the same model into twice as many stages of half the time."""
     whole = ps.Costs.uniform(RANKS, f=10, i=10, w=10)
     halves = ps.Costs.uniform(2 * RANKS, f=5, i=5, w=5)
@@ -25,8 +25,10 @@ def picture(width: int = 1200) -> str:
         ps.simulate(ps.build("zb-v", RANKS, MICROBATCHES), halves),
     ]
     titles = ["1f1b", "zb, warm-up 7 5 3 1", "zb-v, two stages per rank"]
-    return to_svg(timelines, titles=titles, width=width, comment="made by: python docs/images/schedules.py")
+    comment = "made by: python docs/images/schedules.py"
+    return {"schedules": to_svg(timelines, titles=titles, width=width, comment=comment)}
 
 
 if __name__ == "__main__":
-    Path(__file__).with_suffix(".svg").write_text(picture(), encoding="utf-8")
+    for name, text in pictures().items():
+        Path(__file__).with_name(f"{name}.svg").write_text(text, encoding="utf-8")

@@ -29,7 +29,9 @@ def on_files(files: Files, config: Any) -> Files:
     made, pictures = gallery()
     texts = {"gallery.md": made, "playground.html": playground(), **generated()}
     texts |= {f"gallery/{name}": picture for name, picture in pictures.items()}
-    texts["images/schedules-phone.svg"] = runpy.run_path(str(DOCS / "images" / "schedules.py"))["picture"](ON_PHONES)
+    for script in sorted((DOCS / "images").glob("*.py")):
+        narrow = runpy.run_path(str(script))["pictures"](ON_PHONES)
+        texts |= {f"images/{name}-phone.svg": text for name, text in narrow.items()}
     for name, text in texts.items():
         files.append(File.generated(config, name, content=text))
     for name, path in linked_files().items():
@@ -52,13 +54,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Narrow screens show the narrow one of a picture that is there twice: `zb.svg` and `zb-phone.svg`."""
+    """Narrow screens show the narrow one of a picture that is there twice: `zb.svg` and `zb-phone.svg`.
+
+    A picture that is there once scrolls in a box of its own on them, for shrunk to a phone its numbers are too small.
+    """
     folder = posixpath.dirname(page.file.src_uri)
 
     def with_narrow(match: re.Match[str]) -> str:
         narrow = f"{match['name']}-phone.svg"
         if files.get_file_from_path(posixpath.normpath(posixpath.join(folder, narrow))) is None:
-            return match[0]
+            return f'<span class="wide-picture">{match[0]}</span>'
         return f'<picture><source media="(max-width: 44.9em)" srcset="{narrow}">{match[0]}</picture>'
 
     return _PICTURE.sub(with_narrow, html)

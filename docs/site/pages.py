@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +105,7 @@ def _command(command: Any, path: str, level: int) -> list[str]:
     records = [record for each in command.get_params(context) if (record := each.get_help_record(context))]
     if records:
         lines += ["| option | what it does |", "|---|---|"]
-        lines += [f"| `{_cell(names)}` | {_cell(said, quote=True)} |" for names, said in records]
+        lines += [f"| {_code(names)} | {_cell(said)} |" for names, said in records]
         lines.append("")
     for name, below in getattr(command, "commands", {}).items():
         lines += _command(below, f"{path} {name}", level + 1)
@@ -115,9 +117,14 @@ def _description(text: str) -> list[str]:
     return [_escaped(line) if not line.startswith("    ") else line for line in text.replace("\b", "").splitlines()]
 
 
-def _cell(text: str, quote: bool = False) -> str:
-    text = " ".join(text.split())
-    return (_escaped(text) if quote else text).replace("|", "\\|")
+def _code(text: str) -> str:
+    """As HTML, for in a table Markdown would show the backslash before a bar within backquotes."""
+    text = re.sub(r" <list\[\w+\]>$", "", " ".join(text.split()))  # the dots of `FILE...` say so already
+    return f"<code>{escape(text).replace('|', '&#124;')}</code>"
+
+
+def _cell(text: str) -> str:
+    return _escaped(" ".join(text.split())).replace("|", "\\|")
 
 
 def _escaped(text: str) -> str:

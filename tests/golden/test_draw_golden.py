@@ -17,6 +17,7 @@ pytestmark = pytest.mark.golden
 Golden = Callable[[str, str], None]
 COSTS = ps.Costs.uniform(4, f=10, i=10, w=10)
 SLOW = ps.Links({(0, 1): 20.0})
+IMAGES = sorted((Path(__file__).parents[2] / "docs" / "images").glob("*.py"))
 
 
 def zb(dispatch: str) -> ps.Timeline:
@@ -61,8 +62,10 @@ def test_trace(golden: Golden) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["schedules", "closed_loop"])
-def test_the_pictures_of_the_pages_are_what_their_commands_make(name: str) -> None:
-    script = Path(__file__).parents[2] / "docs" / "images" / f"{name}.py"
-    made = str(runpy.run_path(str(script))["picture"]())
-    assert script.with_suffix(".svg").read_text(encoding="utf-8") == made, f"run: python docs/images/{script.name}"
+@pytest.mark.parametrize("script", IMAGES, ids=lambda script: script.stem)
+def test_the_pictures_of_the_pages_are_what_their_commands_make(script: Path) -> None:
+    made = runpy.run_path(str(script))["pictures"]()
+    assert made
+    for name, text in made.items():
+        there = script.with_name(f"{name}.svg").read_text(encoding="utf-8")
+        assert there == text, f"run: python docs/images/{script.name}"

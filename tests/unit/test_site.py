@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from html import unescape
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -202,12 +203,52 @@ def test_a_phone_gets_the_narrow_picture(built: Path, browser: Any) -> None:
     shown = "[...document.querySelectorAll('a.schedule img')].map((each) => each.currentSrc)"
     for width, is_narrow in ((1400, False), (400, True)):
         page = browser.new_page(viewport={"width": width, "height": 900})
-        for name in ("index.html", "gallery.html"):
+        for name in ("index.html", "primer.html", "gallery.html", "control.html"):
             page.goto((built / name).as_uri())
             sources = page.evaluate(shown)
             assert sources, name
             assert {source.endswith("-phone.svg") for source in sources} == {is_narrow}, name
         page.close()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("browser")
+def test_figures_keep_their_size_on_a_phone_and_scroll(built: Path, browser: Any) -> None:
+    """The figures of the papers are there in one width. Shrunk to 370 pixels, their labels were five pixels high."""
+    page = browser.new_page(viewport={"width": 400, "height": 900})
+    page.goto((built / "papers/pipemorph.html").as_uri())
+    widths = page.evaluate("""[...document.querySelectorAll(".wide-picture")].map((each) =>
+      [each.clientWidth, each.scrollWidth, each.querySelector("img").naturalWidth]
+      .concat(getComputedStyle(each).overflowX))""")
+    page.close()
+    assert len(widths) > 10
+    for box, inside, natural, how in widths:
+        assert box <= 400
+        assert inside >= natural > 400
+        assert how == "auto"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("browser")
+def test_code_goes_on_in_the_next_line_on_a_phone(built: Path, browser: Any) -> None:
+    """Python and commands of the shell are read without scrolling. Grids stay as they were drawn."""
+    page = browser.new_page(viewport={"width": 400, "height": 900})
+    page.goto((built / "primer.html").as_uri())
+    scrolls = """(language) => [...document.querySelectorAll(`.language-${language} pre > code`)]
+      .map((each) => each.scrollWidth > each.clientWidth)"""
+    code, grids = page.evaluate(scrolls, "python"), page.evaluate(scrolls, "console")
+    page.close()
+    assert code
+    assert not any(code)
+    assert any(grids)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("browser")
+def test_bars_in_names_of_options_have_no_backslash(built: Path) -> None:
+    text = unescape((built / "reference/commands.html").read_text(encoding="utf-8"))
+    assert "<code>NAME|FILE...</code>" in text
+    assert "\\|" not in text
 
 
 @pytest.mark.slow
