@@ -267,7 +267,7 @@ def run(schedule: ps.Schedule, depth: int | None = None) -> int:
 
 
 def is_valid(schedule: ps.Schedule) -> bool:
-    """Covered, in order, within its own cap, and no rank waits for ever."""
+    """Covered, in order, within its own cap, and no rank waits forever."""
     limit = schedule.max_in_flight
     within = limit is None or max(in_flight(schedule)) <= limit
     together = [pair for row in schedule.order for pair in pairwise(row)]

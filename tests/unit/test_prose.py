@@ -57,6 +57,25 @@ def test_messages_are_read_too() -> None:
     assert [words for _, words, _ in PROSE.found(PROSE.prose_of_source(source))] == ["number a stage"]
 
 
+@pytest.mark.parametrize(
+    ("sentence", "words"),
+    [
+        ("It runs for ever.", "for ever"),
+        ("At the end of the day a rank waits.", "At the end of the day"),
+        ("This is a very good plan.", "very"),
+    ],
+)
+def test_bad_english_is_found_at_its_line(sentence: str, words: str) -> None:
+    paragraphs = [(3, "A rank runs its ops."), (7, "Links are late."), (12, sentence)]
+    assert {(line, said) for line, said, _ in PROSE.found_by_proselint(paragraphs)} == {(12, words)}
+
+
+def test_words_of_code_are_no_bad_english() -> None:
+    said = 'Give "1f1b" to `…`, resume, and see 8 x 16 ... forwards.'
+    assert list(PROSE.found_by_proselint([(1, said)])) == []
+    assert list(PROSE.found_by_proselint([])) == []
+
+
 @pytest.mark.nightly
 def test_nothing_is_left_to_mend(capsys: pytest.CaptureFixture[str]) -> None:
     assert PROSE.main() == 0, capsys.readouterr().out

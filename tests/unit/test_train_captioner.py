@@ -146,7 +146,7 @@ def test_what_does_not_go_together_is_refused_before_anything_starts(
 
 def test_a_tuner_says_that_samples_differ(capfd: Any) -> None:
     assert main(["tune", "--model", "captioner", "--ranks", "2"]) == 2
-    assert "samples of very different lengths" in capfd.readouterr().err
+    assert "samples of widely different lengths" in capfd.readouterr().err
 
 
 def test_stages_are_of_one_tower_each_and_as_even_as_that_allows() -> None:

@@ -167,7 +167,7 @@ def draw_images(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Draw samples with images of very different sizes. Show the patches of the images and the lengths of samples.
+    """Draw samples with images of widely different sizes. Show the patches of the images and the lengths of samples.
 
     These are the samples of penstock train --model captioner with the same seed, side and context.
     """

@@ -49,7 +49,7 @@ def partition(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 def _smallest_maximum(before: list[float], num_stages: int) -> float:
-    """The least possible cost of the costliest stage; `before[j]` is the cost of the first j layers."""
+    """The least cost that the costliest stage can have; `before[j]` is the cost of the first j layers."""
     num_layers = len(before) - 1
     best = before[:]  # best[j]: the maximum for the first j layers, in one stage to begin with
     for stage in range(1, num_stages):

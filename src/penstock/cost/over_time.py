@@ -72,7 +72,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Trace:
-    """Each value holds from its time (ms) until the next time, the last one for ever.
+    """Each value holds from its time (ms) until the next time, the last one forever.
 
     Raises:
         CostError: times that do not start at 0 or do not ascend, a value that is missing or below 0.

@@ -1,4 +1,4 @@
-"""Generated images of very different sizes, each with a text on it. Seed and number alone say what a sample is.
+"""Generated images of widely different sizes, each with a text on it. Seed and number alone say what a sample is.
 
 A sample has no image, one or several, and a text: a word for each factor of each image, in turn, and then a run of
 words that follow one another.

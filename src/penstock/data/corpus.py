@@ -45,7 +45,7 @@ class Corpus:
         train_starts: where the documents of `train` begin, int64.
         validation_starts: where the documents of `validation` begin, int64. Where a document lies on both sides, the
             rest of it counts as a document here.
-        vocab_size: number of different tokens that there may be.
+        vocab_size: how many different tokens there may be.
         num_documents: documents on both sides together.
         description: where the text comes from, in words.
         digest: a short text that changes with the tokens, so that a checkpoint can tell on what it was trained.

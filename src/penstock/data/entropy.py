@@ -56,7 +56,7 @@ def entropies(train: Tokens, validation: Tokens, vocab_size: int, max_tokens: in
     Args:
         train: the tokens that are counted.
         validation: the tokens that are predicted.
-        vocab_size: number of different tokens.
+        vocab_size: how many different tokens there are.
         max_tokens: the first so many of `train` are counted.
 
     Raises:

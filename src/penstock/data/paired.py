@@ -31,7 +31,7 @@ class TokenForm:
 
     Attributes:
         length: tokens per sample.
-        vocab_size: number of different tokens.
+        vocab_size: how many different tokens there are.
     """
 
     length: int

@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
 
     Attributes:
         name: shown to users.
-        vocab_size: number of different tokens.
+        vocab_size: how many different tokens there are.
         end_of_document: the token that ends a document; None where there is none.
     """
 

@@ -264,7 +264,7 @@ class PipelineTrainer(Trainer):
 
 
 class _Loss:
-    """A microbatch's share of the batch's loss, by the very function that the plain Trainer would have called."""
+    """A microbatch's share of the batch's loss, by the function that the plain Trainer would have called."""
 
     adds_up = True
 

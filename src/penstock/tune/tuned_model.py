@@ -83,8 +83,8 @@ def tuned_model(settings: Settings) -> TunedModel:
         return _clip(settings)
     if settings.model == CAPTIONER:
         raise TuneError(
-            "--model captioner has samples of very different lengths, and what layers take is measured here for one "
-            "length; train it by each schedule with penstock train, or simulate them with ps.planning.plan_batch"
+            "--model captioner has samples of widely different lengths, and what layers take is measured here for "
+            "one length; train it by each schedule with penstock train, or simulate them with ps.planning.plan_batch"
         )
     if settings.model != GPT:
         return _layered(settings)

@@ -8,7 +8,7 @@ among those of rank r, with others between them:
 
     a (on r) -> d1 -> d2 -> ... -> c (on r)          d1, d2, ... run elsewhere
 
-Let m be the turn (microbatch) that is the first of all to reach c. While its d's run, no turn has begun c, so r
+Let m be the turn (microbatch) that is the first one to reach c. While its d's run, no turn has begun c, so r
 can run only what does not follow from c (its *fillers*), and while d_k runs, only fillers that have no rank in
 common with it: a block shared by all ranks, as the embedding is, never fills. Where r has no such filler it
 stands idle for the length of d_k; otherwise at least for what the fillers of all turns together, or of

@@ -1,4 +1,4 @@
-"""A repetend: the ops of one turn, started once a period, for ever. Unrolled and retimed it is a schedule.
+"""A repetend: the ops of one turn, started once a period, forever. Unrolled and retimed it is a schedule.
 
 The word and the idea are Tessel's (Lin et al. 2024): search the steady state, which is small, and let warm-up
 and cool-down follow from it. A turn is one microbatch (of each pipeline, where there are several) and a `Block`

@@ -42,7 +42,7 @@ def require_depth(schedule: Schedule, depth: int) -> None:
     if needed > depth:
         raise RuntimeFailure(
             f"{schedule.name} needs channels of depth {needed}: a rank sends that many messages before the other one "
-            f"takes the first, and channels of depth {depth} would hold both up for ever; give depth={needed} or "
+            f"takes the first, and channels of depth {depth} would hold both up forever; give depth={needed} or "
             "transport='host'"
         )
 

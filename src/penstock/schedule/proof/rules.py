@@ -454,7 +454,7 @@ def _check_given_back(schedule: Schedule) -> None:
         raise ScheduleError(
             f"an asynchronous op that holds memory waits for what comes after it: {name_of(op)} on rank "
             f"{peer % schedule.num_ranks} would not be reached if it ended at its place, and a rank that is out of "
-            "memory would wait for ever (rule: memory); move it behind what it waits for",
+            "memory would wait forever (rule: memory); move it behind what it waits for",
             rule="memory",
             rank=peer % schedule.num_ranks,
             op=op,

@@ -1,4 +1,4 @@
-"""A captioner on generated images of very different sizes: it learns to say what each image shows."""
+"""A captioner on generated images of widely different sizes: it learns to say what each image shows."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A queue is asked every few milliseconds, and not waited for: torch writes two lines to stderr for every wait that
 ends without a value. Before a client is made, a plain socket finds out whether anybody listens, for the same reason.
 
-torch's client waits for an answer for ever where the server's process stands still. So the kernel is told to end any
+torch's client waits for an answer forever where the server's process stands still. So the kernel is told to end any
 wait of its socket, which is found among those of this process.
 """
 

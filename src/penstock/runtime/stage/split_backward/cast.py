@@ -1,4 +1,4 @@
-"""A tensor as autocast would hand it to an op of lower precision: the very tensor that autocast keeps for it.
+"""A tensor as autocast would hand it to an op of lower precision: the one that autocast keeps for it.
 
 While a region of autocast lasts, torch casts a parameter once, and every op in the region uses that one copy: their
 gradients meet at it, in the lower precision. A copy of our own beside it would round otherwise. Nothing public asks

@@ -17,7 +17,7 @@ COMPLEX = frozenset({torch.complex64, torch.complex128})
 class SplitRule(ABC):
     """The arithmetic of one module, cut where its backward can be split.
 
-    Each method runs the very kernels, on operands laid out the very way, that autograd's own node would, so
+    Each method runs the kernels of autograd's own node, on operands laid out as that node lays them out, so
     that every gradient is bitwise the plain one. `weight` and `bias` arrive in the compute dtype of autocast, and of
     a DTensor as this rank's shard.
     """

@@ -34,7 +34,7 @@ class Loop:
             self._epoll.unregister(descriptor)
 
     def run(self, turn: Callable[[int], int]) -> None:
-        """Runs for ever. `turn(now)` does what is due and returns when it wants to be called again at the latest.
+        """Runs forever. `turn(now)` does what is due and returns when it wants to be called again at the latest.
 
         Moments are nanoseconds of the monotonic clock.
         """

@@ -64,7 +64,7 @@ def close(made: socket.socket) -> None:
 def trust(made: socket.socket, stands_still: bool = False) -> None:
     """Ends a connection that stands when the network acknowledges nothing for longer than its round trip asks for.
 
-    One that stands still, since the receiver said that it has no room, may do so for ever: to TCP that looks alike.
+    One that stands still, since the receiver said that it has no room, may do so forever: to TCP that looks alike.
     """
     try:
         limit = 0 if stands_still else _limit_ms(_info(made))
