@@ -59,10 +59,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "`--tower` with another `--model` than clip": [
         {"model": name, "towers": "text=ranks:1"} for name in ("gpt", "bert", "captioner", FOLDER, OWN)
     ],
-    "`--packing arrival` or `planned` with another `--model` than gpt and captioner": [
-        {"model": model, "packing": name}
-        for model in ("bert", "clip", FOLDER, OWN)
-        for name in ("arrival", "planned")
+    "`--packing arrival` or `planned` with `--model` bert, clip or `FILE.py:NAME`": [
+        {"model": model, "packing": name} for model in ("bert", "clip", OWN) for name in ("arrival", "planned")
+    ],
+    "`--packing arrival` or `planned` with `--data FILE.py:NAME`": [
+        {"model": FOLDER, "data": BATCHES, "packing": name} for name in ("arrival", "planned")
     ],
     "`--packing arrival` or `planned` with an asynchronous schedule": [
         AMDP | {"packing": name} for name in ("arrival", "planned")
@@ -103,6 +104,7 @@ WHY = dict(
             "makes batches for a model of your own",
             "models of several towers",
             "several documents into one row",
+            "gives batches that are made already",
             "what each update gathers",
             "images and texts of their own lengths",
             "documents as they come",

@@ -25,6 +25,7 @@ from penstock.models.clip_stages import CLIPStages, clip_program
 from penstock.models.costs import (
     captioner_costs,
     captioner_costs_by_length,
+    decoder_costs_by_length,
     estimate_costs,
     gpt_costs,
     gpt_costs_by_length,
@@ -57,6 +58,7 @@ __all__ = [
     "build_layers",
     "captioner_costs",
     "captioner_costs_by_length",
+    "decoder_costs_by_length",
     "captioner_layers",
     "captioner_presets",
     "captioner_stage",

@@ -20,6 +20,7 @@ from penstock.models.gpt import GPTConfig
 __all__ = [
     "captioner_costs",
     "captioner_costs_by_length",
+    "decoder_costs_by_length",
     "estimate_costs",
     "gpt_costs",
     "gpt_costs_by_length",
@@ -52,14 +53,31 @@ def gpt_costs_by_length(config: GPTConfig, parts: Sequence[Sequence[int]]) -> Co
         config: the sizes.
         parts: the layers of each stage.
     """
-    width, vocabulary, last = config.width, config.vocab_size, config.num_layers - 1
+    width = config.width
+    layers = [2 * width, *[24 * width**2] * config.depth, 2 * width * config.vocab_size]
+    return decoder_costs_by_length(layers, parts, width=width, attended=width, vocab_size=config.vocab_size)
+
+
+def decoder_costs_by_length(
+    layers: Sequence[float], parts: Sequence[Sequence[int]], *, width: int, attended: int, vocab_size: int
+) -> CostsByLength:
+    """What the stages of any decoder cost by the lengths of sequences; see `gpt_costs_by_length`.
+
+    Args:
+        layers: forward FLOPs per token of each layer's linears: of the embedding, the blocks and the head.
+        parts: the layers of each stage.
+        width: of the hidden states.
+        attended: of a block's queries, all heads together.
+        vocab_size: words that the head tells apart.
+    """
+    last = len(layers) - 1
     rows = []
     for part in parts:
         blocks = sum(0 < index < last for index in part)
         head = last in part
-        linear = (blocks * 24 * width**2 + head * 2 * width * vocabulary + (0 in part) * 2 * width) * 1e-9
-        kept = 4.0 * (blocks * 17 * width + head * 2 * vocabulary + (0 in part) * width)
-        rows.append(_StageSizes(linear, blocks * 2 * width * 1e-9, kept, 0.0 if head else 4.0 * width))
+        linear = sum(layers[index] for index in part) * 1e-9
+        kept = 4.0 * (blocks * 17 * width + head * 2 * vocab_size + (0 in part) * width)
+        rows.append(_StageSizes(linear, blocks * 2 * attended * 1e-9, kept, 0.0 if head else 4.0 * width))
     return _by_length(rows)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.train.checks import SettingsError
-from penstock.train.kinds import CAPTIONER, GPT
+from penstock.train.kinds import CAPTIONER, GPT, is_hugging_face
+from penstock.train.own_file import is_own
 
 if TYPE_CHECKING:
     from penstock.train.settings import Settings
@@ -40,13 +41,18 @@ def check_packing(settings: Settings) -> None:
                     f"--{name.replace('_', '-')} is for whole documents; add --packing {PLANNED}, or leave it out"
                 )
         return
-    if settings.model not in (GPT, CAPTIONER):
+    if settings.model not in (GPT, CAPTIONER) and not is_hugging_face(settings.model):
         raise SettingsError(
-            f"--packing {settings.packing} puts several documents into one row, which only a built-in GPT keeps "
-            f"apart; --model {settings.model} would see one in another: leave it out"
+            f"--packing {settings.packing} puts several documents into one row, which only a built-in GPT and "
+            f"decoders of Hugging Face's keep apart; --model {settings.model} would see one in another: leave it out"
+        )
+    if is_hugging_face(settings.model) and is_own(settings.data):
+        raise SettingsError(
+            f"--packing {settings.packing} cuts a text into documents, and --data {settings.data} gives batches that "
+            "are made already; leave out one of the two"
         )
     if settings.is_asynchronous:
-        instead = f"leave out --packing {settings.packing}, or give" if settings.model == GPT else "give"
+        instead = "give" if settings.model == CAPTIONER else f"leave out --packing {settings.packing}, or give"
         raise SettingsError(
             f"{settings.schedule} has its updates among the other ops, so that the order of microbatches says what "
             f"each update gathers; {instead} a schedule without such updates"

@@ -7,6 +7,7 @@ from penstock.models.huggingface.anatomy import Anatomy, DecoderError, examine
 from penstock.models.huggingface.decoder import Decoder
 from penstock.models.huggingface.lora import AdapterError
 from penstock.models.huggingface.loss import NextTokenLoss, WithRouterLoss, inputs_and_targets
+from penstock.models.huggingface.packed import packed_inputs
 
 __all__ = [
     "AdapterError",
@@ -17,4 +18,5 @@ __all__ = [
     "WithRouterLoss",
     "examine",
     "inputs_and_targets",
+    "packed_inputs",
 ]

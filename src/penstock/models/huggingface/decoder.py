@@ -17,6 +17,7 @@ from penstock.models.huggingface.compare import require_equal, sample_batch, sma
 from penstock.models.huggingface.export import write_folder
 from penstock.models.huggingface.lora import Adapters
 from penstock.models.huggingface.loss import NextTokenLoss, WithRouterLoss, inputs_and_targets
+from penstock.models.huggingface.packed import require_apart, use_each_sequence
 from penstock.models.huggingface.pictures import PictureForm, picture_form
 from penstock.models.huggingface.pieces import TARGETS, Piece, build_pieces
 from penstock.models.huggingface.routers import Routers, routers_of
@@ -63,6 +64,10 @@ class Decoder:
             adapter. A PeftModel as `source` has its own.
         compare: train a small copy of the config for a step, as a whole and cut into stages, and refuse an
             architecture whose loss or gradients differ in a bit. Of a model, its own logits are compared too.
+        packed: whether a row of tokens holds several sequences, none of which sees another; `packed_inputs` makes
+            what the stages then take, and padded samples are refused. A model that is given works so too from then
+            on. A small copy of the config is tried on such a row, whatever `compare` says, and an architecture in
+            which a sequence's logits are others than alone is refused.
 
     Attributes:
         loss: the model's own, for `ps.Pipeline(loss_fn=)`: of its output and `labels`; that of a mixture's routers is
@@ -83,6 +88,7 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
         lora: Any = None,
         compare: bool = True,
+        packed: bool = False,
     ) -> None:
         _require_transformers()
         from transformers import PreTrainedConfig, PreTrainedModel
@@ -118,7 +124,12 @@ class Decoder:
         self.config = self._model.config
         self.anatomy = examine(self._model, blocks)
         self._routers: Routers | None = None
-        if compare or has_routers(self.config):
+        if packed and (self.is_masked or self.has_encoder):
+            raise DecoderError(
+                f"{type(self._model).__name__} ({self.config.model_type}) is no decoder alone, and only decoders "
+                "keep several sequences in a row apart; leave out packed=True"
+            )
+        if compare or packed or has_routers(self.config):
             small = small_model(self._model, self.anatomy)
             if self.adapters is not None:
                 self.adapters.on_small(small, self.anatomy)
@@ -126,8 +137,12 @@ class Decoder:
             self._routers = routers_of(small, anatomy, sample_batch(small, 0))
             if compare:
                 require_equal(small, anatomy, self._routers, self.loss)
+            if packed:
+                require_apart(small, anatomy, self._routers)
         if compare and isinstance(self._source, Given):
             self._compare()
+        if packed:
+            use_each_sequence(self._model)
 
     @property
     def loss(self) -> CrossEntropy | NextTokenLoss | WithRouterLoss:

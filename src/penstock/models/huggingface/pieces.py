@@ -199,8 +199,12 @@ class HeadPiece(Piece):
         self._entrance.instead = value[HIDDEN]
         if self._router_output is not None:
             self._router_output.logits = value.get(ROUTED, ())
+        rest = _beside(value)
+        mask = rest.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 4:
+            del rest["attention_mask"]  # of attention alone; a loss of routers looks for samples that are padded
         try:
-            out = self._frame(**_in_place_of_embeddings(value, self._is_behind), use_cache=False, **_beside(value))
+            out = self._frame(**_in_place_of_embeddings(value, self._is_behind), use_cache=False, **rest)
         finally:
             self._entrance.instead = None
             if self._router_output is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.cost import CostError, CostsByLength
 from penstock.data import Corpus, Sequences, Tokenizer, open_corpus
@@ -18,13 +20,23 @@ from penstock.train.tasks.task import Data, Example
 
 VALIDATION_BATCHES = 4
 
+Form = Callable[[Tensor, Tensor], Any]
+"""What a model takes of tokens[1, T] and the lengths[n] of the sequences that they are."""
+
+
+def as_gpt_takes_it(tokens: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+    return {"tokens": tokens, "lengths": lengths}
+
 
 class Documents:
     """See `PackedDocuments`. As batches they are packed as they arrive."""
 
-    def __init__(self, sequences: Sequences, num_replicas: int, num_microbatches: int, costs: CostsByLength) -> None:
+    def __init__(
+        self, sequences: Sequences, num_replicas: int, num_microbatches: int, costs: CostsByLength, form: Form
+    ) -> None:
         self.sequences, self.num_replicas, self.num_microbatches = sequences, num_replicas, num_microbatches
         self.costs = costs
+        self._form = form
 
     def of_step(self, step: int) -> list[int]:
         found: list[int] = self.sequences.of_step(step).tolist()
@@ -46,20 +58,31 @@ class Documents:
         return self.example([[own[k] for k in each] for each in bins])
 
     def example(self, microbatches: Sequence[Sequence[int]]) -> Example:
-        return packed_example(self.sequences, microbatches)
+        return packed_example(self.sequences, microbatches, self._form)
 
 
-def packed_example(sequences: Sequences, microbatches: Sequence[Sequence[int]]) -> Example:
+def packed_example(sequences: Sequences, microbatches: Sequence[Sequence[int]], form: Form) -> Example:
     """A batch with the sequences of each microbatch in one row."""
     rows = [sequences.row(each) for each in microbatches]
-    inputs = [{"tokens": torch.from_numpy(row.inputs), "lengths": torch.from_numpy(row.lengths)} for row in rows]
+    inputs = [form(torch.from_numpy(row.inputs), torch.from_numpy(row.lengths)) for row in rows]
     return Example(inputs, [torch.from_numpy(row.targets) for row in rows])
 
 
 def packed_documents(
-    settings: Settings, tokenizer: Tokenizer, context: int, corpus: Corpus | None, sizes: CostsByLength
+    settings: Settings,
+    tokenizer: Tokenizer,
+    context: int,
+    corpus: Corpus | None,
+    sizes: CostsByLength,
+    form: Form = as_gpt_takes_it,
 ) -> Data:
     """The documents of a text.
+
+    Args:
+        context: tokens beyond which a document is cut.
+        corpus: the text, where it is open already.
+        sizes: costs by length, where settings name no others.
+        form: how rows are given to the model.
 
     Raises:
         DataError, PackingError: a text that is too short.
@@ -76,14 +99,14 @@ def packed_documents(
         corpus.train, corpus.train_starts, context, settings.batch * context, settings.seed, corpus.vocab_size
     )
     costs = costs_by_length(settings, sizes)
-    documents = Documents(train, settings.dp, settings.microbatches, costs)
+    documents = Documents(train, settings.dp, settings.microbatches, costs, form)
     documents.example([documents.of_step(0)])
     return Data(
-        corpus.description, corpus.digest, documents, _validation(settings, corpus, context), corpus, documents
+        corpus.description, corpus.digest, documents, _validation(settings, corpus, context, form), corpus, documents
     )
 
 
-def _validation(settings: Settings, corpus: Corpus, context: int) -> list[Example]:
+def _validation(settings: Settings, corpus: Corpus, context: int, form: Form) -> list[Example]:
     """Up to four fixed batches, packed as they come; fewer microbatches where the text is too short for as many."""
     whole = Sequences(corpus.validation, corpus.validation_starts, context, context, 0, corpus.vocab_size)
     size = min(settings.batch * context, whole.num_tokens)
@@ -102,7 +125,7 @@ def _validation(settings: Settings, corpus: Corpus, context: int) -> list[Exampl
                 "smaller --context"
             )
         bins = pack_in_turn(whole.lengths[own], num)
-        found.append(packed_example(whole, [[own[k] for k in each] for each in bins]))
+        found.append(packed_example(whole, [[own[k] for k in each] for each in bins], form))
     return found
 
 

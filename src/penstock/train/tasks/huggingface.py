@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.cost import CostsByLength
 from penstock.data import Corpus, Tokenizer
-from penstock.models import CrossEntropy
-from penstock.models.huggingface import AdapterError, Decoder, DecoderError, WithRouterLoss
+from penstock.models import CrossEntropy, decoder_costs_by_length
+from penstock.models.huggingface import AdapterError, Decoder, DecoderError, WithRouterLoss, packed_inputs
 from penstock.models.huggingface.pictures import picture_form, sees
 from penstock.runtime import Pipeline
 from penstock.runtime.checkpoint import Reader
@@ -26,6 +27,7 @@ from penstock.train.own_file import is_own
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.chain import chain_bytes
+from penstock.train.tasks.documents import packed_documents
 from penstock.train.tasks.layers import recomputed, stage_layers
 from penstock.train.tasks.masked import judge_masked, mask_token, masked
 from penstock.train.tasks.own_data import own_data
@@ -108,6 +110,11 @@ class DecoderTask:
         most = getattr(config, "max_position_embeddings", None)  # T5 and Mamba take any number
         self.num_tokens = settings.context or min(USUAL_CONTEXT, int(most or USUAL_CONTEXT))
         if settings.data is None and sees(decoder.model):
+            if settings.is_packed:
+                raise SettingsError(
+                    f"--packing {settings.packing} packs a text's documents, and {settings.model} trains on pictures "
+                    "where no text is given; give one with --data, or leave --packing out"
+                )
             self._pictures = picture_lesson(decoder, tokenizer, settings, most)
             self.num_tokens = self._pictures.num_tokens
         if most and self.num_tokens > most:
@@ -191,11 +198,26 @@ class DecoderTask:
         if self._pictures is not None:
             return self._pictures.data
         assert self.num_tokens is not None
+        if self._settings.is_packed:
+            return packed_documents(
+                self._settings, self._tokenizer, self.num_tokens, corpus, self._by_length(), packed_inputs
+            )
         data = next_tokens(self._settings, self._tokenizer, self.num_tokens, corpus)
         if self._spans is not None:
             return spans(data, self._spans, self.decoder, self._settings.seed)
         return (
             data if self._mask is None else masked(data, self._mask, self._tokenizer.vocab_size, self._settings.seed)
+        )
+
+    def _by_length(self) -> CostsByLength:
+        config = self.config
+        width, heads = config.hidden_size, config.num_attention_heads
+        return decoder_costs_by_length(
+            self.layer_costs,
+            self._parts,
+            width=width,
+            attended=heads * (getattr(config, "head_dim", None) or width // heads),
+            vocab_size=config.vocab_size,
         )
 
     def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
@@ -290,7 +312,7 @@ def decoder_of(folder: Path, has_weights: bool, settings: Settings) -> Decoder:
         raise SettingsError("--lora needs peft; install it with: python -m pip install 'penstock[peft]'")
     try:
         if has_weights:
-            return Decoder(folder, lora=lora_of(settings), seed=settings.seed)
+            return Decoder(folder, lora=lora_of(settings), seed=settings.seed, packed=settings.is_packed)
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except DecoderError as error:
         raise _refused(settings, error) from None
@@ -300,7 +322,7 @@ def decoder_of(folder: Path, has_weights: bool, settings: Settings) -> Decoder:
             f"{folder / 'config.json'}: transformers knows no such model: {reason}\n{BY_HAND}"
         ) from None
     try:
-        return Decoder(config, lora=lora_of(settings), seed=settings.seed)
+        return Decoder(config, lora=lora_of(settings), seed=settings.seed, packed=settings.is_packed)
     except DecoderError as error:
         raise _refused(settings, error) from None
 
