@@ -13,6 +13,7 @@ from penstock.schedule.updates import RULES
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.launch_jobs import emulated_order_of, order_of, read_given
 from penstock.train.settings import Settings
+from penstock.train.torchtitan import titan_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +42,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Machine": ("device", "threads", "timeout", "port"),
     "Emulated devices": ("costs", "stretch", "message_cap"),
     "The run": (
-        "out", "resume", "fallback", "evaluate_every", "save_every", "keep", "export", "as_json", "help_all", "help",
+        "torchtitan", "out", "resume", "fallback", "evaluate_every", "save_every", "keep", "export", "as_json",
+        "help_all", "help",
     ),
 }  # fmt: skip
 """The options of training as the help groups them, by the names of parameters."""
@@ -232,6 +234,10 @@ def train(
     in_process: Annotated[
         bool | None, _option("Run all ranks in one process, in turn; emulated: as a thread each.")
     ] = None,
+    torchtitan: Annotated[
+        str | None,
+        _option("A TOML file of TorchTitan's, which says what no option here does.", metavar="FILE"),
+    ] = None,
     out: Annotated[str | None, _option("Folder of the run. [a new one in runs/]")] = None,
     resume: Annotated[
         str | None,
@@ -256,8 +262,10 @@ def train(
     given = {name: value for name, value in locals().items() if value is not None}
     del given["call"]
     is_program = getattr(call.obj, "is_program", False)  # nothing is known of a launcher's
-    for name in ("out", "resume", "fallback", "export", "port", "as_json", "help_all"):
+    for name in ("torchtitan", "out", "resume", "fallback", "export", "port", "as_json", "help_all"):
         given.pop(name, None)
+    if torchtitan is not None:
+        given |= titan_options(torchtitan, given)
     given = read_given(given)
     if given.get("device") == "emulated":
         if fallback:
