@@ -9,7 +9,9 @@ that is there is not run again.
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import os
 import shlex
 import subprocess
@@ -45,30 +47,6 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_posi
 SMALL = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 2048, "vocab_size": 1000}
 LARGE = {"hidden_size": 1536, "num_attention_heads": 12, "intermediate_size": 4096, "vocab_size": 1000}
 TINY = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 24, "vocab_size": 300}
-
-BUILD = """
-import importlib, json, resource, sys, torch
-import penstock.train.run_job, penstock.train.tasks.huggingface, transformers
-from penstock.models.huggingface import Decoder
-for name in json.loads(sys.argv[4]):
-    importlib.import_module(name)
-def field(name):
-    for line in open("/proc/self/status"):
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-torch.ones(2) @ torch.ones(2)
-start, mapped = field("VmRSS"), field("RssFile")
-open("/proc/self/clear_refs", "w").write("5")
-decoder = Decoder(sys.argv[1])
-compared = field("VmHWM") - start
-stage = decoder.stages(int(sys.argv[3]))[int(sys.argv[2])]()
-held = {id(p): p.nbytes for p in stage.parameters()}
-print(json.dumps({
-    "import": start, "compared": compared, "peak": field("VmHWM") - start, "own": sum(held.values()),
-    "libraries": field("RssFile") - mapped,
-}))
-"""
-"""What each process of `loading` runs: its peak, and of it the pages of libraries that importing had not touched."""
 
 NET = '''
 import torch
@@ -157,18 +135,14 @@ def wider(config: Any) -> Any:
 
 def saved(config: dict[str, Any], folder: Path, dtype: str = "float32") -> tuple[int, list[str]]:
     """Saves a model of a config; its bytes, and the modules of transformers that it needs."""
-    done = python(SAVE, json.dumps(config), str(folder), dtype)
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")), json.loads(done)
+    import torch
+    import transformers
 
-
-SAVE = """
-import json, sys, torch, transformers
-config = json.loads(sys.argv[1])
-torch.manual_seed(0)
-model = getattr(transformers, config["architectures"][0])(transformers.AutoConfig.for_model(**config))
-model.to(getattr(torch, sys.argv[3])).save_pretrained(sys.argv[2])
-print(json.dumps(sorted(name for name in sys.modules if name.startswith("transformers.models."))))
-"""
+    torch.manual_seed(SEED)
+    model = getattr(transformers, config["architectures"][0])(transformers.AutoConfig.for_model(**config))
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    modules = sorted(name for name in sys.modules if name.startswith("transformers.models."))
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")), modules
 
 
 def python(code: str, *arguments: str) -> str:
@@ -182,26 +156,44 @@ def python(code: str, *arguments: str) -> str:
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+def field(name: str) -> int:
+    """Bytes of this process, as the system counts them."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)
+
+
+def build(folder: str, rank: int) -> dict[str, int]:
+    """In a process of its own, which was forked from one that had imported: builds a stage."""
+    from penstock.models.huggingface import Decoder
+
+    start, mapped = field("VmRSS"), field("RssFile")
+    Path("/proc/self/clear_refs").write_text("5")
+    decoder = Decoder(folder)
+    compared = field("VmHWM") - start
+    stage: Any = decoder.stages(NUM_RANKS)[rank]()
+    own = sum({id(p): p.nbytes for p in stage.parameters()}.values())
+    libraries = field("RssFile") - mapped
+    return {"start": start, "compared": compared, "peak": field("VmHWM") - start, "own": own, "libraries": libraries}
+
+
 def load(name: str) -> dict[str, Any]:
     """A family's four stages, each built in a process of its own."""
     if name.startswith("llama, large"):
         config: dict[str, Any] = {**LLAMA, **LARGE, "num_hidden_layers": 12}
     else:
         config = wider(json.loads(FAMILIES.read_text(encoding="utf-8"))[name])
+    fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        size, modules = saved(config, Path(folder), "bfloat16" if "bfloat16" in name else "float32")
-        found: list[dict[str, int]] = []
-        for first in range(0, NUM_RANKS, AT_ONCE):
-            running = [
-                subprocess.Popen(
-                    [sys.executable, "-c", BUILD, folder, str(rank), str(NUM_RANKS), json.dumps(modules)],
-                    env=ENV, stdout=subprocess.PIPE, text=True,
-                )
-                for rank in range(first, first + AT_ONCE)
-            ]  # fmt: skip
-            found += [json.loads(each.communicate()[0].splitlines()[-1]) for each in running]
+        with fork.Pool(1) as one:
+            size, modules = one.apply(saved, (config, Path(folder), "bfloat16" if "bfloat16" in name else "float32"))
+        for module in modules:
+            importlib.import_module(module)
+        with fork.Pool(AT_ONCE, maxtasksperchild=1) as ranks:
+            found = ranks.starmap(build, [(folder, rank) for rank in range(NUM_RANKS)], chunksize=1)
     shares = {key: [row[key] / size for row in found] for key in ("own", "compared", "libraries", "peak")}
-    return {"case": name, "bytes": size, **shares, "import_bytes": found[0]["import"]}
+    return {"case": name, "bytes": size, **shares, "import_bytes": found[0]["start"]}
 
 
 def train(name: str) -> dict[str, Any]:
@@ -210,7 +202,8 @@ def train(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         if case.kind == "folder":
-            size, _ = saved({**LLAMA, **case.model}, folder / "model")
+            with multiprocessing.get_context("fork").Pool(1) as one:
+                size, _ = one.apply(saved, ({**LLAMA, **case.model}, folder / "model"))
             model = "--model model --context 32"
         else:
             (folder / "net.py").write_text(NET)
@@ -251,6 +244,9 @@ def main(kind: str) -> None:
         "loading": Kind(load, [*families, "llama, large", "llama, large, stored in bfloat16"]),
         "training": Kind(train, list(TRAINED)),
     }
+    os.environ |= ENV  # before torch is imported, here once for all processes that are forked
+    for module in ("penstock.train.run_job", "penstock.train.tasks.huggingface", "transformers"):
+        importlib.import_module(module)
     rows = known(HERE, kind)
     for name in kinds[kind].cases:
         if any(row["case"] == name for row in rows):
