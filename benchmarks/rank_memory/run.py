@@ -1,14 +1,16 @@
 """Peak resident memory of each of 4 processes that load their stage of a folder, or train a model, above importing.
 
     python benchmarks/rank_memory/run.py loading
-    python benchmarks/rank_memory/run.py training
+    python benchmarks/rank_memory/run.py folder
+    python benchmarks/rank_memory/run.py own
 
-The README beside says what is asked. Each case is added to `loading.json` or `training.json` as it ends, and a case
-that is there is not run again.
+The README beside says what is asked. Each case is added to `loading.json`, `folder.json` or `own.json` as it ends, and
+a case that is there is not run again.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import multiprocessing
@@ -17,7 +19,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,12 +36,20 @@ AT_ONCE = 2
 
 FAMILIES = HERE.parent / "hf_families/families.json"
 REFUSED = ("led",)
-WIDER = 48
-WIDTHS = (
-    "hidden_size", "intermediate_size", "n_embd", "head_dim", "moe_intermediate_size", "ffn_dim", "ffn_hidden_size",
-    "word_embed_proj_dim", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-    "mamba_dt_rank", "d_model", "d_kv", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "projection_dim",
-)  # fmt: skip
+TIMES = {
+    48: (
+        "hidden_size", "intermediate_size", "n_embd", "moe_intermediate_size", "ffn_dim", "ffn_hidden_size",
+        "word_embed_proj_dim", "q_lora_rank", "kv_lora_rank", "mamba_dt_rank", "d_model", "d_ff", "encoder_ffn_dim",
+        "decoder_ffn_dim", "projection_dim",
+    ),
+    6: (
+        "num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "encoder_attention_heads",
+        "decoder_attention_heads",
+    ),
+    8: ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "d_kv"),
+}  # fmt: skip
+"""By how much numbers of a config grow: widths, heads, and the sizes of heads."""
+GROWTH = {name: times for times, names in TIMES.items() for name in names}
 DEEPER = 12
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 
@@ -108,18 +118,19 @@ class Training(NamedTuple):
     in_file: bool = True
 
 
-TRAINED = {
-    "folder, tiny": Training("folder", {**TINY, "num_hidden_layers": 12}),
-    "folder, small": Training("folder", {**SMALL, "num_hidden_layers": 12}),
-    "folder, large": Training("folder", {**LARGE, "num_hidden_layers": 12}),
-    "folder, large, many words": Training("folder", {**LARGE, "num_hidden_layers": 12, "vocab_size": 32000}),
-    "folder, large, many words, cut by hand": Training(
-        "folder", {**LARGE, "num_hidden_layers": 12, "vocab_size": 32000}, "--cut 3,4,4,3"
-    ),
-    "own, tiny": Training("own", {"depth": 24, "width": 16, "words": 300}),
-    "own, small": Training("own", {"depth": 24, "width": 512, "words": 4000}),
-    "own, small, in memory": Training("own", {"depth": 24, "width": 512, "words": 4000}, in_file=False),
-    "own, large": Training("own", {"depth": 24, "width": 1024, "words": 4000}),
+MANY_WORDS = {**LARGE, "num_hidden_layers": 12, "vocab_size": 32000}
+FOLDERS = {
+    "tiny": Training("folder", {**TINY, "num_hidden_layers": 12}),
+    "large": Training("folder", {**LARGE, "num_hidden_layers": 12}),
+    "small": Training("folder", {**SMALL, "num_hidden_layers": 12}),
+    "large, many words, cut by hand": Training("folder", MANY_WORDS, "--cut 3,4,4,3"),
+    "large, many words": Training("folder", MANY_WORDS),
+}
+OWN = {
+    "tiny": Training("own", {"depth": 24, "width": 16, "words": 300}),
+    "large": Training("own", {"depth": 24, "width": 1024, "words": 4000}),
+    "small": Training("own", {"depth": 24, "width": 512, "words": 4000}),
+    "small, in memory": Training("own", {"depth": 24, "width": 512, "words": 4000}, in_file=False),
 }
 
 
@@ -128,7 +139,7 @@ def wider(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
     return {
-        key: value * WIDER if key in WIDTHS else DEEPER if key in DEPTHS else wider(value)
+        key: value * GROWTH[key] if key in GROWTH else DEEPER if key in DEPTHS else wider(value)
         for key, value in config.items()
     }
 
@@ -196,9 +207,15 @@ def load(name: str) -> dict[str, Any]:
     return {"case": name, "bytes": size, **shares, "import_bytes": found[0]["start"]}
 
 
-def train(name: str) -> dict[str, Any]:
+@functools.cache
+def imported(kind: str) -> int:
+    """What is resident in a process that has imported what a run imports."""
+    return int(python(IMPORTED, kind))
+
+
+def train(cases: Mapping[str, Training], name: str) -> dict[str, Any]:
     """A whole run of `penstock train`, with what importing takes."""
-    case = TRAINED[name]
+    case = cases[name]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         if case.kind == "folder":
@@ -211,7 +228,6 @@ def train(name: str) -> dict[str, Any]:
                 f"--model net.py:Net --data net.py:make_data --model-options {shlex.quote(json.dumps(case.model))}"
             )
         options = shlex.split(f"{model} {OPTIONS} {case.more}")
-        imported = int(python(IMPORTED, case.kind))
         command = [sys.executable, "-m", "penstock.train", *options, "--out", "run", "--json"]
         env = ENV if case.in_file else {**ENV, "TMPDIR": NO_FILE}
         done = subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True, text=True)
@@ -223,10 +239,10 @@ def train(name: str) -> dict[str, Any]:
         "case": name,
         "bytes": size,
         "options": shlex.join(options),
-        "peak": [(peak - imported) / size for peak in report["peak_memory"]],
-        "peak_bytes": [peak - imported for peak in report["peak_memory"]],
+        "peak": [(peak - imported(case.kind)) / size for peak in report["peak_memory"]],
+        "peak_bytes": report["peak_memory"],
         "held": [(state["parameters"] + state["gradients"]) / size for state in report["state"]],
-        "import_bytes": imported,
+        "import_bytes": imported(case.kind),
         "losses": [json.loads(line)["loss"] for line in lines],
     }
 
@@ -242,7 +258,8 @@ def main(kind: str) -> None:
     families = [name for name in json.loads(FAMILIES.read_text(encoding="utf-8")) if name not in REFUSED]
     kinds = {
         "loading": Kind(load, [*families, "llama, large", "llama, large, stored in bfloat16"]),
-        "training": Kind(train, list(TRAINED)),
+        "folder": Kind(functools.partial(train, FOLDERS), list(FOLDERS)),
+        "own": Kind(functools.partial(train, OWN), list(OWN)),
     }
     os.environ |= ENV  # before torch is imported, here once for all processes that are forked
     for module in ("penstock.train.run_job", "penstock.train.tasks.huggingface", "transformers"):
@@ -260,12 +277,25 @@ def main(kind: str) -> None:
 def table(kind: str, rows: Sequence[dict[str, Any]]) -> str:
     """The table of the README."""
     own = "own" if kind == "loading" else "held"
-    name = "own weights" if kind == "loading" else "own weights and gradients"
-    lines = [f"| | MB | {name} | peak above importing | highest |", "|---|---:|---|---|---:|"]
+    lines = ["| | MB | own weights | peak above importing | highest |", "|---|---:|---|---|---:|"]
+    if own == "held":
+        lines = [
+            "| | MB | weights and gradients | peak above importing | peak above tiny |",
+            "|---|---:|---|---|---|",
+        ]
+    least = next((row["peak_bytes"] for row in rows if row["case"] == "tiny"), [])
     for row in rows:
-        shares = [" ".join(f"{share:.3f}" for share in row[key]) for key in (own, "peak")]
-        lines.append(f"| {row['case']} | {row['bytes'] / 1e6:,.0f} | {' | '.join(shares)} | {max(row['peak']):.3f} |")
+        last = f"{max(row['peak']):.3f}"
+        if own == "held":
+            last = shares([(peak - base) / row["bytes"] for peak, base in zip(row["peak_bytes"], least, strict=True)])
+        if row["case"] != "tiny":
+            cells = (row["case"], f"{row['bytes'] / 1e6:,.0f}", shares(row[own]), shares(row["peak"]), last)
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def shares(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.3f}" for value in values)
 
 
 if __name__ == "__main__":
