@@ -4,8 +4,8 @@
     python benchmarks/rank_memory/run.py folder
     python benchmarks/rank_memory/run.py own
 
-The README beside says what is asked. Each case is added to `loading.json`, `folder.json` or `own.json` as it ends, and
-a case that is there is not run again.
+The README beside says what is asked. Each case is added to `loading.json`, `folder.json` or `own.json` as it ends. A
+case that is there is not run again.
 """
 
 from __future__ import annotations
