@@ -58,6 +58,18 @@ def test_a_paragraph_and_a_page(trace: Path, tmp_path: Path, capsys: pytest.Capt
     assert "{{" not in text
 
 
+def test_a_link_s_cost_ran_into_what_its_messages_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As "2 ms a message where others take 0 2 ms (4.7%)"."""
+    slow = tmp_path / "slow.json"
+    line = f"simulate 1f1b --ranks 4 --microbatches 8 --link 0:1=2 --out {slow}"
+    assert main(line.split()) == 0
+    capsys.readouterr()
+    code, out, _ = run(capsys, slow, "--out", tmp_path / "page.html")
+    assert code == 0
+    each = r"[\d.]+ ms \(\d+\.\d%\) because of link . to . of replica 0, 2 ms a message where others take 0"
+    assert re.search(rf"What each costs per step: {each}; {each}\.", out)
+
+
 def test_a_name_cannot_break_out_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = study_sample(num_steps=1, num_replicas=1, num_ranks=2).write(tmp_path / "<b onclick=x>.parquet")
     code, _, _ = run(capsys, path, "--out", tmp_path / "page.html")

@@ -33,8 +33,8 @@ def more(found: RunAnalysis) -> list[str]:
         f"times it takes {milliseconds(m.replayed)}, off by {percent(found.replay_error)} in the median."
     ]
     if found.causes:
-        listed = "; ".join(f"{each.what} {milliseconds(each.cost)} ({each.share:.1%})" for each in found.causes[:3])
-        lines.append(f"What each costs per step: {listed}.")
+        costs = (f"{milliseconds(each.cost)} ({each.share:.1%}) because of {each.what}" for each in found.causes[:3])
+        lines.append(f"What each costs per step: {'; '.join(costs)}.")
         if found.causes[0].help:
             lines.append(f"Against the first: {found.causes[0].help}.")
     helps = [each for each in found.what_ifs if each.speedup >= WORTH][:2]
