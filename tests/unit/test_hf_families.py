@@ -78,12 +78,13 @@ LARGE = {
     "gemma3_text": {"num_hidden_layers": 34},
     "mamba": {"num_hidden_layers": 48},
     "llava": {},
+    "paligemma": {},  # whose copy had pictures as wide as the model, and was refused
     "t5": {"decoder_start_token_id": 0, "num_layers": 24},
     "bart": {},
 }
 
 
-@pytest.mark.parametrize("name", others_nightly(LARGE, ["llama", "jamba", "deepseek_v3", "t5"]))
+@pytest.mark.parametrize("name", others_nightly(LARGE, ["llama", "jamba", "deepseek_v3", "paligemma", "t5"]))
 def test_a_model_of_its_real_size_is_compared_on_a_small_copy(name: str) -> None:
     """With the sizes that transformers has for it, up to 671 billion weights, of which none is ever made."""
     named = {"architectures": FAMILIES[name]["architectures"], "model_type": name}
@@ -118,6 +119,24 @@ def test_a_part_of_the_experts_in_a_file_is_named(tmp_path: Path) -> None:
     ):
         Decoder(tmp_path, compare=False).layers([3])
     assert decoder.has_router_loss
+
+
+def test_experts_that_became_one_weight_were_in_memory_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are taken as they were made. What lies in the file is copied, as its pages are the file's."""
+    model_of("mixtral").save_pretrained(tmp_path)
+    decoder = Decoder(tmp_path, compare=False)
+    read: dict[str, Any] = {}
+    before = type(decoder._source)._read
+    monkeypatch.setattr(
+        type(decoder._source), "_read", lambda self, name, wanted: read.setdefault(name, before(self, name, wanted))
+    )
+    stage = decoder.stage(range(1, 3))
+    taken = {name for name, p in stage.named_parameters() if p.data_ptr() == read[name].tensor.data_ptr()}
+    assert taken == {name for name in read if ".experts." in name}
+    assert len(taken) == 4
+    assert all(p.data_ptr() % 64 == 0 for p in stage.parameters())
 
 
 @pytest.fixture(scope="module")

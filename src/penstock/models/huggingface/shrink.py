@@ -64,6 +64,7 @@ def shrunken(model: Any, anatomy: Anatomy) -> Any:
     num_blocks = _enough(blocks_of(model, anatomy.blocks))
     small = copy.deepcopy(model.config)
     text = small.get_text_config(decoder=True)
+    read = getattr(text, "hidden_size", None)
     for each in _configs(small):
         was = getattr(each, "num_hidden_layers", None)
         _shrink(each)
@@ -71,6 +72,9 @@ def shrunken(model: Any, anatomy: Anatomy) -> Any:
             _cut_both(small, _enough(blocks_of(model, anatomy.encoder.blocks)), num_blocks)
         elif was is not None:
             _cut(each, int(was), num_blocks if each is text else min(int(was), LEAST_BLOCKS))
+    for each in _configs(small):  # pictures that are projected to what the decoder reads still are
+        if read is not None and getattr(each, "projection_dim", None) == read:
+            each.projection_dim = text.hidden_size
     if (images := getattr(small, "vision_config", None)) is not None:
         _shrink_images(small, images)
     return small

@@ -91,7 +91,7 @@ class Stored:
         self.folder = folder
         self._dtype = dtype
         self._files = _files(folder)
-        self._kept: dict[str, Tensor] = {}
+        self._kept: dict[str, _Read] = {}
 
     def module(self, path: str) -> nn.Module:
         module = _with_storage(self._shapes.get_submodule(path), self._dtype)
@@ -103,7 +103,11 @@ class Stored:
                     self._shapes._init_weights(each)
             for name, tensor in stored.items():
                 if name not in made:
-                    tensor.copy_(self._read(f"{path}.{name}", tensor))
+                    read = self._read(f"{path}.{name}", tensor)
+                    if read.is_fresh and read.tensor.dtype == tensor.dtype:
+                        tensor.data = read.tensor
+                    else:
+                        tensor.copy_(read.tensor)
         return module
 
     def _is_never_saved(self, name: str) -> bool:
@@ -115,9 +119,9 @@ class Stored:
         for name in buffers:
             buffer = self._shapes.get_buffer(name)
             if name in self._origins:  # else it is as the architecture makes it, as from_pretrained has it
-                buffer.copy_(self._read(name, buffer))
+                buffer.copy_(self._read(name, buffer).tensor)
 
-    def _read(self, name: str, wanted: Tensor) -> Tensor:
+    def _read(self, name: str, wanted: Tensor) -> _Read:
         names = [name, *_tied_names(self._shapes, name)]  # a tied weight is kept under one of its names
         found = next((each for each in names if each in self._origins), None)
         if found is None:
@@ -125,13 +129,13 @@ class Stored:
                 f"{self.folder} holds no weight {name!r} (its names are like {next(iter(self._files), 'none')!r}); "
                 "save the model with save_pretrained of the transformers installed here"
             )
-        tensor = self._made(found)
-        if tensor.shape != wanted.shape:
+        made = self._made(found)
+        if made.tensor.shape != wanted.shape:
             raise DecoderError(
-                f"weight {name!r} has shape {list(tensor.shape)} in {self.folder} and "
+                f"weight {name!r} has shape {list(made.tensor.shape)} in {self.folder} and "
                 f"{list(wanted.shape)} by its config"
             )
-        return tensor
+        return made
 
     @cached_property
     def _origins(self) -> dict[str, _Origin]:
@@ -156,13 +160,14 @@ class Stored:
                 origins[name.replace(targets[0], other)] = origin
         return origins
 
-    def _made(self, name: str) -> Tensor:
+    def _made(self, name: str) -> _Read:
         if name in self._kept:
             return self._kept.pop(name)
         origin = self._origins[name]
         tensors = [(pattern, source, self._tensor(source)) for source, pattern in origin.sources]
         if origin.converter is None:
-            return tensors[-1][2]
+            return _Read(tensors[-1][2], False)
+        mapped = {tensor.untyped_storage().data_ptr() for _, _, tensor in tensors}
         converter = copy.deepcopy(origin.converter)
         for pattern, source, tensor in tensors:
             converter.add_tensor(origin.first, source, pattern, tensor)
@@ -175,7 +180,11 @@ class Stored:
                 f"{name} cannot be made of what {self.folder} holds, {parts}: {error}; save the model with "
                 "save_pretrained of the transformers installed here"
             ) from None
-        self._kept |= {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+        for key, value in made.items():
+            tensor = value[0] if isinstance(value, list) else value
+            storage = tensor.untyped_storage()
+            is_whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
+            self._kept[key] = _Read(tensor, is_whole and storage.data_ptr() not in mapped)
         if name not in self._kept:
             raise DecoderError(f"{self.folder}: {name} could not be made from {origin.sources[0][0]} and the others")
         return self._kept.pop(name)
@@ -204,6 +213,18 @@ def folder_of(source: Source) -> Path | None:
     """The folder that weights are read from."""
     base = source.base if isinstance(source, Adapted) else source
     return base.folder if isinstance(base, Stored) else None
+
+
+class _Read(NamedTuple):
+    """A weight as a folder has it.
+
+    Attributes:
+        is_fresh: it has memory of its own, like experts that became one weight, and is no part of a file that is
+            mapped, so a module may have it as it is.
+    """
+
+    tensor: Tensor
+    is_fresh: bool
 
 
 class _Origin(NamedTuple):
