@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from penstock.runtime.transport.choose import NAMES
 from penstock.train.checks import SettingsError
 from penstock.train.inputs import optimizer_class
 from penstock.train.settings import Settings
+from penstock.train.transport_settings import ROUTES
 
 pytestmark = pytest.mark.unit
 
@@ -128,3 +130,8 @@ def test_each_row_is_refused_for_what_it_names(row: str) -> None:
     for given in CASES[row]:
         with pytest.raises(SettingsError, match=WHY[row]):
             optimizer_class(Settings(**given))
+
+
+def test_a_run_takes_every_transport_that_a_pipeline_has() -> None:
+    assert ROUTES == NAMES
+    assert [Settings(transport=name).transport for name in ROUTES] == list(NAMES)

@@ -24,7 +24,7 @@ from penstock.train.mesh_sizes import check_mesh
 from penstock.train.own_file import is_own
 from penstock.train.packing import WINDOWS, check_packing, is_record, usual_packing
 from penstock.train.run_settings import RunSettings
-from penstock.train.transport_settings import host_memory_of
+from penstock.train.transport_settings import ROUTES, host_memory_of
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Settings(RunSettings):
                 "lr_decay": ("cosine", "constant"),
                 "precision": ("float32", "bfloat16"),
                 "device": ("cpu", "cuda"),
-                "transport": ("host", "gloo", "direct", "delegate", "nccl"),
+                "transport": ROUTES,
                 "sharding": ("none", "copies", "zero1", "fsdp"),
             },
         )

@@ -13,7 +13,10 @@ from penstock.train.checks import SettingsError
 if TYPE_CHECKING:
     from penstock.runtime.transport.choose import DelegateOptions
 
-BASE, ROUTES = ("host", "gloo", "direct"), ("host", "gloo", "direct", "delegate", "nccl")
+BASE = "host", "gloo", "direct"
+"""Transports of which single links may be delegated."""
+ROUTES = *BASE, "delegate", "nccl"
+"""Those of a run with real compute."""
 STORES = re.compile(r"(rediss?|tcp)://\S+")
 SIZES = {f"{prefix}B": size for prefix, size in (("", 1.0), ("K", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))} | {
     f"{prefix}iB": size for prefix, size in (("K", 2.0**10), ("M", 2.0**20), ("G", 2.0**30), ("T", 2.0**40))

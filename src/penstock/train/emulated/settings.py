@@ -11,7 +11,7 @@ from penstock.schedule import Schedule
 from penstock.schedule.op import UPDATE
 from penstock.train.checks import SettingsError
 from penstock.train.run_settings import RunSettings
-from penstock.train.transport_settings import host_memory_of, read_size
+from penstock.train.transport_settings import BASE, host_memory_of, read_size
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class EmulatedSettings(RunSettings):
     def __post_init__(self) -> None:
         self.check_run(
             above_zero=("stretch",),
-            choices={"transport": ("host", "gloo", "direct", "delegate"), "sharding": ("none", "copies")},
+            choices={"transport": (*BASE, "delegate"), "sharding": ("none", "copies")},
         )
         _ = self.most_bytes
         if self.in_process and self.transport == "delegate":
