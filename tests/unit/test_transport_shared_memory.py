@@ -45,6 +45,15 @@ def in_threads(num: int, work: Callable[[int], Any]) -> list[Any]:
     return found
 
 
+def ended_process() -> int:
+    """A descriptor of a process that has ended."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    pidfd = os.pidfd_open(child.pid)
+    child.kill()
+    child.wait()
+    return pidfd
+
+
 def who() -> str:
     return "rank 1 waits to run F0"
 
@@ -308,18 +317,37 @@ def test_a_sum_ends_with_its_deadline_or_with_the_rank_that_ended() -> None:
         for one in made:
             one.close()
     made = ends(2, chain)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    pidfd = os.pidfd_open(child.pid)
-    receiver = made[0]._receivers[1]
-    own, receiver.pidfd = receiver.pidfd, pidfd
-    child.kill()
-    child.wait()
+    pidfd = ended_process()
+    made[0]._watched[pidfd] = made[0]._receivers[1]
+    made[0]._own.watch(pidfd)
     try:
         with pytest.raises(PeerLost, match=r"rank 0 lost its connection to rank 1, whose process has ended, while"):
             made[0].sum([1.0])
         assert made[1].sum([2.0]) == [3.0]
     finally:
-        receiver.pidfd = own
+        os.close(pidfd)
+        for one in made:
+            one.close()
+
+
+def test_a_process_that_ended_and_owed_nothing_wakes_a_rank_once_and_is_missed_when_it_does_owe() -> None:
+    chain = Chain(2, 1)
+    made = ends(2, chain)
+    pidfd = ended_process()
+    made[1]._watched[pidfd] = made[1]._receivers[0]
+    made[1]._own.watch(pidfd)
+    try:
+        made[1]._sleep(60.0)
+        assert made[1]._receivers[0].gone
+        assert made[1]._own.sleep(0.01) == []
+        for rank, one in enumerate(made):
+            chain.begin(one, rank)  # type: ignore[arg-type]
+        with pytest.raises(PeerLost, match="rank 1 lost its connection to rank 0, whose process has ended"):
+            made[1].wait(chain.forward(0), who)
+        (edge,) = chain.forward(0)
+        made[0].send(edge, 1, payload_of(edge, 0, (3,)))
+        assert made[1].wait([edge], who) == [edge], "what it wrote before it ended is still there"
+    finally:
         os.close(pidfd)
         for one in made:
             one.close()

@@ -177,12 +177,13 @@ class IncomingRing:
     Attributes:
         due: this step's messages that are yet to come, by tag.
         early: places of messages of the next step.
+        gone: whether its process is known to have ended. What it wrote before may be there still.
     """
 
-    __slots__ = ("due", "early", "gone", "memory", "packets", "peer", "pidfd", "ring", "specs")
+    __slots__ = ("due", "early", "gone", "memory", "packets", "peer", "ring", "specs")
 
-    def __init__(self, peer: int, memory: PeerMemory, ring: memoryview, pidfd: int) -> None:
-        self.peer, self.memory, self.ring, self.pidfd = peer, memory, ring, pidfd
+    def __init__(self, peer: int, memory: PeerMemory, ring: memoryview) -> None:
+        self.peer, self.memory, self.ring = peer, memory, ring
         self.due: dict[int, Edge] = {}
         self.early: list[int] = []
         self.specs: dict[int, WireSpec] = {}
@@ -214,6 +215,8 @@ class SharedMemoryTransport:
         self._channels: dict[tuple[ChannelKey, int], OutChannel] = {}
         self._senders: dict[int, PeerRing] = {}
         self._receivers: dict[int, IncomingRing] = {}
+        self._watched: dict[int, IncomingRing] = {}
+        """By a descriptor that tells when the process ends."""
         self._owing: list[IncomingRing] = []
         self._plans: dict[int, tuple[Sequence[ExpectedMessages], dict[int, dict[int, Edge]]]] = {}
         self._ready: dict[Edge, tuple[IncomingRing, Packet, memoryview]] = {}
@@ -230,7 +233,7 @@ class SharedMemoryTransport:
                 if peer != rank:
                     self._meet(peer, address)
             start = _HEAD + len(addresses) * _RING_WORDS
-            self._sums = SharedSums(rank, own, self._senders, self._receivers, start, timeout, _fence)
+            self._sums = SharedSums(rank, own, self._senders, self._receivers, start, timeout, _fence, self._sleep)
         except BaseException:
             self.close()
             raise
@@ -248,8 +251,9 @@ class SharedMemoryTransport:
         self._opened.append(wake)
         pidfd = os.pidfd_open(address.pid)
         self._opened.append(pidfd)
+        self._own.watch(pidfd)
         self._senders[peer] = PeerRing(self._own.memory.ring(peer), memory.words[_ASLEEP : _ASLEEP + 1], wake)
-        self._receivers[peer] = IncomingRing(peer, memory, memory.ring(self.rank), pidfd)
+        self._receivers[peer] = self._watched[pidfd] = IncomingRing(peer, memory, memory.ring(self.rank))
 
     # Steps.
 
@@ -563,12 +567,9 @@ class SharedMemoryTransport:
             self._sleep(0.001 if self._has_unsent else min(LOOK, left))
 
     def _sleep(self, seconds: float) -> None:
-        """Sleeps until somebody writes to the pipe, or a process that owes something ends."""
-        owing = [receiver for receiver in self._owing if receiver.due and not receiver.gone]
-        for descriptor in self._own.poll([receiver.pidfd for receiver in owing], seconds):
-            for receiver in owing:
-                if receiver.pidfd == descriptor:
-                    receiver.gone = True
+        """Sleeps until somebody writes to the pipe, or another rank's process ends."""
+        for ended in self._own.sleep(seconds):
+            self._watched[ended].gone = True
 
     def wake(self) -> None:
         """Ends this rank's wait, or the next one; any thread may call it."""
@@ -597,11 +598,13 @@ class OwnMemory:
             raise OSError("this system has no memory that processes could share by descriptors")
         self.first_slot = -(-(_HEAD + num_ranks * _RING_WORDS + SUM_WORDS) * _WORD // PAGESIZE) * PAGESIZE
         self.span = self.first_slot + (span or 2 * os.sysconf("SC_PHYS_PAGES") * PAGESIZE)
+        self._sleeper = select.epoll()
         self._descriptors = [os.memfd_create("penstock-shared")]
         try:
             os.ftruncate(self._descriptors[0], self.span)
             self.memory = PeerMemory(self._descriptors[0], self.span)
             self.pipe, self.wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._sleeper.register(self.pipe, select.EPOLLIN)
         except BaseException:
             os.close(self._descriptors[0])
             raise
@@ -609,33 +612,34 @@ class OwnMemory:
         self._nonce = int.from_bytes(os.urandom(7))
         self.memory.words[_NONCE] = self._nonce
         self.asleep = self.memory.words[_ASLEEP : _ASLEEP + 1]
-        self._watched: list[int] = []
-        self._poll = select.poll()
-        self._poll.register(self.pipe, select.POLLIN)
 
     @property
     def address(self) -> MemoryAddress:
         host = f"{network_name()}/{os.stat('/proc/self/ns/pid').st_ino}"
         return MemoryAddress(host, os.getpid(), self._descriptors[0], self.wake, self.span, self._nonce)
 
-    def poll(self, watched: list[int], seconds: float) -> list[int]:
-        """Those of the descriptors that are ready, once one is, somebody wrote to the pipe, or the time is over."""
-        if watched != self._watched:
-            for descriptor in self._watched:
-                self._poll.unregister(descriptor)
-            for descriptor in watched:
-                self._poll.register(descriptor, select.POLLIN)
-            self._watched = watched
-        ready = [descriptor for descriptor, _ in self._poll.poll(max(1, int(seconds * 1e3)))]
-        if self.pipe in ready:
-            ready.remove(self.pipe)
+    def watch(self, process: int) -> None:
+        """Lets the end of a process, given as a descriptor, end a sleep."""
+        self._sleeper.register(process, select.EPOLLIN)
+
+    def sleep(self, seconds: float) -> list[int]:
+        """Sleeps until somebody writes to the pipe, a process ends, or the time is over.
+
+        Returns those of the processes watched that have ended, each once.
+        """
+        ended = [descriptor for descriptor, _ in self._sleeper.poll(seconds)]
+        if self.pipe in ended:
+            ended.remove(self.pipe)
             with suppress(BlockingIOError):
                 os.read(self.pipe, 1 << 12)
-        return ready
+        for process in ended:
+            self._sleeper.unregister(process)
+        return ended
 
     def close(self) -> None:
         self.asleep.release()
         self.memory.close()
+        self._sleeper.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
 

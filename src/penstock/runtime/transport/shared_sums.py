@@ -39,6 +39,7 @@ class SharedSums:
         senders, receivers: how other ranks are woken, and what of theirs is mapped, by rank.
         start: the first of a rank's words that rows take.
         fence: orders what this process reads and writes before and after.
+        sleep: sleeps for at most so many seconds, until somebody writes to the pipe or another rank's process ends.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class SharedSums:
         start: int,
         timeout: float,
         fence: Callable[[], None],
+        sleep: Callable[[float], None],
     ) -> None:
         self._rank, self._own, self._senders, self._receivers = rank, own, senders, receivers
-        self._timeout, self._fence = timeout, fence
+        self._timeout, self._fence, self._sleep = timeout, fence, sleep
         self._number = 0
         memories = {rank: own.memory} | {peer: receiver.memory for peer, receiver in receivers.items()}
         self._places = [
@@ -83,9 +85,8 @@ class SharedSums:
         return [sum(column) for column in zip(*(numbers[:size].tolist() for _, numbers in places), strict=True)]
 
     def _wait(self, missing: list[int], places: Sequence[tuple[memoryview, memoryview[float]]], number: int) -> None:
-        own, asleep = self._own, self._own.asleep
+        asleep = self._own.asleep
         end = time.monotonic() + self._timeout
-        gone: set[int] = set()
         while True:
             asleep[0] = SUMMING
             self._fence()
@@ -94,9 +95,9 @@ class SharedSums:
                 asleep[0] = 0
                 self._fence()
                 return
-            if lost := gone.intersection(missing):
+            if lost := [rank for rank in missing if self._receivers[rank].gone]:
                 raise PeerLost(
-                    f"rank {self._rank} lost its connection to rank {min(lost)}, whose process has ended, while it "
+                    f"rank {self._rank} lost its connection to rank {lost[0]}, whose process has ended, while it "
                     "waited for a sum over all ranks"
                 )
             left = end - time.monotonic()
@@ -106,8 +107,7 @@ class SharedSums:
                     f"{', '.join(map(str, missing))}; if that is just slow, give a longer timeout; if not, it stands "
                     "still or was given other batches or calls"
                 )
-            ready = own.poll([self._receivers[rank].pidfd for rank in missing], min(LOOK, left))
-            gone.update(rank for rank in missing if self._receivers[rank].pidfd in ready)
+            self._sleep(min(LOOK, left))
 
     def close(self) -> None:
         """Lets go of all rows."""
