@@ -137,7 +137,7 @@ def test_messages_are_known_by_their_tags_and_freed_once_taken() -> None:
     inbox.free(held)
     assert fleet.given[POST][-1].note is Note.FREE
     assert fleet.given[POST][-1].offset == 4096
-    assert [one.num_bytes for one in inbox.crossings] == [1000]
+    assert [one.num_bytes for one in inbox.crossings.take()] == [1000]
     with pytest.raises(RuntimeFailure, match="does not wait for"):
         inbox.came(POST, message(2, 102))  # a second time
     with pytest.raises(RuntimeFailure, match="other shapes"):

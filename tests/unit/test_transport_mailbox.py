@@ -226,7 +226,7 @@ def test_ranks_in_turn_see_what_the_conditions_say() -> None:
 def test_a_log_that_nobody_reads_keeps_the_latest() -> None:
     log = CrossingLog()
     for number in range(KEPT + 5):
-        log.add(TransferRecord(0, 1, number, 0, 0, 0))
+        log.add(0, 1, number, 0, 0, 0)
     taken = log.take()
     assert [c.num_bytes for c in taken] == list(range(5, KEPT + 5))
     assert log.take() == []

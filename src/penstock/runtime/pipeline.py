@@ -403,7 +403,7 @@ class Pipeline:
         self._num_steps += 1
         try:
             with restored(local.model.device), local.mesh.waiting():
-                if local.transport is not None:
+                if self._helm is not None and local.transport is not None:
                     local.transport.crossings()  # those of an evaluation
                 seed, now = mix(self._seed, self._num_steps), local.running
                 begin = perf_counter_ns()

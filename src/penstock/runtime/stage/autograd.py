@@ -25,7 +25,7 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) 
 
 
 def _fits(output: Tensor, gradient: Tensor | None) -> bool:
-    if type(output) is not Tensor or output.device.type != "cpu" or output.layout is not torch.strided:
+    if type(output) is not Tensor or not output.is_cpu or output.layout is not torch.strided:
         return False
     if gradient is None:
         return output.numel() == 1 and output.is_floating_point() and output.requires_grad

@@ -41,7 +41,7 @@ from penstock.runtime.tensors.pytree import flatten, unflatten
 from penstock.runtime.tensors.rng import mix
 
 
-@dataclass
+@dataclass(slots=True)
 class HeldMicrobatch:
     """A microbatch between its F and its backward: where its inputs entered, and outputs that get a gradient."""
 

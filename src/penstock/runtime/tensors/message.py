@@ -50,7 +50,7 @@ class Edge(NamedTuple):
         return f"{what}{self.producer.short()} of stage {self.producer.stage}"
 
 
-@dataclass
+@dataclass(slots=True)
 class Payload:
     """Tensors and how they were arranged.
 

@@ -202,7 +202,7 @@ class ConditionedTransport(TransportLayer):
                 if due > sent:
                     arrived[record.source, sent] = record.arrived
                 else:
-                    self._log.add(record._replace(num_bytes=size))
+                    self._log.add(*record._replace(num_bytes=size))
         for edge, stamp, size in found:
             due = stamp.due + (self._ahead[stamp.source] if self._ahead else 0)
             moment = max(due, arrived.get((stamp.source, stamp.sent), 0))
@@ -218,7 +218,7 @@ class ConditionedTransport(TransportLayer):
             while waiting and waiting[0].due <= now:
                 held = heapq.heappop(waiting)
                 if held.record is not None:
-                    self._log.add(held.record)
+                    self._log.add(*held.record)
                 came.append(held.edge)
         return came
 

@@ -422,7 +422,7 @@ class GlooTransport:
                 channel.ahead = min(channel.ahead + 1, MOST_AHEAD)
         elif posted.arrived is not None:
             size = packet.spec.carried_bytes
-            self._log.add(TransferRecord(channel.peer, self._rank, size, sent, posted.since, posted.arrived))
+            self._log.add(channel.peer, self._rank, size, sent, posted.since, posted.arrived)
         channel.received += 1
         self._ready[posted.edge] = packet.unpack()
         posted.known.spare.append(posted.packet)

@@ -494,7 +494,7 @@ class SharedMemoryTransport:
             raise RuntimeFailure(self._foreign(receiver.peer, tag, now >> 32, edge))
         self._ready[edge] = receiver, packet, header
         sent = header[_SENT]
-        self._log.add(TransferRecord(receiver.peer, self.rank, packet.spec.carried_bytes, sent, sent, header[_THERE]))
+        self._log.add(receiver.peer, self.rank, packet.spec.carried_bytes, sent, sent, header[_THERE])
         self._arrived.append(edge)
 
     def _laid_out(self, receiver: IncomingRing, offset: int) -> tuple[int, Packet, memoryview]:

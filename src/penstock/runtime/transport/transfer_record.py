@@ -54,14 +54,15 @@ class CrossingLog:
     """The crossings of one rank since they were last taken. `add` may be called from any thread."""
 
     def __init__(self) -> None:
-        self._kept: deque[TransferRecord] = deque(maxlen=KEPT)
+        self._kept: deque[tuple[int, ...]] = deque(maxlen=KEPT)
 
-    def add(self, crossing: TransferRecord) -> None:
+    def add(self, *crossing: int) -> None:
+        """Takes note of one, given as the fields of its record; that is made when it is asked for."""
         self._kept.append(crossing)
 
     def take(self) -> list[TransferRecord]:
         """All that were added since the last call, oldest first."""
         taken = []
         while self._kept:
-            taken.append(self._kept.popleft())
+            taken.append(TransferRecord._make(self._kept.popleft()))
         return taken

@@ -16,7 +16,7 @@ from penstock.runtime.transport.delegate.carrier.frame import Lane
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
 from penstock.runtime.transport.delegate.fleet import Fleet, Post, Resumed
 from penstock.runtime.transport.delegate.lanes import lanes_for
-from penstock.runtime.transport.transfer_record import TransferRecord
+from penstock.runtime.transport.transfer_record import CrossingLog
 from penstock.runtime.transport.wire_format import ALIGN
 
 
@@ -58,7 +58,7 @@ class DelegateInbox:
         self._limits: dict[Post, int] = {}
         self._lent: dict[Post, int] = {}
         self._returned: deque[HeldMessage] = deque()
-        self.crossings: list[TransferRecord] = []
+        self.crossings = CrossingLog()
         self._takes_over, self._taken_over = takes_over, -1
         """The step that began in another way: what of it, and of those before, is not expected came in that way."""
         self.doubled = 0
@@ -127,7 +127,7 @@ class DelegateInbox:
         self.num_messages += 1
         self._seen.setdefault(post, deque(maxlen=KEPT)).append(SeenMessage(note.sent, note.arrived, note.capacity))
         size = max(0, note.payload_bytes - ALIGN)
-        self.crossings.append(TransferRecord(lane.source, lane.target, size, note.sent, note.start, note.arrived))
+        self.crossings.add(lane.source, lane.target, size, note.sent, note.start, note.arrived)
         return edge
 
     def _post_enough(self) -> None:

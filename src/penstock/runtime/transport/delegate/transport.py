@@ -325,8 +325,7 @@ class DelegateTransport:
         """The messages that came in since the last call, timed in the delegates."""
         with self._lock:
             self._listen()
-            found, self._inbox.crossings = self._inbox.crossings, []
-            return found
+            return self._inbox.crossings.take()
 
     def link_events(self) -> list[LinkDown | LinkUp]:
         """Links from this rank whose own interfaces died or came back since the last call.
