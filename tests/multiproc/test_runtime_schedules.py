@@ -10,6 +10,7 @@ from torch import nn
 
 import penstock as ps
 import penstock.runtime.stage.split_backward.slot as slot_module
+from penstock.runtime.execute import active_plan
 from processes import run_ranks
 from runtime_cases import Case, Plain, batches, compare_case, mlp, plain_case
 from tiers import in_turn
@@ -66,3 +67,19 @@ def test_bitwise(ranks: int) -> None:
     wrong = [f"rank {o.rank}, {name}: {text}" for o in outcomes for name, found in o.value.items() for text in found]
     assert not wrong, "\n".join(wrong)
     assert all(len(o.value) == len(in_turn(("frozen", "other"), 0)) * len(SCHEDULES) for o in outcomes)
+
+
+def run_auto(rank: int) -> list[str]:
+    if rank:
+        active_plan.choose_policy = None  # type: ignore[assignment]  # whoever simulates here fails
+    schedule = ps.build("zb-h1", 2, 8)
+    torch.manual_seed(3)
+    case = Case(nn.Sequential(*(mlp() for _ in range(3))), batches(8, 3, 8))
+    return compare_case(case, schedule, "auto", plain_case(case, 8))
+
+
+@pytest.mark.slow
+def test_a_dispatch_that_one_process_chose_gives_the_plain_loop_s_numbers() -> None:
+    outcomes = run_ranks(2, run_auto, deadline=60)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    assert [o.value for o in outcomes] == [[], []]

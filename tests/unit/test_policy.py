@@ -11,7 +11,9 @@ import penstock as ps
 from penstock.cost import Links
 from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, Policy
+from penstock.runtime.execute import active_plan
 from penstock.runtime.execute.active_plan import dispatch_of
+from penstock.runtime.mesh.peers import LocalPeers
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulation.auto import POLICIES, choose_policy, jittered
 from penstock.simulation.runner import Runner
@@ -140,6 +142,23 @@ def test_ranks_that_run_an_op_together_are_late_together() -> None:
     for a, b in pairwise(first):
         assert len(set(drawn.duration[members[a:b]])) == 1
     assert ps.simulate(schedule, dispatch="auto").makespan <= ps.simulate(schedule).makespan
+
+
+def test_one_process_simulates_and_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule, costs = zb_h1()
+    told = []
+
+    class SecondOfTwo(LocalPeers):
+        def gather(self, value: Any) -> list[Any]:
+            told.append(value)
+            return ["hinted", value]
+
+    assert dispatch_of("auto", schedule, costs, TransportChoice(), peers=LocalPeers(4)) is Dispatch.HINTED
+    second = SecondOfTwo(2)
+    second.here = (1,)
+    monkeypatch.setattr(active_plan, "choose_policy", None)  # whoever simulates fails
+    assert dispatch_of("auto", schedule, costs, TransportChoice(), peers=second) is Dispatch.HINTED
+    assert told == [None]
 
 
 def test_the_runtime_chooses_too_and_refuses_to_wait_by_name() -> None:

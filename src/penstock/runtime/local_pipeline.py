@@ -122,7 +122,7 @@ class LocalPipeline:
         require_same(place.everyone.gather(facts), "every rank must make the same ps.Pipeline(...)")
         check_once(schedule, place.everyone)
         self.costs = adapt.costs if adapt is not None else None
-        chosen = dispatch_of(dispatch, schedule, self.costs, self.choice)
+        chosen = dispatch_of(dispatch, schedule, self.costs, self.choice, peers=place.everyone)
         self._combination = Combination(
             schedule,
             place.num_replicas,

@@ -12,6 +12,7 @@ from penstock.dispatch import Dispatch, lower
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.plan import StepPlan, pairs_with, plan_step, stages_taped_out_of_order
+from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.schedule import Schedule, check
@@ -142,6 +143,7 @@ def dispatch_of(
     choice: TransportChoice,
     links: Links | None = None,
     memory_limit: float | Sequence[float] | None = None,
+    peers: Peers | None = None,
 ) -> Dispatch:
     """Reads a dispatch, or "auto": the fastest by simulation; of equals one that absorbs what nobody foresaw.
 
@@ -149,12 +151,15 @@ def dispatch_of(
         costs: of the schedule's stages; all ops take as long as each other where they are not known.
         choice: how messages travel.
         links: what is known of them; no delays where not given. memory_limit: as in `simulate`.
+        peers: where given, all of their processes must call this alike: the first simulates and tells the others.
 
     Raises:
         ScheduleError: another word, or a policy that waits.
     """
     if given != AUTO:
         return as_dispatch(given)
+    if peers is not None and 0 not in peers.here:
+        return Dispatch(peers.gather(None)[0])
     costs = costs or Costs.assumed(schedule.num_ranks, schedule.placement)
     found = choose_policy(
         schedule,
@@ -164,4 +169,7 @@ def dispatch_of(
         memory_limit=memory_limit,
         policies=WITHOUT_WAITING,
     )
-    return found.policy.dispatch
+    chosen = found.policy.dispatch
+    if peers is not None:
+        peers.gather(chosen.value)
+    return chosen
