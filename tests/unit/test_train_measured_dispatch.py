@@ -10,7 +10,9 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
+from penstock.dispatch import Dispatch
 from penstock.simulation.auto import WITHOUT_WAITING, choose_policy
+from penstock.train import measured_dispatch
 from penstock.train.measured_dispatch import FIRST_MEASURED, NUM_MEASURED, choose_measured, measured_jitter
 from train_runs import SMALL, losses
 
@@ -64,3 +66,23 @@ def test_ops_that_differ_are_jitter() -> None:
     assert measured_jitter([even, differing]) == pytest.approx(0.34657, abs=1e-4)  # half of log 2
     assert str(choose_measured(schedule, [even]).policy) == "frozen"
     assert len(choose_measured(schedule, [even, differing]).makespans[0][1]) > 1
+
+
+def test_the_first_rank_simulates_what_was_measured_and_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_dispatch, "choose_measured", None)  # whoever simulates fails
+
+    class SecondRank:
+        rank, dispatch = 1, Dispatch.FROZEN
+
+        def timeline(self) -> None:
+            return None
+
+        def gather(self, value: Any) -> list[Any]:
+            assert value is None
+            return [("frozen", 0.25), value]
+
+    pipe: Any = SecondRank()
+    measuring = measured_dispatch.MeasuredDispatch(pipe)
+    chosen = [measuring.after_pass() for _ in range(STEPS)]
+    assert chosen == [None] * (FIRST_MEASURED + NUM_MEASURED - 1) + [Dispatch.FROZEN] + [None] * 2
+    assert "simulated 25.0% below frozen" in measuring.notice

@@ -45,11 +45,10 @@ class MeasuredDispatch:
         self._timelines.append(self._pipe.timeline())
         if len(self._timelines) < NUM_MEASURED:
             return None
-        found = choose_measured(self._pipe.schedule, self._timelines)
+        mine = self._simulated() if self._pipe.rank == 0 else None
         self._timelines.clear()
-        # Replicas measure different times: all go by those of the first process.
-        saved = 1 - found.means[str(found.policy)] / found.means[str(Dispatch.FROZEN)]
-        name, saved = self._pipe.gather((found.policy.dispatch.value, saved))[0]
+        # Replicas measure different times: all go by those of the first.
+        name, saved = next(told for told in self._pipe.gather(mine) if told is not None)
         chosen, before = Dispatch(name), self._pipe.dispatch
         if chosen is not before:
             self._pipe.reconfigure(replace(self._pipe.configuration, dispatch=chosen))
@@ -58,6 +57,12 @@ class MeasuredDispatch:
             f"{'as before' if chosen is before else f'{before} before'}; simulated {saved:.1%} below frozen"
         )
         return chosen
+
+    def _simulated(self) -> tuple[str, float]:
+        """The fastest dispatch, and the share of time that it saves over frozen."""
+        found = choose_measured(self._pipe.schedule, self._timelines)
+        saved = 1 - found.means[str(found.policy)] / found.means[str(Dispatch.FROZEN)]
+        return found.policy.dispatch.value, saved
 
 
 def choose_measured(schedule: Schedule, timelines: Sequence[Timeline]) -> PolicyChoice:
