@@ -1,12 +1,14 @@
-"""The docstrings of all names of `ps`: every parameter is described, and every example runs."""
+"""Docstrings of all public names: every parameter is described, what is raised is said, and every example runs."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import doctest
 import enum
 import inspect
 import re
+import textwrap
 import types
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
+from documents import ROOT
 
 pytestmark = pytest.mark.unit
 
@@ -27,6 +30,14 @@ PACKAGE = Path(ps.__file__).parent
 FOLDERS = sorted(
     file.parent.name for file in PACKAGE.glob("*/__init__.py") if "\n__all__ = " in file.read_text(encoding="utf-8")
 )
+REFERENCE = sorted(
+    next(
+        ast.literal_eval(node.value)
+        for node in ast.parse((ROOT / "docs" / "site" / "pages.py").read_text(encoding="utf-8")).body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "MODULES" and node.value is not None
+    )
+)
+"""The folders that have a page in the reference; the others hold names for the command line and for pages."""
 MADE_FOR_YOU = {"View", "OpCall", "Split", "Graph"}
 """Values that a user is given and does not make."""
 
@@ -74,8 +85,54 @@ def test_names_of_the_folders_describe_their_parameters(folder: str) -> None:
     assert lacking == {}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", REFERENCE)
+def test_examples_of_the_names_of_the_folders_run(folder: str) -> None:
+    """Each in a docstring of its own; constants and unions of types have none."""
+    module = import_module(f"penstock.{folder}")
+    without, wrong = [], []
+    for name in sorted(set(module.__all__) - set(ps.__all__)):
+        thing = getattr(module, name)
+        if not callable(thing) or isinstance(thing, types.GenericAlias):
+            continue
+        test = doctest.DocTestParser().get_doctest(inspect.getdoc(thing) or "", {}, f"ps.{folder}.{name}", None, 0)
+        if not test.examples:
+            without.append(name)
+        doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=wrong.append)
+    assert without == []
+    assert not wrong, "".join(wrong)
+
+
+def raised_by(thing: Any) -> set[str]:
+    """The classes of errors in the raise statements of a function, or of what makes a value."""
+    made_by = [getattr(thing, each, None) for each in ("__init__", "__post_init__")]
+    bodies = made_by if isinstance(thing, type) else [thing]
+    found = set()
+    for body in filter(inspect.isfunction, bodies):
+        if not body.__code__.co_filename.startswith(str(PACKAGE)):
+            continue  # written by dataclasses, or by torch
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(body)))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
+                found.add(node.exc.func.id)
+    return {name for name in found if not name.islower()}  # a function that makes the error names no class
+
+
+@pytest.mark.parametrize("folder", REFERENCE)
+def test_what_is_raised_is_said(folder: str) -> None:
+    """As far as a function raises it itself: what it calls may raise more, and is no business of this test."""
+    module = import_module(f"penstock.{folder}")
+    lacking = {}
+    for name in set(module.__all__) - MADE_FOR_YOU:
+        thing = getattr(module, name)
+        if isinstance(thing, types.ModuleType) or not callable(thing):
+            continue
+        if missing := {each for each in raised_by(thing) if each not in (inspect.getdoc(thing) or "")}:
+            lacking[name] = missing
+    assert lacking == {}
+
+
 def test_the_folders_are_those_of_the_reference() -> None:
-    assert set(FOLDERS) >= {"schedule", "planning", "control", "runtime", "models", "data", "lab"}
+    assert set(FOLDERS) >= set(REFERENCE) >= {"schedule", "planning", "control", "runtime", "models", "data", "lab"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -53,6 +53,12 @@ class SlowdownCause:
         cost: ms of a step.
         share: of a step's time as measured.
         factor: how many times as long the ops concerned take, where that makes sense.
+
+    Examples:
+        >>> import penstock as ps
+        >>> cause = ps.analyze.SlowdownCause("stage", {"stage": 3}, "stage 3 takes 1.4 times as long", cost=28.0)
+        >>> cause.names, cause.cost
+        ({'stage': 3}, 28.0)
     """
 
     kind: str

@@ -33,6 +33,19 @@ class RunAnalysis:
         effects: the factors of stages, workers and microbatches.
         fit: the pipelines as a schedule with costs; None where ranks did not run one order in all steps.
         notes: what was assumed, left out or aligned.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import csv, pathlib, tempfile
+        >>> from penstock.formats.traces import read_trace
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.csv"
+        >>> t = ps.simulate(ps.build("1f1b", 2, 4), ps.Costs(f=[10, 14], i=[10, 14], w=[10, 14]))
+        >>> rows = [(o.op.kind, o.op.stage, o.op.microbatch, o.rank, 0, o.start, o.end) for o in t.ops]
+        >>> with path.open("w", newline="") as file:
+        ...     csv.writer(file).writerows([("op", "stage", "microbatch", "rank", "step", "start", "end"), *rows])
+        >>> found = ps.analyze.analyze_trace(read_trace([str(path)]))
+        >>> found.causes[0].cost == max(cause.cost for cause in found.causes), len(found.what_ifs) > 0
+        (True, True)
     """
 
     run: ReplayedRun = field(repr=False)
@@ -107,6 +120,19 @@ def analyze_trace(trace: RunTrace, *, layers: Sequence[int] = (), drop_incomplet
     Raises:
         TraceError: the trace has no microbatches, ops are missing, a clock goes backwards, or it holds two jobs; the
             message says what is missing and what would help.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import csv, pathlib, tempfile
+        >>> from penstock.formats.traces import read_trace
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.csv"
+        >>> t = ps.simulate(ps.build("1f1b", 2, 4), ps.Costs(f=[10, 14], i=[10, 14], w=[10, 14]))
+        >>> rows = [(o.op.kind, o.op.stage, o.op.microbatch, o.rank, 0, o.start, o.end) for o in t.ops]
+        >>> with path.open("w", newline="") as file:
+        ...     csv.writer(file).writerows([("op", "stage", "microbatch", "rank", "step", "start", "end"), *rows])
+        >>> found = ps.analyze.analyze_trace(read_trace([str(path)]))
+        >>> found.causes[0].kind, found.causes[0].names
+        ('stage', {'stage': 1})
     """
     table = aligned(whole_steps(trace, drop_incomplete=drop_incomplete))
     if layers and (len(layers) != trace.num_stages or any(each < 0 for each in layers) or not any(layers)):

@@ -40,6 +40,12 @@ class WhatIf:
         time: ms of a step then, launch delays as they were.
         speedup: how many times as fast; below 1 it is slower.
         memory: most activations that a rank holds then, in its share of the model's, where that changes.
+
+    Examples:
+        >>> import penstock as ps
+        >>> one = ps.analyze.WhatIf("dispatch", "run hinted", time=400.0, speedup=1.1)
+        >>> one.speedup > 1
+        True
     """
 
     kind: str

@@ -28,7 +28,13 @@ OTHERS = ("zb", "zb-h2", "zb-h1", "1f1b", "gpipe")
 
 
 class Obstacle(StrEnum):
-    """What stood in the way of an answer."""
+    """What stood in the way of an answer.
+
+    Examples:
+        >>> import penstock as ps
+        >>> [each.value for each in ps.control.Obstacle][:3]
+        ['memory', 'noise', 'absorbed']
+    """
 
     MEMORY = "memory"
     NOISE = "noise"
@@ -46,6 +52,11 @@ class Help:
         what: what would help, in words.
         option: the option that gives it.
         ms: the simulated iteration time with it, in ms.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.control.Help("two more activations per rank", "--memory-limit", ms=210.0).ms
+        210.0
     """
 
     what: str
@@ -70,6 +81,14 @@ class Unanswered:
         simulated: simulated iteration time of what runs, in ms.
         helps: what would help, the smallest change first.
         nodes: on a mesh, links between nodes with their delay (ms).
+
+    Examples:
+        >>> import penstock as ps
+        >>> why = ps.control.Unanswered(
+        ...     30, ps.control.Obstacle("memory"), "no room for more warm-up", (((2, 3), 60.0),), 212.0, 330.0, 325.0
+        ... )
+        >>> why.obstacle.value, why.now - why.before
+        ('memory', 118.0)
     """
 
     iteration: int

@@ -33,7 +33,13 @@ from penstock.simulation.transport import Decoupled
 
 
 class Action(StrEnum):
-    """What a candidate changes."""
+    """What a candidate changes.
+
+    Examples:
+        >>> import penstock as ps
+        >>> [action.value for action in ps.control.Action][:4]
+        ['keep', 'change dispatch', 're-plan', 'delegate']
+    """
 
     KEEP = "keep"
     DISPATCH = "change dispatch"
@@ -56,6 +62,16 @@ class Candidate:
         configuration: what would run.
         price: what switching to it costs, in ms. Delegating is priced there and back, so that going back is paid in
             advance.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> healthy = ps.control.Measured((ps.Links(),), ps.Links(), ps.Links())
+        >>> first = ps.control.candidates(job, start, healthy)[0]
+        >>> first.action.value, first.price
+        ('keep', 0.0)
     """
 
     action: Action
@@ -73,6 +89,13 @@ class Measured:
         late: links (lower rank first) with a delay that matters.
         down: links whose own path is dead.
         factors: how many times as long ops take as the job's costs say; see `compute`.
+
+    Examples:
+        >>> import penstock as ps
+        >>> late = ps.Links({(2, 3): 60.0})
+        >>> measured = ps.control.Measured((late,), late, late, late=frozenset({(2, 3)}))
+        >>> measured.late, measured.down
+        (frozenset({(2, 3)}), frozenset())
     """
 
     scenarios: tuple[Links, ...]
@@ -105,6 +128,16 @@ def candidates(
         measured: what has been measured of links and ops.
         offered: schedules found elsewhere.
         may_return: whether links may stop being delegated.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> late = ps.Links({(2, 3): 60.0})
+        >>> measured = ps.control.Measured((late,), late, late, late=frozenset({(2, 3)}))
+        >>> [each.action.value for each in ps.control.candidates(job, start, measured)][:2]
+        ['keep', 'change dispatch']
     """
     found: dict[Configuration, Candidate] = {}
     for delegated in _link_sets(job, now, measured, may_return):

@@ -40,6 +40,11 @@ class Sensitivity:
             the second is where the first was slow for half of it; five are within three iterations.
         most_fall: what doubling `fall` ends at.
         calibration: numbers after a start or a verified change before another may be suspected.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.control.Sensitivity(rise=2).share
+        0.1
     """
 
     num_deviations: float = 5.0
@@ -59,6 +64,12 @@ class Change:
         before: the level before, in the unit of the numbers.
         after: the level since.
         began: how many numbers ago it began.
+
+    Examples:
+        >>> import penstock as ps
+        >>> change = ps.control.Change(before=0.2, after=60.1, began=3)
+        >>> round(change.after - change.before, 1)
+        59.9
     """
 
     before: float
@@ -81,6 +92,13 @@ class Detector:
         num_suspected: alarms so far.
         num_verified: alarms that turned out to be changes.
         num_false: alarms that nothing followed.
+
+    Examples:
+        >>> import penstock as ps
+        >>> detector = ps.control.Detector(least=1.0)
+        >>> changes = [detector.feed(ms) for ms in [2.0, 2.1] * 10 + [60.0, 60.2] * 6]
+        >>> [round(each.after) for each in changes if each]
+        [60]
     """
 
     WINDOW = 64

@@ -38,6 +38,16 @@ class Rehearsed:
         ms: how long it took.
         decision: the number of the decision that was in force; 0 is the start.
         peaks: the most activations that each rank held.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> run = ps.control.rehearse(ps.control.Controller(job), ps.Links(), until=1_000)
+        >>> first = run.iterations[0]
+        >>> first.start, first.ms == ps.simulate(zb, costs).makespan, first.decision
+        (0.0, True, 0)
     """
 
     number: int
@@ -54,6 +64,16 @@ class Rehearsal:
     Attributes:
         iterations: all iterations, in order.
         decisions: all decisions, in order.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> late = ps.Links.parse("2:3=latency:steps:0ms/0ms,1600ms/60ms")
+        >>> run = ps.control.rehearse(ps.control.Controller(job), late, until=8_000)
+        >>> len(run.decisions) > 0, run.iterations[0].number
+        (True, 0)
     """
 
     iterations: tuple[Rehearsed, ...]
@@ -77,6 +97,14 @@ def run_once(job: Job, configuration: Configuration, links: Links, at: float = 0
         configuration: what runs.
         links: the conditions of the links.
         at: the moment of these conditions at which it begins, in ms.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> ps.control.run_once(job, start, ps.Links({(2, 3): 60.0})).makespan > ps.simulate(zb, costs).makespan
+        True
     """
     return simulate(
         configuration.schedule,
@@ -96,6 +124,13 @@ def measured_events(timeline: Timeline, number: int, costs: Costs) -> list[Event
         timeline: the simulated iteration.
         number: the number of the iteration.
         costs: what messages and ops cost, for their bytes.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs = ps.Costs.uniform(2, f=10, i=10, w=10)
+        >>> t = ps.simulate(ps.build("1f1b", 2, 4), costs, links=ps.Links({(0, 1): 5.0}))
+        >>> [type(each).__name__ for each in ps.control.measured_events(t, 0, costs)]
+        ['Transfers', 'Transfers', 'OpTimes', 'OpTimes', 'IterationEnded']
     """
     blocked = {(timed.rank, timed.op): timed.blocked for timed in timeline.ops if timed.blocked}
     rows: dict[Link, list[tuple[float, float, float]]] = {}
@@ -134,6 +169,16 @@ def rehearse(
         delay: iterations that still run the old configuration, from a decision until all ranks have committed it.
         costs: what ops really take in an iteration that begins at a moment (ms); by default what the job assumes.
         probe_every: iterations from one round of probes between a mesh's nodes to the next.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> late = ps.Links.parse("2:3=latency:steps:0ms/0ms,1600ms/60ms")
+        >>> run = ps.control.rehearse(ps.control.Controller(job), late, until=8_000)
+        >>> max(each.ms for each in run.iterations) > run.iterations[-1].ms
+        True
     """
     job = controller.job
     now, number, when = begin, 0, 0

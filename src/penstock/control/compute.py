@@ -40,6 +40,13 @@ class ComputeChange:
         change: what one op of each kind takes together, before and after, in ms.
         factors: by kind, how many times as long an op takes as before the first change.
         num_iterations: iterations since it began.
+
+    Examples:
+        >>> import penstock as ps
+        >>> change = ps.control.Change(before=30.0, after=45.0, began=4)
+        >>> slow = ps.control.ComputeChange(rank=1, stage=1, change=change, factors={"F": 1.5}, num_iterations=2)
+        >>> slow.factors["F"]
+        1.5
     """
 
     rank: int

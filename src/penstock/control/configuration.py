@@ -36,6 +36,17 @@ class Configuration:
         delegated: links whose messages go through delegates, each as its two ranks, the lower first; sorted.
         caps: most activations each rank may hold, in the units of the costs.
         nodes: of a mesh, where its nodes lie, as in `Mesh.nodes`; none where they cannot move.
+
+    Raises:
+        ControlError: caps for another number of ranks.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> start.dispatch.value, start.delegated, start.caps
+        ('frozen', (), (7.5, 6.5, 5.5, 4.5))
     """
 
     schedule: Schedule
@@ -105,6 +116,15 @@ class Prices:
         delegate: a link's messages taken through delegates: a new group and its first message took 21 ms.
         move: nodes that change places in a mesh: groups are made anew and state is fetched. Four hosts took 1.8 s
             for 6 MB a host, with a link 30 ms late among them.
+
+    Raises:
+        ControlError: a price that is below 0 or not a number.
+
+    Examples:
+        >>> import penstock as ps
+        >>> prices = ps.control.Prices(replan=10.0)
+        >>> prices.replan, prices.delegate
+        (10.0, 21.0)
     """
 
     dispatch: float = 0.0
@@ -140,6 +160,14 @@ class Job:
 
     Raises:
         ControlError: numbers that make no sense, or a start whose own order needs more than its caps.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> job.least_gain, [each.value for each in job.dispatches]
+        (0.02, ['frozen', 'dynamic'])
     """
 
     costs: Costs

@@ -69,6 +69,14 @@ class Counts:
         verified: suspected changes that turned out to be changes.
         false: suspected changes that nothing followed.
         decisions: decisions made.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> ps.control.Controller(job).counts
+        Counts(suspected=0, verified=0, false=0, decisions=0)
     """
 
     suspected: int
@@ -97,6 +105,15 @@ class Controller:
         changes: verified changes of links and stages, each with the iteration in which it was verified.
         verdicts: what measured steps said of decisions.
         unanswered: causes for which nothing was changed, and why.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> controller = ps.control.Controller(job)
+        >>> controller.feed(ps.control.IterationEnded(0, 200.0)), controller.now == start
+        ((), True)
     """
 
     def __init__(

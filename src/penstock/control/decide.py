@@ -33,6 +33,16 @@ class Scored:
         each: the time in each scenario, where there are several.
         peaks: the most activations that each rank holds in any of them.
         worst: the time with each link as late as in the worst of them; None where they hardly differ.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> healthy = ps.control.Measured((ps.Links(),), ps.Links(), ps.Links())
+        >>> stay = ps.control.score(job, healthy, ps.control.candidates(job, start, healthy)[0])
+        >>> stay.ms == ps.simulate(zb, costs).makespan
+        True
     """
 
     candidate: Candidate
@@ -49,6 +59,16 @@ def score(job: Job, measured: Measured, candidate: Candidate) -> Scored:
         job: the costs and the placement.
         measured: what has been measured of links and ops, with its scenarios.
         candidate: what would run.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> healthy = ps.control.Measured((ps.Links(),), ps.Links(), ps.Links())
+        >>> stay = ps.control.candidates(job, start, healthy)[0]
+        >>> ps.control.score(job, healthy, stay).ms
+        270.0
     """
     found = [_tried(job, candidate.configuration, links) for links in measured.scenarios]
     times = tuple(ms for ms, _ in found)
@@ -66,6 +86,14 @@ def predict(job: Job, configuration: Configuration, scenarios: Sequence[Links]) 
         job: the costs and the placement.
         configuration: what runs.
         scenarios: the links' own paths, one value per scenario.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> ps.control.predict(job, start, [ps.Links(), ps.Links({(2, 3): 60.0})])
+        425.0
     """
     return fmean(_tried(job, configuration, links)[0] for links in scenarios)
 
@@ -93,6 +121,18 @@ def choose(
         returning: whether a candidate that delegates fewer links is taken as soon as it is no slower, even with
             links at their worst.
         wary: whether the standard error over the scenarios is taken off what a candidate saves.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> late = ps.Links({(2, 3): 60.0})
+        >>> measured = ps.control.Measured((late,), late, late, late=frozenset({(2, 3)}))
+        >>> scored = [ps.control.score(job, measured, each) for each in ps.control.candidates(job, start, measured)]
+        >>> best, lost = ps.control.choose(scored, budget=1_000, least_gain=0.02)
+        >>> best.ms < scored[0].ms, lost == scored[0].ms - best.ms
+        (True, True)
     """
     now = scored[0] if scored[0].candidate.action is Action.KEEP else None
     sure = [each for each in scored if now is None or _never_slower(each, now)]

@@ -31,6 +31,17 @@ class Decision:
             costs.
         in_host: how much of them is above what the device of each rank holds, and waits in host memory: at most the
             job's `host_memory`.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> late = ps.Links.parse("2:3=latency:steps:0ms/0ms,1600ms/60ms")
+        >>> run = ps.control.rehearse(ps.control.Controller(job), late, until=8_000)
+        >>> decision = run.decisions[0]
+        >>> decision.number, decision.ms_then < decision.ms_now
+        (1, True)
     """
 
     number: int

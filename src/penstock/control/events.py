@@ -41,6 +41,11 @@ class Transfer:
 
     Raises:
         ControlError: a link that is not two different ranks, a size or a time that is negative or not a number.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.control.Transfer((0, 1), num_bytes=1e6, ms=1.2).ms
+        1.2
     """
 
     link: Link
@@ -85,6 +90,12 @@ class Transfers:
     Raises:
         ControlError: a link that is not two different ranks; no messages, or not as many sizes as times; a size or
             a time that is negative or not a number.
+
+    Examples:
+        >>> import penstock as ps
+        >>> report = ps.control.Transfers.of((0, 1), [(1e6, 0.0, 1.0), (1e6, 10.0, 11.0)])
+        >>> report.ms
+        (1.0, 1.0)
     """
 
     link: Link
@@ -142,6 +153,12 @@ class OpTimes:
 
     Raises:
         ControlError: a rank or stage below 0; a time that is negative or not a number.
+
+    Examples:
+        >>> import penstock as ps
+        >>> times = ps.control.OpTimes.of(0, 0, [("F", 10.0), ("F", 10.2), ("B", 20.0), ("B", 20.4)])
+        >>> dict(times.ms)
+        {'B': (20.0, 20.4), 'F': (10.0, 10.2)}
     """
 
     rank: int
@@ -177,6 +194,11 @@ class IterationEnded:
     Attributes:
         number: the number of the iteration. Numbers rise.
         ms: how long it took, in ms.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.control.IterationEnded(number=0, ms=212.5)
+        IterationEnded(number=0, ms=212.5)
     """
 
     number: int
@@ -192,6 +214,11 @@ class LinkDown:
 
     Attributes:
         link: the link, as (from, to).
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.control.LinkDown((2, 3)).link
+        (2, 3)
     """
 
     link: Link
@@ -206,6 +233,11 @@ class LinkUp:
 
     Attributes:
         link: the link, as (from, to).
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.control.LinkUp((2, 3)).link
+        (2, 3)
     """
 
     link: Link
@@ -245,6 +277,11 @@ class Switched:
 
     Attributes:
         number: the number of the decision.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.control.Switched(1).number
+        1
     """
 
     number: int
@@ -256,6 +293,11 @@ class Dropped:
 
     Attributes:
         number: the number of the decision.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.control.Dropped(1).number
+        1
     """
 
     number: int
@@ -267,6 +309,11 @@ class Offered:
 
     Attributes:
         schedule: the schedule.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.control.Offered(ps.build("zb-h1", 4, 8)).schedule.name
+        'zb-h1'
     """
 
     schedule: Schedule

@@ -22,6 +22,11 @@ class Cause(StrEnum):
 
     What helps differs: against latency more slack, and more receives posted; against a busy link less volume, or
     another path; against loss another path.
+
+    Examples:
+        >>> import penstock as ps
+        >>> [cause.value for cause in ps.control.Cause]
+        ['latency', 'bandwidth', 'occupancy', 'loss', 'delay']
     """
 
     LATENCY = "latency"
@@ -47,6 +52,12 @@ class LinkEstimate:
         busy: the part of `delay`, in ms, during which the link is busy with the message, so that later ones wait;
             None where neither sizes nor messages under way together tell.
         held: share of messages that arrived together with the one before, as lost packets cause it in a stream.
+
+    Examples:
+        >>> import penstock as ps
+        >>> found = ps.control.estimate([(1e6, 1.0), (2e6, 2.0)] * 4)
+        >>> found.num_messages, round(found.bandwidth / 1e9, 2)
+        (8, 1.0)
     """
 
     delay: float
@@ -88,6 +99,12 @@ def estimate(
         busy: ms for which each iteration found the link busy with a message, see `Transfers`; None where it did not
             tell.
         held: share of messages of each iteration that arrived together with the one before, see `Transfers`.
+
+    Examples:
+        >>> import penstock as ps
+        >>> found = ps.control.estimate([(1e6, 31.0), (2e6, 32.0)] * 4)
+        >>> round(found.latency), found.late_share
+        (30, 0.0)
     """
     times = [ms for _, ms in messages]
     rows: dict[float, list[float]] = {}
@@ -150,6 +167,15 @@ class LinkChange:
         before: the estimate before.
         after: the estimate since.
         of_share: whether the levels are shares of late messages.
+
+    Examples:
+        >>> import penstock as ps
+        >>> estimate = ps.control.estimate([(1e6, 1.0)] * 8)
+        >>> slower = ps.control.estimate([(1e6, 61.0)] * 8)
+        >>> change = ps.control.Change(before=1.0, after=61.0, began=3)
+        >>> news = ps.control.LinkChange((2, 3), change, ps.control.Cause("latency"), 2, estimate, slower)
+        >>> news.cause.value, news.after.delay - news.before.delay
+        ('latency', 60.0)
     """
 
     link: Link

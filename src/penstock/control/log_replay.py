@@ -26,6 +26,17 @@ def replay(lines: Iterable[str]) -> tuple[Decision, ...]:
 
     Raises:
         ControlError: it is no log, or one of another version, or a decision differs; the message names the line.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> lines = []
+        >>> late = ps.Links.parse("2:3=latency:steps:0ms/0ms,1600ms/60ms")
+        >>> run = ps.control.rehearse(ps.control.Controller(job, log=lines.append), late, until=8_000)
+        >>> ps.control.replay(lines) == run.decisions
+        True
     """
     controller: Controller | None = None
     made: list[Decision] = []

@@ -48,6 +48,14 @@ class Orchestrator:
         now: what runs, as far as it has been informed.
         late: by link, the ms that it takes longer than links take as a rule.
         news: what the latest round of probes verified.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.cost.costs_preset("gpt2-7b"), ps.build("zb", 4, 12)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> watching = ps.control.Orchestrator(ps.control.Job(costs, start), ps.Mesh(pp=4, dp=2))
+        >>> str(watching.mesh), watching.late
+        ('0 2 4 6 | 1 3 5 7', {})
     """
 
     def __init__(

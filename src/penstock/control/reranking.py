@@ -51,6 +51,12 @@ class Moving:
 
     Raises:
         ControlError: numbers that make no sense.
+
+    Examples:
+        >>> import penstock as ps
+        >>> moving = ps.control.Moving(state_bytes=(6e6, 6e6), bandwidth=1e9, num_iterations=100)
+        >>> 1000 * moving.state_bytes[0] / moving.bandwidth
+        6.0
     """
 
     state_bytes: tuple[float, ...]
@@ -85,6 +91,15 @@ class Reranking:
         fetching: pairs of a node and the rank whose state it needs.
         num_tried: placements that were tried.
         exhaustive: whether these were all placements.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, mesh, zb = ps.cost.costs_preset("gpt2-7b"), ps.Mesh(pp=4, dp=2), ps.build("zb", 4, 12)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job, late = ps.control.Job(costs, start), ps.Links.parse("6:7=latency:30ms+bandwidth:50GB/s")
+        >>> found = ps.control.rerank(job, mesh, late)
+        >>> found.ms_then <= found.ms_now, found.moved
+        (True, (5, 7))
     """
 
     mesh: Mesh
@@ -129,6 +144,15 @@ def rerank(
 
     Raises:
         ScheduleError, CostError: what `simulate_mesh` refuses.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, mesh, zb = ps.cost.costs_preset("gpt2-7b"), ps.Mesh(pp=4, dp=2), ps.build("zb", 4, 12)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job, late = ps.control.Job(costs, start), ps.Links.parse("6:7=latency:30ms+bandwidth:50GB/s")
+        >>> found = ps.control.rerank(job, mesh, late)
+        >>> print(found.mesh, found.moved, round(found.ms_now), round(found.ms_then))
+        0 2 4 6 | 1 3 7 5 (5, 7) 3653 337
     """
     now = now or job.start
     times = MeshTimes(job, mesh, links, ring)

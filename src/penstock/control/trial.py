@@ -131,6 +131,12 @@ class Verdict:
         calm: median step before the links changed, in ms.
         noise: standard deviation of a step, in ms.
         promised: ms by which each step was to become shorter, by simulation.
+
+    Examples:
+        >>> import penstock as ps
+        >>> verdict = ps.control.Verdict(1, 40, True, "steps are shorter", 330.0, 240.0, 5, 5, 212.0, 2.0, 85.0)
+        >>> verdict.kept, verdict.before - verdict.after
+        (True, 90.0)
     """
 
     number: int

@@ -46,6 +46,15 @@ class LengthLine:
         fixed: ms or bytes for each microbatch.
         per_token: ms or bytes for each token.
         per_square: ms or bytes for each squared length, summed over sequences.
+
+    Raises:
+        CostError: a part that is below 0 or not a number.
+
+    Examples:
+        >>> import penstock as ps
+        >>> line = ps.cost.LengthLine(fixed=1.0, per_token=0.01)
+        >>> line.fixed + line.per_token * 500
+        6.0
     """
 
     fixed: float = 0.0
@@ -77,6 +86,13 @@ class CostsByLength:
 
     Raises:
         CostError: rows of different lengths, or none.
+
+    Examples:
+        >>> import penstock as ps
+        >>> line = ps.cost.LengthLine(per_token=0.01, per_square=1e-5)
+        >>> costs = ps.cost.CostsByLength(f=[line] * 2, i=[line] * 2, w=[line] * 2)
+        >>> round(costs.of([[1000], [500, 500]]).duration("F", 0, 0), 3)
+        20.0
     """
 
     f: Sequence[LengthLine]
@@ -226,6 +242,12 @@ class LengthSample(NamedTuple):
         stage: of the op.
         lengths: tokens of each sequence in the microbatch.
         ms: how long the op took.
+
+    Examples:
+        >>> import penstock as ps
+        >>> sample = ps.cost.LengthSample("F", stage=0, lengths=(100, 200), ms=3.1)
+        >>> sum(sample.lengths), sample.ms
+        (300, 3.1)
     """
 
     kind: str
@@ -259,6 +281,13 @@ class FittedCosts:
     Attributes:
         costs: the fitted lines.
         errors: how far each sample is from them.
+
+    Examples:
+        >>> import penstock as ps
+        >>> samples = [ps.cost.LengthSample(kind, 0, (n,), 0.01 * n) for kind in "FB" for n in (100, 200, 400)]
+        >>> fitted = ps.cost.fit_costs(samples, num_stages=1)
+        >>> fitted.median_error < 1e-6
+        True
     """
 
     costs: CostsByLength
@@ -295,6 +324,13 @@ def fit_costs(
 
     Raises:
         CostError: no sample of some stage's forward or backward, times below 0, or a stage that is not there.
+
+    Examples:
+        >>> import penstock as ps
+        >>> samples = [ps.cost.LengthSample(kind, 0, (n,), 0.01 * n) for kind in "FB" for n in (100, 200, 400)]
+        >>> fitted = ps.cost.fit_costs(samples, num_stages=1)
+        >>> round(fitted.costs.of([[1000]]).duration("F", 0, 0), 3)
+        10.0
     """
     by_op: dict[tuple[str, int], list[LengthSample]] = {}
     for sample in samples:

@@ -121,6 +121,13 @@ class LinkCondition:
 
     Raises:
         CostError: a bandwidth that is, or may become, 0.
+
+    Examples:
+        >>> import penstock as ps
+        >>> links = ps.Links({(0, 1): "latency:30ms+bandwidth:1GB/s"})
+        >>> condition = links.conditions[0, 1]
+        >>> condition.bandwidth.value, condition.loss
+        (1000000000.0, None)
     """
 
     latency: OverTime = NOTHING

@@ -18,7 +18,16 @@ __all__ = ["PartitionError", "partition"]
 
 
 class PartitionError(ValueError):
-    """Layers that cannot be cut as asked."""
+    """Layers that cannot be cut as asked.
+
+    Examples:
+        >>> import penstock as ps
+        >>> try:
+        ...     ps.runtime.partition([1.0, 1.0], num_stages=3)
+        ... except ps.runtime.PartitionError as error:
+        ...     print(error)
+        3 stages asked of a model of 2 layers; a stage needs at least one layer. Use fewer stages or a deeper model
+    """
 
 
 def partition(costs: Sequence[float], num_stages: int) -> list[range]:
@@ -29,6 +38,11 @@ def partition(costs: Sequence[float], num_stages: int) -> list[range]:
     Args:
         costs: of each layer, in any unit.
         num_stages: how many stages.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.runtime.partition([1, 1, 1, 3, 1, 1], num_stages=3)
+        [range(0, 3), range(3, 4), range(4, 6)]
     """
     num_layers = len(costs)
     if num_stages < 1:

@@ -31,6 +31,18 @@ class Overlap:
         hidden: the share, 0 to 1, of the shorter of compute and communication that runs beside the longer.
         measured: ms of pairs that were measured, by (stage of the forward, stage of the backward); they go before the
             model.
+
+    Raises:
+        CostError: `f` and `b` of different lengths, a share outside 0 to 1, times below 0, or measured stages that
+            are not there.
+
+    Examples:
+        >>> import penstock as ps
+        >>> hiding = ps.cost.Overlap(f=[4.0] * 4, b=[6.0] * 4, hidden=0.9)
+        >>> costs = ps.Costs(f=[10] * 4, i=[10] * 4, w=[10] * 4, overlap=hiding)
+        >>> s = ps.build("dualpipe-v", 2, 4, overlap=True)
+        >>> ps.simulate(s, costs).makespan < ps.simulate(ps.passes.separate_pairs(s), costs).makespan
+        True
     """
 
     f: Sequence[float]

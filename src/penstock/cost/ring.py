@@ -36,6 +36,15 @@ class Ring:
 
     Raises:
         CostError: numbers that let nothing pass.
+
+    Examples:
+        >>> import penstock as ps
+        >>> mesh, costs, zb = ps.Mesh(pp=4, dp=2), ps.cost.costs_preset("gpt2-7b"), ps.build("zb", 4, 12)
+        >>> late = ps.Links.parse("6:7=latency:30ms+bandwidth:50GB/s")
+        >>> rings = [ps.cost.Ring(window=32e6), ps.cost.Ring(window=256e6)]
+        >>> small, large = (ps.simulation.simulate_mesh(zb, costs, mesh, links=late, ring=ring) for ring in rings)
+        >>> small.iteration > large.iteration
+        True
     """
 
     window: float = 8 * 4 * 2**20

@@ -54,6 +54,13 @@ class Uneven:
 
     Raises:
         CostError: a negative or infinite factor, no number at all, or a kind that has no factors.
+
+    Examples:
+        >>> import penstock as ps
+        >>> long_one = ps.cost.Uneven(time=[1, 2, 1, 1])
+        >>> costs = ps.Costs(f=[10] * 2, i=[10] * 2, w=[10] * 2, uneven=long_one)
+        >>> costs.duration("F", 0, 0), costs.duration("F", 0, 1)
+        (10.0, 20.0)
     """
 
     time: Factors = ()

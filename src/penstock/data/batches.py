@@ -24,6 +24,13 @@ class Batch(NamedTuple):
     Attributes:
         inputs: int64[B, T].
         targets: int64[B, T].
+
+    Examples:
+        >>> import penstock as ps
+        >>> import numpy as np
+        >>> batch = ps.data.Batches(np.arange(100) % 7, batch_size=2, context=8)[0]
+        >>> batch.inputs.shape, bool((batch.inputs[:, 1:] == batch.targets[:, :-1]).all())
+        ((2, 8), True)
     """
 
     inputs: NDArray[np.int64]
@@ -43,6 +50,13 @@ class Batches:
 
     Raises:
         DataError: a batch without samples, or tokens that do not fill one window of `context + 1`.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import numpy as np
+        >>> batches = ps.data.Batches(np.arange(100) % 7, batch_size=2, context=8, seed=1)
+        >>> bool((batches[5].inputs == batches[5].inputs).all()), batches[0].targets.shape
+        (True, (2, 8))
     """
 
     def __init__(
@@ -91,6 +105,13 @@ def validation_batches(
 
     Raises:
         DataError: the tokens do not fill one window.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import numpy as np
+        >>> batches = ps.data.validation_batches(np.arange(100) % 7, batch_size=2, context=8, num_batches=3)
+        >>> len(batches), batches[0].inputs.shape
+        (3, (2, 8))
     """
     if batch_size < 1 or num_batches < 1:
         raise DataError(f"{num_batches} validation batches of {batch_size} samples; both must be at least 1.")

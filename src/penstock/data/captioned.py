@@ -45,6 +45,13 @@ class SampleSizes(NamedTuple):
     Attributes:
         images: rows and columns of patches of each.
         num_words: that the model reads, the last one's successor not counted.
+
+    Examples:
+        >>> import penstock as ps
+        >>> images = ps.data.CaptionedImages(num_features=4, side=4, vocab_size=64, context=32)
+        >>> size = images.sizes(0)
+        >>> len(size.images) >= 0, 0 < size.num_words <= 32
+        (True, True)
     """
 
     images: tuple[tuple[int, int], ...]
@@ -71,6 +78,14 @@ class CaptionedBatch(NamedTuple):
         tokens: int64[1, T].
         num_words: of each sample, int64[S].
         targets: int64[1, P + T], the next word for each word, and for each patch `IGNORED`.
+
+    Examples:
+        >>> import penstock as ps
+        >>> images = ps.data.CaptionedImages(num_features=4, side=4, vocab_size=64, context=32)
+        >>> batch = images.batch([0, 1, 2])
+        >>> num_patches, num_tokens = batch.patches.shape[1], batch.tokens.shape[1]
+        >>> len(batch.num_words), batch.targets.shape[1] == num_patches + num_tokens
+        (3, True)
     """
 
     patches: NDArray[np.float32]
@@ -98,6 +113,13 @@ class CaptionedImages:
 
     Raises:
         DataError: sizes too small to tell the factors.
+
+    Examples:
+        >>> import penstock as ps
+        >>> images = ps.data.CaptionedImages(num_features=4, side=4, vocab_size=64, context=32)
+        >>> size = images.sizes(0)
+        >>> size.num_words <= 32, all(rows <= 4 and columns <= 4 for rows, columns in size.images)
+        (True, True)
     """
 
     words_on_images = WORDS

@@ -49,6 +49,15 @@ class Corpus:
         num_documents: documents on both sides together.
         description: where the text comes from, in words.
         digest: a short text that changes with the tokens, so that a checkpoint can tell on what it was trained.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import tempfile, pathlib
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "story.txt"
+        >>> _ = path.write_text("A rank runs its ops. " * 50)
+        >>> corpus = ps.data.open_corpus(path)
+        >>> corpus.vocab_size, len(corpus.train) > len(corpus.validation)
+        (256, True)
     """
 
     train: Tokens
@@ -75,6 +84,15 @@ def open_corpus(source: str | Path | None = None, tokenizer: Tokenizer | None = 
 
     Raises:
         DataError: there is no text, or it cannot be read.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import tempfile, pathlib
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "story.txt"
+        >>> _ = path.write_text("A rank runs its ops. " * 50)
+        >>> corpus = ps.data.open_corpus(path)
+        >>> corpus.num_documents, bytes(corpus.train[:6].tolist())
+        (1, b'A rank')
     """
     tokenizer = tokenizer or ByteTokenizer()
     prefix = index_prefix(source) if source is not None else None

@@ -38,6 +38,13 @@ class Entropies:
         bigram: cross-entropy of the validation tokens under the counts of pairs.
         train_unigram: entropy of the training text's single tokens.
         train_bigram: entropy of the training text's tokens, given the one before.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import numpy as np
+        >>> found = ps.data.entropies(np.arange(100) % 4, np.arange(20) % 4, vocab_size=4)
+        >>> found.bigram < found.unigram
+        True
     """
 
     unigram: float
@@ -61,6 +68,13 @@ def entropies(train: Tokens, validation: Tokens, vocab_size: int, max_tokens: in
 
     Raises:
         DataError: fewer than two tokens on either side, or a token outside the vocabulary.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import numpy as np
+        >>> found = ps.data.entropies(np.arange(100) % 4, np.arange(20) % 4, vocab_size=4)
+        >>> round(found.unigram, 2)
+        1.39
     """
     train, validation = train[:max_tokens], validation[:max_tokens]
     for name, tokens in (("training", train), ("validation", validation)):

@@ -46,6 +46,12 @@ def long_tailed(
 
     Raises:
         DataError: quantiles that do not rise, or that no lengths of that mean have.
+
+    Examples:
+        >>> import penstock as ps
+        >>> lengths = ps.data.long_tailed(1000, mean=500)
+        >>> round(float(lengths.mean()), -2), int(lengths.max()) <= 2000
+        (500.0, True)
     """
     low, middle, high = quantiles
     if num < 0 or seed < 0 or not mean >= 1 or not 0 < low <= middle <= high <= longest < np.inf:

@@ -33,6 +33,14 @@ class MaskedSamples(NamedTuple):
         segments: int64[B, T], 0 in the first part and 1 in the second.
         labels: int64[B, T], the tokens to be guessed, -100 elsewhere.
         follows: int64[B], 1 where the second part follows the first in the text.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import numpy as np
+        >>> text = ps.data.MaskedText(np.arange(400) % 50, vocab_size=50, length=16)
+        >>> made = text.samples([0, 1])
+        >>> made.tokens.shape, made.follows.shape, bool((made.labels[made.labels >= 0] < 50).all())
+        ((2, 16), (2,), True)
     """
 
     tokens: NDArray[np.int64]
@@ -53,6 +61,13 @@ class MaskedText:
 
     Raises:
         DataError: samples too short for two parts, a text too short for them, a share that is not between 0 and 1.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import numpy as np
+        >>> text = ps.data.MaskedText(np.arange(400) % 50, vocab_size=50, length=16, seed=1)
+        >>> bool((text.samples([3]).tokens == text.samples([3]).tokens).all())
+        True
     """
 
     def __init__(self, tokens: Tokens, vocab_size: int, length: int, seed: int = 0, share: float = 0.15) -> None:

@@ -56,6 +56,17 @@ class IndexedTokens(Sequence[Tokens]):
 
     Raises:
         DataError: it names the file, the byte, what was expected and what was found.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import tempfile, pathlib
+        >>> prefix = pathlib.Path(tempfile.mkdtemp()) / "corpus"
+        >>> with ps.data.IndexedWriter(prefix, vocab_size=256) as writer:
+        ...     writer.add([1, 2, 3])
+        ...     writer.add([4, 5])
+        >>> documents = ps.data.IndexedTokens(prefix)
+        >>> len(documents), documents[1].tolist(), documents.tokens.tolist()
+        (2, [4, 5], [1, 2, 3, 4, 5])
     """
 
     dtype: np.dtype[Any]
@@ -142,6 +153,15 @@ class IndexedWriter:
     Args:
         prefix: the path of the pair without `.bin` or `.idx`.
         vocab_size: decides the type that tokens are stored in.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import tempfile, pathlib
+        >>> prefix = pathlib.Path(tempfile.mkdtemp()) / "corpus"
+        >>> with ps.data.IndexedWriter(prefix, vocab_size=256) as writer:
+        ...     writer.add([1, 2, 3])
+        >>> prefix.with_suffix(".bin").exists(), len(ps.data.IndexedTokens(prefix))
+        (True, 1)
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:

@@ -32,6 +32,11 @@ class TokenForm:
     Attributes:
         length: tokens per sample.
         vocab_size: how many different tokens there are.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.data.TokenForm(length=6, vocab_size=32)
+        TokenForm(length=6, vocab_size=32)
     """
 
     length: int
@@ -45,6 +50,11 @@ class VectorForm:
     Attributes:
         length: vectors per sample.
         num_features: numbers per vector.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.data.VectorForm(length=8, num_features=6)
+        VectorForm(length=8, num_features=6)
     """
 
     length: int
@@ -65,6 +75,12 @@ class PairedSamples:
 
     Raises:
         DataError: a length or a vocabulary too small to tell the factors.
+
+    Examples:
+        >>> import penstock as ps
+        >>> samples = ps.data.PairedSamples({"audio": ps.data.VectorForm(8, 6), "text": ps.data.TokenForm(6, 32)})
+        >>> {name: value.shape for name, value in samples.samples(range(4)).items()}
+        {'audio': (4, 8, 6), 'text': (4, 6)}
     """
 
     def __init__(

@@ -27,6 +27,15 @@ class Summary:
         num_text_bytes: bytes of the text that they were made of.
         dtype: the type that a token is stored in.
         seconds: how long it took.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import tempfile, pathlib
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "story.txt").write_text("A rank runs its ops.")
+        >>> made = ps.data.prepare(folder / "story.txt", folder / "corpus", ps.data.ByteTokenizer())
+        >>> made.num_documents, made.num_tokens, made.dtype
+        (1, 21, 'uint8')
     """
 
     prefix: Path
@@ -52,6 +61,15 @@ def prepare(
 
     Raises:
         DataError: the source cannot be read, or the tokenizer has no such token.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import tempfile, pathlib
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "story.txt").write_text("A rank runs its ops.")
+        >>> made = ps.data.prepare(folder / "story.txt", folder / "corpus", ps.data.ByteTokenizer())
+        >>> made.num_documents, (folder / "corpus.bin").exists()
+        (1, True)
     """
     end = tokenizer.end_of_document
     if append_eod and end is None:

@@ -33,6 +33,14 @@ class PackedRow(NamedTuple):
         inputs: int64[1, T].
         targets: int64[1, T].
         lengths: int64[S], the tokens of each sequence.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import numpy as np
+        >>> sequences = ps.data.Sequences(np.arange(40) % 9, starts=np.array([0, 15, 22]), context=16, step_tokens=20)
+        >>> row = sequences.row([0, 1])
+        >>> row.inputs.shape, row.lengths.tolist()
+        ((1, 20), [14, 6])
     """
 
     inputs: NDArray[np.int64]
@@ -57,6 +65,13 @@ class Sequences:
 
     Raises:
         DataError: no document of two tokens, or steps shorter than a sequence may be.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import numpy as np
+        >>> sequences = ps.data.Sequences(np.arange(40) % 9, starts=np.array([0, 15, 22]), context=16, step_tokens=20)
+        >>> sequences.lengths.tolist(), sequences.num_tokens
+        ([14, 6, 16, 1], 37)
     """
 
     def __init__(
@@ -129,6 +144,12 @@ def document_lengths(num_tokens: int, starts: NDArray[np.int64]) -> NDArray[np.i
     Args:
         num_tokens: tokens of all documents.
         starts: where each document begins, int64[N], ascending.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import numpy as np
+        >>> ps.data.document_lengths(40, np.array([0, 15, 22])).tolist()
+        [15, 7, 18]
     """
     found: NDArray[np.int64] = np.diff(np.append(np.asarray(starts, np.int64), num_tokens))
     return found

@@ -18,6 +18,13 @@ def to_tensors(batch: Batch, device: torch.device | str = "cpu") -> tuple[torch.
     Args:
         batch: the batch.
         device: where the tensors lie.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import numpy as np
+        >>> inputs, targets = ps.data.to_tensors(ps.data.Batches(np.arange(100) % 7, batch_size=2, context=8)[0])
+        >>> inputs.shape, inputs.dtype
+        (torch.Size([2, 8]), torch.int64)
     """
     import torch
 

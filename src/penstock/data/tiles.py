@@ -37,6 +37,12 @@ class TilePictures:
 
     Raises:
         DataError: pictures too small for tiles.
+
+    Examples:
+        >>> import penstock as ps
+        >>> pictures = ps.data.TilePictures(num_channels=3, size=8)
+        >>> pictures.num_seen < pictures.num_combinations
+        True
     """
 
     num_combinations = len(COLOURS) ** NUM_TILES

@@ -28,6 +28,16 @@ class Tokenizer(Protocol):
         name: shown to users.
         vocab_size: how many different tokens there are.
         end_of_document: the token that ends a document; None where there is none.
+
+    Examples:
+        >>> import penstock as ps
+        >>> class Words:
+        ...     name, vocab_size, end_of_document = "words", 3, 0
+        ...     def encode(self, text):
+        ...         return [("rank", "stage").index(word) + 1 for word in text.split()]
+        >>> tokenizer: ps.data.Tokenizer = Words()
+        >>> tokenizer.encode("stage rank")
+        [2, 1]
     """
 
     name: str
@@ -40,7 +50,14 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """256 tokens, one a byte. The zero byte, which no text contains, ends a document."""
+    """256 tokens, one a byte. The zero byte, which no text contains, ends a document.
+
+    Examples:
+        >>> import penstock as ps
+        >>> tokenizer = ps.data.ByteTokenizer()
+        >>> tokenizer.vocab_size, tokenizer.encode("Hi").tolist(), tokenizer.end_of_document
+        (256, [72, 105], 0)
+    """
 
     name = "bytes"
     vocab_size = 256
@@ -91,6 +108,14 @@ def load_tokenizer(path: str | Path) -> FileTokenizer:
 
     Raises:
         DataError: the file or the package is missing or broken.
+
+    Examples:
+        >>> import penstock as ps
+        >>> try:
+        ...     ps.data.load_tokenizer("no-such-tokenizer.json")
+        ... except ps.data.DataError as error:
+        ...     print("no-such-tokenizer.json" in str(error))
+        True
     """
     path = Path(path)
     if not path.is_file():

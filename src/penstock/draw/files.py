@@ -33,6 +33,14 @@ def save_picture(drawn: Given, path: str | Path) -> None:
 
     Raises:
         ScheduleError: another ending, nothing to draw, a schedule that cannot run, or no such folder.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import tempfile, pathlib
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> ps.draw.save_picture(ps.build("1f1b", 2, 4), folder / "1f1b.svg")
+        >>> (folder / "1f1b.svg").read_text()[:4]
+        '<svg'
     """
     path = path_of(path)
     writer = next((write for ending, write in WRITERS.items() if path.name.lower().endswith(ending)), None)

@@ -38,6 +38,11 @@ def to_html(
 
     Raises:
         ScheduleError: nothing to draw, or a schedule that cannot run.
+
+    Examples:
+        >>> import penstock as ps
+        >>> "<canvas" in ps.draw.to_html([ps.build("1f1b", 2, 4), ps.build("zb-h1", 2, 4)])
+        True
     """
     shown = panels(timelines, titles)
     heading = title if title is not None else " · ".join(dict.fromkeys(p.title for p in shown))

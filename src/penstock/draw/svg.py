@@ -86,6 +86,11 @@ def to_svg(
 
     Raises:
         ScheduleError: nothing to draw, or a schedule that cannot run.
+
+    Examples:
+        >>> import penstock as ps
+        >>> "<svg" in ps.draw.to_svg(ps.build("1f1b", 2, 4), width=600)
+        True
     """
     shown = panels(drawn, titles)
     num_rows = sum(p.timeline.num_ranks for p in shown)

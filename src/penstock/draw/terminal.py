@@ -48,6 +48,13 @@ def to_terminal(drawn: Schedule | Timeline, color: bool = True, width: int | Non
         width: columns to stay within. By default the terminal's; where there is none, a timeline gets 120
             columns and a schedule all it needs. A schedule that is too long is cropped, and a line says so;
             a timeline is scaled, and a line says how.
+
+    Examples:
+        >>> import penstock as ps
+        >>> print(ps.draw.to_terminal(ps.build("1f1b", 2, 2), color=False))
+        schedule 1f1b: 2 ranks, 2 stages, 2 microbatches
+        rank 0 |F0 F1 .  B0 .  B1
+        rank 1 |.  F0 B0 F1 B1
     """
     if width is None and sys.stdout is not None and sys.stdout.isatty():
         width = shutil.get_terminal_size().columns

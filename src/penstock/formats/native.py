@@ -79,6 +79,12 @@ def to_json(schedule: Schedule) -> str:
 
     Args:
         schedule: any schedule.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import json
+        >>> json.loads(ps.formats.to_json(ps.build("1f1b", 2, 2)))["name"]
+        '1f1b'
     """
     graph = schedule.stage_graph
     told = 5 if schedule.asynchronous else 4
@@ -139,6 +145,12 @@ def from_json(text: str) -> Schedule:
 
     Args:
         text: of a native JSON file.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s = ps.build("zb-v", 2, 4)
+        >>> ps.formats.from_json(ps.formats.to_json(s)) == s
+        True
     """
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)

@@ -45,6 +45,13 @@ def to_perfetto(timelines: Timeline | Sequence[Timeline]) -> bytes:
 
     Args:
         timelines: one or several, simulated or measured.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import json
+        >>> trace = json.loads(ps.formats.to_perfetto(ps.simulate(ps.build("1f1b", 2, 2))))
+        >>> sum(event["ph"] == "X" for event in trace["traceEvents"]) >= 8
+        True
     """
     given = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     events: list[Event] = []

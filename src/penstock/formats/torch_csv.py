@@ -65,6 +65,12 @@ def from_torch_csv(text: str, name: str = "torch") -> Schedule:
 
     Raises:
         ScheduleError (rule "csv"): names the line and column, counted from 1, and has them as attributes.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s = ps.formats.from_torch_csv("0F0,0F1,,0B0,0B1\\n,1F0,1B0,1F1,1B1")
+        >>> s.num_ranks, s.num_microbatches
+        (2, 2)
     """
     lines = _LINE_END.split(text)
     if lines[-1] == "":

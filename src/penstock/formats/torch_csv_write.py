@@ -39,6 +39,12 @@ def to_torch_csv(schedule: Schedule, form: Form | None = None) -> str:
     Raises:
         ScheduleError: the schedule is not valid, or (rule "torch") needs what torch's pipelining lacks; the
             message names it.
+
+    Examples:
+        >>> import penstock as ps
+        >>> print(ps.formats.to_torch_csv(ps.build("gpipe", 2, 2)).rstrip())
+        0F0,0F1,,,0B0,0B1
+        ,1F0,1F1,1B0,1B1
     """
     if form is None:
         form = "compute_comms" if has_communication(schedule) else "compute_only"

@@ -48,6 +48,12 @@ class Lab(RunningLab):
     Raises:
         LabError: what is missing for labs here, or what went wrong.
         LabMisuse, CostError: hosts or conditions that make no lab.
+
+    Examples:
+        >>> import penstock as ps
+        >>> if not ps.lab.missing():
+        ...     with ps.lab.Lab(num_hosts=2, links="0:1=latency:30ms") as lab:
+        ...         assert lab.layout.num_hosts == 2
     """
 
     def __init__(self, num_hosts: int = 2, num_nics: int = 2, links: str | Iterable[str] = ()) -> None:

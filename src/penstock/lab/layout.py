@@ -46,6 +46,12 @@ class Layout:
 
     Raises:
         LabMisuse: a number out of range.
+
+    Examples:
+        >>> import penstock as ps
+        >>> layout = ps.lab.Layout("example", num_hosts=2, num_nics=2)
+        >>> layout.num_hosts, layout.num_nics
+        (2, 2)
     """
 
     name: str

@@ -18,7 +18,13 @@ _ADVICE = (
 
 
 def missing() -> list[str]:
-    """What stands in the way of a lab here, in words; empty where it can be made."""
+    """What stands in the way of a lab here, in words; empty where it can be made.
+
+    Examples:
+        >>> import penstock as ps
+        >>> all(isinstance(each, str) for each in ps.lab.missing())
+        True
+    """
     if not sys.platform.startswith("linux"):
         return ["Linux"]
     found = []

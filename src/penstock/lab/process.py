@@ -38,6 +38,13 @@ class HostProcess:
 
     Raises:
         LabError: a command without a program.
+
+    Examples:
+        >>> import penstock as ps
+        >>> if not ps.lab.missing():
+        ...     with ps.lab.Lab(num_hosts=2) as lab:
+        ...         program = lab.start(1, ["true"])
+        ...         assert program.popen.wait() == 0
     """
 
     def __init__(

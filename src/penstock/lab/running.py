@@ -23,6 +23,12 @@ class RunningLab:
 
     Raises:
         LabError: there is no such lab, or its keeper is gone.
+
+    Examples:
+        >>> import penstock as ps
+        >>> if not ps.lab.missing():
+        ...     with ps.lab.Lab(num_hosts=2) as lab:
+        ...         assert ps.lab.RunningLab(lab.layout.name).layout == lab.layout
     """
 
     def __init__(self, name: str) -> None:

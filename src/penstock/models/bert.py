@@ -42,6 +42,12 @@ class BERTConfig:
 
     Raises:
         ValueError: a size below 1, heads that do not divide the width.
+
+    Examples:
+        >>> import penstock as ps
+        >>> config = ps.models.BERTConfig(vocab_size=259, context=32, depth=2, width=32, num_heads=2)
+        >>> config.tied, len(ps.models.bert_costs(config))
+        (True, 4)
     """
 
     vocab_size: int
@@ -159,6 +165,14 @@ class BERTLoss:
 
     Targets are a dict of `tokens` [B, T], -100 where nothing was masked, and `next` [B] for a model with that head. A
     sample counts the same whatever its number of masked tokens, so a batch is right in any microbatches.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch
+        >>> targets = {"tokens": torch.tensor([[2, -100]]), "next": torch.tensor([1])}
+        >>> logits = {"tokens": torch.zeros(1, 2, 4), "next": torch.zeros(1, 2)}
+        >>> round(ps.models.BERTLoss()(logits, targets).item(), 3)
+        2.079
     """
 
     def __call__(self, output: Value, targets: Value) -> Tensor:
@@ -190,6 +204,12 @@ def bert_layers(config: BERTConfig, indices: Iterable[int] | None = None, seed: 
 
     Raises:
         ValueError: an index out of range.
+
+    Examples:
+        >>> import penstock as ps
+        >>> config = ps.models.bert_presets["nano"]
+        >>> len(ps.models.bert_layers(config)) == len(ps.models.bert_costs(config))
+        True
     """
     return ListedLayers("a BERT", config.depth, config.width, lambda i: _make_layer(config, i), config.tied).layers(
         indices, seed
@@ -201,6 +221,11 @@ def bert_tied_parameters(config: BERTConfig) -> list[list[str]]:
 
     Args:
         config: says whether weights are tied.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.models.bert_tied_parameters(ps.models.bert_presets["nano"])
+        [['layers.0.token.weight', 'layers.5.output.weight']]
     """
     return tied_ends(config.num_layers) if config.tied else []
 
@@ -210,6 +235,12 @@ def bert_costs(config: BERTConfig) -> list[float]:
 
     Args:
         config: the sizes.
+
+    Examples:
+        >>> import penstock as ps
+        >>> config = ps.models.bert_presets["nano"]
+        >>> len(ps.models.bert_costs(config)) > config.depth
+        True
     """
     width = config.width
     block = 2 * 12 * width**2 + 4 * config.context * width  # the whole T by T scores, twice

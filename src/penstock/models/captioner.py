@@ -50,6 +50,12 @@ class CaptionerConfig:
 
     Raises:
         ValueError: a size below 1, or heads that do not divide their width.
+
+    Examples:
+        >>> import penstock as ps
+        >>> config = ps.models.captioner_presets["nano"]
+        >>> config.depth > 0, config.image_depth > 0
+        (True, True)
     """
 
     num_features: int
@@ -188,6 +194,12 @@ def captioner_layers(config: CaptionerConfig, indices: Iterable[int] | None = No
 
     Raises:
         ValueError: an index out of range.
+
+    Examples:
+        >>> import penstock as ps
+        >>> config = ps.models.captioner_presets["nano"]
+        >>> len(ps.models.captioner_layers(config))
+        8
     """
     wanted = list(range(config.num_layers) if indices is None else indices)
     towers = _Towers(config)
@@ -207,6 +219,12 @@ def captioner_stage(
         indices: its layers, ascending.
         seed: of the first weights.
         wrap: puts something around each block, like activation checkpointing.
+
+    Examples:
+        >>> import penstock as ps
+        >>> stage = ps.models.captioner_stage(ps.models.captioner_presets["nano"], range(3))
+        >>> next(name for name, _ in stage.named_parameters())
+        'layers.0.patch.weight'
     """
     wanted = list(indices)
     layers = captioner_layers(config, wanted, seed)

@@ -57,6 +57,12 @@ class TowerConfig:
     Raises:
         ValueError: a size below 1, heads that do not divide the width, both or none of `vocab_size` and
             `num_features`.
+
+    Examples:
+        >>> import penstock as ps
+        >>> tower = ps.models.TowerConfig(context=16, depth=2, width=32, num_heads=2, vocab_size=64)
+        >>> tower.num_features is None
+        True
     """
 
     context: int
@@ -91,6 +97,12 @@ class CLIPConfig:
 
     Raises:
         ValueError: fewer than two towers.
+
+    Examples:
+        >>> import penstock as ps
+        >>> config = ps.models.clip_presets["nano"]
+        >>> sorted(config.towers), config.shared_width > 0
+        (['audio', 'text', 'video'], True)
     """
 
     towers: Mapping[str, TowerConfig]
@@ -191,6 +203,14 @@ class Contrast(nn.Module):
 
     Args:
         config: names the towers, and so the pairs.
+
+    Examples:
+        >>> import penstock as ps
+        >>> contrast = ps.models.Contrast(ps.models.clip_presets["nano"])
+        >>> import torch
+        >>> vectors = {name: torch.randn(4, 8) for name in ps.models.clip_presets["nano"].towers}
+        >>> contrast(vectors).shape
+        torch.Size([3, 4, 4])
     """
 
     def __init__(self, config: CLIPConfig) -> None:
@@ -207,6 +227,13 @@ class ContrastiveLoss:
     """Cross-entropy, in nats, of finding a sample's partner in the other tower; a mean over both ways and all pairs.
 
     Samples are told apart from those of their own microbatch only: a batch cut into more of them is an easier task.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch
+        >>> logits = torch.eye(4).expand(3, 4, 4) * 100
+        >>> round(ps.models.ContrastiveLoss()(logits).item(), 3)
+        0.0
     """
 
     def __call__(self, logits: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -231,6 +258,16 @@ class CLIP(nn.Module):
     Args:
         config: its sizes.
         seed: initial weights are drawn from it, the same as those of the cut model.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch
+        >>> from penstock.data import PairedSamples, TokenForm, VectorForm
+        >>> forms = {"audio": VectorForm(8, 6), "text": TokenForm(6, 32), "video": VectorForm(12, 10)}
+        >>> samples = PairedSamples(forms)
+        >>> batch = {name: torch.from_numpy(value) for name, value in samples.samples(range(4)).items()}
+        >>> ps.models.CLIP(ps.models.clip_presets["nano"])(batch).shape  # three pairs of towers
+        torch.Size([3, 4, 4])
     """
 
     def __init__(self, config: CLIPConfig, seed: int = 0) -> None:
@@ -253,6 +290,12 @@ def retrieval_accuracy(logits: Tensor) -> Tensor:
 
     Args:
         logits: [P, B, B], of P pairs of towers and B samples.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch
+        >>> ps.models.retrieval_accuracy(torch.eye(4).expand(3, 4, 4))
+        tensor([1., 1., 1.])
     """
     return (logits.argmax(-1) == torch.arange(logits.shape[-1], device=logits.device)).float().mean(-1)
 
@@ -272,6 +315,12 @@ def tower_layers(
 
     Raises:
         ValueError: an unknown tower or an index out of range.
+
+    Examples:
+        >>> import penstock as ps
+        >>> config = ps.models.clip_presets["nano"]
+        >>> len(ps.models.tower_layers(config, "text", [0, 1]))
+        2
     """
     tower = config.tower(name)
 
@@ -293,6 +342,12 @@ def tower_stage(config: CLIPConfig, name: str, indices: Iterable[int], seed: int
         name: the tower.
         indices: numbers of layers, from 0.
         seed: initial weights are drawn from it, layer by layer.
+
+    Examples:
+        >>> import penstock as ps
+        >>> stage = ps.models.tower_stage(ps.models.clip_presets["nano"], "text", [0])
+        >>> next(name for name, _ in stage.named_parameters())
+        'towers.text.0.token.weight'
     """
     wanted = list(indices)
     layers = tower_layers(config, name, wanted, seed)
@@ -308,6 +363,13 @@ def tower_costs(config: CLIPConfig, name: str) -> list[float]:
     Args:
         config: the sizes of the model.
         name: the tower.
+
+    Examples:
+        >>> import penstock as ps
+        >>> config = ps.models.clip_presets["nano"]
+        >>> name = sorted(config.towers)[0]
+        >>> len(ps.models.tower_costs(config, name)) == len(ps.models.tower_layers(config, name))
+        True
     """
     tower = config.tower(name)
     length, width = tower.context, tower.width

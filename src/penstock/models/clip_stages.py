@@ -46,6 +46,13 @@ class CLIPStages:
 
     Raises:
         ValueError: towers other than the config's, or a number that no cut of a tower's layers has.
+
+    Examples:
+        >>> import penstock as ps
+        >>> config = ps.models.clip_presets["nano"]
+        >>> cut = ps.models.CLIPStages(config, {name: 1 for name in config.towers})
+        >>> len(cut.sources())
+        4
     """
 
     config: CLIPConfig
@@ -131,6 +138,14 @@ def clip_program(config: CLIPConfig, towers: Mapping[str, Branch], contrast: Bra
         ValueError: branches of other towers than the config's, more stages than a tower has layers, a contrast of
             several stages, or of microbatches that do not match a tower's.
         ScheduleError: branches that contradict each other.
+
+    Examples:
+        >>> import penstock as ps
+        >>> config = ps.models.clip_presets["nano"]
+        >>> towers = {name: ps.Branch(ps.placements.one_to_one(1), 4) for name in config.towers}
+        >>> program = ps.models.clip_program(config, towers, ps.Branch(ps.placements.one_to_one(1), 4))
+        >>> program.build().num_ranks
+        4
     """
     _require_towers(config, towers, "a branch")
     CLIPStages(config, {name: branch.placement.num_stages for name, branch in towers.items()})

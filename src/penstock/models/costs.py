@@ -35,6 +35,12 @@ def gpt_costs(config: GPTConfig) -> list[float]:
 
     Args:
         config: the sizes.
+
+    Examples:
+        >>> import penstock as ps
+        >>> config = ps.models.presets["nano"]
+        >>> len(ps.models.gpt_costs(config)) == len(ps.models.build_layers(config))
+        True
     """
     width = config.width
     block = 2 * 12 * width**2 + 2 * config.context * width  # causal: half of the T by T scores, twice
@@ -52,6 +58,14 @@ def gpt_costs_by_length(config: GPTConfig, parts: Sequence[Sequence[int]]) -> Co
     Args:
         config: the sizes.
         parts: the layers of each stage.
+
+    Examples:
+        >>> import penstock as ps
+        >>> config = ps.models.presets["nano"]
+        >>> costs = ps.models.gpt_costs_by_length(config, [range(3), range(3, 6)])
+        >>> long, short = (costs.of([shape]).duration("F", 0, 0) for shape in ([512], [256, 256]))
+        >>> long > short
+        True
     """
     width = config.width
     layers = [2 * width, *[24 * width**2] * config.depth, 2 * width * config.vocab_size]
@@ -114,6 +128,13 @@ def captioner_costs(config: CaptionerConfig, images: Sequence[int], sample: int)
         config: sizes of both towers.
         images: patches of each of its images.
         sample: its vectors in the decoder, of images and words together.
+
+    Examples:
+        >>> import penstock as ps
+        >>> config = ps.models.captioner_presets["nano"]
+        >>> costs = ps.models.captioner_costs(config, images=[16], sample=40)
+        >>> len(costs), min(costs) > 0
+        (8, True)
     """
     patches, squares = sum(images), sum(length * length for length in images)
     found = [
@@ -141,6 +162,13 @@ def captioner_costs_by_length(config: CaptionerConfig, parts: Sequence[Sequence[
     Args:
         config: sizes of both towers.
         parts: the layers of each stage, which are of one tower.
+
+    Examples:
+        >>> import penstock as ps
+        >>> config = ps.models.captioner_presets["nano"]
+        >>> costs = ps.models.captioner_costs_by_length(config, [range(3), range(3, 8)])
+        >>> costs.towers
+        ('images', 'words')
     """
     flops, first, last = _captioner_flops(config), config.num_image_layers, config.num_layers - 1
     rows, towers = [], []
@@ -167,6 +195,13 @@ def estimate_costs(layers: Sequence[nn.Module], sample: Any = None) -> list[floa
     Args:
         layers: in the order in which they run.
         sample: the input of the first layer; None to count one token.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch
+        >>> layers = [torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)]
+        >>> ps.models.estimate_costs(layers, torch.randn(4, 8))
+        [1088.0, 64.0, 132.0]
     """
     if sample is None:
         return [_weight_flops(layer) for layer in layers]
@@ -192,6 +227,14 @@ def measure_costs(layers: Sequence[nn.Module], sample: Any, num_repeats: int = 3
         layers: in the order in which they run.
         sample: the input of the first layer.
         num_repeats: how often each layer runs.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch
+        >>> layers = [torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)]
+        >>> times = ps.models.measure_costs(layers, torch.randn(4, 8))
+        >>> len(times), min(times) > 0
+        (2, True)
     """
     costs: list[float] = []
     value = sample

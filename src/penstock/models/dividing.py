@@ -6,7 +6,17 @@ __all__ = ["ParallelError", "require_heads", "require_vocabulary", "require_widt
 
 
 class ParallelError(ValueError):
-    """A model that does not divide into so many tensor-parallel ranks."""
+    """A model that does not divide into so many tensor-parallel ranks.
+
+    Examples:
+        >>> import penstock as ps
+        >>> from penstock.models import ParallelError, presets, require_parallel
+        >>> try:
+        ...     require_parallel(presets["gpt2-1.5b"], 7)
+        ... except ParallelError as error:
+        ...     print(type(error).__name__)
+        ParallelError
+    """
 
 
 def require_heads(what: str, num_heads: int, num_ranks: int, kind: str = "heads") -> None:

@@ -36,6 +36,13 @@ class GPTConfig:
 
     Raises:
         ValueError: a size below 1, heads that do not divide the width.
+
+    Examples:
+        >>> import penstock as ps
+        >>> from dataclasses import replace
+        >>> config = replace(ps.models.presets["nano"], depth=2)
+        >>> config.depth, config.num_parameters < ps.models.presets["nano"].num_parameters
+        (2, True)
     """
 
     vocab_size: int
@@ -155,6 +162,14 @@ def build_layers(config: GPTConfig, indices: Iterable[int] | None = None, seed: 
 
     Raises:
         ValueError: an index out of range.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch
+        >>> config = ps.models.presets["nano"]
+        >>> last, again = ps.models.build_layers(config, [3])[0], ps.models.build_layers(config, [2, 3])[1]
+        >>> all(torch.equal(p, q) for p, q in zip(last.parameters(), again.parameters()))
+        True
     """
     return ListedLayers("a GPT", config.depth, config.width, lambda i: _make_layer(config, i), config.tied).layers(
         indices, seed
@@ -166,6 +181,12 @@ def tied_parameters(config: GPTConfig) -> list[list[str]]:
 
     Args:
         config: says whether weights are tied.
+
+    Examples:
+        >>> import penstock as ps
+        >>> from dataclasses import replace
+        >>> ps.models.tied_parameters(replace(ps.models.presets["nano"], tied=True))
+        [['layers.0.token.weight', 'layers.5.output.weight']]
     """
     return tied_ends(config.num_layers) if config.tied else []
 

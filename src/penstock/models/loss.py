@@ -60,6 +60,13 @@ class CrossEntropy:
 
     Args:
         ignore_index: targets with this value count for nothing.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch
+        >>> loss = ps.models.CrossEntropy()(torch.zeros(1, 2, 4), torch.tensor([[1, -100]]))
+        >>> round(loss.item(), 3)
+        1.386
     """
 
     def __init__(self, ignore_index: int = -100) -> None:

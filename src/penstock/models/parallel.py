@@ -41,6 +41,14 @@ def parallelize(stage: nn.Module, mesh: DeviceMesh) -> None:
 
     Raises:
         ParallelError: heads, a width or a vocabulary that the ranks cannot share.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        >>> ps.models.parallelize(ps.models.gpt_stage(ps.models.presets["nano"], range(2)), mesh)
+        >>> dist.destroy_process_group()
     """
     if mesh.ndim != 1:
         raise ParallelError(f"a mesh of {mesh.ndim} dimensions; a stage is sharded over one, so give mesh['tp']")
@@ -64,6 +72,14 @@ def require_parallel(config: Any, num_ranks: int) -> None:
 
     Raises:
         ParallelError: heads, a width or a vocabulary that the ranks cannot share.
+
+    Examples:
+        >>> import penstock as ps
+        >>> try:
+        ...     ps.models.require_parallel(ps.models.presets["gpt2-1.5b"], 7)
+        ... except ps.models.ParallelError as error:
+        ...     print(str(error).split(";")[0])
+        a GPT of width 1600 has 25 heads, which 7 tensor-parallel ranks cannot share out whole
     """
     match config:
         case GPTConfig() | BERTConfig():

@@ -29,6 +29,17 @@ def sample(
         temperature: the logits are divided by it; 0 takes the likeliest token.
         top_k: keeps only the likeliest so many candidates; all where not given.
         seed: decides alone what is drawn.
+
+    Raises:
+        ValueError: a prompt without tokens, a temperature below 0, or a `top_k` below 1.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch
+        >>> def counting(tokens):
+        ...     return torch.nn.functional.one_hot((tokens + 1) % 10, 10).float()
+        >>> ps.models.sample(counting, torch.tensor([[3]]), num_tokens=4, context=8, temperature=0)
+        tensor([[3, 4, 5, 6, 7]])
     """
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(f"a prompt of shape {list(prompt.shape)}; it must be [B, T] with at least one token")

@@ -23,6 +23,12 @@ def gpt_stage(config: GPTConfig, indices: Iterable[int], seed: int = 0, wrap: Wr
         indices: numbers of layers, from 0.
         seed: initial weights are drawn from it, layer by layer.
         wrap: puts something around each block, such as activation checkpointing; nothing where not given.
+
+    Examples:
+        >>> import penstock as ps
+        >>> stage = ps.models.gpt_stage(ps.models.presets["nano"], range(2))
+        >>> sorted({name.split(".")[1] for name, _ in stage.named_parameters()})
+        ['0', '1']
     """
     wanted = list(indices)
     return _stage(wanted, build_layers(config, wanted, seed), config.num_layers, wrap)
@@ -36,6 +42,12 @@ def bert_stage(config: BERTConfig, indices: Iterable[int], seed: int = 0, wrap: 
         indices: numbers of layers, from 0.
         seed: initial weights are drawn from it, layer by layer.
         wrap: puts something around each block, such as activation checkpointing; nothing where not given.
+
+    Examples:
+        >>> import penstock as ps
+        >>> stage = ps.models.bert_stage(ps.models.bert_presets["nano"], range(2))
+        >>> next(name for name, _ in stage.named_parameters())
+        'layers.0.token.weight'
     """
     wanted = list(indices)
     return _stage(wanted, bert_layers(config, wanted, seed), config.num_layers, wrap)

@@ -49,6 +49,12 @@ def add_communication(schedule: Schedule, costs: Costs | None = None) -> Schedul
     Raises:
         ScheduleError: the schedule is not valid, or has shared stages, branches or registered kinds, whose
             messages these four kinds cannot tell apart.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s = ps.passes.add_communication(ps.build("1f1b", 2, 2))
+        >>> [str(op) for op in s.order[1][:4]]
+        ['1RECV_F0', '1F0', '1RECV_F1', '1B0']
     """
     schedule = remove_communication(schedule)
     _refuse_graphs(schedule)

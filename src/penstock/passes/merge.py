@@ -35,6 +35,13 @@ def merge_gradients(schedule: Schedule, costs: Costs | None = None, links: Links
     Raises:
         ScheduleError: the schedule is not valid.
         CostError: costs for another number of stages, or a link between ranks that are not there.
+
+    Examples:
+        >>> import penstock as ps
+        >>> split = ps.build("zb-h1", 2, 4)
+        >>> merged = ps.passes.merge_gradients(split)
+        >>> merged.num_ops < split.num_ops, ps.simulate(merged).makespan <= ps.simulate(split).makespan
+        (True, True)
     """
     check(schedule)
     num_trials = _TRIALS + _TRIED_OPS // max(1, schedule.num_ops)

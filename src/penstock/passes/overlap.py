@@ -40,6 +40,13 @@ def overlap_pairs(schedule: Schedule, costs: Costs | None = None, links: Links |
     Raises:
         ScheduleError: the schedule is not valid.
         CostError: the costs are for another number of stages, or the links name ranks that are not there.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs = ps.Costs(f=[10] * 4, i=[10] * 4, w=[10] * 4, overlap=ps.cost.Overlap(f=[5.0] * 4, b=[9.0] * 4))
+        >>> s = ps.passes.separate_pairs(ps.build("dualpipe-v", 2, 4, overlap=True))
+        >>> len(ps.passes.overlap_pairs(s, costs).pairs) > 0
+        True
     """
     found = joinable_pairs(schedule)
     alone = separate_pairs(schedule)

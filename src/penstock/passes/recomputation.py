@@ -36,6 +36,13 @@ def recompute(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[f
     Raises:
         ScheduleError: the schedule is not valid, or a rank is above its limit even with every R that helps.
         CostError: costs for another number of stages.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs = ps.Costs(f=[10] * 2, i=[10] * 2, w=[10] * 2, kept_by_recompute=0.0)
+        >>> s = ps.passes.recompute(ps.build("gpipe", 2, 3), costs, memory_limit=2.0)
+        >>> max(ps.simulate(s, costs).peak_activations)
+        2.0
     """
     require_no_streams(schedule, "recompute counts what ranks run themselves")
     require_no_updates(schedule, "a forward that recompute runs again would read newer parameters than the first")

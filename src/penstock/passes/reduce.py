@@ -47,6 +47,11 @@ def add_reductions(schedule: Schedule, asynchronous: bool = True) -> Schedule:
 
     Raises:
         ScheduleError: the schedule has updates among its ops, each of which would have to reduce on its own.
+
+    Examples:
+        >>> import penstock as ps
+        >>> [str(op) for op in ps.passes.add_reductions(ps.build("zb-h1", 2, 2)).order[1][-3:]]
+        ['1W0', '1W1', '1REDUCE0']
     """
     graph = schedule.graph
     if schedule.updates is not None:

@@ -39,6 +39,16 @@ def reorder_microbatches(
     Raises:
         ScheduleError: what `declare_order` refuses; a schedule that is not valid; or a result that is not, as an op
             would come before what it needs (an update before a backward of its window, say).
+
+    Examples:
+        >>> import penstock as ps
+        >>> s = ps.passes.reorder_microbatches(ps.build("gpipe", 2, 3), backward="reversed")
+        >>> print(s)
+        schedule gpipe: 2 ranks, 2 stages, 3 microbatches
+        pipeline 0: stages on ranks 0 1
+        order of B on stages 0 1: 2 1 0
+        rank 0 | F0 F1 F2 .  .  B2 B1 B0
+        rank 1 | .  F0 F1 F2 B2 B1 B0
     """
     check(schedule)
     renamed = declare_order(schedule, forward, backward, stages=stages, pipelines=pipelines)

@@ -50,6 +50,12 @@ def repeat_windows(schedule: Schedule, num_windows: int) -> Schedule:
     Raises:
         ScheduleError: a schedule that is not valid, has updates already or messages as ops, stages that work on
             other numbers of microbatches, or a number of windows below 1.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s = ps.passes.repeat_windows(ps.build("1f1b", 2, 2), num_windows=2)
+        >>> s.num_microbatches, s.updates.window, max(ps.schedule.count_mismatch(s).values())
+        (4, 2, 0)
     """
     require_no_updates(schedule, "repeat_windows puts them in")
     if not isinstance(num_windows, int) or isinstance(num_windows, bool) or num_windows < 1:

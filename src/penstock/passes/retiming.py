@@ -54,6 +54,14 @@ def retime(
     Raises:
         ScheduleError: the schedule is not valid, or is itself above the limit.
         CostError: costs for another number of stages, or a link between ranks that are not there.
+
+    Examples:
+        >>> import penstock as ps
+        >>> late = ps.Links({(0, 1): 2.0})
+        >>> s = ps.build("zb-h1", 2, 4)
+        >>> after = ps.passes.retime(s, links=late)
+        >>> ps.simulate(after, links=late).makespan <= ps.simulate(s, links=late).makespan
+        True
     """
     check(schedule)
     costs, links = costs or Costs.assumed(schedule.num_ranks, schedule.placement), links or Links()

@@ -53,6 +53,9 @@ class BranchWay:
         tail: ms that each of its ranks works after its last op, for reducing gradients and the update.
         state: bytes or activation units that each of its ranks holds besides activations.
 
+    Raises:
+        ScheduleError: costs for another number of stages, or fewer devices than ranks.
+
     Examples:
         >>> import penstock as ps
         >>> from penstock.planning import BranchWay
@@ -116,6 +119,19 @@ class FoundLayout:
         step_ms: from the first op until every rank has done what comes after its last one.
         peaks: what each rank holds at most.
         num_tried: layouts run through time.
+
+    Examples:
+        >>> import penstock as ps
+        >>> from penstock.planning import BranchWay, search_branches
+        >>> def ways(layer_ms, num_layers):
+        ...     for ranks in (1, 2, 3, 4):
+        ...         ms = layer_ms * num_layers / ranks
+        ...         branch = ps.Branch(ps.placements.one_to_one(ranks), num_microbatches=8)
+        ...         yield BranchWay(branch, ps.Costs.uniform(ranks, f=ms, i=ms, w=ms), num_devices=ranks)
+        >>> towers = {"audio": list(ways(2, 12)), "text": list(ways(1, 12))}
+        >>> found = search_branches(towers, num_devices=6, split=True)
+        >>> {name: way.num_ranks for name, way in found.ways.items()}, found.step_ms
+        ({'audio': 4, 'text': 2}, 162.0)
     """
 
     ways: Mapping[str, BranchWay]

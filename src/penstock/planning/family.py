@@ -25,6 +25,12 @@ class Certificate:
         offload: "any" where each activation may wait in host memory or not; "none" where none does.
         stages: how they depend on one another, None for a chain.
         pairs: "any" where a forward and a backward of another microbatch may run as one or not; "none" where none do.
+
+    Examples:
+        >>> import penstock as ps
+        >>> plan = ps.plan(ps.Costs.uniform(2, f=10, i=10, w=10), num_ranks=2, num_microbatches=4)
+        >>> plan.certificate.backward, plan.certificate.recompute
+        ('any', 'any')
     """
 
     placement: Placement

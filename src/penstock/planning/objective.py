@@ -23,6 +23,13 @@ class Expected:
 
     Raises:
         CostError: no sample.
+
+    Examples:
+        >>> import penstock as ps
+        >>> late = ps.planning.Expected([ps.Links({(0, 1): delay}) for delay in (0.0, 20.0)])
+        >>> plan = ps.plan(ps.Costs.uniform(2, f=10, i=10, w=10), 2, 4, objective=late, time_limit=0.5)
+        >>> plan.lower_bound <= plan.value
+        True
     """
 
     samples: Sequence[Links]

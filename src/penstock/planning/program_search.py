@@ -53,6 +53,12 @@ class Found:
         program: what to build; where `constructed` is there, only its placement and costs count.
         constructed: the library schedule that this is, or None.
         makespan: ms.
+
+    Examples:
+        >>> import penstock as ps
+        >>> outcome = ps.planning.search_space(ps.Costs.uniform(4), num_ranks=2, num_microbatches=4)
+        >>> outcome.best.placement in {each.placement for each in outcome.found}
+        True
     """
 
     placement: str
@@ -95,6 +101,12 @@ class Outcome:
         found: the best of each placement, the shortest makespan first; none where none takes less than was asked.
         num_tried: points that were run.
         num_stuck: those among them in which no rank could go on, as under a cap that its traversal cannot meet.
+
+    Examples:
+        >>> import penstock as ps
+        >>> outcome = ps.planning.search_space(ps.Costs.uniform(4), num_ranks=2, num_microbatches=4)
+        >>> outcome.best.makespan == min(each.makespan for each in outcome.found), outcome.num_tried > 0
+        (True, True)
     """
 
     found: tuple[Found, ...]
@@ -149,6 +161,12 @@ def search_space(
     Raises:
         ScheduleError: a shape that is not there, or no point that can run under the limit.
         CostError: costs in a number of parts that does not divide among the ranks, or uneven microbatches.
+
+    Examples:
+        >>> import penstock as ps
+        >>> outcome = ps.planning.search_space(ps.Costs.uniform(8), num_ranks=4, num_microbatches=8)
+        >>> outcome.best.makespan
+        49.0
     """
     if costs.factors:
         raise CostError(

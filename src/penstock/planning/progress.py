@@ -20,6 +20,13 @@ class Progress:
         how: the step that runs: "greedy", "justified", "local search", "exact".
         seconds: since the start.
         value, lower_bound: of the objective (ms).
+
+    Examples:
+        >>> import penstock as ps
+        >>> seen, late = [], ps.Links({(0, 1): 20.0})
+        >>> plan = ps.plan(ps.Costs.uniform(2, f=10, i=10, w=10), 2, 4, late, progress=seen.append)
+        >>> all(each.lower_bound <= each.value for each in seen)
+        True
     """
 
     how: str

@@ -68,6 +68,14 @@ def slow_link_schedule(
     Raises:
         ScheduleError: counts that rise or do not fit in the limit, or an unknown rule.
         CostError: links between ranks that are not there.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs = ps.Costs.uniform(4, f=10, i=10, w=10)
+        >>> late = ps.Links({(0, 1): 20.0})
+        >>> s = ps.planning.slow_link_schedule(costs, 12, late)
+        >>> ps.simulate(s, costs, links=late).makespan
+        410.0
     """
     chosen = _rule(rule)
     links = links or Links()

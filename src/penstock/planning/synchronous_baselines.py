@@ -40,6 +40,14 @@ class Flushed:
         dispatch: how it runs best, "frozen" or "dynamic".
         makespan: ms of all windows, filling and draining included.
         peaks: most that each rank holds, in the unit of the costs' activations.
+
+    Examples:
+        >>> import penstock as ps
+        >>> def costs_of(num_stages):
+        ...     return ps.Costs.uniform(num_stages, f=10, i=10, w=10)
+        >>> best = ps.planning.flushed_schedules(costs_of, num_ranks=2, window=4, num_windows=2)[0]
+        >>> best.dispatch in ("frozen", "dynamic"), best.schedule.updates.window
+        (True, 4)
     """
 
     name: str
@@ -76,6 +84,14 @@ def flushed_schedules(
 
     Raises:
         ScheduleError: nothing fits.
+
+    Examples:
+        >>> import penstock as ps
+        >>> def costs_of(num_stages):
+        ...     return ps.Costs.uniform(num_stages, f=10, i=10, w=10)
+        >>> found = ps.planning.flushed_schedules(costs_of, num_ranks=2, window=4, num_windows=2)
+        >>> all(max(ps.schedule.count_mismatch(each.schedule).values()) == 0 for each in found)
+        True
     """
     links = links or Links()
     found: list[Flushed] = []

@@ -40,6 +40,11 @@ def tolerance(costs: Costs, stage: int, slack: float, kind: str = "I") -> float:
         stage: the stage above the link.
         slack: how many more forwards that stage runs before its first backward than the next one.
         kind: what passes the gradient on: "I", or "B" where backwards are not split.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.planning.tolerance(ps.Costs.uniform(4, f=10, i=10, w=10), stage=0, slack=3)
+        20.0
     """
     _check_link(costs, stage)
     return (slack * _round(costs, stage + 1, kind) - _round(costs, stage, kind)) / 2
@@ -59,6 +64,11 @@ def needed_slack(costs: Costs, stage: int, delay: float, kind: str = "I") -> int
 
     Raises:
         CostError: the next stage takes no time, so that no number of its rounds lasts long enough.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.planning.needed_slack(ps.Costs.uniform(4, f=20, i=20, w=20), stage=0, delay=30)
+        3
     """
     _check_link(costs, stage)
     if not isinstance(delay, Real) or not 0 <= delay < math.inf:
@@ -85,6 +95,12 @@ def tolerances(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], float]
     Raises:
         ScheduleError: a rank hosts more than one stage: Eq. 1 speaks of one stage per rank.
         CostError: costs for another number of stages.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s = ps.build("zb", 4, 12, warmup=[7, 5, 3, 1])
+        >>> ps.planning.tolerances(s, ps.Costs.uniform(4, f=10, i=10, w=10))
+        {(0, 1): 10.0, (1, 2): 10.0, (2, 3): 10.0}
     """
     if costs.num_stages != schedule.num_stages:
         raise CostError(
@@ -140,6 +156,11 @@ def initial_warmups(
 
     Raises:
         CostError: a number that makes no sense, or a stage without room for one forward.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.planning.initial_warmups(4, num_microbatches=12, memory=10, activation=1)
+        (10, 7, 4, 1)
     """
     _check_counts(num_stages, num_microbatches)
     rows = [_each(name, value, num_stages) for name, value in (("memory", memory), ("reserved", reserved))]
@@ -192,6 +213,12 @@ def adapted_warmups(
 
     Raises:
         CostError: links between ranks that are not there, or a cap below 1.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs = ps.Costs.uniform(4, f=10, i=10, w=10)
+        >>> ps.planning.adapted_warmups(costs, ps.Links({(0, 1): 20.0}), num_microbatches=12)
+        (8, 5, 3, 1)
     """
     num_stages = costs.num_stages
     _check_counts(num_stages, num_microbatches)

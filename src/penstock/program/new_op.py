@@ -112,6 +112,9 @@ class Branch:
         rules: how the branch's ranks choose among ready ops; `Rules()` where not given.
         feeds: the names of the branches whose first stages take this one's last output.
 
+    Raises:
+        ScheduleError: a placement with several pipelines, no microbatch, or `feeds` that is no tuple.
+
     Examples:
         >>> import penstock as ps
         >>> text = ps.Branch(ps.placements.one_to_one(1), 4, feeds=("joint",))

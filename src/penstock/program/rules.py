@@ -46,6 +46,16 @@ class Traversal:
         strict: whether the kind waits for the stage whose interval runs; else another stage's op may run.
         pick: among ready ops, the first in this order (IN_ORDER), the one that has been ready longest (EARLIEST)
             or the one of the lowest microbatch (BY_MICROBATCH); the order then settles ties.
+
+    Raises:
+        ScheduleError: an interval below 1.
+
+    Examples:
+        >>> import penstock as ps
+        >>> rules = ps.Rules(forward=ps.program.Traversal(deepest_first=True))
+        >>> program = ps.Program(ps.placements.v_shape(2), 4, rules)
+        >>> program.build().num_ops
+        32
     """
 
     deepest_first: bool = False
@@ -117,6 +127,13 @@ def earliest_first(deepest_first: bool = False) -> Traversal:
 
     Args:
         deepest_first: whether equals go by the stage nearest the model's end.
+
+    Examples:
+        >>> import penstock as ps
+        >>> rules = ps.Rules(forward=ps.program.earliest_first())
+        >>> program = ps.Program(ps.placements.v_shape(2), 4, rules)
+        >>> [op.short() for op in program.build().order[0][:3]]
+        ['F0', 'F1', 'F2']
     """
     return Traversal(deepest_first, pick=EARLIEST)
 
@@ -126,6 +143,13 @@ def by_microbatch(deepest_first: bool = False) -> Traversal:
 
     Args:
         deepest_first: whether equals go by the stage nearest the model's end.
+
+    Examples:
+        >>> import penstock as ps
+        >>> rules = ps.Rules(forward=ps.program.by_microbatch())
+        >>> program = ps.Program(ps.placements.v_shape(2), 4, rules)
+        >>> [op.short() for op in program.build().order[0][:3]]
+        ['F0', 'F1', 'F2']
     """
     return Traversal(deepest_first, pick=BY_MICROBATCH)
 

@@ -40,6 +40,13 @@ class NextOp:
         op: the op.
         ready: whether it could have run.
         reason: why it was chosen or not, in words.
+
+    Examples:
+        >>> import penstock as ps
+        >>> program = ps.Program(ps.placements.one_to_one(2), 2)
+        >>> step = next(iter(ps.program.Stepper(program)))
+        >>> [(str(each.op), each.ready) for each in step.candidates]
+        [('0B0', False), ('0F0', True)]
     """
 
     op: Op
@@ -56,6 +63,13 @@ class Step:
         rank: the rank that decided.
         chosen: the op that it took; None where it waits.
         candidates: all ops that it looked at.
+
+    Examples:
+        >>> import penstock as ps
+        >>> program = ps.Program(ps.placements.one_to_one(2), 2)
+        >>> step = next(iter(ps.program.Stepper(program)))
+        >>> step.time, step.rank, str(step.chosen)
+        (0.0, 0, '0F0')
     """
 
     time: float
@@ -82,6 +96,12 @@ class Stepper:
 
     Args:
         program: whose decisions are made.
+
+    Examples:
+        >>> import penstock as ps
+        >>> program = ps.Program(ps.placements.one_to_one(2), 2)
+        >>> [(step.time, step.rank, str(step.chosen)) for step in ps.program.Stepper(program)][:3]
+        [(0.0, 0, '0F0'), (1.0, 0, '0F1'), (1.0, 1, '1F0')]
     """
 
     def __init__(self, program: Program) -> None:

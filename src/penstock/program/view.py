@@ -16,6 +16,17 @@ class View:
     Attributes:
         rank: who decides.
         time: when (ms).
+
+    Examples:
+        >>> import penstock as ps
+        >>> def one_at_a_time(view, op):
+        ...     return op.kind != "F" or view.in_flight() < 1
+        >>> program = ps.Program(ps.placements.one_to_one(2), 2, ps.Rules(check=one_at_a_time))
+        >>> print(program.build())
+        schedule program: 2 ranks, 2 stages, 2 microbatches
+        pipeline 0: stages on ranks 0 1
+        rank 0 | F0 .  .  B0 F1 .  .  B1
+        rank 1 | .  F0 B0 .  .  F1 B1
     """
 
     def __init__(

@@ -19,8 +19,26 @@ class RuntimeFailure(RuntimeError):
 
 
 class PeerLost(RuntimeFailure):
-    """Another rank is gone. The cause lies there, not here."""
+    """Another rank is gone. The cause lies there, not here.
+
+    Examples:
+        >>> import penstock as ps
+        >>> try:
+        ...     raise ps.runtime.PeerLost("rank 1 is gone")
+        ... except ps.RuntimeFailure as failure:
+        ...     print(failure)
+        rank 1 is gone
+    """
 
 
 class DeadlineExceeded(RuntimeFailure):
-    """A wait ended without what was waited for: who waited for what from whom."""
+    """A wait ended without what was waited for: who waited for what from whom.
+
+    Examples:
+        >>> import penstock as ps
+        >>> try:
+        ...     raise ps.runtime.DeadlineExceeded("rank 1 waited 3 s for F0 of stage 0 from rank 0")
+        ... except ps.RuntimeFailure as failure:
+        ...     print(failure)
+        rank 1 waited 3 s for F0 of stage 0 from rank 0
+    """

@@ -47,6 +47,21 @@ class Placed:
 
     Raises:
         RuntimeFailure: torch.distributed has another number of processes; what `make` raises.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> def make(device_mesh):
+        ...     stages, s = [torch.nn.Linear(8, 1)], ps.build("1f1b", num_ranks=1, num_microbatches=2)
+        ...     optimizer = torch.optim.SGD
+        ...     return ps.Pipeline(stages, s, loss_fn=torch.nn.MSELoss(), optimizer=optimizer, mesh=device_mesh)
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> placed = ps.runtime.Placed(make, ps.Mesh(pp=1))
+        >>> placed.pipe.step(torch.randn(4, 8), torch.randn(4, 1)).loss.shape
+        torch.Size([])
+        >>> placed.pipe.close()
+        >>> dist.destroy_process_group()
     """
 
     def __init__(self, make: Make, mesh: Mesh, device_type: str = "cpu") -> None:

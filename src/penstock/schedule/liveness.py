@@ -176,6 +176,11 @@ def needed_channel_depth(schedule: Schedule) -> int:
 
     Args:
         schedule: one that `check` accepts.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.schedule.needed_channel_depth(ps.build("zb-h1", 4, 8))
+        1
     """
     if schedule.has_shared_ops or schedule.asynchronous:
         return int(max(_peaks(schedule, {})))
@@ -203,6 +208,11 @@ def peak_in_flight(schedule: Schedule) -> tuple[float, ...]:
 
     Args:
         schedule: any schedule.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.schedule.peak_in_flight(ps.build("1f1b", 4, 8))
+        (4, 3, 2, 1)
     """
     return _peaks(schedule, schedule.graph.holds)
 

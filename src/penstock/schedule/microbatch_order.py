@@ -42,6 +42,15 @@ class MicrobatchOrder:
         stage: the queue's stage.
         microbatches: those of the queue, each once, first to last; of a registered kind its ops by number.
         pipeline: the queue's pipeline; 0 for registered kinds.
+
+    Raises:
+        ScheduleError: microbatches that are not whole numbers.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s = ps.schedule.declare_order(ps.build("gpipe", 2, 3), backward="reversed", stages=[1])
+        >>> s.microbatch_orders
+        (MicrobatchOrder(kind='B', stage=1, microbatches=(2, 1, 0)),)
     """
 
     kind: str
@@ -178,6 +187,15 @@ def declare_order(
     Raises:
         ScheduleError: an order that is no permutation of a queue's microbatches, or a stage or pipeline that is not
             there. Whether the rows keep the order, `check` says.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s = ps.schedule.declare_order(ps.build("gpipe", 2, 3), backward="reversed")
+        >>> try:
+        ...     ps.check(s)
+        ... except ps.ScheduleError as error:
+        ...     print(error.rule)
+        microbatches
     """
     chosen = range(schedule.num_stages) if stages is None else tuple(stages)
     among = range(schedule.placement.num_pipelines) if pipelines is None else tuple(pipelines)
@@ -220,6 +238,13 @@ def declare_shown_order(schedule: Schedule) -> Schedule:
 
     Args:
         schedule: any schedule.
+
+    Examples:
+        >>> import penstock as ps
+        >>> declared = ps.schedule.declare_order(ps.build("gpipe", 2, 3), backward="reversed")
+        >>> shown = ps.schedule.declare_shown_order(declared)  # whose rows are ascending still
+        >>> shown.microbatch_orders, ps.check(shown)
+        ((), None)
     """
     return replace(schedule, microbatch_orders=tuple(_shown_orders(schedule)))
 

@@ -73,6 +73,11 @@ def parse_op(text: str, default_stage: int | None = None) -> Op:
     Args:
         text: of one op.
         default_stage: the stage of an op that names none.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.schedule.parse_op("2F0"), ps.schedule.parse_op("I5", default_stage=1)
+        (Op(kind='F', stage=2, microbatch=0), Op(kind='I', stage=1, microbatch=5))
     """
     match = _OP.fullmatch(text)
     if match is None:

@@ -41,6 +41,13 @@ class Pair(NamedTuple):
     Attributes:
         forward: the F.
         backward: the B, of another microbatch.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s = ps.build("dualpipe-v", 2, 4, overlap=True)
+        >>> pair = s.pairs[0]
+        >>> str(pair), pair.forward.microbatch, pair.backward.microbatch
+        ('0F3+3B1', 3, 1)
     """
 
     forward: Op
@@ -99,6 +106,12 @@ def separate_pairs(schedule: Schedule) -> Schedule:
 
     Args:
         schedule: with or without pairs.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s = ps.build("dualpipe-v", 2, 4, overlap=True)
+        >>> len(s.pairs), len(ps.passes.separate_pairs(s).pairs)
+        (6, 0)
     """
     return replace(schedule, pairs=()) if schedule.pairs else schedule
 

@@ -98,6 +98,11 @@ def one_to_one(num_ranks: int) -> Placement:
 
     Args:
         num_ranks: devices of the pipeline, and stages.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.schedule.one_to_one(3).pipelines
+        ((0, 1, 2),)
     """
     return Placement((tuple(range(num_ranks)),))
 
@@ -108,6 +113,11 @@ def circular(num_ranks: int, num_stages: int) -> Placement:
     Args:
         num_ranks: devices of the pipeline.
         num_stages: over the whole model.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.schedule.circular(2, 4).pipelines
+        ((0, 1, 0, 1),)
     """
     return Placement((tuple(s % num_ranks for s in range(num_stages)),))
 
@@ -117,6 +127,11 @@ def v_shape(num_ranks: int) -> Placement:
 
     Args:
         num_ranks: devices of the pipeline.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.schedule.v_shape(3).pipelines
+        ((0, 1, 2, 2, 1, 0),)
     """
     down = tuple(range(num_ranks))
     return Placement((down + down[::-1],))

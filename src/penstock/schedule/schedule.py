@@ -45,6 +45,10 @@ class Schedule:
     A value of this type need not be valid: `check` proves that. It is immutable and holds no model, so it can be
     printed, compared, saved and sent.
 
+    Raises:
+        ScheduleError: a name with other characters, a cap that is not above 0, or a stage graph with another number
+            of stages.
+
     Examples:
         >>> import penstock as ps
         >>> s = ps.build("zb-h1", num_ranks=2, num_microbatches=2)

@@ -42,6 +42,12 @@ def remove_communication(schedule: Schedule) -> Schedule:
 
     Raises:
         ScheduleError: it is no schedule.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s = ps.build("1f1b", 2, 2)
+        >>> ps.passes.remove_communication(ps.passes.add_communication(s)) == s
+        True
     """
     require_schedule(schedule)
     if not has_communication(schedule):

@@ -49,6 +49,15 @@ class Needs:
         num_before: how many ops of `before` make a group.
         num_after: how many ops of `after` a group unlocks.
         pairs: numbers of single ops, in place of groups.
+
+    Raises:
+        ScheduleError: pairs and groups given together, or groups of less than one op.
+
+    Examples:
+        >>> import penstock as ps
+        >>> need = ps.schedule.Needs(("F", 3), ("GATHER", 3), num_before=4)
+        >>> need.before, need.num_before, need.num_after
+        (('F', 3), 4, 1)
     """
 
     before: tuple[str, int]
@@ -104,6 +113,17 @@ class Registered:
         microbatches: where each op is of one microbatch, and not all have one, theirs, ascending: they are the ops'
             numbers, and each runs where the stage does for its microbatch. A need of one op for one ("F" before
             "OFFLOAD", "RELOAD" before "B") then binds these alone.
+
+    Raises:
+        ScheduleError: a name that is no kind or is built in, no ops, a rank named twice, or microbatches that are not
+            as many as the ops, ascending.
+
+    Examples:
+        >>> import penstock as ps
+        >>> gather = ps.schedule.Registered("GATHER", stage=1, num_ops=2, ranks=(1, 3))
+        >>> graph = ps.schedule.StageGraph(2, edges=((0, 1),), registered=(gather,))
+        >>> graph.registered[0].ranks
+        (1, 3)
     """
 
     kind: str
@@ -166,6 +186,14 @@ class StageGraph:
     Raises:
         ScheduleError: an edge or op names a stage that is not there, the edges form a cycle (it is named), or
             a need counts more ops than there are.
+
+    Examples:
+        >>> import penstock as ps
+        >>> towers = ps.schedule.StageGraph(3, edges=((0, 2), (1, 2)))
+        >>> costs = ps.Costs.uniform(3, f=10, i=10, w=10)
+        >>> plan = ps.plan(costs, num_ranks=3, num_microbatches=4, stages=towers)
+        >>> plan.makespan, plan.lower_bound
+        (130.0, 130.0)
     """
 
     num_stages: int

@@ -186,6 +186,17 @@ def to_text(schedule: Schedule) -> str:
 
     Args:
         schedule: any schedule.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s = ps.build("gpipe", 2, 2)
+        >>> print(ps.schedule.to_text(s))
+        schedule gpipe: 2 ranks, 2 stages, 2 microbatches
+        pipeline 0: stages on ranks 0 1
+        rank 0 | F0 F1 .  .  B0 B1
+        rank 1 | .  F0 F1 B0 B1
+        >>> ps.parse(ps.schedule.to_text(s)) == s
+        True
     """
     head = (
         f"schedule {schedule.name}: {_plural(schedule.num_ranks, 'rank')}, "

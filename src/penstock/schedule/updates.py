@@ -48,6 +48,12 @@ class Updates:
 
     Raises:
         ScheduleError: a window below 1, a bound below 0, or another rule.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s = ps.schedule.with_updates(ps.build("1f1b", 2, 4), window=2)
+        >>> s.updates
+        Updates(window=2)
     """
 
     window: int
@@ -79,6 +85,12 @@ class Windows:
         window: microbatches that an update gathers.
         num_microbatches: of the schedule, over all pipelines.
         num_pipelines: of the schedule; each has a copy of every stage.
+
+    Examples:
+        >>> import penstock as ps
+        >>> windows = ps.build("amdp", 4, 16, window=4).windows
+        >>> windows.window, windows.num_microbatches, windows.num_pipelines
+        (4, 16, 2)
     """
 
     window: int
@@ -172,6 +184,12 @@ def count_mismatch(schedule: Schedule) -> dict[tuple[int, int, int], int]:
 
     Args:
         schedule: a schedule with updates as ops.
+
+    Examples:
+        >>> import penstock as ps
+        >>> counted = ps.schedule.count_mismatch(ps.build("pipedream", 3, 4, window=1))
+        >>> [counted[0, 0, m] for m in range(4)]
+        [0, 1, 2, 2]
     """
     return {
         (stage, schedule.microbatch_pipeline[m], m): len(passed)
@@ -194,6 +212,15 @@ def with_updates(schedule: Schedule, window: int, max_mismatch: int | None = Non
     Raises:
         ScheduleError: several pipelines (whose copies wait for one another: a matter of time), updates that are
             there already, or what `Updates` refuses.
+
+    Examples:
+        >>> import penstock as ps
+        >>> print(ps.schedule.with_updates(ps.build("1f1b", 2, 3), window=1))
+        schedule 1f1b: 2 ranks, 2 stages, 3 microbatches
+        pipeline 0: stages on ranks 0 1
+        updates every 1 microbatch
+        rank 0 | F0 F1 .  B0 U0 F2 B1 U1 .  B2 U2
+        rank 1 | .  F0 B0 U0 F1 B1 U1 F2 B2 U2
     """
     require_no_updates(schedule, "with_updates puts them in")
     if schedule.placement.num_pipelines > 1 or schedule.graph.num_microbatches:
@@ -224,6 +251,14 @@ def require_no_updates(schedule: Schedule, what: str) -> None:
     Args:
         schedule: any schedule.
         what: what does not support updates, for the message.
+
+    Examples:
+        >>> import penstock as ps
+        >>> try:
+        ...     ps.schedule.require_no_updates(ps.build("amdp", 4, 16, window=4), "my pass knows none")
+        ... except ps.ScheduleError as error:
+        ...     print(error.rule)
+        updates
     """
     if schedule.updates is not None:
         raise ScheduleError(

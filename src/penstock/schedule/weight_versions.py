@@ -42,6 +42,11 @@ def count_versions(schedule: Schedule) -> Copies:
 
     Args:
         schedule: any schedule.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.schedule.count_versions(ps.build("pipedream", 3, 6, window=1))
+        {(0, 0): 3, (1, 0): 2, (2, 0): 1}
     """
     copies = {(stage, k): 1 for k in range(schedule.placement.num_pipelines) for stage in range(schedule.num_stages)}
     rule = NEWEST if schedule.updates is None else schedule.updates.rule

@@ -41,6 +41,13 @@ class RankFootprint(NamedTuple):
         optimizer: moments, and parameters in full precision.
         activations: kept from forwards.
         messages: sent and not yet there, or there and not yet used up.
+
+    Examples:
+        >>> import penstock as ps
+        >>> held = ps.footprint(ps.build("1f1b", 4, 8), ps.cost.costs_preset("gpt2-7b"))
+        >>> first, last = held.ranks[0], held.ranks[-1]
+        >>> first.activations > last.activations, first.gradients > 0
+        (True, True)
     """
 
     weights: float
@@ -62,6 +69,12 @@ class Footprint:
 
     Attributes:
         ranks: what each rank holds, part by part.
+
+    Examples:
+        >>> import penstock as ps
+        >>> held = ps.footprint(ps.build("1f1b", 4, 8), ps.cost.costs_preset("gpt2-7b"))
+        >>> len(held.ranks), held.peak == max(sum(rank) for rank in held.ranks)
+        (4, True)
     """
 
     ranks: tuple[RankFootprint, ...]

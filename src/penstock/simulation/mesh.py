@@ -37,6 +37,13 @@ class TimedReduction(NamedTuple):
         stage: the stage whose gradients are added up.
         ready: when the last replica had run the stage's last W or B (ms).
         start, end: later than `ready` where the rank was still adding up another stage.
+
+    Examples:
+        >>> import penstock as ps
+        >>> mesh = ps.Mesh(pp=4, dp=2)
+        >>> ran = ps.simulation.simulate_mesh(ps.build("zb", 4, 12), ps.cost.costs_preset("gpt2-7b"), mesh)
+        >>> [each.rank for each in ran.reductions], all(each.start >= each.ready for each in ran.reductions)
+        ([0, 1, 2, 3], True)
     """
 
     rank: int
@@ -55,6 +62,13 @@ class MeshTimeline:
         replicas: the timeline of each one's pipeline.
         reductions: one per stage, by rank and start; none where there is one replica.
         iteration: first op's start to the last update's end (ms).
+
+    Examples:
+        >>> import penstock as ps
+        >>> mesh = ps.Mesh(pp=4, dp=2)
+        >>> ran = ps.simulation.simulate_mesh(ps.build("zb", 4, 12), ps.cost.costs_preset("gpt2-7b"), mesh)
+        >>> len(ran.replicas), len(ran.reductions), ran.iteration >= ran.replicas[0].makespan
+        (2, 4, True)
     """
 
     mesh: Mesh
@@ -105,6 +119,14 @@ def simulate_mesh(
     Raises:
         ScheduleError: for another number of ranks, with several pipelines, or with updates as ops.
         CostError: as `simulate`; a link that names a node which is not there; several replicas and no bytes.
+
+    Examples:
+        >>> import penstock as ps
+        >>> mesh, costs = ps.Mesh(pp=4, dp=2), ps.cost.costs_preset("gpt2-7b")
+        >>> zb = ps.build("zb", num_ranks=4, num_microbatches=12)
+        >>> late = ps.Links.parse("6:7=latency:30ms+bandwidth:50GB/s")
+        >>> print(mesh.use(6, 7), round(ps.simulation.simulate_mesh(zb, costs, mesh, links=late).iteration))
+        DP ring of rank 3 3653
     """
     schedule = remove_communication(schedule)
     conditions = Links.of(links)

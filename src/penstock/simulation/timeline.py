@@ -27,6 +27,13 @@ class TimedOp:
         waited_for: the op whose message or result came last before this one, if this one had to wait for it.
         waited: milliseconds the rank stood idle before this op.
         blocked: milliseconds after `end` in which the rank could not go on because a link was full.
+
+    Examples:
+        >>> import penstock as ps
+        >>> t = ps.simulate(ps.build("gpipe", 2, 2))
+        >>> second = [each for each in t.ops if each.rank == 1][0]
+        >>> str(second.op), second.start, second.end, str(second.waited_for), second.waited
+        ('1F0', 1.0, 2.0, '0F0', 1.0)
     """
 
     rank: int
@@ -49,6 +56,13 @@ class Message:
         target_rank: the rank that receives.
         sent: when it left (ms).
         arrived: when it was there (ms).
+
+    Examples:
+        >>> import penstock as ps
+        >>> t = ps.simulate(ps.build("gpipe", 2, 2), links=ps.Links({(0, 1): 5.0}))
+        >>> first = min(t.messages, key=lambda each: each.sent)
+        >>> str(first.source), str(first.target), first.sent, first.arrived
+        ('0F0', '1F0', 1.0, 6.0)
     """
 
     source: Op

@@ -10,7 +10,14 @@ from penstock.schedule.short_repr import short_repr
 
 @dataclass(frozen=True)
 class Decoupled:
-    """Messages never hold up the rank that sends them."""
+    """Messages never hold up the rank that sends them.
+
+    Examples:
+        >>> import penstock as ps
+        >>> late = ps.Links({(0, 1): 20.0})
+        >>> ps.simulate(ps.build("1f1b", 2, 4), links=late, transport=ps.simulation.Decoupled()).makespan
+        95.0
+    """
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,9 @@ class Blocking:
     Attributes:
         depth: messages under way on a link, in each direction; at least 1.
         delegated: links, by their two ranks in either order, whose messages go through delegates and block nothing.
+
+    Raises:
+        CostError: a depth below 1.
 
     Examples:
         >>> import penstock as ps

@@ -225,6 +225,12 @@ def costs_preset(
 
     Raises:
         CostError: an unknown name, or sizes that do not go together.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs = ps.cost.costs_preset("gpt2-7b", num_stages=4)
+        >>> len(costs.f), costs.f[0] > 0
+        (4, True)
     """
     preset = find_preset(name)
     changes = {"microbatch_size": microbatch_size, "sequence": sequence, "tensor_parallel": tensor_parallel}

@@ -29,6 +29,11 @@ def assign_evenly(work: Sequence[float] | Array, num_groups: int) -> list[list[i
 
     Raises:
         ScheduleError: work that is no row of numbers of at least 0, or that does not divide by the groups.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.planning.assign_evenly([9, 8, 3, 2], 2)
+        [[0, 3], [1, 2]]
     """
     items = np.asarray(work, np.float64)
     if items.ndim != 1 or not np.isfinite(items).all() or (items < 0).any():

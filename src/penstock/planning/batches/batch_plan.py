@@ -59,6 +59,14 @@ class BatchPlan:
         peak: the most that any rank holds, in the unit of the costs.
         cap: the most that a rank may hold.
         seconds: spent.
+
+    Examples:
+        >>> import penstock as ps
+        >>> line = ps.cost.LengthLine(per_token=0.01)
+        >>> costs = ps.cost.CostsByLength(f=[line] * 2, i=[line] * 2, w=[line] * 2)
+        >>> planned = ps.planning.plan_batch([900, 100, 500, 500], ps.build("1f1b", 2, 4), costs)
+        >>> len(planned.microbatches[0]), planned.makespan <= planned.arrival
+        (4, True)
     """
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -124,6 +132,14 @@ def plan_batch(
         PackingError: fewer sequences than microbatches, lengths below 1, or no packing that keeps the limit.
         ScheduleError: what `order_microbatches` refuses, or no order tried holds the memory limit.
         CostError: costs for another number of stages, or of other towers than the lengths.
+
+    Examples:
+        >>> import penstock as ps
+        >>> line = ps.cost.LengthLine(per_token=0.01)
+        >>> costs = ps.cost.CostsByLength(f=[line] * 2, i=[line] * 2, w=[line] * 2)
+        >>> planned = ps.planning.plan_batch([900, 100, 500, 500, 200, 300], ps.build("1f1b", 2, 3), costs)
+        >>> sorted(number for one in planned.microbatches[0] for number in one), planned.makespan <= planned.arrival
+        ([0, 1, 2, 3, 4, 5], True)
     """
     began = time.perf_counter()
     if num_replicas < 1:

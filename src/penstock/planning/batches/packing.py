@@ -19,7 +19,18 @@ Bins = list[list[int]]
 
 
 class PackingError(ScheduleError):
-    """Sequences that do not go into so many bins."""
+    """Sequences that do not go into so many bins.
+
+    Examples:
+        >>> import penstock as ps
+        >>> line = ps.cost.LengthLine(per_token=0.01)
+        >>> costs = ps.cost.CostsByLength(f=[line] * 2, i=[line] * 2, w=[line] * 2)
+        >>> try:
+        ...     ps.planning.plan_batch([900, 100], ps.build("1f1b", 2, 4), costs)
+        ... except ps.planning.PackingError as error:
+        ...     print(error)
+        2 sequences can't fill 4 microbatches with at least one each; give more, or fewer microbatches
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(message, rule="packing")

@@ -53,6 +53,13 @@ class Emulation:
         configurations: what each step ran.
         numbers: the decisions that the configurations come from; 0 for the start.
         notices: what a person should know about the changes that were made while it ran.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s, costs = ps.build("1f1b", 2, 4), ps.Costs.uniform(2, f=2, i=2, w=2)
+        >>> ran = ps.emulate(s, costs)
+        >>> len(ran.timelines), ran.timelines[0].source, ran.simulated[0].makespan
+        (1, 'measured', 30.0)
     """
 
     timelines: tuple[Timeline, ...]

@@ -101,6 +101,14 @@ class EmulatedPipeline:
         ControlError: adapting with numbers that make no sense.
         RuntimeFailure: a schedule or transport that the runtime does not run (the error names what), other calls on
             other ranks, a store that cannot be reached.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s, costs = ps.build("1f1b", 2, 4), ps.Costs.uniform(2, f=2, i=2, w=2)
+        >>> with ps.runtime.EmulatedPipeline(s, costs, links=ps.Links({(0, 1): 5.0})) as pipe:
+        ...     step = pipe.step()
+        >>> step.timeline.source, step.timeline.makespan >= ps.simulate(s, costs).makespan
+        ('measured', True)
     """
 
     @refuse_old(KEYWORDS, RuntimeFailure)

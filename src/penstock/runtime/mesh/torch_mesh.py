@@ -26,6 +26,14 @@ def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
 
     Raises:
         RuntimeFailure: torch.distributed has another number of processes.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> ps.runtime.device_mesh(ps.Mesh(pp=1, dp=1)).mesh_dim_names
+        ('pp', 'dp', 'tp')
+        >>> dist.destroy_process_group()
     """
     layout = torch.tensor(mesh.processes())
     if layout.numel() != dist.get_world_size():

@@ -49,6 +49,14 @@ class MuonAdamW(Optimizer):
 
     Raises:
         RuntimeFailure: groups of parameters, or one that is split over processes.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+        >>> optimizer = ps.runtime.MuonAdamW(model.parameters(), lr=1e-3)
+        >>> [(group["kind"], len(group["params"])) for group in optimizer.param_groups]
+        [('muon', 2), ('adamw', 2)]
     """
 
     def __init__(
@@ -116,6 +124,15 @@ def leave_to_adamw(parameter: Tensor) -> None:
 
     Args:
         parameter: the matrix.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch
+        >>> table = torch.nn.Embedding(10, 4)
+        >>> ps.runtime.leave_to_adamw(table.weight)
+        >>> optimizer = ps.runtime.MuonAdamW(table.parameters())
+        >>> [(group["kind"], len(group["params"])) for group in optimizer.param_groups]
+        [('muon', 0), ('adamw', 1)]
     """
     setattr(parameter, _MARK, ADAMW)
 

@@ -47,6 +47,20 @@ class OpCall:
             called on each of them; in one process once, on the first of them, when all have come to it, and it stands
             there for all.
         group: of these ranks' processes; None where they are all in this one.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch
+        >>> seen = []
+        >>> def watch(call):
+        ...     seen.append((call.rank, str(call.op), call.microbatches))
+        >>> look = ps.NewOp("LOOK", stage=0, after={("B", 0): 2}, run=watch)
+        >>> program = ps.Program(ps.placements.one_to_one(2), num_microbatches=4, ops=[look])
+        >>> stages = [torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)]
+        >>> with ps.Pipeline(stages, program.build(), loss_fn=torch.nn.MSELoss(), ops=program.callables) as pipe:
+        ...     result = pipe.step(torch.randn(8, 8), torch.randn(8, 1))
+        >>> seen
+        [(0, '0LOOK0', (0, 1)), (0, '0LOOK1', (2, 3))]
     """
 
     rank: int

@@ -26,6 +26,13 @@ class Stage(nn.Module):
     Attributes:
         constants: parameters that never change and come from elsewhere, by name, each with a number made of its
             values. A checkpoint has that number in place of the values, and a load holds the stage to it.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch
+        >>> stage = ps.runtime.Stage({"0": torch.nn.Linear(4, 4), "1": torch.nn.ReLU()}, indices=[0, 1])
+        >>> [name for name, _ in stage.named_parameters()], stage(torch.randn(2, 4)).shape
+        (['0.weight', '0.bias'], torch.Size([2, 4]))
     """
 
     constants: Mapping[str, int] = {}

@@ -48,6 +48,11 @@ class DelegateOptions:
             the next. None: those in PENSTOCK_INTERFACES, else in GLOO_SOCKET_IFNAME, else loopback where all ranks
             are on one host, else that which reaches MASTER_ADDR.
         host_memory: bytes that messages may take in a rank's host memory on their way out, and as many coming in.
+
+    Examples:
+        >>> import penstock as ps
+        >>> ps.TransportOptions("delegate", delegates=ps.runtime.DelegateOptions(num=2))
+        TransportOptions(name='delegate', delegates=DelegateOptions(num=2))
     """
 
     num: int = 1

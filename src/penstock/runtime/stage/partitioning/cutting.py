@@ -34,6 +34,14 @@ class Split(Sequence[Stage]):
         shares: of each stage the part of all costs; they sum to 1.
         sent: of each stage, the bytes that it passes on for the example, 0 for the last; None without one.
         kept_whole: modules that hold layers and could not be opened, and why.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        >>> cut = ps.split(model, 2, example=torch.randn(4, 8))
+        >>> len(cut), cut.layers, sum(cut.shares), cut.sent
+        (2, [['0', '1'], ['2', '3']], 1.0, [128, 0])
     """
 
     def __init__(
