@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import cache
 from html import unescape
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,10 +20,11 @@ import pytest
 
 import penstock as ps
 from documents import ROOT, SITE
+from tiers import others_nightly
 
 PLAIN = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT / "src"), "FORCE_COLOR": ""}
-SHOWN = ("index.html", "gallery.html", "play.html", "tutorials/own-model.html", "reference/schedule.html",
-         "reference/commands.html", "library.html", "faq.html", "runtime/transports.html",
+SHOWN = ("index.html", "primer.html", "gallery.html", "play.html", "tutorials/own-model.html", "papers/amdp.html",
+         "reference/schedule.html", "reference/commands.html", "library.html", "faq.html", "runtime/transports.html",
          "program/papers-schedules.html")  # fmt: skip
 
 
@@ -156,7 +158,9 @@ PAST_THE_EDGE = """() => {
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("browser")
-@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (400, "dark")])
+@pytest.mark.parametrize(
+    ("width", "scheme"), others_nightly(product([1400, 400], ["light", "dark"]), [(1400, "light"), (400, "dark")])
+)
 def test_pages_are_whole_in_a_browser(built: Path, browser: Any, width: int, scheme: str) -> None:
     """No console error, no request but for files, nothing wider than the page; every picture is there."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)

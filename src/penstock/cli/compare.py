@@ -46,11 +46,25 @@ def compare(
     ] = None,
     batch: options.Batch = None,
     steps: Annotated[int, typer.Option("--steps", min=0, help="How many steps to train; 0 simulates only.")] = STEPS,
-    window: Annotated[int | None, typer.Option("--window", help="As in penstock train.")] = None,
-    rule: Annotated[str | None, typer.Option("--rule", help="As in penstock train.")] = None,
-    max_mismatch: Annotated[int | None, typer.Option("--max-mismatch", help="As in penstock train.")] = None,
-    drain_every: Annotated[int | None, typer.Option("--drain-every", help="As in penstock train.")] = None,
-    sharding: Annotated[str | None, typer.Option("--sharding", help="As in penstock train.")] = None,
+    window: Annotated[int | None, typer.Option("--window", help="Asynchronous: microbatches per update.")] = None,
+    rule: Annotated[
+        str | None, typer.Option("--rule", help="Asynchronous: which weights ops read, such as xpipe.")
+    ] = None,
+    max_mismatch: Annotated[
+        int | None,
+        typer.Option(
+            "--max-mismatch",
+            help="Asynchronous: most updates between a microbatch's F and B. [amdp: 0; with --rule 1]",
+        ),
+    ] = None,
+    drain_every: Annotated[
+        int | None,
+        typer.Option("--drain-every", help="Asynchronous: steps after which the pipeline drains. [about 8]"),
+    ] = None,
+    sharding: Annotated[
+        str | None,
+        typer.Option("--sharding", help="What the holders of a stage divide: none, copies, zero1, fsdp. [copies]"),
+    ] = None,
     model: options.Model = None,
     model_options: options.ModelOptions = None,
     preset: Annotated[
@@ -60,7 +74,13 @@ def compare(
     width: options.Width = None,
     heads: options.Heads = None,
     context: options.Context = None,
-    data: Annotated[str | None, typer.Option("--data", help="As in penstock train.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            help="Text file, folder, .jsonl or .bin/.idx, or your own, data.py:make_data. [Python's own library]",
+        ),
+    ] = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate, the same for all.")] = None,
     lr_warmup: Annotated[
         int | None, typer.Option("--lr-warmup", help="Steps in which the learning rate rises to its peak.")

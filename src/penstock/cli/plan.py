@@ -79,7 +79,7 @@ def plan(
     ] = "frozen",
     split: Annotated[
         bool | None,
-        typer.Option("--split/--no-split", help="Split every backward, or none; by default each as is best."),
+        typer.Option("--split/--no-split", help="Split every backward, or none. [whichever is best for each]"),
     ] = None,
     recompute: Annotated[
         bool | None,

@@ -54,7 +54,11 @@ ModelOptions = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option("--model", metavar="NAME|PATH", help="bert, a Hugging Face folder, or your own; tune: clip too."),
+    typer.Option(
+        "--model",
+        metavar="NAME|PATH",
+        help="bert, a Hugging Face folder, or your own, nets.py:Net; penstock tune takes clip, too. [gpt]",
+    ),
 ]
 Data = Annotated[
     str | None, typer.Option("--data", metavar="FILE.py:NAME", help="What your own model learns from, or text.")
