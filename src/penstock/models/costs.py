@@ -83,6 +83,14 @@ def decoder_costs_by_length(
         width: of the hidden states.
         attended: of a block's queries, all heads together.
         vocab_size: words that the head tells apart.
+
+    Examples:
+        >>> import penstock as ps
+        >>> layers, parts = [0.0, 1e6, 1e6, 2e6], [range(2), range(2, 4)]
+        >>> costs = ps.models.decoder_costs_by_length(layers, parts, width=64, attended=64, vocab_size=1000)
+        >>> long, short = (costs.of([shape]).duration("F", 0, 0) for shape in ([512], [256, 256]))
+        >>> long > short
+        True
     """
     last = len(layers) - 1
     rows = []
