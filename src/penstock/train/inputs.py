@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.data import Corpus
 from penstock.models import parallelize
@@ -22,7 +23,6 @@ from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.versions.rules import rule_of
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
-from penstock.train.mesh import mesh_of
 from penstock.train.mesh_sizes import check_ties
 from penstock.train.planned_batches import recorded_batches
 from penstock.train.settings import Settings, SettingsError
@@ -61,6 +61,13 @@ def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
     if settings.record is not None and data.documents is not None:
         recorded_batches(Path(settings.record), data.documents, range(settings.steps))
     return Inputs(settings, schedule, task, data)
+
+
+def mesh_of(settings: Settings) -> DeviceMesh | None:
+    """Ranks, replicas and shards, by name; None for one pipeline of whole layers. All processes must call it."""
+    if settings.is_flat or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return init_device_mesh("cpu", (settings.ranks, settings.dp, settings.tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
 def _check_transport(settings: Settings, device: torch.device) -> None:
