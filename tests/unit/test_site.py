@@ -22,6 +22,7 @@ import penstock as ps
 from documents import ROOT, SITE
 from tiers import others_nightly
 
+pytestmark = pytest.mark.timeout(400)  # the first test waits for the site to be built
 PLAIN = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT / "src"), "FORCE_COLOR": ""}
 SHOWN = ("index.html", "primer.html", "gallery.html", "play.html", "tutorials/own-model.html", "papers/amdp.html",
          "reference/schedule.html", "reference/commands.html", "library.html", "faq.html", "runtime/transports.html",
