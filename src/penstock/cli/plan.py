@@ -44,7 +44,7 @@ def plan(
         typer.Option(
             "--max-in-flight",
             metavar="COUNT",
-            help="Most microbatches that a rank holds from F to W: 7, or one number per rank: 7,5.",
+            help="Most stage activations that a rank may hold, each until B or W: 7, or one number per rank: 7,5.",
         ),
     ] = None,
     memory_limit: Annotated[
