@@ -93,3 +93,21 @@ def test_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in rows:
         assert row["gap"] == pytest.approx(row["value"] / row["bound"] - 1)
         assert row["value"] >= row["bound"] * (1 - EPSILON)
+
+
+def test_rank_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables are those of the results; one family, whose image tower is in one layer, loads above the bar."""
+    run = script("rank_memory", monkeypatch)
+    readme = (BENCHMARKS / "rank_memory/README.md").read_text(encoding="utf-8")
+    found = {
+        kind: json.loads((BENCHMARKS / f"rank_memory/{kind}.json").read_text(encoding="utf-8"))["rows"]
+        for kind in ("loading", "folder", "own")
+    }
+    for kind, rows in found.items():
+        assert run.table(kind, rows) in readme
+    families = json.loads(run.FAMILIES.read_text(encoding="utf-8"))
+    loaded = {row["case"]: max(row["peak"]) for row in found["loading"]}
+    assert {*families} - {*run.REFUSED} <= {*loaded}
+    assert [name for name in loaded if name in families and loaded[name] >= 0.6] == ["llava"]
+    own = {row["case"]: row["losses"] for row in found["own"]}
+    assert own["small"] == own["small, in memory"]
