@@ -18,6 +18,7 @@ from packed import packed
 from penstock.dispatch import Dispatch
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.compatibility import REFUSALS, Combination, page, refusal_of, require_compatible, steered
+from penstock.train.settings import Settings
 from tied_updates_loop import unlike_the_loop
 from tiers import sample
 
@@ -79,6 +80,30 @@ def test_a_refusal_names_the_schedule_both_features_the_reason_and_a_way_out() -
 def test_what_the_table_refuses_is_refused_where_a_pipeline_is_made(family: str, options: dict[str, Any]) -> None:
     schedule = FAMILIES[family]
     assert tie_runs.refused(tie_runs.tied_model(schedule.num_stages), schedule, **options)
+
+
+def test_the_way_out_of_one_refusal_does_not_lead_into_another() -> None:
+    """AMDP with xpipe over sharded replicas was told sharding="copies", which its two pipelines refused."""
+    asked = Settings(
+        schedule="amdp", ranks=4, microbatches=16, window=4, drain_every=2, batch=16, rule="xpipe", optimizer="AdamW"
+    )
+    for sharding in ("zero1", "fsdp", "copies"):
+        refused = Combination(asked.build_schedule(), num_replicas=2, sharding=sharding)
+        assert refusal_of(refused) is not None
+        with pytest.raises(RuntimeFailure, match=r"give sharding=.none.*, or use rule .none. or .pipedream."):
+            require_compatible(refused)
+        assert refusal_of(replace(refused, sharding="none")) is None
+        for rule in ("none", "pipedream"):
+            schedule = replace(asked, rule=rule).build_schedule()
+            assert refusal_of(replace(refused, schedule=schedule)) is None
+    x = torch.randn(len(schedule.microbatch_pipeline), 4)
+    with ps.Pipeline(
+        nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))),
+        schedule,
+        loss_fn=nn.MSELoss(),
+        optimizer=torch.optim.AdamW,
+    ) as pipe:
+        assert torch.isfinite(pipe.step(x, x).loss)
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-v", "chimera", "amdp", "pipedream-2bw"])

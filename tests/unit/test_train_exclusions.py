@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from penstock.runtime.transport.choose import NAMES
+from penstock.train import run_job
 from penstock.train.checks import SettingsError
-from penstock.train.inputs import optimizer_class
+from penstock.train.inputs import gather_inputs
+from penstock.train.launch_jobs import order_of, read_given
 from penstock.train.settings import Settings
 from penstock.train.transport_settings import ROUTES
 
@@ -19,6 +23,20 @@ PAGE = Path(__file__).parents[2] / "docs" / "train.md"
 OWN, FOLDER, BATCHES = "net.py:Net", "models/mine", "data.py:make"
 AMDP = {"schedule": "amdp", "ranks": 4, "microbatches": 4, "window": 4}
 TWO = {"in_process": True, "dp": 2}
+SHARED = {"schedule": "mllm", "ranks": 4, "microbatches": 8, "batch": 8}
+NET = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Embedding(256, 8), Turned(), nn.BatchNorm1d(8), Turned(), nn.Linear(8, 256))
+
+class Turned(nn.Module):
+    def forward(self, x):
+        return x.transpose(1, 2)
+
+made = Net()
+"""
 
 CASES: dict[str, list[dict[str, Any]]] = {
     "`--tp` with `--lora`": [{"tp": 2, "lora": "{}", "model": FOLDER}],
@@ -80,6 +98,52 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"schedule": "1f1b", **given}
         for given in ({"window": 8}, {"rule": "none"}, {"max_mismatch": 1}, {"drain_every": 2})
     ],
+    "`--tp`, or `--schedule mllm`, with a Hugging Face model that has an encoder": [
+        {"model": "t5/config.json", "tp": 2},
+        {"model": "t5/config.json", **SHARED},
+    ],
+    "`--schedule mllm` with `--model` captioner or `FILE.py:NAME`": [
+        {"model": model, **SHARED} for model in ("captioner", OWN)
+    ],
+    "`--transport nccl` without `--device cuda`": [{"transport": "nccl"}],
+    "`--recompute` with a `FILE.py:NAME` that has norms which gather statistics": [{"model": OWN, "recompute": True}],
+    "`--model-options` with a `FILE.py:NAME` that is a module already": [
+        {"model": "net.py:made", "model_options": {"width": 8}}
+    ],
+    "`--data` or `--tokenizer` with `--model` clip or captioner": [
+        {"model": model, **given}
+        for model in ("clip", "captioner")
+        for given in ({"data": "story.txt"}, {"tokenizer": "words.json"})
+    ],
+    "`--tied` with `--model` clip or captioner, `--context` with clip": [
+        {"model": "clip", "tied": True},
+        {"model": "captioner", "tied": True},
+        {"model": "clip", "context": 8},
+    ],
+    "`--stages`, `--warmup` or `--cut` with `--model clip`": [
+        {"model": "clip", "preset": "nano", "schedule": "mixed", **given}
+        for given in ({"stages": 8}, {"warmup": (2,)}, {"cut": (1, 1, 1)})
+    ],
+    "`--model clip` with the `--schedule` of a chain of stages": [
+        {"model": "clip", "preset": "nano", "schedule": "zb-v"}
+    ],
+    "`--depth`, `--width`, `--heads`, `--dropout` or `--tied` with a Hugging Face model": [
+        {"model": "t5/config.json", **given}
+        for given in ({"depth": 2}, {"width": 8}, {"heads": 2}, {"dropout": 0.1}, {"tied": True})
+    ],
+    "`--context`, or `--packing arrival` or `planned`, with a model that sees and no `--data`": [
+        {"model": "llava/config.json", **given}
+        for given in ({"context": 8}, {"packing": "arrival"}, {"packing": "planned"})
+    ],
+    "`--costs`, `--stretch` or `--message-cap` without `--device emulated`": [
+        {"costs": "gpt2-7b"},
+        {"stretch": 2.0},
+        {"message_cap": "1MB"},
+    ],
+    "`--fallback` without `--resume`": [{"fallback": True}],
+    "`--resume` with another `--out`": [{"resume": "runs/one", "out": "runs/two"}],
+    "`--pp` with another `--ranks`": [{"pp": 2, "ranks": 4}],
+    "`--export NAME.safetensors` with `--lora`": [{"export": "tuned.safetensors", "lora": "{}", "model": "t5"}],
 }
 
 WHY = dict(
@@ -112,6 +176,22 @@ WHY = dict(
             "documents as they come",
             "is for whole documents",
             "updates among the other ops",
+            "models without an encoder",
+            "embedding of words alone|models of ours",
+            "GPU to GPU",
+            "gather its statistics twice",
+            "is made already",
+            "samples that are generated",
+            "samples that are generated|one embedding and a head",
+            "each tower has its own",
+            "is for a chain of stages",
+            "has it in its config",
+            "as long as they are|trains on pictures",
+            "for emulated devices",
+            "is for a run that goes on",
+            "goes on in its own folder",
+            "the same thing",
+            "adapters are written as a folder",
         ),
         strict=True,
     )
@@ -125,11 +205,42 @@ def test_the_table_has_the_cases() -> None:
     assert rows == list(CASES)
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a model of one's own, and with small ones of Hugging Face's that have an encoder, or see."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(NET, encoding="utf-8")
+    transformers.T5Config(
+        vocab_size=300, d_model=16, d_ff=16, num_layers=2, num_heads=2, d_kv=8, decoder_start_token_id=0
+    ).save_pretrained("t5")
+    eye = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    words = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=300
+    )
+    transformers.LlavaConfig(
+        vision_config=eye, text_config=words, image_token_index=299, image_seq_length=4,
+        architectures=["LlavaForConditionalGeneration"],
+    ).save_pretrained("llava")  # fmt: skip
+
+
 @pytest.mark.parametrize("row", CASES)
-def test_each_row_is_refused_for_what_it_names(row: str) -> None:
+def test_each_row_is_refused_for_what_it_names(row: str, here: None) -> None:
     for given in CASES[row]:
         with pytest.raises(SettingsError, match=WHY[row]):
-            optimizer_class(Settings(**given))
+            refuse(dict(given))
+
+
+def refuse(given: dict[str, Any]) -> None:
+    """Goes the way of a run that is asked for, up to where its model would be built."""
+    run = {"out": None, "resume": None, "export": None, "fallback": False}
+    told = {name: given.pop(name, usual) for name, usual in run.items()}
+    if told == run and not given.keys() - {field.name for field in dataclasses.fields(Settings)}:
+        gather_inputs(Settings(**given))
+        return
+    order = order_of(read_given(given), as_json=False, **told)  # type: ignore[arg-type]
+    run_job._check(order)
 
 
 def test_a_run_takes_every_transport_that_a_pipeline_has() -> None:

@@ -119,20 +119,23 @@ REFUSALS = (
     ),
     Refusal(
         PREDICTIONS,
+        "several pipelines of which one has the optimizer's state",
+        "they are made from the optimizer's state, which the copies of a stage in the other pipelines do not have",
+        "give sharding=\"none\" (--sharding none), or use rule 'none' or 'pipedream', which predict nothing",
+        lambda c: c.predicts and c.schedule.placement.num_pipelines > 1 and c.sharding != "none",
+    ),
+    Refusal(
+        PREDICTIONS,
         'sharding="zero1" or "fsdp" over replicas',
         "they are made from the optimizer's state, of which each replica has a part",
         "use sharding=\"copies\", or rule 'none' or 'pipedream', which predict nothing",
         lambda c: c.predicts and c.num_replicas > 1 and c.sharding in ("zero1", "fsdp"),
     ),
-    Refusal(
-        PREDICTIONS,
-        "several pipelines of which one has the optimizer's state",
-        "they are made from the optimizer's state, which the copies of a stage in the other pipelines do not have",
-        "give sharding=\"none\" (--sharding none), or use rule 'none'",
-        lambda c: c.predicts and c.schedule.placement.num_pipelines > 1 and c.sharding != "none",
-    ),
 )
-"""Every one is looked at before any stage is built, and those of tied parameters once it is known which are one."""
+"""Every one is looked at before any stage is built, and those of tied parameters once it is known which are one.
+
+The first that holds is raised. Several pipelines come before replicas, whose way out they refuse.
+"""
 
 OF_SCHEDULES = (
     ("a rank that hosts a stage in two pipelines", "copies are there so that other ranks run them"),
