@@ -115,6 +115,17 @@ def lines(rows: Sequence[Row], times: Sequence[Row]) -> Iterator[str]:
     yield from table(["", "ours", "paper"], body)
 
 
+def curve_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Figure 9 in numbers: validation loss after a tenth, half and all of the updates."""
+    parts = (0.1, 0.5, 1.0)
+    body = []
+    for row in rows:
+        by_update = dict(map(tuple, row["curve"]))
+        asked = [round(part * row["updates"]) for part in parts]
+        body.append([f"{row['model']}, {row['method']}", *(shown(by_update.get(at)) for at in asked)])
+    yield from table(["", *(f"after {part:.0%}" for part in parts)], body)
+
+
 def _paper_loss(model: str, method: str) -> str:
     if (model, method) not in PAPER:
         return "-"

@@ -156,4 +156,4 @@ def _learning(rows: Sequence[Row]) -> Iterable[str]:
     return table5.lines(rows, facts_of("amdp/table5")["throughput"])
 
 
-PAPER = read_paper("amdp", CLAIMS, {"Table 5": _learning})
+PAPER = read_paper("amdp", CLAIMS, {"Table 5": _learning, "Figure 9": table5.curve_lines})

@@ -105,7 +105,13 @@ def test_table_5(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load("methods"), "RATIOS", (2.1,), raising=False)
     times = module.throughputs(["Model-1"])
     rows = [
-        {"model": model, "method": method.name, "final": 2.0 + place, "curve": [(50, 2.9), (100, 2.0 + place / 4)]}
+        {
+            "model": model,
+            "method": method.name,
+            "updates": 100,
+            "final": 2.0 + place,
+            "curve": [(50, 2.9), (100, 2.0 + place / 4)],
+        }
         for model in module.TASKS
         for place, method in enumerate(module.METHODS)
     ]
@@ -114,6 +120,8 @@ def test_table_5(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sync, vnag, amdp = (row["ktokens"] for row in times)
     assert sync < vnag < amdp
     assert "4.93 (+34.3%)" in text
+    assert "Model-1, vNAG" in (line := list(module.curve_lines(rows[1:2]))[-1])
+    assert line.split()[-3:] == ["diverged", "2.9000", "2.2500"]
     for model in module.TASKS:
         drawn = str(module.by_update(rows, model))
         assert all(part in drawn for part in (f"small {model}", *(method.name for method in module.METHODS)))
