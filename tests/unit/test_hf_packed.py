@@ -132,6 +132,17 @@ def test_padding_is_refused_and_never_passed_over() -> None:
     assert torch.equal(whole, model(input_ids=tokens).logits)
 
 
+def test_a_model_that_keeps_documents_apart_already_is_refused_with_the_way_back() -> None:
+    """It was refused for padding that nobody had given."""
+    model = model_of("llama")
+    Decoder(model, packed=True)
+    for packed in (False, True):
+        with pytest.raises(DecoderError, match=r'call model\.set_attn_implementation\("sdpa"\) first'):
+            Decoder(model, packed=packed)
+    model.set_attn_implementation("sdpa")
+    assert Decoder(model, packed=True).num_layers == Decoder(model_of("llama")).num_layers
+
+
 def test_masks_that_are_no_lengths_are_refused() -> None:
     query = torch.zeros(1, 2, 6, 4)
     for mask in (torch.ones(1, 6, dtype=torch.int64), torch.tensor([[[[2, 3]]]]), torch.ones(1, 1, 6, 6)):

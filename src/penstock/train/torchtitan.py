@@ -166,7 +166,7 @@ class _Reading:
             self.options[option] = value
 
     def refuse(self, section: str, name: str, value: Any, why: str) -> None:
-        self.problems.append(f"{section}.{name} = {json.dumps(value, default=str)}: {why}")
+        self.problems.append(_problem(section, name, value, why))
 
     def unknown(self) -> list[str]:
         """What nobody has read: refused where it may change a number, else noted as left aside."""
@@ -189,14 +189,15 @@ class _Reading:
                 elif name in OFF.get(section, {}):
                     off = OFF[section][name]
                     if value not in (off, None, ""):
-                        told = json.dumps(value, default=str)
-                        found.append(f"{section}.{name} = {told}: not there; only {json.dumps(off)} is")
+                        found.append(_problem(section, name, value, f"not there; only {json.dumps(off)} is"))
                 else:
-                    told = json.dumps(value, default=str)
-                    found.append(
-                        f"{section}.{name} = {told}: not known here, and it may change a number; take it out"
-                    )
+                    why = "not known here, and it may change a number; take it out"
+                    found.append(_problem(section, name, value, why))
         return found
+
+
+def _problem(section: str, name: str, value: Any, why: str) -> str:
+    return f"{section}.{name} = {json.dumps(value, default=str)}: {why}"
 
 
 def _read_mesh(reading: _Reading) -> None:
@@ -273,10 +274,11 @@ def _read_batch(reading: _Reading, given: Mapping[str, Any]) -> None:
     elif num:
         each = local // num if local % num == 0 else 0
     if min(each, local, dp) < 1 or batch % (dp * local) or local % each:
-        reading.problems.append(
-            f"training: a batch of {batch} samples over {dp} replicas, {local} at a time in microbatches of {each}, "
-            "does not divide; give --batch and --microbatches"
-        ) if not {"batch", "microbatches"} <= reading.given else None
+        if not {"batch", "microbatches"} <= reading.given:
+            reading.problems.append(
+                f"training: a batch of {batch} samples over {dp} replicas, {local} at a time in microbatches of "
+                f"{each}, does not divide; give --batch and --microbatches"
+            )
         return
     reading.set("batch", batch)
     reading.set("microbatches", batch // (dp * each))

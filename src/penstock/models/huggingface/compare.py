@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, has_encoder
 from penstock.models.huggingface.loss import inputs_and_targets
 from penstock.models.huggingface.pictures import IMAGES, PictureForm, picture_form
-from penstock.models.huggingface.pieces import TARGETS, build_pieces
+from penstock.models.huggingface.pieces import TARGETS, pieces_of
 from penstock.models.huggingface.routers import Routers
 from penstock.models.huggingface.shift import Shift
 from penstock.models.huggingface.shrink import require_small, shrunken
@@ -87,9 +87,7 @@ def require_equal(model: Any, anatomy: Anatomy, routers: Routers | None, loss_fn
     Raises DecoderError with what differs first.
     """
     name = f"{type(model).__name__} ({model.config.model_type})"
-    paths = [path for index in range(anatomy.num_layers) for path in anatomy.paths(index)]
-    modules = {path: model.get_submodule(path) for path in paths}
-    layers = build_pieces(model, anatomy, range(anatomy.num_layers), modules, routers, _form(model))
+    layers = pieces_of(model, anatomy, routers, _form(model))
     parts = partition([1.0] * len(layers), min(NUM_STAGES, len(layers)))
     stages = [nn.Sequential(*layers[part.start : part.stop]) for part in parts]
     batches = [sample_batch(model, seed) for seed in range(2)]

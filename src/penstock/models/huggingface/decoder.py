@@ -17,7 +17,7 @@ from penstock.models.huggingface.compare import require_equal, sample_batch, sma
 from penstock.models.huggingface.export import write_folder
 from penstock.models.huggingface.lora import Adapters
 from penstock.models.huggingface.loss import NextTokenLoss, WithRouterLoss, inputs_and_targets
-from penstock.models.huggingface.packed import require_apart, use_each_sequence
+from penstock.models.huggingface.packed import require_apart, require_usual, use_each_sequence
 from penstock.models.huggingface.pictures import PictureForm, picture_form
 from penstock.models.huggingface.pieces import TARGETS, Piece, build_pieces
 from penstock.models.huggingface.routers import Routers, routers_of
@@ -105,6 +105,7 @@ class Decoder:
                 "a model that is there gets its adapters by peft: give Decoder(get_peft_model(model, config))"
             )
         if isinstance(source, PreTrainedModel):
+            require_usual(source)
             self._model: Any = source
             self._source = Given(source)
         elif isinstance(source, PreTrainedConfig):

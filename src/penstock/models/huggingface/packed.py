@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError
-from penstock.models.huggingface.pieces import HIDDEN, build_pieces
+from penstock.models.huggingface.pieces import HIDDEN, pieces_of
 from penstock.models.huggingface.routers import Routers
 
-__all__ = ["attend_each", "packed_inputs", "require_apart", "use_each_sequence"]
+__all__ = ["attend_each", "packed_inputs", "require_apart", "require_usual", "use_each_sequence"]
 
 EACH_SEQUENCE = "penstock_each_sequence"
 """The name under which transformers knows the attention."""
@@ -115,6 +115,15 @@ def _band(query: Tensor, window: int | None) -> Tensor | None:
     return seen.tril().triu(1 - window)[None, None]
 
 
+def require_usual(model: Any) -> None:
+    """Raises DecoderError for a model on which `use_each_sequence` was called already: it takes no padded samples."""
+    if model.config._attn_implementation == EACH_SEQUENCE:
+        raise DecoderError(
+            "the model keeps sequences in one row apart, as an earlier Decoder(packed=True) left it; go on with that "
+            'Decoder, or call model.set_attn_implementation("sdpa") first'
+        )
+
+
 def use_each_sequence(model: Any) -> None:
     """Has a model, and what is built by its config, work out attention by `attend_each`.
 
@@ -149,9 +158,7 @@ def require_apart(small: Any, anatomy: Anatomy, routers: Routers | None) -> None
     try:
         alone, rounding = _alone(small, tokens)
         use_each_sequence(small)
-        paths = [path for index in range(anatomy.num_layers) for path in anatomy.paths(index)]
-        modules = {path: small.get_submodule(path) for path in paths}
-        first, *pieces = build_pieces(small, anatomy, range(anatomy.num_layers), modules, routers)
+        first, *pieces = pieces_of(small, anatomy, routers)
         value: Any = first(packed_inputs(tokens, torch.tensor(LENGTHS)))
         embedded = value[HIDDEN] = value[HIDDEN].detach().requires_grad_()
         for piece in pieces:

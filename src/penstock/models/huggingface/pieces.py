@@ -312,6 +312,15 @@ def build_pieces(
     return pieces
 
 
+def pieces_of(
+    model: nn.Module, anatomy: Anatomy, routers: Routers | None = None, pictures: PictureForm | None = None
+) -> list[Piece]:
+    """All layers of a model that is there, which share its weights."""
+    everything = range(anatomy.num_layers)
+    weights = {path: model.get_submodule(path) for index in everything for path in anatomy.paths(index)}
+    return build_pieces(model, anatomy, everything, weights, routers, pictures)
+
+
 def _beside(value: Value) -> Value:
     """What goes along beside what layers make."""
     return {name: each for name, each in value.items() if name not in (HIDDEN, ROUTED, ENCODED, CARRIED)}
