@@ -14,7 +14,7 @@ import penstock as ps
 from offload_programs import offloaded
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.host_memory import SavedSlot
-from penstock.runtime.stage.offload import offloads
+from penstock.runtime.stage.registered_ops import offloads
 from penstock.schedule import Op
 from plain_loop import differences, gradients, plain_step
 from runtime_cases import CASES, compare

@@ -50,9 +50,8 @@ from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.stage.cut import stages_of
 from penstock.runtime.stage.host_memory import SavedTensors
 from penstock.runtime.stage.microbatches import Microbatches, cut_for, num_entries
-from penstock.runtime.stage.offload import functions_for, offloads
 from penstock.runtime.stage.ops import StepSettings
-from penstock.runtime.stage.registered_ops import calls_of, functions_of
+from penstock.runtime.stage.registered_ops import calls_of, functions_for, functions_of, offloads
 from penstock.runtime.stage.replica_batches import ReplicaBatches
 from penstock.runtime.stage.split_backward import unprepare
 from penstock.runtime.transport.base import Transport

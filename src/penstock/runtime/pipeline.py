@@ -42,8 +42,7 @@ from penstock.runtime.mesh.consistency import require_same
 from penstock.runtime.mesh.torch_mesh import device_mesh_of, end_groups
 from penstock.runtime.parameters.given_optimizer import goes_on_as, kept_groups, require_alike
 from penstock.runtime.parameters.late_rings import probed_besides
-from penstock.runtime.parameters.optimizer_state import GivenOptimizer
-from penstock.runtime.parameters.state_bytes import gradient_bytes
+from penstock.runtime.parameters.optimizer_state import GivenOptimizer, gradient_bytes
 from penstock.runtime.stage.branches import has_many_ends, is_plain
 from penstock.runtime.stage.cut import evaluating
 from penstock.runtime.stage.microbatches import Microbatches

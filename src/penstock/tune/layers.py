@@ -26,7 +26,7 @@ from penstock.models.clip_stages import contrast_stage
 from penstock.runtime import Stage, partition, split
 from penstock.runtime.mesh.peers import LocalPeers
 from penstock.runtime.parameters.clip import global_norm, scale_gradients
-from penstock.runtime.stage.graph_inputs import GraphInputs
+from penstock.runtime.stage.autograd import GraphInputs
 from penstock.runtime.stage.microbatches import cut_batch
 from penstock.runtime.stage.ops import Purpose, StageRunner, StepSettings
 from penstock.runtime.stage.split_backward import SplitReport, Tape, prepare, unprepare

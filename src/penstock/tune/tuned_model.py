@@ -14,7 +14,7 @@ from penstock.data import ByteTokenizer, load_tokenizer
 from penstock.library import build
 from penstock.models import GPTConfig, gpt_costs, tower_costs
 from penstock.runtime import split
-from penstock.runtime.stage.statistics import GATHERS
+from penstock.runtime.stage.stage import GATHERS
 from penstock.runtime.tensors.pytree import flatten
 from penstock.train.inputs import device_of, optimizer_class
 from penstock.train.kinds import CAPTIONER, CLIP, GPT, is_path

@@ -23,8 +23,7 @@ from penstock.runtime.stage.branches import end_of, has_many_ends
 from penstock.runtime.stage.host_memory import HostMemory
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.ops import StageRunner, StepSettings
-from penstock.runtime.stage.outputs import Outputs
-from penstock.runtime.stage.registered_ops import Calls
+from penstock.runtime.stage.registered_ops import Calls, Outputs
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.pytree import on_host
 from penstock.runtime.transport.wiring import num_indices

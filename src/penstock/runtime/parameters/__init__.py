@@ -1,19 +1,19 @@
 """Parameters with several holders: who holds one, who owns it, how its gradients are added up, when it is updated.
 
-    found before anything is replaced       ties: one parameter, several stages     shared_modules: one buffer
+    found before anything is replaced       ties: one parameter, several stages     local_model: one buffer
                                   |
     backward of each stage --> .grad of each holder       copies of pipelines, windows take turns: gradients,
                                   |                                                        pipeline_copies
-                                  |  stages of a microbatch's pipeline       tied_gradients, tied_casts
+                                  |  stages of a microbatch's pipeline       tied_gradients
                                   |  pipelines, and all ranks that hold it   shared
-                                  |  replicas                                data_parallel, buckets, sharding, fsdp
+                                  |  replicas                                data_parallel, buckets, sharding
                                   v
     the owner's gradient --clip--> optimizer_state: one step --> shared, sharding: values go to all holders
 
 local_model      the model as this process holds it       shared_stage      stages cut over the ranks that share them
 optimizer_state  what training changes, step by step      given_optimizer   the optimizer that the user gave
 updating         updates that are ops of the schedule     versions/         which weights an op reads meanwhile
-state_bytes      what a rank holds, in bytes              late_rings        slow links between replicas, injected
+late_rings       slow links between replicas, injected
 
 Whoever holds a tensor, the same four things are said of it, each in one place: its holders (`ties.Ties` over stages,
 `shared.Holders` over the ranks of a pipeline, `sharding.Unsharded` over replicas), its owner, the order in which

@@ -7,13 +7,14 @@ Where updates are ops of the schedule, they have run by the time of `gather`, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.clip import global_norm, scale_gradients
 from penstock.runtime.parameters.data_parallel import replicas_of
@@ -21,9 +22,12 @@ from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.late_rings import LateRing
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.muon import mark_ends, require_whole_matrices
-from penstock.runtime.parameters.state_bytes import bytes_of
+from penstock.runtime.parameters.pipeline_copies import Copies
 from penstock.runtime.parameters.updating import Updating
+from penstock.runtime.stage.stage import Stage
+from penstock.runtime.tensors.dtensor import local
 from penstock.schedule import Schedule
+from penstock.schedule.updates import OWNER
 
 GivenOptimizer = Callable[[list[Parameter]], Optimizer] | Optimizer | None
 
@@ -176,3 +180,54 @@ class OptimizerState:
     def _answers_for(self, tensor: Tensor) -> bool:
         """Whether, of the processes that hold a tensor in other replicas and shards, this one tells it."""
         return self._mesh.shard == 0 and self.replicas.answers_for(tensor)
+
+
+def bytes_of(
+    copies: Copies, updating: Updating | None, optimizer: Optimizer | None, rank: int, zero: bool
+) -> dict[str, int]:
+    """Bytes of a rank's parameters, older versions, gradients and optimizer state.
+
+    Versions and gradients are the most that were held in the last step; of a schedule whose updates are no ops there
+    is one version, and a gradient as large as each parameter that wants one.
+
+    Args:
+        zero: only the owner's copy of a stage has the optimizer's state.
+    """
+    mine = copies.of_rank(rank)
+    stages = [copies.here[key] for key in mine]
+    parameters = [p for stage in stages for p in stage.parameters()]
+    if updating is None:
+        stepped: list[Tensor] = [p for k, i in mine if k == OWNER or not zero for p in copies.here[k, i].parameters()]
+        versions, gradients = 0, _size(p for p in parameters if p.requires_grad)
+    else:
+        held = [updating.weights[key] for key in mine]
+        stepped = [*updating.replicas.owned(master for weights in held for master in weights.masters.values())]
+        counted = [weights.bytes() for weights in held]
+        versions = sum(each["versions"] for each in counted)
+        gradients = sum(each["gradients"] for each in counted)
+    state = {} if optimizer is None else optimizer.state
+    kept = [
+        value for one in dict.fromkeys(stepped) for value in state.get(one, {}).values() if isinstance(value, Tensor)
+    ]
+    return {
+        "parameters": _size(parameters),
+        "versions": versions,
+        "gradients": gradients,
+        "optimizer": _size(kept),
+    }
+
+
+def gradient_bytes(stages: Mapping[int, Stage], peers: Peers, num_stages: int) -> tuple[float, ...]:
+    """What the gradients of each stage weigh, of a pipeline's ranks. Every rank must call it.
+
+    Args:
+        stages: those here, as this process holds them.
+    """
+    mine = {index: _size(p for p in stage.parameters() if p.requires_grad) for index, stage in stages.items()}
+    found = {index: size for part in peers.gather(mine) for index, size in part.items()}
+    return tuple(float(found.get(stage, 0)) for stage in range(num_stages))
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    """Bytes, a tensor that is there twice counted once."""
+    return sum(local(t).numel() * t.element_size() for t in {id(t): t for t in tensors}.values())

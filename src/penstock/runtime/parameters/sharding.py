@@ -3,20 +3,38 @@
                  each replica keeps     steps            a sum goes to      after an update
 none, copies     all                    everything       every replica      nothing is sent
 zero1            all                    what it owns     the owner          owners send their parameters
-fsdp             a part of everything   its parts        each its part      parts are gathered (`fsdp.py`)
+fsdp             a part of everything   its parts        each its part      parts are gathered
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.collective import AllGather
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.parameters.buckets import GradientBucket, SumBucket, send_values
+from penstock.runtime.mesh.process_mesh import REPLICAS, ProcessMesh
+from penstock.runtime.parameters.buckets import (
+    GradientBucket,
+    PartBucket,
+    SumBucket,
+    as_real,
+    cut_into_buckets,
+    send_values,
+    wait_for,
+)
 from penstock.runtime.parameters.gradients import Gradients
+from penstock.runtime.stage.autograd import sees_gradients
+from penstock.runtime.stage.stage import Stage
+from penstock.runtime.tensors.dtensor import is_sharded, local, memory
 
 
 class Unsharded:
@@ -98,3 +116,243 @@ class OwnedParameters(Unsharded):
 
     def spread(self, stepped: Iterable[Parameter], peers: GroupPeers) -> None:
         send_values(stepped, lambda p: self._owner[id(p)], peers)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedParameter:
+    """Attributes:
+    whole: the parameter that was given; it has memory in a step alone.
+    part: what takes its place at rest: rows of it, along dimension `dim`, the first of which is `begin`.
+    places: the modules that have it, with its name there.
+    """
+
+    name: str
+    whole: Parameter
+    part: Parameter
+    dim: int
+    begin: int
+    places: tuple[tuple[nn.Module, str], ...]
+
+    def put(self, parameter: Parameter) -> None:
+        """Puts the whole or the part into its modules."""
+        for module, name in self.places:
+            setattr(module, name, parameter)
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """Of a local tensor of the whole's shape the rows that the part has."""
+        return tensor.narrow(self.dim, self.begin, local(self.part).shape[self.dim])
+
+
+class ShardedParameters(Unsharded):
+    """The parameters of the stages of this process, of which each replica keeps a part.
+
+    The whole is there only while a step runs (ZeRO-3, fully sharded).
+
+        at rest            module.weight is this replica's part, a DTensor; the optimizer steps it
+        a step begins      the parts of all replicas are gathered, and module.weight is whole
+        its backwards      add to whole gradients here
+        REDUCE             adds a stage's gradients up over the replicas and leaves each its part of the sum
+        the step ends      module.weight is the part again, and the whole's memory is given up
+
+    Where updates are ops of the schedule, each sums its gradients and steps its part, and what all parts come to is
+    gathered at once, as the next op reads it. Older versions that a rule keeps, and gradients of an open window, stay
+    whole between steps.
+
+    Everything is gathered at once, in one order on all replicas, and gradients go stage by stage. So replicas may use
+    different layers (a mixture whose expert gets no sample here) and run their ops in different orders. torch's FSDP2
+    gathers a layer when it is called and adds its gradients up when a backward reaches it, where such replicas would
+    wait for each other; it also takes the place of a layer's hooks, and takes one type per layer.
+
+    What several stages of this process share has one part. What stages in other processes share, or copies of a stage
+    in other pipelines, or ranks that have one stage together, has a part in each of them: replicas cut all of them
+    alike.
+
+    What is one number stays whole on every replica.
+
+    Args:
+        stages: with the same values on all replicas.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], mesh: ProcessMesh) -> None:
+        assert isinstance(mesh.replicas, GroupPeers)
+        self._mesh, self._peers, self._group = mesh, mesh.replicas, mesh.replicas.group
+        self._shared: dict[Any, Any] = {}
+        self.of_whole: dict[int, ShardedParameter] = {}
+        self._of_master: dict[int, ShardedParameter] = {}
+        places: dict[Parameter, dict[tuple[nn.Module, str], None]] = {}
+        names: dict[Parameter, str] = {}
+        for stage in stages.values():
+            for module in stage.modules():
+                for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                    places.setdefault(parameter, {})[module, name] = None
+            for name, parameter in stage.named_parameters():
+                names.setdefault(parameter, name)
+        for parameter, name in names.items():
+            dim = _cut_along(parameter)
+            if dim is not None and _has_own_memory(parameter):
+                part, begin = self._part(parameter, dim)
+                one = ShardedParameter(name, parameter, part, dim, begin, tuple(places[parameter]))
+                self.of_whole[id(parameter)] = one
+        # By the wholes, which are as large on every replica.
+        buckets = cut_into_buckets((one.whole for one in self.of_whole.values()), lambda _: None)
+        self._buckets = [[self.of_whole[id(whole)] for whole in bucket] for bucket in buckets]
+        self._is_whole = True
+        self.reshard(stepped=False)
+
+    def _part(self, parameter: Parameter, dim: int) -> tuple[Parameter, int]:
+        """What is kept here of a parameter, and its first row."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        num, number = self._mesh.num_replicas, self._mesh.replica
+        value = local(parameter.data)
+        begin = min(number * rows_per_part(value.shape[dim], num), value.shape[dim])
+        length = min(rows_per_part(value.shape[dim], num), value.shape[dim] - begin)
+        holders, cuts = self._mesh.holders, (Shard(dim),)
+        if is_sharded(parameter):
+            cuts = (*cuts, *parameter.placements)  # type: ignore[attr-defined]
+            if (across := parameter.device_mesh) != self._mesh.shards:  # type: ignore[attr-defined]
+                holders = self._holders_with(across)
+        elif self._mesh.shards is not None:
+            holders = holders[REPLICAS]
+        part = DTensor.from_local(
+            value.narrow(dim, begin, length).clone(memory_format=torch.contiguous_format),
+            holders,
+            cuts,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        return Parameter(part, requires_grad=parameter.requires_grad), begin
+
+    def _holders_with(self, across: Any) -> Any:
+        """The device mesh of the replicas of all ranks that have a stage together."""
+        if across not in self._shared:
+            group = across.get_group()
+            rows = self._mesh.replicas.gather(dist.get_process_group_ranks(group))
+            self._shared[across] = dist.device_mesh.DeviceMesh.from_group(
+                [self._group, group], across.device_type, mesh=rows, mesh_dim_names=(REPLICAS, "shared")
+            )
+        return self._shared[across]
+
+    def unshard(self) -> None:
+        """Gathers the parameters from all replicas."""
+        if self._is_whole:
+            return
+        for bucket in self._buckets:
+            for one in bucket:
+                whole = local(one.whole.data)
+                whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+            self.gather(bucket, [local(one.whole.data) for one in bucket])
+        for one in self.of_whole.values():
+            one.whole.requires_grad_(one.part.requires_grad)
+            one.put(one.whole)
+        self._is_whole = True
+
+    @torch.no_grad()
+    def gather(self, bucket: Sequence[ShardedParameter], into: Sequence[Tensor]) -> None:
+        """Writes what the parts of some parameters come to into local tensors. Every replica must call it."""
+        num, mine, shapes = self._mesh.num_replicas, [], []
+        for one in bucket:
+            part = local(one.part).movedim(one.dim, 0)
+            shapes.append((rows_per_part(local(one.whole).shape[one.dim], num), *part.shape[1:]))
+            padded = part.new_zeros(shapes[-1])
+            padded[: len(part)] = part
+            mine.append(padded.reshape(-1))
+        flat = torch.cat(mine)
+        found = flat.new_empty(num * flat.numel())
+        rows = found.view(num, -1)
+        op = AllGather(as_real(flat), as_real(rows).unbind(0))
+        wait_for(self._peers.start(op), self._peers, "parts of a stage")
+        if op.parts[0].data_ptr() != rows.data_ptr():  # it was done again, elsewhere
+            as_real(rows).copy_(torch.stack(op.parts))
+        start = 0
+        for one, shape, whole in zip(bucket, shapes, into, strict=True):
+            size = math.prod(shape)
+            value = rows[:, start : start + size].reshape(num * shape[0], *shape[1:])
+            start += size
+            whole.copy_(value[: whole.shape[one.dim]].movedim(0, one.dim))
+
+    @torch.no_grad()
+    def reshard(self, stepped: bool) -> None:
+        """Gives up what other replicas keep.
+
+        Args:
+            stepped: updates among the ops of a step have changed the wholes, and parts get their values. If not, the
+                wholes lose their gradients, which went into sums or belong to a step that broke off.
+        """
+        for one in self.of_whole.values():
+            if not stepped:
+                one.whole.grad = None
+            elif self._is_whole:
+                local(one.part).copy_(one.rows_of(local(one.whole.data)))
+        if not self._is_whole:
+            return
+        for one in self.of_whole.values():
+            one.put(one.part)
+            local(one.whole.data).untyped_storage().resize_(0)
+        self._is_whole = False
+
+    # What the sums and updates of replicas do with parts.
+
+    def at_rest(self, parameter: Parameter) -> Parameter:
+        one = self.of_whole.get(id(parameter))
+        return parameter if one is None else one.part
+
+    def goes_to(self, parameter: Parameter) -> bool:
+        return id(parameter) in self.of_whole
+
+    def bucket(self, parameters: Sequence[Parameter], peers: GroupPeers) -> SumBucket:
+        if not self.goes_to(parameters[0]):
+            return super().bucket(parameters, peers)
+        ones = [self.of_whole[id(p)] for p in parameters]
+        return PartBucket(parameters, [one.part for one in ones], [one.dim for one in ones], peers)
+
+    def stands_for(self, master: Parameter, parameter: Parameter) -> None:
+        if (one := self.of_whole.get(id(parameter))) is not None:
+            self._of_master[id(master)] = one
+
+    def owned(self, parameters: Iterable[Parameter], replica: int) -> list[Parameter]:
+        found = ((p, self._of_master.get(id(p))) for p in parameters)
+        return [p if one is None else one.part for p, one in found]
+
+    def to_step(self, masters: Sequence[Parameter], gradients: Gradients) -> tuple[Sequence[Parameter], Gradients]:
+        known = [self._of_master.get(id(master)) for master in masters]
+        rows = [g if one is None or g is None else one.rows_of(g) for one, g in zip(known, gradients, strict=True)]
+        return [m if one is None else one.part for one, m in zip(known, masters, strict=True)], rows
+
+    def spread(self, stepped: Iterable[Parameter], peers: GroupPeers) -> None:
+        mine = [master for master in stepped if id(master) in self._of_master]
+        for bucket in cut_into_buckets(mine, lambda _: None):
+            self.gather([self._of_master[id(master)] for master in bucket], [memory(m) for m in bucket])
+
+    def require_unhooked(self) -> None:
+        """Raises RuntimeFailure where a hook waits for the gradient of a part: none comes to it by a backward."""
+        for one in self.of_whole.values():
+            if sees_gradients(one.part, when_added=False):
+                raise RuntimeFailure(
+                    f'{one.name} has a hook that is to see its gradients, and with sharding="fsdp" the parameter '
+                    "that is there between steps is a part, to which no backward comes; register the hook before the "
+                    "pipeline is made"
+                )
+
+
+def rows_per_part(num: int, num_parts: int) -> int:
+    """How many of `num` rows a part has at most; as DTensor cuts them, the last ones may have fewer."""
+    return -(-num // num_parts)
+
+
+def _has_own_memory(parameter: Parameter) -> bool:
+    """Whether a parameter's memory is its own, so that it may be given up; gives a plain one its own."""
+    value = local(parameter.data)
+    memory = value.untyped_storage()  # that numpy has seen, or has given, keeps its size
+    if memory.resizable() and memory.nbytes() == value.numel() * value.element_size():
+        return True
+    if not is_sharded(parameter):
+        parameter.data = value.clone()
+    return not is_sharded(parameter)
+
+
+def _cut_along(parameter: Tensor) -> int | None:
+    """The first dimension along which a parameter is not cut into shards yet; None where there is none, or no row."""
+    taken = {p.dim for p in parameter.placements if p.is_shard()} if is_sharded(parameter) else set()  # type: ignore[attr-defined]
+    return next((dim for dim in range(parameter.dim()) if dim not in taken and parameter.shape[dim]), None)

@@ -1,14 +1,21 @@
-"""Torch's autograd: a start from several outputs of a stage, and who is to see the gradient of a parameter."""
+"""Torch's autograd under a stage: where inputs enter its graph, where outputs leave it, how a backward starts.
+
+Inputs do not enter as leaves: the stage may then change them in place, as it could in a plain loop, and each gradient
+is caught as it comes, with no copy and in the memory layout in which a plain loop would have passed it on.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
+
+from penstock.runtime.tensors.aliases import storage_of
 
 _ENGINE = getattr(Variable, "_execution_engine", None)
 
@@ -52,3 +59,133 @@ def sees_gradients(parameter: Tensor, *, when_added: bool = True) -> bool:
 
 def _nothing(*_: Any) -> None:
     """Sees a gradient and lets it be."""
+
+
+class GraphInputs:
+    """The inputs of one microbatch that want a gradient.
+
+    Attributes:
+        tensors: the same memory as those given, for the stage to use.
+        grads: their gradients, once the backward ran, in the order that `order` gave; None where none came.
+        changed: of each of these, whether this stage or a later one changed the tensor in place. Where it is a view,
+            a plain loop would then take the gradient of what it is a view of.
+    """
+
+    __slots__ = ("_given", "_passed", "_places", "_versions", "changed", "grads", "tensors")
+
+    def __init__(self, given: list[Tensor]) -> None:
+        self._given = given
+        self._places: Sequence[int] = range(len(given))
+        self._passed: list[tuple[Tensor, Tensor, int, int]] = []
+        size = len(given)
+        self._versions = [0] * size
+        self.grads: list[Tensor | None] = [None] * size
+        self.changed = [False] * size
+        self.tensors: tuple[Tensor, ...] = _enter(_ANCHOR, self) if given else ()
+
+    def renew(self, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Has autograd make views of some of the tensors again, each when it is used next.
+
+        Args:
+            others: views that are not, as they were used since the change: these are made again at once.
+        """
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
+        for view in others:
+            _ = view.grad_fn  # asking for it makes it
+        self._versions = [tensor._version for tensor in self.tensors]
+
+    def order(self, tensors: Sequence[Tensor]) -> None:
+        """Says in which order gradients are given: of all that entered, and of views on these, which go apart."""
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
+        self.grads = [None] * len(tensors)
+        self.changed = [False] * len(tensors)
+        self._places = [places.pop(id(tensor)) for tensor in self.tensors]
+        for place in places.values():
+            node = tensors[place].grad_fn
+            if node is not None:
+                node.register_prehook(partial(self._catch, place))
+
+    def entering(self) -> tuple[Tensor, ...]:
+        # `.data`, as a view would refuse changes in place.
+        return tuple([tensor.data for tensor in self._given])
+
+    def take(self, grads: Sequence[Tensor | None]) -> None:
+        for place, grad in zip(self._places, grads, strict=True):
+            self.grads[place] = grad
+
+    def _catch(self, place: int, grads: Sequence[Tensor | None]) -> tuple[None]:
+        """Takes the gradient of a view, none of which then goes on to what it is a view of."""
+        self.grads[place] = grads[0]
+        return (None,)
+
+    def close(self, outputs: Sequence[Tensor] = ()) -> None:
+        """After the forward: whoever shares memory that the stage changed in place must know.
+
+        Args:
+            outputs: what the stage returned. Later stages may change in place what of the inputs is among these.
+        """
+        going_on = {storage_of(output) for output in outputs} if self.tensors else ()
+        entered = zip(self._places, self._given, self.tensors, self._versions, strict=True)
+        for place, given, tensor, version in entered:
+            if tensor._version != version:
+                torch.autograd.graph.increment_version(given)
+                self.changed[place] = True
+            if storage_of(tensor) in going_on:
+                self._passed.append((_counter_of(tensor), _counter_of(given), tensor._version, place))
+        self._given, self.tensors = [], ()
+
+    def settle(self) -> None:
+        """Before the backward: whoever shares memory that later stages changed in place must know as well."""
+        if not self._passed:
+            return
+        for own, given, version, place in self._passed:
+            if own._version != version:
+                torch.autograd.graph.increment_version(given)
+                self.changed[place] = True
+        self._passed.clear()
+
+
+def _counter_of(tensor: Tensor) -> Tensor:
+    """A tensor that counts its changes in place with another, and does not hold that one's memory."""
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    return counter
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, entry: GraphInputs) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.entry = entry
+        return entry.entering()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
+        ctx.entry.take(grads)
+        return None, None
+
+
+# Past what `Function.apply` looks for in Python: transforms of torch.func, of which none is there between stages.
+_enter: Any = super(torch.autograd.Function, _Enter).apply
+
+
+def exits(output: Tensor) -> Tensor:
+    """An output that a later stage may change in place, as the backward starts from it: a view would then be one of
+    what its base has become.
+    """
+    return _Exit.apply(output) if output._is_view() else output
+
+
+class _Exit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+_ANCHOR = torch.zeros((), requires_grad=True)
+"""What makes autograd take note; it never gets a gradient."""

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.stage.autograd import run_backward
-from penstock.runtime.stage.graph_inputs import GraphInputs, exits
+from penstock.runtime.stage.autograd import GraphInputs, exits, run_backward
 from penstock.runtime.stage.host_memory import HostMemory, Moved, SavedTensors, copied_to
 from penstock.runtime.stage.microbatches import Microbatches, Signature
 from penstock.runtime.stage.recompute import BufferHistory, copy_of, keeping_nothing

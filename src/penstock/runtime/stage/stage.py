@@ -11,6 +11,18 @@ from torch import nn
 from penstock.runtime.tensors.pytree import flatten
 from penstock.runtime.tensors.rng import mix, seed_generators
 
+GATHERS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+"""Modules whose forward changes buffers in training, some in ways that no tensor's count of changes shows."""
+
+
 Copy = tuple[int, int]
 """(pipeline, stage): a copy of a stage."""
 

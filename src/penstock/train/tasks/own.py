@@ -20,8 +20,7 @@ from penstock.runtime import Pipeline, Split
 from penstock.runtime import split as cut_model
 from penstock.runtime.stage.microbatches import split
 from penstock.runtime.stage.partitioning.tracing import untouched
-from penstock.runtime.stage.stage import with_arguments
-from penstock.runtime.stage.statistics import GATHERS
+from penstock.runtime.stage.stage import GATHERS, with_arguments
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.own_file import called, find, is_own, made, own_name, seeded

@@ -13,8 +13,7 @@ from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import Handler
 from penstock.runtime.execute.launched_ops import DeviceQueue, OnDevice
 from penstock.runtime.stage.host_memory import HostCopy
-from penstock.runtime.stage.outputs import Outputs
-from penstock.runtime.stage.registered_ops import Calls, name_of
+from penstock.runtime.stage.registered_ops import Calls, Outputs, name_of
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.wiring import Station
 from penstock.schedule import Op

@@ -1,6 +1,6 @@
 """The weights of a copy of a stage while updates come between its ops, and the rules by which ops read them.
 
-    rule = rule_of("pipedream")                                what F reads, what B reads: a file each
+    rule = rule_of("pipedream")                                what F reads, what B reads: `rules`
     weights = CopyWeights(stage, schedule, 0, 0, rule, owns=True)
     optimizer = torch.optim.SGD(weights.masters.values(), lr=0.1)
 
@@ -17,7 +17,6 @@
 """
 
 from penstock.runtime.parameters.versions.copy_weights import CopyWeights
-from penstock.runtime.parameters.versions.rule import VersionRule
-from penstock.runtime.parameters.versions.rules import rule_of
+from penstock.runtime.parameters.versions.rules import VersionRule, rule_of
 
 __all__ = ["CopyWeights", "VersionRule", "rule_of"]

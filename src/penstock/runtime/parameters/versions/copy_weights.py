@@ -6,12 +6,14 @@
 
 The optimizer never steps the module's own parameters: a step in place would count as a change of what forwards in
 flight have saved, and their backward would fail. It steps masters, other parameters on the same memory or on their
-own; `versioned.py` has the module's parameters hold what the rule says an op reads, by `held.py` or `written.py`.
+own; `versioned.py` has the module's parameters hold what the rule says an op reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -20,12 +22,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.parameters.gradients import Gradients, WindowGradients, num_bytes
+from penstock.runtime.parameters.gradients import Gradients, WindowGradients, added, num_bytes
 from penstock.runtime.parameters.muon import marked_like
-from penstock.runtime.parameters.versions import step as steps
-from penstock.runtime.parameters.versions.rule import VersionRule
+from penstock.runtime.parameters.versions.rules import VersionRule
 from penstock.runtime.parameters.versions.versioned import VersionedParameters
-from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard
+from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard, whole
 from penstock.schedule import Schedule, ScheduleError
 
 ToStep = Callable[[Sequence[Parameter], Gradients], tuple[Sequence[Parameter], Gradients]]
@@ -171,7 +172,7 @@ class CopyWeights:
 
     def reduced(self, parts: Sequence[Gradients]) -> Gradients:
         """The sum of all copies' gradients, pipelines in order."""
-        return steps.summed(parts)
+        return summed(parts)
 
     def apply(self, update: int, parts: Sequence[Gradients], to_step: ToStep | None = None) -> None:
         """Applies an update: the sum of `parts`, pipelines in order, clipped, then the optimizer's step.
@@ -190,15 +191,15 @@ class CopyWeights:
                 f"update {update} of stage {self._index} is to be applied by pipeline {self._pipeline}'s copy, which "
                 "has no optimizer; give ps.Pipeline an optimizer to train"
             )
-        total = steps.summed(parts)
+        total = summed(parts)
         if self._clip_norm is not None:
-            total = steps.clipped(total, self._clip_norm, list(self.masters.values()))
+            total = clipped(total, self._clip_norm, list(self.masters.values()))
         rate = None if self._rates is None else self._rates[update]
         self._weights.advance()
         masters: Sequence[Parameter] = list(self.masters.values())
         if to_step is not None:
             masters, total = to_step(masters, total)
-        steps.step(self._optimizer, masters, total, rate, self._slowed)
+        step_masters(self._optimizer, masters, total, rate, self._slowed)
 
     def values(self) -> list[Tensor]:
         """Copies of the newest parameters with gradients, in their order."""
@@ -345,3 +346,60 @@ def _master_of(parameter: Parameter, apart: bool) -> Parameter:
         return marked_like(parameter, Parameter(parameter.data))
     values = memory(parameter)
     return marked_like(parameter, Parameter(as_shard(values.clone() if apart else values, parameter)))
+
+
+def summed(parts: Sequence[Gradients]) -> Gradients:
+    """((g0 + g1) + g2) ..., parameter by parameter; none of the parts is changed."""
+    return [reduce(added, gradients, None) for gradients in zip(*parts, strict=True)]
+
+
+def clipped(gradients: Gradients, max_norm: float, masters: Sequence[Parameter]) -> Gradients:
+    """Scaled so that the norm over all of them is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Of masters that are shards, all who hold them work the norm out together.
+    """
+    present = [as_shard(g, master) for g, master in zip(gradients, masters, strict=True) if g is not None]
+    if not present:
+        return gradients
+    norm = torch.linalg.vector_norm(torch.stack([whole(torch.linalg.vector_norm(g)) for g in present]))
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return [None if g is None else g * factor for g in gradients]
+
+
+def step_masters(
+    optimizer: Optimizer, masters: Sequence[Parameter], gradients: Gradients, rate: float | None, slowed: int = 1
+) -> None:
+    """Steps these masters alone: an optimizer passes over parameters without a gradient.
+
+    Args:
+        rate: learning rate of this step; that of the optimizer's groups where None.
+        slowed: what the rate is divided by.
+    """
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.grad = None if gradient is None else as_shard(gradient, master)
+    try:
+        if any(gradient is not None for gradient in gradients):
+            with learning_rate(optimizer, rate, slowed):
+                optimizer.step()
+    finally:
+        for master in masters:
+            master.grad = None
+
+
+@contextmanager
+def learning_rate(optimizer: Optimizer, rate: float | None, slowed: int = 1) -> Iterator[None]:
+    """All groups have this learning rate in here, or their own, divided by `slowed`."""
+    if rate is None and slowed == 1:
+        yield
+        return
+    before = [group["lr"] for group in optimizer.param_groups]
+    for group, own in zip(optimizer.param_groups, before, strict=True):
+        if rate is None:
+            group["lr"] = own / slowed
+        else:
+            group["lr"] = torch.full_like(own, rate / slowed) if isinstance(own, Tensor) else rate / slowed
+    try:
+        yield
+    finally:
+        for group, own in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = own

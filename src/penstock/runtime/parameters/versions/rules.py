@@ -1,16 +1,418 @@
-"""The rules by name."""
+"""The rules of weights: what a forward reads, what its backward reads, what an update leaves behind.
+
+       forward reads        backward reads            an update writes
+
+Rule   `forward(spot)`      `backward(spot, read)`    the newest version; `oldest` says which others stay
+
+What an op reads is a version, moved on by so many predicted updates. Each class is one rule, with its paper, and
+`rule_of` finds it by its name.
+"""
 
 from __future__ import annotations
 
-from penstock.runtime.parameters.versions.double_buffer import DoubleBuffer
-from penstock.runtime.parameters.versions.none import Newest
-from penstock.runtime.parameters.versions.pipedream import Stashing
-from penstock.runtime.parameters.versions.rule import VersionRule
-from penstock.runtime.parameters.versions.slowed import SlowedPrediction, SlowedStashing
-from penstock.runtime.parameters.versions.spectrain import MomentumPrediction
-from penstock.runtime.parameters.versions.vnag import StashingNesterov
-from penstock.runtime.parameters.versions.xpipe import AdamPrediction
-from penstock.schedule import ScheduleError
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, Muon, NAdam, Optimizer
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.parameters.muon import MUON, MuonAdamW
+from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.staleness import backward_steps, forward_steps, updates_ahead
+
+
+@dataclass(frozen=True)
+class Read:
+    """Weights that an op reads.
+
+    Attributes:
+        version: the weights after so many updates, counted over all passes.
+        steps: updates of the optimizer that are predicted on top of it.
+    """
+
+    version: int
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where an op stands among the updates: all that a rule may look at.
+
+    Attributes:
+        stage, num_stages: the stage's number, from 0, and how many there are.
+        window_size: microbatches that an update gathers.
+        window: of the op's microbatch, counted over all passes; its gradient is part of that update.
+        newest: updates that this copy of the stage has taken over, over all passes.
+        oldest: the oldest version that this copy still holds.
+        ahead: updates of this copy between the microbatch's forward and the update that gathers it; what
+            `VersionRule.ahead` read off the schedule, 0 where it read nothing.
+    """
+
+    stage: int
+    num_stages: int
+    window_size: int
+    window: int
+    newest: int
+    oldest: int
+    ahead: int = 0
+
+
+class VersionRule:
+    """Says which weights ops read. A value without state: the same for all stages.
+
+    Attributes:
+        name: as in `Updates.rule`.
+        keeps: a microbatch's backward reads the version its forward read, which is held until then. Where not, all
+            ops read from one memory, into which what they read is written.
+    """
+
+    name: str
+    keeps: bool = False
+
+    def forward(self, spot: Spot) -> Read:
+        """What a forward reads."""
+        raise NotImplementedError
+
+    def backward(self, spot: Spot, forward: Read) -> Read:
+        """What the backward reads whose forward read `forward`."""
+        raise NotImplementedError
+
+    def oldest(self, newest: int) -> int:
+        """The oldest version that forwards may read once there were `newest` updates."""
+        return newest
+
+    def ahead(self, schedule: Schedule, stage: int) -> Mapping[int, int]:
+        """Microbatch -> `Spot.ahead`, where the rule wants to know it."""
+        return {}
+
+    def most_steps(self, schedule: Schedule, stage: int) -> int:
+        """The most updates that an op of the stage predicts."""
+        return 0
+
+    def slowed(self, schedule: Schedule, stage: int) -> int:
+        """By what the learning rate of a stage is divided."""
+        return 1
+
+    def predict(
+        self, out: Tensor, weight: Tensor, steps: int, rate: float, group: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
+        """Writes into `out` where `weight` will be after `steps` more updates.
+
+        Args:
+            rate: learning rate of the next update.
+            group, state: what the optimizer has of this weight.
+        """
+        raise RuntimeFailure(f"rule {self.name!r} predicts no weights, and was asked for {steps} updates ahead")
+
+    def require(self, optimizer: Optimizer | None) -> None:
+        """Raises RuntimeFailure where the rule has no formula for the optimizer."""
+
+    def require_schedule(self, schedule: Schedule, zero: bool) -> None:
+        """Raises where an op would not find what it is to read.
+
+        Args:
+            zero: one copy of each stage has the optimizer's state; where not, all have.
+
+        Raises:
+            ScheduleError: a schedule without updates. `check` proves that its order fits the rule.
+            RuntimeFailure: a prediction on a copy that does not have the optimizer's state.
+        """
+        if schedule.updates is None:
+            raise ScheduleError(
+                f"{schedule.name} has no updates as ops (U), and rule {self.name!r} says which weights ops between "
+                "updates read; build it with a window (rule: updates)",
+                rule="updates",
+            )
+
+
+def require_state_everywhere(rule: str, schedule: Schedule, zero: bool) -> None:
+    """Raises RuntimeFailure where copies without the optimizer's state would have to predict weights from it."""
+    num = schedule.placement.num_pipelines
+    if num > 1 and zero:
+        raise RuntimeFailure(
+            f"rule {rule!r} predicts weights from the optimizer's state, and of the {num} copies of each stage in "
+            f"{schedule.name} only one has it; give ps.ParallelOptions(sharding='none') (--sharding none), or "
+            "use rule 'none'"
+        )
+
+
+class Newest(VersionRule):
+    """Forward and backward read the newest weights.
+
+        W(t+1) = W(t) - lr g(W_F(t), W_B(t))
+
+    W_F is what was newest at a microbatch's forward, W_B at its backward; where updates fall between, they differ and
+    the gradient is that of neither. AMDP trains so (paper, section 3.3): its schedule lets at most one update fall
+    there, for the first d microbatches of a window (section 3.1, Lemma 1), and holds one version. With more updates
+    between, this is naive asynchronous training.
+
+    Reference: "AMDP: asynchronous multi-directional pipeline parallelism for large-scale models training", section 3.
+    """
+
+    name = "none"
+
+    def forward(self, spot: Spot) -> Read:
+        return Read(spot.newest)
+
+    def backward(self, spot: Spot, forward: Read) -> Read:
+        return Read(spot.newest)
+
+
+class Stashing(VersionRule):
+    """The forward reads the newest weights, the backward the same again.
+
+        W(t+1) = W(t) - lr g(W_1(t-p+1), ..., W_p(t))
+
+    Stage k of p (k from 1) reads what was newest at a microbatch's forward, keeps it until the microbatch's backward
+    and computes its gradient with it; the step applies to the newest weights. With one microbatch a window p - k
+    updates fall between, so that stage k holds p - k + 1 versions: the first stage p, the last one.
+
+    Reference: Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", SOSP 2019: weight
+    stashing, without its optional vertical sync, so stages may read versions of different ages.
+    """
+
+    name = "pipedream"
+    keeps = True
+
+    def forward(self, spot: Spot) -> Read:
+        return Read(spot.newest)
+
+    def backward(self, spot: Spot, forward: Read) -> Read:
+        return forward
+
+
+class DoubleBuffer(VersionRule):
+    """Forward and backward read the version one before the microbatch's window.
+
+        W(t+1) = W(t) - lr g(W(t-1))
+
+    Microbatches of window t read W(t-1), in forward and backward and on every stage, though W(t) may be there
+    already; those of windows 0 and 1 read W(0). Two versions are enough: after the update of window t - 1 the weights
+    W(t) are for window t + 1, and W(t-1) for what is left of window t.
+
+    A forward of window t finds its version if its copy has taken over update t - 2 by then. In PipeDream's order
+    windows of p - 1 microbatches see to that; `check` proves it for any order (rule: versions).
+
+    Reference: Narayanan et al., "Memory-efficient pipeline-parallel DNN training", ICML 2021: double-buffered weight
+    updates. Correction: the published code skips loss unscaling and clipping under stashing; here an update is the
+    same under every rule.
+    """
+
+    name = "pipedream-2bw"
+    keeps = True
+
+    def forward(self, spot: Spot) -> Read:
+        # A copy that holds no older version has just begun: then the newest stands for the one before.
+        return Read(max(spot.window - 1, spot.oldest))
+
+    def backward(self, spot: Spot, forward: Read) -> Read:
+        return forward
+
+    def oldest(self, newest: int) -> int:
+        return max(newest - 1, 0)
+
+
+class MomentumPrediction(VersionRule):
+    """Forward and backward read what the momentum predicts.
+
+        reads W - s lr v,  s = floor(k/2) + N - k - 1 in the forward, floor(k/2) in the backward
+
+    Stage k of N, k from 0; v is SGD's momentum buffer (`v = momentum v + g`, W <- W - lr v), 0 before the first
+    update. The prediction stands for W after s more updates of the same v, so that all ops of a microbatch, on all
+    stages, read about the weights of one moment.
+
+    s counts microbatches, of which each has its own update in SpecTrain; where an update gathers a window of several,
+    s is divided by it and rounded down. Only what is read changes; the update steps from W itself.
+
+    Reference: Chen, Yang, Cheng, "Efficient and robust parallel DNN training through model parallelism on multi-GPU
+    platform", 2018 (weight prediction).
+    """
+
+    name = "spectrain"
+
+    def forward(self, spot: Spot) -> Read:
+        return Read(spot.newest, forward_steps(spot.stage, spot.num_stages, spot.window_size))
+
+    def backward(self, spot: Spot, forward: Read) -> Read:
+        return Read(spot.newest, backward_steps(spot.stage, spot.window_size))
+
+    def most_steps(self, schedule: Schedule, stage: int) -> int:
+        window = schedule.updates.window if schedule.updates is not None else 1
+        return forward_steps(stage, schedule.num_stages, window)
+
+    def predict(
+        self, out: Tensor, weight: Tensor, steps: int, rate: float, group: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
+        velocity = state.get("momentum_buffer")
+        if velocity is None:
+            out.copy_(weight)
+            return
+        # Two kernels, so that the product is rounded before the sum, as the formula reads.
+        torch.mul(velocity, -(steps * rate), out=out)
+        out.add_(weight)
+
+    def require(self, optimizer: Optimizer | None) -> None:
+        groups = optimizer.param_groups if isinstance(optimizer, SGD) else []
+        if not isinstance(optimizer, SGD) or any(not g["momentum"] or g["nesterov"] for g in groups):
+            found = type(optimizer).__name__
+            if isinstance(optimizer, SGD):
+                found += " without momentum" if any(not g["momentum"] for g in groups) else " with nesterov=True"
+            raise RuntimeFailure(
+                f"rule {self.name!r} predicts weights from SGD's momentum, W - s lr v, and has no formula for "
+                f"{found}; use torch.optim.SGD(momentum=0.9), or rule "
+                "'xpipe' with Adam or AdamW, or rule 'pipedream' with any optimizer"
+            )
+
+    def require_schedule(self, schedule: Schedule, zero: bool) -> None:
+        super().require_schedule(schedule, zero)
+        require_state_everywhere(self.name, schedule, zero)
+
+
+class AdamPrediction(VersionRule):
+    """The forward reads what Adam's moments, or Muon's, predict, the backward the newest weights.
+
+        reads W - s lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)        what Adam steps
+        reads W - s lr 0.2 sqrt(max(rows, columns)) NS(M)                     what Muon steps (ours, see `muon.py`)
+
+    m and v are Adam's moments after the t updates so far (nothing is predicted before the first), s the updates of
+    this copy of the stage that fall between the forward and the one that gathers its microbatch: the steps that W is
+    behind the weights to which the gradient will be applied. With one microbatch a window in PipeDream's order
+    s = N - k for stage k of N, k from 1, the paper's figure; `updates_ahead` reads it off any order. Weight decay is
+    not predicted.
+
+    Reference: Guan et al., "XPipe: efficient pipeline model parallelism for multi-GPU DNN training", 2019, and
+    PipeOptim (2023). The paper's own s for a window of several microbatches could not be verified; above is ours.
+    """
+
+    name = "xpipe"
+
+    def forward(self, spot: Spot) -> Read:
+        return Read(spot.newest, spot.ahead)
+
+    def backward(self, spot: Spot, forward: Read) -> Read:
+        return Read(spot.newest)
+
+    def ahead(self, schedule: Schedule, stage: int) -> Mapping[int, int]:
+        return updates_ahead(schedule, stage)
+
+    def most_steps(self, schedule: Schedule, stage: int) -> int:
+        return max(updates_ahead(schedule, stage).values(), default=0)
+
+    def predict(
+        self, out: Tensor, weight: Tensor, steps: int, rate: float, group: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
+        if group.get("kind") == MUON:
+            _predict_by_muon(out, weight, steps * rate, group, state)
+            return
+        t = float(state["step"]) if "step" in state else 0.0
+        if t == 0:
+            out.copy_(weight)
+            return
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        # In the order of torch's own step, so that one update ahead with the same moments is that step, to the bit.
+        denominator = state["exp_avg_sq"].sqrt().div_((1 - beta2**t) ** 0.5).add_(group["eps"])
+        torch.addcdiv(weight, state["exp_avg"], denominator, value=-(steps * (rate / (1 - beta1**t))), out=out)
+
+    def require(self, optimizer: Optimizer | None) -> None:
+        found = None
+        if isinstance(optimizer, MuonAdamW):
+            return
+        if not isinstance(optimizer, Adam):
+            found = type(optimizer).__name__
+        elif any(group["amsgrad"] for group in optimizer.param_groups):
+            found = f"{type(optimizer).__name__} with amsgrad=True"
+        if found is not None:
+            raise RuntimeFailure(
+                f"rule {self.name!r} predicts weights from Adam's two moments and has no formula for {found}; use "
+                "torch.optim.Adam, AdamW or penstock's MuonAdamW, or rule 'spectrain' with SGD's momentum, or rule "
+                "'pipedream' with any optimizer"
+            )
+
+    def require_schedule(self, schedule: Schedule, zero: bool) -> None:
+        super().require_schedule(schedule, zero)
+        require_state_everywhere(self.name, schedule, zero)
+
+
+def _predict_by_muon(
+    out: Tensor, weight: Tensor, rate: float, group: Mapping[str, Any], state: Mapping[str, Any]
+) -> None:
+    """Writes where Muon's next step leads whose gradient is the mean of those before: torch's own, from a copy."""
+    out.copy_(weight)
+    mean = state.get("momentum_buffer")
+    if mean is None:
+        return
+    there = Parameter(out)
+    there.grad = mean
+    own = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+    muon = Muon([there], lr=rate, weight_decay=0.0, **{name: group[name] for name in own})
+    muon.state[there]["momentum_buffer"] = mean.clone()
+    muon.step()
+
+
+class StashingNesterov(Stashing):
+    """Stashing that insists on NAdam.
+
+    The weights are read as under `pipedream`; what differs is the optimizer, NAdam with a momentum near one:
+
+        mu_t = b1 (1 - 0.5 * 0.96^(t psi))
+        m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
+        W <- W (1 - lr wd) - lr [(1 - mu_t) / (1 - prod mu) g + mu_(t+1) / (1 - prod mu * mu_(t+1)) m]
+                                / (sqrt(v / (1 - b2^t)) + eps)
+
+    with b1, b2 = 0.99, 0.999 and psi = 0.004. That is `torch.optim.NAdam(parameters, lr, betas=(0.99, 0.999),
+    momentum_decay=0.004, decoupled_weight_decay=True)`.
+
+    Reference: Ajanthan et al., "Nesterov method for asynchronous pipeline parallel optimization", 2025.
+    """
+
+    name = "vnag"
+
+    def require(self, optimizer: Optimizer | None) -> None:
+        if not isinstance(optimizer, NAdam):
+            raise RuntimeFailure(
+                f"rule {self.name!r} is PipeDream's stashing with NAdam, and the optimizer is "
+                f"{type(optimizer).__name__}; use torch.optim.NAdam(betas=(0.99, 0.999), momentum_decay=0.004, "
+                "decoupled_weight_decay=True), or rule 'pipedream' for any optimizer"
+            )
+
+
+class SlowedStashing(Stashing):
+    """Stashing with a lower rate where gradients are late.
+
+        lr / (1 + d)        on a stage of which an update comes at most d updates after the forwards that it gathers
+
+    In PipeDream's order with one microbatch a window d is p - k on stage k of p (k from 1): the first stage learns at
+    1/p of the rate, the last at all of it. XPipe's prediction goes by the lower rate, too. Weights whose gradients
+    are late oscillate about where they should be, the wider the higher the rate and the later the gradients.
+
+    `pipedream-lr` reads weights as `pipedream` does, `xpipe-lr` as `xpipe`. The quotient for a whole run is ours.
+    Rates that depend on a stage's delay are those of Yang et al., "PipeMare: asynchronous pipeline parallel DNN
+    training", 2021, where they last for the run's beginning. What was measured stands in `experiments/amdp/delay.py`.
+    """
+
+    name = "pipedream-lr"
+
+    def slowed(self, schedule: Schedule, stage: int) -> int:
+        return _versions(schedule, stage)
+
+
+class SlowedPrediction(AdamPrediction):
+    """XPipe's prediction with a lower rate where gradients are late."""
+
+    name = "xpipe-lr"
+
+    def slowed(self, schedule: Schedule, stage: int) -> int:
+        return _versions(schedule, stage)
+
+
+def _versions(schedule: Schedule, stage: int) -> int:
+    """One more than the updates that a gradient of the stage is late by at most."""
+    return 1 + max(updates_ahead(schedule, stage).values(), default=0)
+
 
 _KINDS: tuple[type[VersionRule], ...] = (
     Newest,

@@ -2,15 +2,33 @@
 
 Besides what `torch.fx.Proxy` records, changes in place are recorded as such: `x += y` is not `x = x + y`, as whoever
 else has `x` sees the change.
+
+Tests of what kind of thing a value is, which tracing would answer wrongly: `x is None`, `isinstance(x, Tensor)`.
+
+What stands for a value while a forward is traced is neither None nor a tensor, whatever the value would be. So each
+line of the user's code is looked at before it runs: where such a test meets a traced value, its answer must be known.
 """
 
 from __future__ import annotations
 
+import ast
+import builtins
+import dis
+import gc
+import inspect
 import operator
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import fx
+from torch.utils.checkpoint import checkpoint
+
+from penstock.runtime.stage.partitioning.place import SourceLine, is_users, line_of
 
 if TYPE_CHECKING:
     from penstock.runtime.stage.partitioning.recorder import Recorder
@@ -84,3 +102,175 @@ IN_PLACE = (
 
 for _each in IN_PLACE:
     setattr(Traced, f"__{_each.__name__}__", _in_place(_each))
+
+
+_QUESTIONS = {"isinstance", "type", "hasattr", "getattr", "callable", "is_tensor", "id"}
+_MISSING = object()
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+
+
+class KindTest(NamedTuple):
+    """A test in the source: `kind` is "is" or the name of a function; `of` is what is tested, `against` the rest."""
+
+    kind: str
+    of: ast.expr | None
+    against: ast.expr | None
+
+
+class Answers(NamedTuple):
+    """How a test of a traced value is answered.
+
+    Attributes:
+        refuse: called with what the line does and the line.
+        example: of a traced value: what it is, or is like; or nothing, where nobody knows.
+        suspended: a context in which nothing is recorded. recording: whether anything is.
+    """
+
+    refuse: Callable[[str, SourceLine | None], None]
+    example: Callable[[fx.Proxy], tuple[Any, ...]]
+    suspended: Callable[[], Any]
+    recording: Callable[[], bool]
+
+
+@contextmanager
+def watching(answers: Answers) -> Iterator[None]:
+    """Looks at every line of the user's code that runs inside; no garbage is collected, as that runs other code."""
+    before, collected = sys.gettrace(), gc.isenabled()
+    known: dict[CodeType, dict[int, list[KindTest]]] = {}
+
+    def on_line(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line" and answers.recording():
+            for test in known[frame.f_code].get(frame.f_lineno, ()):
+                _look(test, frame, answers)
+        return on_line
+
+    def on_call(frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if code is _CHECKPOINT and answers.recording():  # by whatever name the user has imported it
+            answers.refuse(
+                "recomputes activations (torch.utils.checkpoint), which is the schedule's part: penstock.passes",
+                line_of(frame),
+            )
+        if not is_users(code.co_filename):
+            return None
+        if code not in known:
+            known[code] = _tests_in(code)
+        return on_line if known[code] else None
+
+    gc.disable()
+    sys.settrace(on_call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        if collected:
+            gc.enable()
+
+
+def _look(test: KindTest, frame: FrameType, answers: Answers) -> None:
+    line = SourceLine(frame.f_code.co_filename, frame.f_lineno)
+    if test.kind == "global":
+        answers.refuse("sets a variable outside of it, which tracing would do once", line)
+    if test.of is None:
+        answers.refuse("asks what kind of thing a value is, and there is no source to read of what", line)
+        return
+    with answers.suspended():
+        value = _value(test.of, frame)
+        if test.kind == "is" and not isinstance(value, fx.Proxy) and test.against is not None:
+            value, test = _value(test.against, frame), KindTest("is", test.against, test.of)
+        if not isinstance(value, fx.Proxy):
+            return
+        examples = answers.example(value)
+        against = _MISSING if test.against is None else _value(test.against, frame)
+    if test.kind == "is" and against is None:
+        if not examples or examples[0] is None:
+            answers.refuse("asks whether what a layer returned is None, which is not known while tracing", line)
+        return
+    if examples and against is not _MISSING:
+        example = examples[0]
+        if test.kind == "isinstance" and isinstance(example, against) == isinstance(value, against):  # type: ignore[arg-type]
+            return
+        if test.kind in ("getattr", "hasattr") and isinstance(against, str) and hasattr(example, against):
+            return
+    answers.refuse("asks what kind of thing a value is, which tracing would answer wrongly", line)
+
+
+def _tests_in(code: CodeType) -> dict[int, list[KindTest]]:
+    """By line, the tests in a function's source, and where it sets a variable that is not its own."""
+    try:
+        lines, first = inspect.getsourcelines(code)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError, TypeError):
+        found = _tests_in_bytes(code)
+    else:
+        ast.increment_lineno(tree, max(first, 1) - 1)
+        found = {}
+        for test, line in _found(tree):
+            found.setdefault(line, []).append(test)
+    line = code.co_firstlineno
+    for each in dis.get_instructions(code):
+        line = each.starts_line or line
+        if each.opname == "STORE_GLOBAL" or (each.opname == "STORE_DEREF" and each.argval in code.co_freevars):
+            found.setdefault(line, []).append(KindTest("global", None, None))
+    return found
+
+
+def _tests_in_bytes(code: CodeType) -> dict[int, list[KindTest]]:
+    """The same where there is no source to read: of what, is not known."""
+    found: dict[int, list[KindTest]] = {}
+    line = code.co_firstlineno
+    for each in dis.get_instructions(code):
+        line = each.starts_line or line
+        named = each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and each.argval in _QUESTIONS
+        if named or each.opname == "IS_OP" or each.opname.endswith("_NONE"):
+            found.setdefault(line, []).append(KindTest("unread", None, None))
+    return found
+
+
+def _found(tree: ast.AST) -> Iterator[tuple[KindTest, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            left = node.left
+            for op, right in zip(node.ops, node.comparators, strict=True):
+                if isinstance(op, ast.Is | ast.IsNot):
+                    yield KindTest("is", left, right), node.lineno
+                left = right
+        elif isinstance(node, ast.Call) and node.args:
+            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            plain = isinstance(node.func, ast.Name) or name == "is_tensor"
+            if plain and name in _QUESTIONS:
+                yield KindTest(name, node.args[0], node.args[1] if len(node.args) > 1 else None), node.lineno
+
+
+def _value(expression: ast.expr, frame: FrameType) -> Any:
+    """What an expression is worth before its line runs; a traced value for whatever is made of one."""
+    if isinstance(expression, ast.Constant):
+        return expression.value
+    if isinstance(expression, ast.Name):
+        for scope in (frame.f_locals, frame.f_globals, vars(builtins)):
+            if expression.id in scope:
+                return scope[expression.id]
+        return _MISSING
+    if isinstance(expression, ast.Attribute):
+        base = _value(expression.value, frame)
+        if base is _MISSING or isinstance(base, fx.Proxy):
+            return base
+        try:
+            return getattr(base, expression.attr)
+        except Exception:
+            return _MISSING
+    if isinstance(expression, ast.Tuple):
+        return tuple(_value(each, frame) for each in expression.elts)
+    if isinstance(expression, ast.Subscript):
+        base, key = _value(expression.value, frame), _value(expression.slice, frame)
+        if isinstance(base, list | tuple | dict) and not isinstance(key, fx.Proxy):
+            try:
+                return base[key]
+            except Exception:
+                return _MISSING
+    inside = [_value(node, frame) for node in ast.walk(expression) if isinstance(node, ast.Name)]
+    return next((value for value in inside if isinstance(value, fx.Proxy)), _MISSING)
+
+
+A_TENSOR = torch.empty(0)
+"""Like any tensor, for tests of its kind."""

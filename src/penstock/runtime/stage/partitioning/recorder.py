@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.runtime.stage.partitioning.kinds import A_TENSOR, Answers, watching
 from penstock.runtime.stage.partitioning.place import SourceLine, Untraceable, here, line_of_error
-from penstock.runtime.stage.partitioning.proxies import Traced
+from penstock.runtime.stage.partitioning.proxies import A_TENSOR, Answers, Traced, watching
 from penstock.runtime.tensors.pytree import Skeleton, unflatten
 
 MODEL = "model"

@@ -32,7 +32,7 @@ from torch.library import Library, register_fake
 from penstock.runtime.stage.split_backward.stage import SplitError
 
 if TYPE_CHECKING:
-    from penstock.runtime.stage.split_backward.rule import SplitRule
+    from penstock.runtime.stage.split_backward.rules import SplitRule
     from penstock.runtime.stage.split_backward.slot import Slot
     from penstock.runtime.stage.split_backward.tape import Tape
 

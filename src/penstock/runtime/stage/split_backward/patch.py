@@ -15,10 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.stage.split_backward.conv import ConvRule
-from penstock.runtime.stage.split_backward.embedding import EmbeddingRule
-from penstock.runtime.stage.split_backward.linear import Conv1DRule, LinearRule
-from penstock.runtime.stage.split_backward.rule import SplitRule
+from penstock.runtime.stage.split_backward.rules import Conv1DRule, ConvRule, EmbeddingRule, LinearRule, SplitRule
 from penstock.runtime.stage.split_backward.slot import Slot, recording
 from penstock.runtime.stage.split_backward.stage import SplitStage
 from penstock.runtime.tensor_parallel import ColumnLinear, OnShard, RowLinear, VocabularyEmbedding, VocabularyLinear

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.stage.split_backward.cast import autocast
 from penstock.runtime.stage.split_backward.compiled import COMPILED_MERGE_WORK, call_in_graph, tap_for
-from penstock.runtime.stage.split_backward.defer import Deferred
-from penstock.runtime.stage.split_backward.rule import SplitRule
+from penstock.runtime.stage.split_backward.defer import Deferred, autocast
+from penstock.runtime.stage.split_backward.rules import SplitRule
 from penstock.runtime.stage.split_backward.share import COMPILED, HOOKED, HOOKED_MODULE, TOO_SMALL, UNKNOWN
 from penstock.runtime.stage.split_backward.stage import SplitStage
 from penstock.runtime.tensor_parallel import OnShard

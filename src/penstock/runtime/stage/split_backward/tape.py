@@ -10,20 +10,153 @@ the graph is gone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from penstock.runtime.stage.autograd import run_backward
-from penstock.runtime.stage.split_backward.accumulate import Accumulator
+from penstock.runtime.stage.split_backward.rules import Workspace
+from penstock.runtime.stage.split_backward.share import HOOKED, USED_OTHERWISE
 from penstock.runtime.stage.split_backward.slot import Slot, recording
-from penstock.runtime.stage.split_backward.stage import SplitError, SplitStage
-from penstock.runtime.stage.split_backward.uses import find_uses
-from penstock.runtime.tensors.dtensor import local
+from penstock.runtime.stage.split_backward.stage import ACCUMULATE, SplitError, SplitStage
+from penstock.runtime.tensors.dtensor import as_shard, local
+
+Part = tuple[Hashable | None, Tensor]
+
+
+class Accumulator:
+    """Sums what one microbatch gives a parameter, and adds that sum to `.grad` once; of a DTensor, this rank's part.
+
+    `uses` counts the gradients that will come for each parameter, by id; they come last use first. Autograd,
+    too, adds the uses of a parameter to each other first, in the order of I, and the sum to `.grad` afterwards. Uses
+    of one cast of a parameter are added in the type of the cast.
+    """
+
+    def __init__(self, uses: Mapping[int, int]) -> None:
+        self._uses = uses
+        self._parts: dict[int, list[Part]] = {}
+        self._workspace = Workspace()
+
+    def workspace(self, p: Tensor) -> Workspace | None:
+        """Where a gradient of `p` may be computed, unless it will be kept."""
+        return self._workspace if p.grad is not None and self._uses.get(id(p)) == 1 else None
+
+    def add(self, p: Tensor, grad: Tensor, cast: Hashable | None) -> None:
+        """Take one gradient of `p`, that came through a cast of it or not; with the last of them, `.grad` changes."""
+        if self._uses[id(p)] > 1:
+            parts = self._parts.setdefault(id(p), [])
+            parts.append((cast, grad))
+            if len(parts) < self._uses[id(p)]:
+                return
+            del self._parts[id(p)]
+            grad = _sum(parts, p.dtype)
+        if grad.dtype != p.dtype:
+            grad = grad.to(p.dtype)
+        part = local(p)
+        if p.grad is not None:
+            local(p.grad).add_(grad)
+        elif grad.stride() == part.stride():
+            p.grad = as_shard(grad, p)
+        else:
+            p.grad = as_shard(torch.empty_like(part).copy_(grad), p)
+
+
+def _sum(parts: list[Part], dtype: torch.dtype) -> Tensor:
+    parts.reverse()
+    left = Counter(cast for cast, _ in parts)
+    sums: dict[Hashable, Tensor] = {}
+    total: Tensor | None = None
+    for cast, grad in parts:
+        if cast is not None:
+            left[cast] -= 1
+            grad = sums[cast] + grad if cast in sums else grad
+            if left[cast]:
+                sums[cast] = grad
+                continue
+        grad = grad.to(dtype)
+        total = grad if total is None else total + grad
+    assert total is not None
+    return total
+
+
+@dataclass
+class Uses:
+    """Attributes:
+    owners: of each deferred module in the graph its parameters, by id.
+    counts: by a parameter's id, how often deferred modules use it.
+    others: the parameters used in any other way, by id.
+
+    An embedding whose table is also the head's weight, in a custom module, say. Autograd adds both gradients to
+    each other before it adds them to `.grad`; with one of them waiting for W the sum would be grouped otherwise.
+    Such a parameter is left to I. Every microbatch may have another graph, so each is searched, just before its I.
+    """
+
+    owners: dict[Slot, set[int]] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    others: set[int] = field(default_factory=set)
+
+    def deferred(self, slot: Slot, node: Any) -> None:
+        """A deferred module uses the parameter of a node."""
+        p = slot.stage.watch(node)
+        self.owners.setdefault(slot, set()).add(p)
+        self.counts[p] = self.counts.get(p, 0) + 1
+
+    def not_to_defer(self) -> set[Slot]:
+        """The modules that have a parameter with another use, or one that somebody waits for; and those that share
+        a parameter with one of these.
+        """
+        found = {slot for slot, p in self.owners.items() if slot.stage.hooked(p)}
+        for slot in found:
+            slot.reason = HOOKED
+        spread = bool(found or self.others)
+        others = self.others.union(*(self.owners[slot] for slot in found))
+        while spread:
+            spread = False
+            for slot, parameters in self.owners.items():
+                if slot not in found and parameters & others:
+                    found.add(slot)
+                    slot.reason = USED_OTHERWISE
+                    others |= parameters
+                    spread = True
+        return found
+
+
+def find_uses(outputs: Iterable[Tensor]) -> Uses:
+    """Searches the graph behind some outputs."""
+    uses = Uses()
+    pending: list[Any] = []
+    for y in outputs:
+        if y.grad_fn is None:
+            uses.others.add(id(y))
+        else:
+            pending.append(y.grad_fn)
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        edges: Any = node.next_functions
+        if isinstance(node, BackwardCFunction) and isinstance(slot := getattr(node, "slot", None), Slot):
+            for following, _ in edges[1:]:
+                if following is not None:
+                    while type(following) is not ACCUMULATE:  # its cast, its transpose
+                        following = following.next_functions[0][0]
+                    uses.deferred(slot, following)
+            edges = edges[:1]
+        for following, _ in edges:
+            if type(following) is ACCUMULATE:
+                uses.others.add(id(following.variable))
+            elif following is not None:
+                pending.append(following)
+    return uses
 
 
 class Phase(Enum):
