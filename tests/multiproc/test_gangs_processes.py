@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gang_runs as runs
 import penstock as ps
-from penstock.runtime.mesh.groups import groups_of_processes
+from penstock.runtime.mesh.peers import groups_of_processes
 from processes import run_ranks
 from tiers import chosen
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.mesh.collective import AllGather, AllReduce, Broadcast, Collective, Reduce, ReduceScatter
-from penstock.runtime.mesh.failure import is_late
+from penstock.runtime.mesh.process_group import is_late
 from penstock.runtime.transport.failover.gloo_groups import GlooDevice
 
 NUM_RANKS = 3

@@ -12,8 +12,7 @@ from penstock.control.configuration import peaks
 from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Constant
 from penstock.runtime.emulation.backend import EmulatedBackend
-from penstock.runtime.emulation.mesh import EmulatedMesh
-from penstock.runtime.emulation.ring import EmulatedRing
+from penstock.runtime.emulation.mesh import EmulatedMesh, EmulatedRing
 from penstock.runtime.errors import DeadlineExceeded
 from penstock.runtime.transport.conditioned import Conditions
 

@@ -7,11 +7,18 @@ import signal
 import pytest
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
-from penstock.runtime.launch.cause import End, exit_code, explain, root_cause
-from penstock.runtime.launch.message import ranks
-from penstock.runtime.launch.peer_loss import LossKind, loss_of
-from penstock.runtime.launch.report import FailureKind, FailureReport
-from penstock.runtime.launch.reporter import report_failure
+from penstock.runtime.launch.child import report_failure
+from penstock.runtime.launch.failures import (
+    End,
+    FailureKind,
+    FailureReport,
+    LossKind,
+    exit_code,
+    explain,
+    loss_of,
+    ranks,
+    root_cause,
+)
 
 pytestmark = pytest.mark.unit
 

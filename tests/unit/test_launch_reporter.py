@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
-from penstock.runtime.launch.report import FailureReport
-from penstock.runtime.launch.reporter import StoreDesk
+from penstock.runtime.launch.child import StoreDesk
+from penstock.runtime.launch.failures import FailureReport
 
 
 class Unreachable:

@@ -28,7 +28,7 @@ from penstock.passes import (
     retime,
     separate_gradients,
 )
-from penstock.runtime.mesh.consistency import schedule_digest
+from penstock.runtime.mesh.peers import schedule_digest
 from penstock.schedule import declare_shown_order
 from plain_loop import differences
 from runtime_cases import W

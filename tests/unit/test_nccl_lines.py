@@ -10,7 +10,7 @@ import pytest
 
 import penstock as ps
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
-from penstock.runtime.mesh.failure import explain
+from penstock.runtime.mesh.process_group import explain
 from penstock.runtime.transport.nccl import OnALine, lines_of, require_queues
 from penstock.runtime.transport.wiring import wire
 

@@ -15,7 +15,7 @@ import penstock as ps
 from penstock import renamed
 from penstock.cost import LinkCondition
 from penstock.planning.program_search import search_space
-from penstock.runtime.mesh.consistency import schedule_digest
+from penstock.runtime.mesh.peers import schedule_digest
 from penstock.schedule.short_repr import short_repr
 
 pytestmark = pytest.mark.unit

@@ -20,7 +20,7 @@ from test_steering_helms import COSTS, HEALTHY, LATE, NUM_RANKS, START, Group, g
 
 import penstock as ps
 from penstock.control import Sensitivity
-from penstock.runtime.adapt.controller_process import ControllerProcess
+from penstock.runtime.adapt.coordinator import ControllerProcess
 from penstock.runtime.adapt.run_log import CONTROL, ITERATIONS, TIMELINES, RunLog
 from penstock.runtime.adapt.store import InProcessStore, StoreLost, open_store
 from stores import Server, running
@@ -153,7 +153,7 @@ def stands_still(server: Server) -> None:
 
 @pytest.mark.slow
 def test_a_store_that_stands_still_holds_no_call_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runtime.adapt.store.tcp.CONNECT", 0.5)
+    monkeypatch.setattr("penstock.runtime.adapt.store.CONNECT", 0.5)
     with running("tcp") as server:
         store = open_store(server.address)
         stands_still(server)

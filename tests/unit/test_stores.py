@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.adapt.store import InProcessStore, Store, StoreLost, open_store
-from penstock.runtime.adapt.store_client import StoreClient
+from penstock.runtime.adapt.store import InProcessStore, Store, StoreClient, StoreLost, open_store
 from penstock.train.checks import SettingsError
 from penstock.train.settings import Settings
 from stores import Server, free_port, running

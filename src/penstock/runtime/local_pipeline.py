@@ -39,9 +39,8 @@ from penstock.runtime.execute.step_executor import StepExecutor
 from penstock.runtime.execute.torch_devices import TorchDevices
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.lifetime import Lifetime
-from penstock.runtime.mesh.consistency import require_same, schedule_digest
 from penstock.runtime.mesh.nodes import Nodes
-from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.mesh.peers import GroupPeers, require_same, schedule_digest
 from penstock.runtime.mesh.process_mesh import read_mesh
 from penstock.runtime.parameters.data_parallel import reductions_of, with_reductions, without_reductions
 from penstock.runtime.parameters.late_rings import LateRing

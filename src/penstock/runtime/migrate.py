@@ -23,9 +23,8 @@ from penstock.control import Reranking
 from penstock.control.orchestrator import Orchestrator
 from penstock.cost import Mesh
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.nodes import Nodes
+from penstock.runtime.mesh.nodes import Nodes, device_mesh, end_groups
 from penstock.runtime.mesh.probe import probe
-from penstock.runtime.mesh.torch_mesh import device_mesh, end_groups
 from penstock.runtime.pipeline import Pipeline
 
 Make = Callable[[Any], Pipeline]

@@ -38,8 +38,8 @@ from penstock.runtime.execute.step_result import StepEnd, StepResult
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
 from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.local_pipeline import LocalPipeline
-from penstock.runtime.mesh.consistency import require_same
-from penstock.runtime.mesh.torch_mesh import device_mesh_of, end_groups
+from penstock.runtime.mesh.nodes import device_mesh_of, end_groups
+from penstock.runtime.mesh.peers import require_same
 from penstock.runtime.parameters.given_optimizer import goes_on_as, kept_groups, require_alike
 from penstock.runtime.parameters.late_rings import probed_besides
 from penstock.runtime.parameters.optimizer_state import GivenOptimizer, gradient_bytes

@@ -135,7 +135,7 @@ class RunSettings(Travel):
 
     def to_json(self) -> str:
         """All but the store's password, which whoever goes on with the run gives again."""
-        from penstock.runtime.adapt.store.store import without_password  # here, for settings are read before torch is
+        from penstock.runtime.adapt.store import without_password  # here, for settings are read before torch is
 
         values = dataclasses.asdict(self)
         if self.store is not None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt.store import StoreLost, open_store
 from penstock.runtime.launch import FIRST_OPTIMIZER, RankOrder, WaitingServer, launch
-from penstock.runtime.launch.port import listen
+from penstock.runtime.launch.parent import listen
 from penstock.runtime.mesh.interfaces import local_addresses
 from penstock.train.checks import SettingsError
 from penstock.train.transport_settings import Travel

@@ -7,7 +7,7 @@ import signal
 import time
 from types import FrameType, TracebackType
 
-from penstock.runtime.launch.signals import handled
+from penstock.runtime.launch.parent import handled
 
 SAME = 1.0
 """Seconds in which a second signal counts as the same wish: a terminal and a launcher may both pass it on."""

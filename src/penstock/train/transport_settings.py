@@ -62,7 +62,7 @@ class Travel:
                 f"--adapt delegates single links of --transport {' or '.join(BASE)}, not of {self.transport}"
             )
         if self.store is not None and STORES.fullmatch(self.store) is None:
-            from penstock.runtime.adapt.store.store import without_password  # here, for it imports torch
+            from penstock.runtime.adapt.store import without_password  # here, for it imports torch
 
             shown = without_password(self.store)
             raise SettingsError(f"store {shown!r}: write redis://HOST:PORT or tcp://HOST:PORT")

@@ -7,24 +7,29 @@ news from the training: switched, dropped, not all have it -+
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from statistics import median
+from typing import IO, Any
 
-from penstock.control import Configuration, Event, Job, Switched
+from penstock.control import Configuration, Event, Job, Sensitivity, Switched
 from penstock.control.advice import Unanswered
-from penstock.control.log import event_line
+from penstock.control.log import event_line, header
 from penstock.cost import Costs, Mesh
-from penstock.runtime.adapt.controller_process import ControllerProcess
-from penstock.runtime.adapt.first_costs import FIRST, MeasuredCosts
 from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.report import RankReport, ReportCollector, lines_of
 from penstock.runtime.adapt.run_log import RunLog
-from penstock.runtime.adapt.store_client import StoreClient
+from penstock.runtime.adapt.store import StoreClient
+from penstock.runtime.errors import RuntimeFailure
 
 WAIT = 0.05
 """Seconds that one look at the reports may last."""
@@ -250,3 +255,126 @@ class Coordinator:
         if plan is not None:
             for first in processes:
                 line.push(self._queue(first), plan.to_json())
+
+
+FIRST, COUNT = 2, 3
+"""The first iterations are left out (memory is allotted and channels get to know each other); then so many count."""
+
+
+class MeasuredCosts:
+    """Gathers op times until there are enough."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
+        self._times: dict[tuple[str, int], list[float]] = {}
+        self._num_seen = 0
+
+    def feed(self, reports: Sequence[RankReport]) -> Costs | None:
+        """Takes an iteration's reports; returns the costs when they suffice."""
+        self._num_seen += 1
+        if self._num_seen <= FIRST:
+            return None
+        for report in reports:
+            for kind, stage, _, start, end in report.ops:
+                self._times.setdefault((kind, stage), []).append(end - start)
+        return self.costs() if self._num_seen >= FIRST + COUNT else None
+
+    def costs(self) -> Costs:
+        """Milliseconds. Where a stage ran only full backwards, half of one counts for I and half for W."""
+        middle = {key: median(times) for key, times in self._times.items()}
+        stages = range(self._num_stages)
+        full = [middle.get(("B", s), middle.get(("I", s), 0.0) + middle.get(("W", s), 0.0)) for s in stages]
+        return Costs(
+            f=[middle.get(("F", s), 0.0) for s in stages],
+            i=[middle.get(("I", s), full[s] / 2) for s in stages],
+            w=[middle.get(("W", s), full[s] / 2) for s in stages],
+            b=full,
+        )
+
+
+END = 2.0
+"""Seconds that the process has to end by itself."""
+
+
+class ControllerProcess:
+    """A running controller.
+
+    A decision simulates all that could run. In a thread of rank 0 that would keep the interpreter's lock from the
+    rank's ops; here it runs beside, at a lower priority.
+
+    Args:
+        take: called, in a thread, with every line of its output: the log's, and records.
+        ended: called where the process ends though nobody closed it, with the reason.
+
+    Raises:
+        RuntimeFailure: the process cannot be started.
+    """
+
+    def __init__(
+        self, job: Job, sensitivity: Sensitivity, take: Callable[[str], None], ended: Callable[[str], None]
+    ) -> None:
+        self._take, self._ended = take, ended
+        self._closed = False
+        path = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "penstock.control"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+                # The terminal's Ctrl-C is for the ranks; a launcher finds what is in their session.
+                process_group=0,
+            )
+        except OSError as error:
+            raise RuntimeFailure(f"the controller's process cannot be started: {error.strerror}") from None
+        self._write(header(job, sensitivity))
+        self._reader = threading.Thread(target=self._read, name="penstock-decider", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    def feed(self, *lines: str) -> None:
+        """Hands on events, as lines of the log, and records, which come back with their simulated time. Waits where
+        the process is far behind.
+        """
+        self._write("\n".join(lines))
+
+    def close(self) -> None:
+        """Ends the process, with what it was doing, and the thread that reads its words."""
+        self._closed = True
+        late = threading.Timer(END, self._process.kill)
+        late.start()
+        with contextlib.suppress(OSError, ValueError):
+            self._input.close()
+        self._process.wait()
+        late.cancel()
+        self._reader.join(END)
+
+    @property
+    def _input(self) -> IO[str]:
+        assert self._process.stdin is not None, "it was started with a pipe"
+        return self._process.stdin
+
+    def _write(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # its end is told by the reader
+            self._input.write(line + "\n")
+            self._input.flush()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None, "it was started with a pipe"
+        with self._process.stdout as lines:
+            try:
+                for line in lines:
+                    self._take(line.rstrip("\n"))
+            except Exception as error:
+                # Nobody reads what it says from here on: it would stand still, and whoever feeds it, too.
+                self._process.kill()
+                reason = f"what the controller said could not be taken in: {error!r}"
+            else:
+                reason = f"the controller's process ended with exit code {self._process.wait()}"
+        if not self._closed:
+            self._ended(reason)

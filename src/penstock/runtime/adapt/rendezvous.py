@@ -15,8 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.runtime.adapt.store import InProcessStore, Store, StoreLost, open_store
-from penstock.runtime.adapt.store.tcp import TcpStore
+from penstock.runtime.adapt.store import InProcessStore, Store, StoreLost, TcpStore, open_store
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.clock import ahead_of_first, clock_name
 from penstock.runtime.mesh.interfaces import addresses_for, listen, local_addresses, named, network_name

@@ -8,17 +8,16 @@ kill at any moment keeps the last good one; checksums find what a disk did to it
 
 saving           a pipeline's, all ranks or none      training_state   a pipeline's state as plain named tensors
 state_transfer   from pipeline to pipeline, no disk   user_state       what else has a `state_dict`
-folder, index, shard, writing, reader, exporting      the files       plain, optimizer   values as named tensors
+folder, index, shard, writing, reader                 the files       plain, optimizer   values as named tensors
 """
 
-from penstock.runtime.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from penstock.runtime.checkpoint.exporting import export
 from penstock.runtime.checkpoint.folder import candidates, complete, latest, set_aside, step_of
 from penstock.runtime.checkpoint.index import JSON, VERSION
 from penstock.runtime.checkpoint.optimizer import optimizer_tensors, stage_optimizer
 from penstock.runtime.checkpoint.plain import AS_JSON, digest_of, pack, unpack
 from penstock.runtime.checkpoint.reader import Kind, Reader, TensorSource, match
-from penstock.runtime.checkpoint.writing import UNWRITTEN, write
+from penstock.runtime.checkpoint.writing import UNWRITTEN, export, write
+from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 
 __all__ = [
     "AS_JSON",

@@ -15,9 +15,9 @@ import re
 import shutil
 from pathlib import Path
 
-from penstock.runtime.checkpoint.errors import CheckpointError
 from penstock.runtime.checkpoint.index import INDEX, STEP, NewerVersion
 from penstock.runtime.checkpoint.reader import Reader
+from penstock.runtime.errors import CheckpointError
 
 __all__ = [
     "candidates",

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.runtime.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from penstock.runtime.checkpoint.shard import DTYPES
+from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 
 __all__ = ["INDEX", "JSON", "STEP", "IndexEntry", "Index", "compact", "read_regular", "shard_name"]
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from penstock.runtime.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from penstock.runtime.checkpoint.index import JSON
 from penstock.runtime.checkpoint.plain import pack, unpack
 from penstock.runtime.checkpoint.reader import TensorSource
+from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 from penstock.runtime.tensors.dtensor import local, own_shard
 
 __all__ = ["optimizer_tensors", "stage_optimizer"]

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from penstock.runtime.checkpoint.errors import CheckpointError
 from penstock.runtime.checkpoint.shard import as_bytes, check_tensor
+from penstock.runtime.errors import CheckpointError
 
 __all__ = ["AS_JSON", "digest_of", "pack", "unpack"]
 

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.runtime.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from penstock.runtime.checkpoint.index import INDEX, JSON, STEP, Index, IndexEntry, read_regular
 from penstock.runtime.checkpoint.shard import DTYPES, checksum
+from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 
 __all__ = ["Kind", "Reader", "TensorSource", "match", "problem_of"]
 

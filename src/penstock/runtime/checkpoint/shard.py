@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.runtime.checkpoint.errors import CheckpointError
+from penstock.runtime.errors import CheckpointError
 
 __all__ = ["DTYPES", "TensorSpec", "as_bytes", "by_alignment", "check_tensor", "checksum", "dtype_code", "write_file"]
 

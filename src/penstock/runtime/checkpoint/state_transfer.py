@@ -21,8 +21,8 @@ from torch import Tensor
 from penstock.runtime.checkpoint import VERSION, CheckpointError, Kind
 from penstock.runtime.checkpoint.training_state import MODEL, state_of
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.failure import explain
 from penstock.runtime.mesh.peers import GroupPeers, Peers
+from penstock.runtime.mesh.process_group import explain
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 
 

@@ -6,7 +6,7 @@
     mesh: replicas of that pipeline, and rings that add up their gradients by the clock
 
 backend     what an op takes: handlers and costs       emulated_run, processes   one call for a whole run
-ring        the sum over replicas
+mesh        replicas, and the rings of their sums      pipeline                  stepped, switched and steered
 
 What a rank decides, how its messages travel, where ranks meet and how a run is measured and steered is the runtime's
 own (`execute/`, `transport/`, `adapt/`). What is here besides the handlers, and why:

@@ -30,9 +30,14 @@ from penstock.runtime.execute.step_executor import StepExecutor
 from penstock.runtime.execute.threads import RankThreads
 from penstock.runtime.execute.timeline import measured_of, measured_timeline
 from penstock.runtime.execute.worker import Worker
-from penstock.runtime.mesh.consistency import require_same, schedule_digest
-from penstock.runtime.mesh.groups import meeting_groups
-from penstock.runtime.mesh.peers import GroupPeers, LocalPeers, peers_of
+from penstock.runtime.mesh.peers import (
+    GroupPeers,
+    LocalPeers,
+    meeting_groups,
+    peers_of,
+    require_same,
+    schedule_digest,
+)
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportOptions

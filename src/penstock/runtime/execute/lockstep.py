@@ -23,11 +23,9 @@ import torch
 import torch.distributed as dist
 
 from penstock.dispatch import Dispatch, Dispatcher, Graph
-from penstock.runtime.mesh.failure import explain
-from penstock.runtime.mesh.groups import groups_of_processes
-from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.mesh.peers import GroupPeers, groups_of_processes
+from penstock.runtime.mesh.process_group import WeakGroup, explain
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.mesh.weak_group import WeakGroup
 
 _TAG = 1
 """Of decisions, among messages of the shards' group."""

@@ -20,8 +20,7 @@ from torch import Tensor
 from penstock.runtime.adapt import Agent, Offer
 from penstock.runtime.execute.active_plan import ActivePlan
 from penstock.runtime.execute.notices import Notices
-from penstock.runtime.mesh.consistency import require_same
-from penstock.runtime.mesh.peers import MeshPeers
+from penstock.runtime.mesh.peers import MeshPeers, require_same
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.ops import StageRunner

@@ -2,7 +2,7 @@
 
     parent --> fork server --launch_env--> rank 0, rank 1, ...   child: init_process, lifeline (ends with its parent)
        ^                                        |
-       +---- report: the uncaught exception of each, of which `cause` picks the first
+       +---- report: the uncaught exception of each, of which `failures` picks the first
 
 Ranks are forked from one process, which has loaded torch and what they need of Penstock once; `penstock train`, which
 has loaded that too, forks that process itself (`WaitingServer`).
@@ -11,10 +11,9 @@ exception in a file and prints nothing; the parent, which sees every end, prints
 """
 
 from penstock.runtime.launch.ahead import RankOrder, WaitingServer
-from penstock.runtime.launch.child import init_process, watch
+from penstock.runtime.launch.child import init_process, report_failure, watch
+from penstock.runtime.launch.failures import LossKind, loss_of
 from penstock.runtime.launch.parent import FIRST_OPTIMIZER, launch
-from penstock.runtime.launch.peer_loss import LossKind, loss_of
-from penstock.runtime.launch.reporter import report_failure
 
 __all__ = [
     "FIRST_OPTIMIZER",

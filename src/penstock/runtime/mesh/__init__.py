@@ -6,9 +6,7 @@
      v                                     (tp: each cell is several processes, with a shard of each layer)
 
 process_mesh   where this process lies       peers         sums, gathers and barriers among ranks, with deadlines
-device_mesh    groups for nodes on a mesh    groups        groups of some ranks, made by all in one order
-probe          what links take by themselves consistency   whether all ranks were asked the same
-interfaces     the addresses of this host    failure       what a process group's errors mean
-weak_group     a group that is used and not kept alive
-clock          how far the clocks of two hosts are apart
+nodes          nodes of a device mesh        process_group a group that is not kept alive, and its errors
+probe          what links take by themselves collective    sums that may be done again on another group
+interfaces     the addresses of this host    clock         how far the clocks of two hosts are apart
 """

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.cost import Mesh
+from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.process_mesh import PIPELINE, REPLICAS, SHARDS
 
 
@@ -56,3 +58,59 @@ class Nodes:
     def is_everything(self) -> bool:
         """Whether no process of torch.distributed lies outside."""
         return sum(map(len, self.processes)) == dist.get_world_size()
+
+
+def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
+    """The device mesh of a placement: dimensions pp, dp and tp. Every process must call it.
+
+    torch sorts the processes of a group. So `DeviceMesh("cpu", [[3, 1], [2, 0]])` says that process 3 lies at (0, 0),
+    and calls it the second of its group. Where nodes lie in any order, groups are made first, unsorted, and the mesh
+    then.
+
+    Args:
+        mesh: sizes, and the node at each place.
+        device_type: cpu or cuda.
+
+    Raises:
+        RuntimeFailure: torch.distributed has another number of processes.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> ps.runtime.device_mesh(ps.Mesh(pp=1, dp=1)).mesh_dim_names
+        ('pp', 'dp', 'tp')
+        >>> dist.destroy_process_group()
+    """
+    layout = torch.tensor(mesh.processes())
+    if layout.numel() != dist.get_world_size():
+        raise RuntimeFailure(
+            f"a mesh of {mesh.pp} x {mesh.dp} x {mesh.tp} has {layout.numel()} processes, torch.distributed has "
+            f"{dist.get_world_size()}; start as many or change pp, dp or tp"
+        )
+    return device_mesh_of(layout, device_type)
+
+
+def device_mesh_of(layout: torch.Tensor, device_type: str = "cpu") -> DeviceMesh:
+    """The device mesh of all processes, by rank, replica and shard. Every process must call it."""
+    made: list[Any] = [_group_of(layout, dim) for dim in range(layout.ndim)]
+    return DeviceMesh.from_group(made, device_type, mesh=layout, mesh_dim_names=(PIPELINE, REPLICAS, SHARDS))
+
+
+def _group_of(layout: torch.Tensor, dim: int) -> dist.ProcessGroup:
+    """The group of this process along a dimension; all processes make all groups, in one order."""
+    mine = None
+    for row in layout.movedim(dim, -1).reshape(-1, layout.shape[dim]).tolist():
+        group = dist.new_group(row, sort_ranks=False)
+        if dist.get_rank() in row:
+            mine = group
+    assert isinstance(mine, dist.ProcessGroup)  # every process lies on every dimension
+    return mine
+
+
+def end_groups(mesh: DeviceMesh) -> None:
+    """Ends the groups of a mesh that `device_mesh` has made, and those groups alone."""
+    for name in mesh.mesh_dim_names or ():
+        group = mesh.get_group(name)
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.mesh.failure import explain
+from penstock.runtime.mesh.process_group import explain
 
 TRIPS = 3
 """Round trips of which the shortest counts."""

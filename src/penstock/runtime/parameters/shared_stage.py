@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.groups import groups_of, groups_of_processes
-from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.mesh.peers import GroupPeers, groups_of, groups_of_processes
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.stage import Stage
 from penstock.schedule import Placement

@@ -16,8 +16,9 @@ from penstock.runtime.tensor_parallel.modules import (
     RowLinear,
     VocabularyEmbedding,
     VocabularyLinear,
+    shard_of,
+    span,
 )
-from penstock.runtime.tensor_parallel.part import shard_of, span
 from penstock.runtime.tensor_parallel.sharding import Shardable, Sharding
 
 __all__ = [

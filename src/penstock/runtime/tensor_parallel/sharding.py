@@ -4,23 +4,57 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensor_parallel.collectives import entered
-from penstock.runtime.tensor_parallel.local_rng import Apart
 from penstock.runtime.tensor_parallel.modules import (
     ColumnLinear,
     OnShard,
     RowLinear,
     VocabularyEmbedding,
     VocabularyLinear,
+    shard_of,
 )
-from penstock.runtime.tensor_parallel.part import shard_of
+from penstock.runtime.tensors.rng import mix, seed_generators
 
-__all__ = ["Shardable", "Sharding"]
+__all__ = ["Apart", "Shardable", "Sharding"]
+
+
+class Apart:
+    """The generators of one region, between its beginning and its end.
+
+    all alike ... begin | each its own ... end | all alike, from where they were at begin
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._device = torch.device("cpu")
+        self._found: list[Tensor] = []
+
+    def begin(self, device: torch.device) -> None:
+        """Seeds the generators for this rank alone, from a number that all draw alike.
+
+        What a region left that did not come to its end is forgotten: an error, or a checkpoint that had recomputed
+        all it needed, has put the generators back by itself.
+        """
+        drawn = int(torch.randint(1 << 62, ()))
+        self._device = device
+        self._found = [torch.get_rng_state()]
+        if device.type == "cuda":
+            self._found.append(torch.cuda.get_rng_state(device))
+        seed_generators(mix(drawn, self._mesh.get_local_rank()), device)
+
+    def end(self) -> None:
+        """Puts the generators back, if the region began with drawing apart."""
+        if self._found:
+            torch.set_rng_state(self._found[0])
+        if len(self._found) > 1:
+            torch.cuda.set_rng_state(self._found[1], self._device)
+        self._found = []
 
 
 @runtime_checkable

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.errors import DeadlineExceeded
-from penstock.runtime.mesh.failure import explain
-from penstock.runtime.mesh.weak_group import WeakGroup
+from penstock.runtime.mesh.process_group import WeakGroup, explain
 from penstock.runtime.transport.inbox import THREADS_WAIT, Inbox
 
 LINGER = 5.0

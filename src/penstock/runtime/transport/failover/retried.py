@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.collective import Collective
-from penstock.runtime.mesh.failure import is_late, is_of_a_group
+from penstock.runtime.mesh.process_group import is_late, is_of_a_group
 
 
 class Service(Protocol):

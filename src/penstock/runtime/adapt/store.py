@@ -1,0 +1,421 @@
+"""Where ranks leave messages for each other beside the training: queues in this process, a TCPStore, or Redis.
+
+    rank 3 --push("to-0", report)--> | to-0 | --pop("to-0")--> rank 0
+
+A store is named queues of bytes that every rank reaches, and that may be gone for a while. Training never waits for
+it: what is lost with a store is lost. `StoreClient` tries again, and knows for how long the store has not answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import struct
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from penstock.runtime.errors import RuntimeFailure
+
+
+class StoreLost(RuntimeFailure):
+    """The store does not answer, now; the next call tries to reach it again."""
+
+
+class Store(Protocol):
+    """One connection, for one thread. Every call raises StoreLost where the store cannot be reached.
+
+    A store that stands still without closing its connections holds a call for some seconds longer than asked, and
+    then counts as one that cannot be reached.
+    """
+
+    def push(self, queue: str, value: bytes) -> None:
+        """Adds a value to the end of a queue."""
+
+    def pop(self, queue: str, timeout: float) -> bytes | None:
+        """Takes the first value of a queue; None where none comes within `timeout` seconds."""
+
+    def another(self) -> Store:
+        """A connection for another thread."""
+
+    def close(self) -> None:
+        """Ends the connection; any thread may do that. A call under way, and all after it, raise StoreLost."""
+
+
+def without_password(address: str) -> str:
+    """The address without the name and the password in it, whatever else is wrong with it."""
+    scheme, mark, rest = address.partition("://")
+    return f"{scheme}{mark}{rest.rpartition('@')[2]}" if mark else address.rpartition("@")[2]
+
+
+class InProcessStore:
+    """A store that is this process's memory; it is never gone."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, SimpleQueue[bytes]] = defaultdict(SimpleQueue)
+        self._lock = threading.Lock()
+
+    def push(self, queue: str, value: bytes) -> None:
+        self._queue(queue).put(value)
+
+    def pop(self, queue: str, timeout: float) -> bytes | None:
+        try:
+            return self._queue(queue).get(timeout=timeout)
+        except Empty:
+            return None
+
+    def another(self) -> InProcessStore:
+        return self
+
+    def close(self) -> None:
+        pass
+
+    def _queue(self, name: str) -> SimpleQueue[bytes]:
+        with self._lock:
+            return self._queues[name]
+
+
+POLL = 0.02
+"""Seconds between two looks at a queue. One takes about 40 us."""
+CONNECT = 5.0
+"""Seconds for reaching a server, and for any of its answers besides what a call waits for itself."""
+MARGIN = 0.25
+"""Seconds that torch may take to give up by itself."""
+_DESCRIPTORS = Path("/proc/self/fd")
+_NETWORKS = (socket.AF_INET, socket.AF_INET6)
+"""Families of sockets whose other end is a host and a port; one between processes of this host has a name or none."""
+
+
+class TcpStore:
+    """A client of the TCPStore at `host:port`.
+
+    A queue is asked every few milliseconds, and not waited for: torch writes two lines to stderr for every wait that
+    ends without a value. Before a client is made, a plain socket finds out whether anybody listens, for the same
+    reason.
+
+    torch's client waits for an answer forever where the server's process stands still. So the kernel is told to end
+    any wait of its socket, which is found among those of this process.
+
+    Args:
+        others: further addresses of the same store, by other networks: each is tried where the one before is not
+            reached (any more).
+
+    Raises:
+        StoreLost: nobody listens there, or nobody answers.
+    """
+
+    def __init__(self, host: str, port: int, others: Sequence[str] = ()) -> None:
+        self._hosts, self._port = [host, *others], port
+        self._closed = False
+        self._sockets: list[socket.socket] = []
+        self._client: dist.TCPStore | None = self._connect()
+
+    def push(self, queue: str, value: bytes) -> None:
+        self._do(lambda client: client.queue_push(queue, value))
+
+    def pop(self, queue: str, timeout: float) -> bytes | None:
+        end = time.monotonic() + timeout
+        while True:
+            found: bytes | None = self._do(lambda client: _pop(client, queue))
+            if found is not None:
+                return found
+            left = end - time.monotonic()
+            if left <= 0:
+                return None
+            time.sleep(min(POLL, left))
+
+    def another(self) -> TcpStore:
+        return TcpStore(self._hosts[0], self._port, self._hosts[1:])
+
+    def close(self) -> None:
+        self._closed = True
+        self._drop()
+
+    def _do(self, call: Callable[[dist.TCPStore], Any]) -> Any:
+        client = self._client
+        if client is None:
+            client = self._client = self._connect()
+        try:
+            return call(client)
+        except RuntimeError as error:
+            self._drop()
+            raise StoreLost(f"{self._where} is gone: {_first_line(error)}") from None
+
+    @property
+    def _where(self) -> str:
+        return f"the TCPStore at {' or '.join(self._hosts)}:{self._port}"
+
+    def _drop(self) -> None:
+        """Ends the connection, and with it a call that waits for it in another thread."""
+        self._client = None
+        sockets, self._sockets = self._sockets, []
+        for one in sockets:
+            _cut(one)
+
+    def _connect(self) -> dist.TCPStore:
+        if self._closed:
+            raise StoreLost(f"{self._where} was closed here")
+        for _ in self._hosts:
+            try:
+                socket.create_connection((self._hosts[0], self._port), timeout=CONNECT).close()
+                break
+            except OSError as failed:
+                error = failed
+                self._hosts.append(self._hosts.pop(0))
+        else:
+            raise StoreLost(f"{self._where} cannot be reached: {_first_line(error)}")
+        if not _connecting.acquire(timeout=2 * CONNECT):
+            raise StoreLost(f"{self._where} cannot be reached: it does not answer")
+        try:
+            before = _sockets_to(self._port)
+            client = self._make(before)
+            self._sockets = _since(before, self._port)
+            for one in self._sockets:
+                for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                    one.setsockopt(socket.SOL_SOCKET, direction, _timeval(CONNECT))
+        finally:
+            _connecting.release()
+        if self._closed:  # meanwhile
+            self._drop()
+        return client
+
+    def _make(self, before: Iterable[str]) -> dist.TCPStore:
+        """A client. A server that stands still takes the connection and never answers, which torch waits for."""
+        made: list[dist.TCPStore] = []
+        errors: list[Exception] = []
+
+        def make() -> None:
+            limit = timedelta(seconds=CONNECT)
+            try:
+                made.append(dist.TCPStore(self._hosts[0], self._port, None, False, limit, wait_for_workers=False))
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=make, name="penstock-store", daemon=True)
+        thread.start()
+        thread.join(CONNECT + MARGIN)
+        while thread.is_alive() and (found := _since(before, self._port)):
+            for one in found:
+                _cut(one)
+            thread.join(MARGIN)
+        if not made:
+            why = _first_line(errors[0]) if errors else f"it has not answered for {CONNECT:g} s"
+            raise StoreLost(f"{self._where} cannot be reached: {why}")
+        return made[0]
+
+
+_connecting = threading.Lock()
+"""Held while a client connects, so that its socket is known from those of others."""
+
+
+def _sockets_to(port: int) -> dict[str, int]:
+    """This process's sockets that are connected to a port: their names in the kernel, and descriptors. Linux alone
+    tells; nothing is found elsewhere, where a server that stands still holds whoever calls.
+    """
+    found = {}
+    for path in _DESCRIPTORS.iterdir() if _DESCRIPTORS.is_dir() else ():
+        with contextlib.suppress(OSError):  # closed meanwhile, or no connected socket
+            name = os.readlink(path)
+            if name.startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(path.name))) as one:
+                    if one.family in _NETWORKS and one.getpeername()[1] == port:
+                        found[name] = int(path.name)
+    return found
+
+
+def _since(before: Iterable[str], port: int) -> list[socket.socket]:
+    """Copies of the descriptors of sockets connected to a port that were not there before."""
+    found = []
+    for name, number in _sockets_to(port).items():
+        if name not in before:
+            with contextlib.suppress(OSError):
+                found.append(socket.socket(fileno=os.dup(number)))
+    return found
+
+
+def _cut(one: socket.socket) -> None:
+    """Ends a connection, for all that wait for it."""
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
+    one.close()
+
+
+def _timeval(seconds: float) -> bytes:
+    """A time as the kernel takes it."""
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+def _pop(client: dist.TCPStore, queue: str) -> bytes | None:
+    try:
+        return client.queue_pop(queue, False)
+    except dist.QueueEmptyError:
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+EXPIRES = 3600
+"""Seconds after which a queue that nobody has touched is forgotten, so that a job that dies leaves nothing behind."""
+PASSWORD = "PENSTOCK_STORE_PASSWORD"
+"""The environment variable with the password, where the address has none."""
+
+
+class RedisStore:
+    """A client of the Redis at `url`.
+
+    Redis as a store: `redis://[user:password@]host:port[/db]`. It needs the extra `redis`.
+
+    A command line is for every user of the machine to read; a password in PENSTOCK_STORE_PASSWORD is not.
+
+    Raises:
+        RuntimeFailure: redis-py is not installed, or the address is none.
+        StoreLost: it cannot be reached, or refuses (it wants a password, say).
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            import redis
+        except ImportError:
+            raise RuntimeFailure(
+                f"{without_password(url)}: redis-py is needed for it; pip install 'penstock[redis]'"
+            ) from None
+        self._url, self._closed = url, False
+        self._lost: tuple[type[Exception], ...] = (redis.RedisError, OSError)
+        try:
+            self._client: Any = redis.Redis.from_url(  # what the address says goes before these
+                url,
+                password=os.environ.get(PASSWORD),
+                socket_timeout=CONNECT,
+                socket_connect_timeout=CONNECT,
+                retry=None,
+                protocol=2,
+            )
+        except ValueError as error:
+            shown = without_password(url)
+            # Where a password holds one of : / # ? the reason would quote a piece of it.
+            why = f": {error}" if shown == url else ""
+            raise RuntimeFailure(
+                f"{shown} is no address of a Redis{why}; write redis://HOST:PORT/DB, and : / # ? @ % in a password "
+                "percent-encoded"
+            ) from None
+        self._do(lambda client: client.ping())
+
+    def push(self, queue: str, value: bytes) -> None:
+        def call(client: Any) -> None:
+            pipe = client.pipeline(transaction=False)
+            pipe.rpush(queue, value)
+            pipe.expire(queue, EXPIRES)
+            pipe.execute()
+
+        self._do(call)
+
+    def pop(self, queue: str, timeout: float) -> bytes | None:
+        found = self._do(lambda client: client.blpop([queue], timeout=max(timeout, 0.01)))
+        return None if found is None else bytes(found[1])
+
+    def another(self) -> RedisStore:
+        return RedisStore(self._url)
+
+    def close(self) -> None:
+        self._closed = True
+        self._client.connection_pool.disconnect()
+
+    def _do(self, call: Callable[[Any], Any]) -> Any:
+        if self._closed:
+            raise StoreLost(f"the Redis at {without_password(self._url)} was closed here")
+        try:
+            return call(self._client)
+        except self._lost as error:
+            self._client.connection_pool.disconnect()
+            raise StoreLost(f"the Redis at {without_password(self._url)} cannot be used: {error}") from None
+
+
+_TCP = re.compile(r"tcp://(?P<host>(?:\[[^\]]+\]|[^:/])+):(?P<port>[0-9]{1,5})")
+
+
+def open_store(address: str) -> Store:
+    """Connects to `tcp://HOST:PORT` (a TCPStore; `tcp://HOST,HOST:PORT` where it has several addresses) or
+    `redis://HOST:PORT/DB`.
+
+    Raises:
+        RuntimeFailure: an address of neither kind, or redis-py is not there.
+        StoreLost: it cannot be reached, or refuses.
+    """
+    if address.startswith(("redis://", "rediss://")):
+        return RedisStore(address)
+    match = _TCP.fullmatch(address)
+    if match is None or int(match["port"]) > 65535:
+        raise RuntimeFailure(
+            f"store {without_password(address)!r}: write tcp://HOST:PORT or redis://HOST:PORT/DB, or leave it out"
+        )
+    host, *others = (each.strip("[]") for each in match["host"].split(","))
+    return TcpStore(host, int(match["port"]), others)
+
+
+PAUSE = 0.25
+"""Seconds between two tries while the store is gone."""
+
+
+class StoreClient:
+    """A connection that does not raise.
+
+    Each line belongs to one thread. Any other may ask how long it has been silent, and close it, even while a call
+    stands still because the store's process does.
+
+    Attributes:
+        error: what went wrong last, in words.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.error = "it does not answer"
+        self._store = store
+        self._since: float | None = None
+
+    def push(self, queue: str, value: bytes) -> bool:
+        """Pushes; returns whether the store took it."""
+        self._begin()
+        try:
+            self._store.push(queue, value)
+        except StoreLost as error:
+            self._fail(error)
+            return False
+        self._since = None
+        return True
+
+    def pop(self, queue: str, timeout: float) -> bytes | None:
+        """Pops; None where nothing came within `timeout` seconds, or the store is gone."""
+        self._begin()
+        try:
+            found = self._store.pop(queue, timeout)
+        except StoreLost as error:
+            self._fail(error)
+            return None
+        self._since = None
+        return found
+
+    def silent(self) -> float:
+        """Seconds since the store last answered, where a call waits for it or failed."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _begin(self) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+
+    def _fail(self, error: StoreLost) -> None:
+        self.error = str(error)
+        time.sleep(PAUSE)

@@ -1,0 +1,313 @@
+"""Failures of ranks: what each reports of its own, which of several was the first, and how a person is told.
+
+    exception --> FailureReport (loss_of: or is it another rank's fault?) --file--> parent: End of each rank
+                                                                                      |
+                                                        root_cause: the first --> explain: lines for a person
+
+`loss_of` tells apart the words of gloo, NCCL and the store in one place: which exceptions are another rank's fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sysconfig
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum, StrEnum
+from pathlib import Path
+
+import torch
+
+from penstock.runtime.errors import DeadlineExceeded, PeerLost
+
+__all__ = [
+    "CONTEXT",
+    "End",
+    "FailureKind",
+    "FailureReport",
+    "LossKind",
+    "context_of",
+    "details",
+    "exit_code",
+    "explain",
+    "loss_of",
+    "one_line",
+    "ranks",
+    "root_cause",
+]
+
+LATE = (
+    "timed out waiting",
+    "timed out after",
+    "wait timeout",
+    "socket timeout",
+)
+LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "timeout caused pair closure",  # another wait on the same pair timed out before: the pair is gone
+    "connection was likely closed",
+    "broken pipe",
+    "connection refused",
+    "failed to recv, got 0 bytes",
+    "ncclremoteerror",
+    "remote process exited",
+)
+
+
+class LossKind(Enum):
+    """A peer is gone, or nothing came from it in time."""
+
+    LOST = "lost"
+    LATE = "late"
+
+
+def loss_of(error: BaseException) -> LossKind | None:
+    """What an exception of ours or of torch.distributed says of a peer; None when it is about this rank."""
+    if isinstance(error, PeerLost):
+        return LossKind.LOST
+    if isinstance(error, DeadlineExceeded):
+        return LossKind.LATE
+    if not isinstance(error, (RuntimeError, ConnectionError)):
+        return None
+    text = str(error).lower()
+    if isinstance(error, ConnectionError) or any(words in text for words in LOST):
+        return LossKind.LOST
+    return LossKind.LATE if any(words in text for words in LATE) else None
+
+
+FRAMES = 3
+CONTEXT = "__penstock_context__"  # the attribute of an exception that says where it happened
+NOT_THE_USERS = tuple(
+    str(Path(folder)) + os.sep
+    for folder in (
+        Path(torch.__file__).parent,
+        Path(__file__).parents[2],  # penstock
+        sysconfig.get_path("stdlib"),
+    )
+)
+
+
+class FailureKind(StrEnum):
+    """Why a rank ended, as far as it can tell itself."""
+
+    ERROR = "error"
+    LATE = "late"
+    LOST = "lost"  # secondary: merely the loss of a peer
+    INTERRUPT = "interrupt"
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """An exception, in words that survive the process.
+
+    `final` once the process is ending because of it; until then the user's code may still catch it.
+    """
+
+    rank: int
+    kind: FailureKind
+    type: str
+    message: str
+    context: str | None
+    lines: list[str]
+    traceback: str
+    time: float
+    final: bool
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, *, final: bool) -> FailureReport:
+        """The report of an exception; `lines` are the last frames of the user's own code."""
+        return cls(
+            rank=rank,
+            kind=_kind(error),
+            type=type(error).__name__,
+            message="\n".join([str(error), *getattr(error, "__notes__", [])]).strip(),
+            context=context_of(error),
+            lines=_user_lines(error),
+            traceback="".join(traceback.format_exception(error)),
+            time=time.time(),
+            final=final,
+        )
+
+    @property
+    def what(self) -> str:
+        """`ValueError: what it said`."""
+        return f"{self.type}: {self.message}" if self.message else self.type
+
+    def save(self, folder: str) -> None:
+        """Writes the report, whole or not at all; a full disk costs the report and nothing more."""
+        path = Path(folder, f"rank-{self.rank}.json")
+        with contextlib.suppress(OSError):
+            path.with_suffix(".writing").write_text(self.text())
+            os.replace(path.with_suffix(".writing"), path)
+
+    @classmethod
+    def load(cls, folder: str, rank: int) -> FailureReport | None:
+        """The report a rank left, if it did."""
+        try:
+            return cls.parse(Path(folder, f"rank-{rank}.json").read_text())
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> FailureReport:
+        value = json.loads(text)
+        return cls(**value | {"kind": FailureKind(value["kind"])})
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those it came from, each once."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def context_of(error: BaseException) -> str | None:
+    """Where an exception, or one it came from, was said to have happened."""
+    return next((getattr(each, CONTEXT) for each in chain(error) if hasattr(each, CONTEXT)), None)
+
+
+def _kind(error: BaseException) -> FailureKind:
+    if isinstance(error, KeyboardInterrupt):
+        return FailureKind.INTERRUPT
+    losses = {loss_of(each) for each in chain(error)}
+    if LossKind.LOST in losses:
+        return FailureKind.LOST
+    return FailureKind.LATE if LossKind.LATE in losses else FailureKind.ERROR
+
+
+def _user_lines(error: BaseException) -> list[str]:
+    """The last frames outside torch, Penstock and the standard library, and the cause; our own errors need none."""
+    if type(error).__module__.partition(".")[0] == "penstock":
+        return []
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith((*NOT_THE_USERS, "<frozen"))]
+    lines = [line for text in traceback.format_list((users or list(frames))[-FRAMES:]) for line in text.splitlines()]
+    lines = [line for line in lines if line.strip(" ^~")]
+    if error.__cause__ is not None:
+        lines.append(f"  caused by {type(error.__cause__).__name__}: {error.__cause__}")
+    return lines
+
+
+FULL = "PENSTOCK_TRACEBACK"
+
+
+def one_line(report: FailureReport) -> str:
+    """`rank 2 failed at step 17 in F3 of stage 2: ValueError: what it said`."""
+    where = f" at {report.context}" if report.context else ""
+    return f"rank {report.rank} failed{where}: {report.what}"
+
+
+def details(report: FailureReport) -> list[str]:
+    """The last lines of the user's own code, or all of the traceback where PENSTOCK_TRACEBACK=1 asks for it."""
+    if os.environ.get(FULL, "0") not in ("", "0"):
+        return report.traceback.splitlines()
+    return [*report.lines, f"  ({FULL}=1 shows the whole traceback)"] if report.lines else []
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 1, 3`, or `ranks 0 to 62` for a long unbroken row."""
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if len(numbers) > 4 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"ranks {numbers[0]} to {numbers[-1]}"
+    return f"ranks {', '.join(map(str, numbers))}"
+
+
+HEAD_START = 0.5  # seconds by which a kill is older than the moment the parent saw it, at most
+HINTS = {
+    signal.SIGKILL: "; out of memory is the usual cause (the kernel's log, dmesg, tells): use smaller microbatches",
+    signal.SIGTERM: " from outside",
+    signal.SIGABRT: "; what native code wrote above tells why",
+    signal.SIGSEGV: " in native code",
+    signal.SIGBUS: "; a full /dev/shm or a truncated mapped file is the usual cause",
+}
+
+
+@dataclass(frozen=True)
+class End:
+    """How one rank ended: `code` as `Popen` has it (minus the signal), and whether the parent had asked it to."""
+
+    rank: int
+    code: int
+    time: float
+    asked: bool
+    report: FailureReport | None
+    held: str = ""  # what it wrote to stderr before it could report
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0 or self.asked
+
+    @property
+    def said(self) -> FailureReport | None:
+        """The report, if the process ended by it and not by a kill on the way."""
+        return self.report if self.report and (self.report.final or self.code > 0) else None
+
+    @property
+    def secondary(self) -> bool:
+        """Ended by the parent, or merely by the loss of a peer."""
+        return self.said.kind is FailureKind.LOST if self.said else self.asked
+
+    @property
+    def since(self) -> float:
+        if self.said:
+            return self.said.time
+        return self.time - HEAD_START if self.code < 0 else self.time
+
+
+def root_cause(ends: Sequence[End]) -> End | None:
+    """The earliest failure that was not the loss of a peer; else the earliest; None when nothing failed."""
+    failed = [end for end in ends if end.failed]
+    return min(failed, key=lambda end: (end.secondary, end.said is None and end.asked, end.since), default=None)
+
+
+def explain(root: End, ends: Sequence[End]) -> str:
+    """The one message: the cause, where in the user's code, and what became of the others."""
+    lines = [f"penstock: {_cause(root)}"]
+    if root.said and root.said.kind is not FailureKind.INTERRUPT:
+        lines += details(root.said)
+    lines += root.held.splitlines()
+    others = [end for end in ends if end is not root and end.failed]
+    stuck = [end.rank for end in others if end.asked and not end.said]
+    followed = [end.rank for end in others if end.rank not in stuck]
+    tail = []
+    if followed:
+        tail.append(f"{ranks(followed)} ended because of it")
+    if stuck:
+        tail.append(f"{ranks(stuck)} did not end and had to be stopped")
+    return "\n".join([*lines, "; ".join(tail)]).strip()
+
+
+def exit_code(root: End) -> int:
+    """The parent's exit code: the rank's own, or the shell's 128 + signal."""
+    if root.said and root.said.kind is FailureKind.INTERRUPT:
+        return 128 + signal.SIGINT
+    if root.asked:
+        return 1
+    return root.code if root.code > 0 else 128 - root.code
+
+
+def _cause(end: End) -> str:
+    if end.said:
+        return one_line(end.said)
+    if end.asked:
+        return f"rank {end.rank} did not end and had to be stopped"
+    if end.code > 0:
+        return f"rank {end.rank} ended with exit code {end.code} and reported no exception"
+    try:
+        number = signal.Signals(-end.code)
+        name = number.name
+    except ValueError:
+        return f"rank {end.rank} was killed by signal {-end.code}"
+    return f"rank {end.rank} was killed by {name}{HINTS.get(number, '')}"
