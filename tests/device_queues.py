@@ -49,7 +49,7 @@ class LateQueue(WatchedMarks):
         self._watches = watches
         self._lock = threading.Lock()
 
-    def mark(self) -> LateMark:
+    def mark(self, sleeps: bool = True) -> LateMark:
         self.num_marks += 1
         return LateMark(self, self.num_marks - 1)
 

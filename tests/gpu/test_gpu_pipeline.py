@@ -121,13 +121,15 @@ def test_no_op_waits_for_the_device(dispatch: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_events_say_when_ops_ran() -> None:
-    """Ops of one device lie one after the other, and none takes no time."""
+    """Ops of one device lie one after the other, up to what two ranks' looks at the clock differ by (ms), and none
+    takes no time."""
     pipe = ps.Pipeline(build_model(), ps.build("1f1b", 4, 8), loss_fn=nn.functional.mse_loss)
     for _ in range(2):
         pipe.step(*build_batch(), update=False)
     ops = sorted(pipe.timeline().ops, key=lambda timed: timed.start)
     assert all(timed.end > timed.start for timed in ops)
-    assert all(before.end <= after.start + 0.01 for before, after in pairwise(ops))
+    overlaps = [before.end - after.start for before, after in pairwise(ops)]
+    assert max(overlaps) <= 0.05, max(overlaps)
 
 
 TRANSPORTS = [{"transport": "host"}, {"transport": "gloo"}, {"transport": "gloo", "dispatch": "dynamic"}]

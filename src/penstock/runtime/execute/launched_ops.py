@@ -30,6 +30,9 @@ from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
 
 AHEAD = 2
 """Ops under way on a device: the one that runs, and one behind it."""
+LOOKS_AT_THE_CLOCK = 3
+"""Marks with which a step begins. The one that was passed soonest says how the clock of the device stands to
+ours, so that ops of several ranks on one device lie on one axis."""
 WAITS_FOR_NOBODY = frozenset({FORWARD, BACKWARD, INPUT, WEIGHT, RECOMPUTE})
 """Kinds of ops in whose middle a rank waits for no other. Before any other op is launched, all messages must have
 left: a rank that stands in the middle of one sends nothing, and others may need just that to come there."""
@@ -51,8 +54,12 @@ class DeviceMark(Protocol):
 class DeviceQueue(Protocol):
     """A device that runs what it is given later than the call returns."""
 
-    def mark(self) -> DeviceMark:
-        """Behind all that it was given so far."""
+    def mark(self, sleeps: bool = True) -> DeviceMark:
+        """Behind all that it was given so far.
+
+        Args:
+            sleeps: whether a thread that waits for it sleeps. One that spins goes on tens of microseconds sooner.
+        """
 
     def beside(self, payload: Payload) -> AbstractContextManager[Any]:
         """Around copies of a payload whose op has ended: they wait for nothing that the device was given since."""
@@ -107,9 +114,8 @@ class CudaQueue(WatchedMarks):
         self._device = device
         self._copies, self._waits = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def mark(self) -> DeviceMark:
-        # One that blocks lets the thread that waits for it sleep.
-        event = torch.cuda.Event(enable_timing=True, blocking=True)
+    def mark(self, sleeps: bool = True) -> DeviceMark:
+        event = torch.cuda.Event(enable_timing=True, blocking=sleeps)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -167,10 +173,14 @@ class LaunchedOps:
         """
         self._wake = wake
         self._queue.mark().synchronize()
-        before = perf_counter_ns()
-        self._origin = self._queue.mark()
-        self._origin.synchronize()
-        self._origin_ns = (before + perf_counter_ns()) // 2
+        narrowest = None
+        for _ in range(LOOKS_AT_THE_CLOCK):
+            before = perf_counter_ns()
+            origin = self._queue.mark(sleeps=False)
+            origin.synchronize()
+            after = perf_counter_ns()
+            if narrowest is None or after - before < narrowest:
+                narrowest, self._origin, self._origin_ns = after - before, origin, (before + after) // 2
 
     def start(self) -> None:
         """Just before an op is launched."""
