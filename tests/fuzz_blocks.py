@@ -323,7 +323,7 @@ class MainGrad(nn.Module):
 
     def _take(self, *_: Any) -> None:
         if self.linear.weight.grad is not None:
-            self.recorded += self.linear.weight.grad
+            self.recorded = self.recorded.to(self.linear.weight.device) + self.linear.weight.grad
             self.linear.weight.grad = None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ class Case:
         schedule, options: in the library, for the pp ranks. separate: whether backwards are split after it is built.
         shape: processes along pp, dp, tp; None: all ranks in one process.
         samples: of each step's batch. listed: the batch is a list, an entry per microbatch, of several lengths.
+        device: on which all stages lie; several processes share it.
     """
 
     seed: int
@@ -94,6 +95,7 @@ class Case:
     transport: str = "host"
     events: tuple[str, ...] = ()
     loss: str = "mean"
+    device: str = "cpu"
 
     def build(self) -> ps.Schedule:
         made = ps.build(self.schedule, self.num_ranks, self.num_microbatches, **dict(self.options))
@@ -268,7 +270,7 @@ def layers_of(case: Case) -> list[nn.Module]:
             made.append(Join())
         else:
             made.append(BLOCKS[name](D))
-    return made
+    return [layer.to(case.device) for layer in made]
 
 
 def model_of(case: Case, num_stages: int) -> Any:
@@ -317,12 +319,13 @@ def batch_of(case: Case, step: int) -> tuple[Any, Any]:
     if case.schedule == TOWERS:
         graph = case.build().graph
         starts = [stage for stage, before in enumerate(graph.sources) if not before]
-        return {stage: torch.randn(case.samples, 3, D) for stage in starts}, None
+        return {stage: torch.randn(case.samples, 3, D).to(case.device) for stage in starts}, None
     if not case.listed:
-        return torch.randn(case.samples, 3, D), torch.randn(case.samples, 3, D)
+        inputs, targets = torch.randn(case.samples, 3, D), torch.randn(case.samples, 3, D)
+        return inputs.to(case.device), targets.to(case.device)
     num = case.num_microbatches * case.num_replicas
     lengths = [random.Random(case.seed + m).choice([2, 3, 4]) for m in range(num)]
-    return tuple([torch.randn(2, t, D) for t in lengths] for _ in range(2))  # type: ignore[return-value]
+    return tuple([torch.randn(2, t, D).to(case.device) for t in lengths] for _ in range(2))  # type: ignore[return-value]
 
 
 class Scaled(nn.Sequential):
@@ -399,7 +402,7 @@ def load(model: Any, case: Case) -> None:
     module = as_module(model)
     generator = torch.Generator().manual_seed(case.seed + 99)
     state = {
-        name: value + 0.1 * torch.randn(value.shape, generator=generator)
+        name: value + 0.1 * torch.randn(value.shape, generator=generator).to(value.device)
         if isinstance(value, Tensor) and value.is_floating_point() and "running" not in name
         else value
         for name, value in module.state_dict().items()
@@ -499,7 +502,7 @@ def plain_step(model: Any, case: Case, schedule: ps.Schedule, step: int, loss_fn
         with torch.random.fork_rng(devices=[]):
             for m in groups[key]:
                 x, target = parts[m]
-                with torch.autocast("cpu", torch.bfloat16) if case.autocast else nullcontext():
+                with torch.autocast(case.device, torch.bfloat16) if case.autocast else nullcontext():
                     loss = loss_fn(called(model, x, mix(mix(0, step), m)), target) * scales[m]
                 if loss.requires_grad:
                     loss.backward()
@@ -596,7 +599,7 @@ def plain_evaluate(model: Any, case: Case, schedule: ps.Schedule, loss_fn: Any) 
     num = schedule.num_microbatches * case.num_replicas
     scales = weights(inputs, targets, num, loss_fn)
     losses = []
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16) if case.autocast else nullcontext():
+    with torch.no_grad(), torch.autocast(case.device, torch.bfloat16) if case.autocast else nullcontext():
         for x, target, scale in zip(cut(inputs, num), cut(targets, num), scales, strict=True):
             losses.append(loss_fn(called(model, x, None), target) * scale)
     for m, training in modes:
@@ -636,6 +639,9 @@ def run(case: Case, place: Any) -> Outcome:
     Args:
         place: a process group or device mesh; None: all ranks are in this process.
     """
+    if case.device == "cuda":  # as far as its kernels can be
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
     threshold, slot_module.MERGE_WORK = slot_module.MERGE_WORK, 0 if case.defer else slot_module.MERGE_WORK
     try:
         schedule = case.build()
@@ -643,10 +649,24 @@ def run(case: Case, place: Any) -> Outcome:
             want = plain(case, schedule)
         except Exception as error:
             return Outcome("invalid", f"{type(error).__name__}: {error}")
-        return _run(case, schedule, place, want)
+        outcome = _run(case, schedule, place, want)
+        if outcome.kind == "different" and case.device != "cpu":
+            moved = _unrepeated(want, plain(case, schedule))
+            if moved:
+                return Outcome("invalid", f"the plain loop itself gives other numbers when it is run again: {moved}")
+        return outcome
     finally:
         slot_module.MERGE_WORK = threshold
         torch._dynamo.reset() if any("compiled" in name for name in case.blocks) else None
+
+
+def _unrepeated(want: Seen, again: Seen) -> str:
+    """Where a second run of the plain loop differs, in words: some kernels of a GPU add up in no fixed order."""
+    found: list[str] = []
+    for step, (one, other) in enumerate(zip(want.gradients, again.gradients, strict=True)):
+        found += _far(one, other, f"step {step}: gradient of ", 0.0)
+    found += _far({"loss": want.losses[0]}, {"loss": again.losses[0]}, "", 0.0)
+    return "; ".join(found[:3])
 
 
 def _run(case: Case, schedule: ps.Schedule, place: Any, want: Seen) -> Outcome:
@@ -671,6 +691,7 @@ def _run(case: Case, schedule: ps.Schedule, place: Any, want: Seen) -> Outcome:
                 autocast=torch.bfloat16 if case.autocast else None, clip_norm=case.clip_norm
             ),
             parallel=ps.ParallelOptions(
+                device=None if case.device == "cpu" else case.device,
                 tied=tied,
                 parallelize=parallelize if tp else None,
                 sharding="none"
@@ -698,6 +719,14 @@ def _run(case: Case, schedule: ps.Schedule, place: Any, want: Seen) -> Outcome:
     return Outcome("different", "; ".join(found[:6])) if found else Outcome("same")
 
 
+def _random_state(case: Case) -> Tensor:
+    """Of all generators that a step could have drawn from."""
+    states = [torch.get_rng_state()]
+    if case.device == "cuda":
+        states.append(torch.cuda.get_rng_state())
+    return torch.cat(states)
+
+
 def described(error: Exception) -> str:
     import traceback
 
@@ -721,9 +750,9 @@ def _differences(case: Case, pipe: Any, model: Any, want: Seen) -> Iterator[str]
     norms = iter(want.norms)
     for number, (step, update) in enumerate(steps_of(case)):
         inputs, targets = batch_of(case, step)
-        rng = torch.get_rng_state()
+        rng = _random_state(case)
         result = pipe.step(inputs, targets, update=False)
-        if not torch.equal(rng, torch.get_rng_state()):
+        if not torch.equal(rng, _random_state(case)):
             yield f"step {step}: the global random state changed"
         yield from near({"loss": want.losses[number]}, {"loss": result.loss}, f"step {step}: ")
         mine = {n: None if p.grad is None else whole(p.grad) for n, p in pipe.named_parameters()}
@@ -765,7 +794,8 @@ def _far(want: dict[str, Tensor | None], got: dict[str, Tensor | None], what: st
     for name in sorted(want.keys() ^ got.keys()):
         yield f"{what}{name} is in one only"
     # A sum that cancels out is as exact as its terms, of which others in the model tell the size.
-    largest = max((float(_wide(t).abs().max()) for t in want.values() if t is not None and t.numel()), default=0.0)
+    sizes = (float(_wide(t.detach()).abs().max()) for t in want.values() if t is not None and t.numel())
+    largest = max(sizes, default=0.0)
     for name in sorted(want.keys() & got.keys()):
         a, b = want[name], got[name]
         if a is None or b is None:
@@ -773,7 +803,7 @@ def _far(want: dict[str, Tensor | None], got: dict[str, Tensor | None], what: st
                 got_one, want_one = ("None" if each is None else "a tensor" for each in (b, a))
                 yield f"{what}{name} is {got_one}, want {want_one}"
             continue
-        a, b = a.detach(), b.detach()
+        a, b = a.detach().cpu(), b.detach().cpu()
         if a.shape != b.shape:
             yield f"{what}{name} has shape {tuple(b.shape)}, want {tuple(a.shape)}"
         elif not torch.equal(_wide(a), _wide(b)):

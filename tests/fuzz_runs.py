@@ -41,7 +41,7 @@ def run_case(case: Case) -> Outcome:
     if dp * tp == 1:
         place: Any = dist.new_group(list(range(pp)))
     else:
-        place = init_device_mesh("cpu", case.shape, mesh_dim_names=("pp", "dp", "tp"))
+        place = init_device_mesh(case.device, case.shape, mesh_dim_names=("pp", "dp", "tp"))
     outcome = run(case, place)
     if not case.exact and not case.autocast:
         kinds: list[str] = [""] * dist.get_world_size()

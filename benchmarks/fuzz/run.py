@@ -3,6 +3,7 @@
     python benchmarks/fuzz/run.py --cases 2000 --between 500 --out benchmarks/fuzz/fuzz.json
     python benchmarks/fuzz/run.py --planted               the known mistakes: which of them this source has
     python benchmarks/fuzz/run.py --case 17 --shape 2,2,1 --smaller
+    python benchmarks/fuzz/run.py --cases 500 --device cuda   the plain loop and the pipeline on a GPU
     python benchmarks/fuzz/run.py --cases 2000 --so-far ended.json --minutes 3 --out ...   in pieces, till it exits 0
 
 Exits with 1 where numbers differ silently, an error is not one of ours, or too many cases are refused. To try another
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -21,6 +23,8 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -41,8 +45,8 @@ BATCH = 25
 """Cases in one start of the processes."""
 
 
-def _alone(seed: int) -> tuple[Case, Outcome]:
-    case = draw(seed)
+def _alone(device: str, seed: int) -> tuple[Case, Outcome]:
+    case = replace(draw(seed), device=device)
     return case, run(case, None)
 
 
@@ -81,20 +85,21 @@ class Ended:
             self._path.write_text(json.dumps(self.found))
 
 
-def in_one_process(seeds: range, workers: int, ended: Ended) -> None:
+def in_one_process(seeds: range, workers: int, ended: Ended, device: str) -> None:
     for first in range(0, len(seeds), FRESH):  # what torch.compile keeps would grow
         part = [seed for seed in seeds[first : first + FRESH] if seed not in ended.found]
         if part and not ended.is_over:
             with ProcessPoolExecutor(workers, get_context("spawn"), _begin) as pool:
-                ended.add(part, pool.map(_alone, part))
+                ended.add(part, pool.map(partial(_alone, device), part))
 
 
-def between(seeds: range, ended: Ended) -> None:
+def between(seeds: range, ended: Ended, device: str) -> None:
     """Batches over 2, 3 and 4 processes in turn."""
     cases: dict[int, list[tuple[int, Case]]] = {n: [] for n in SHAPES}
     for place, seed in enumerate(seeds):
         n = (2, 4, 4, 3, 2)[place % 5]
-        cases[n].append((seed, draw(seed, SHAPES[n][len(cases[n]) % len(SHAPES[n])])))
+        case = draw(seed, SHAPES[n][len(cases[n]) % len(SHAPES[n])])
+        cases[n].append((seed, replace(case, device=device)))
     for n, all_cases in cases.items():
         own = [(seed, case) for seed, case in all_cases if seed not in ended.found]
         for first in range(0, len(own), BATCH):
@@ -128,6 +133,9 @@ def main() -> None:
     parser.add_argument("--between", type=int, default=0, help="between two to four processes")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where stages lie; all share one GPU"
+    )
     parser.add_argument("--planted", action="store_true", help="the known mistakes alone")
     parser.add_argument("--case", type=int, help="one seed alone")
     parser.add_argument("--shape", help="of its mesh: PP,DP,TP")
@@ -136,12 +144,13 @@ def main() -> None:
     parser.add_argument("--so-far", type=Path, help="a file of outcomes: cases that ended before are not run again")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no more batches after that")
     given = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     _begin()
     if given.planted:
         sys.exit(planted(given.out))
     if given.case is not None:
         shape = tuple(map(int, given.shape.split(","))) if given.shape else None
-        sys.exit(one(draw(given.case, shape), given.smaller))
+        sys.exit(one(replace(draw(given.case, shape), device=given.device), given.smaller))
     if given.so_far is not None and given.cases and given.between:
         parser.error("--so-far keeps cases of one kind: give --cases or --between")
     result = about()
@@ -154,9 +163,9 @@ def main() -> None:
         begin = time.monotonic()
         ended = Ended(given.so_far, until)
         if name == "in one process":
-            in_one_process(seeds, given.workers, ended)
+            in_one_process(seeds, given.workers, ended, given.device)
         else:
-            between(seeds, ended)
+            between(seeds, ended, given.device)
         if len(ended.found) < num:
             print(f"{len(ended.found)} of {num} cases have ended; give the same command again")
             sys.exit(2)
