@@ -74,7 +74,11 @@ UPDATING = ("amdp", "pipedream-2bw")
 
 @dataclass(frozen=True)
 class Cell:
-    """One value of each feature. `FEATURES` has what there is."""
+    """One value of each feature. `FEATURES` has what there is.
+
+    Attributes:
+        device: on which all stages lie; several processes share it. No feature: the same cells run on each.
+    """
 
     family: str = "1f1b"
     mesh: str = "one process"
@@ -86,6 +90,7 @@ class Cell:
     recompute: bool = False
     tied: bool = False
     precision: str = "float32"
+    device: str = "cpu"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -223,7 +228,7 @@ class Block(nn.Module):
 
 def model_of(cell: Cell) -> list[Block]:
     torch.manual_seed(3)
-    model = [Block() for _ in range(cell.schedule.num_stages)]
+    model = [Block().to(cell.device) for _ in range(cell.schedule.num_stages)]
     if cell.tied_stages:
         model[-1].up.weight = model[0].up.weight
     return model
@@ -242,7 +247,7 @@ def batch_of(cell: Cell, step: int) -> tuple[Tensor, Tensor]:
     """Ragged, where a loop says what a sample weighs."""
     generator = torch.Generator().manual_seed(step)
     size = 2 * NUM * cell.shape[1] + (cell.family not in UPDATING), WIDTH
-    return torch.randn(size, generator=generator), torch.randn(size, generator=generator)
+    return tuple(torch.randn(size, generator=generator).to(cell.device) for _ in range(2))  # type: ignore[return-value]
 
 
 def optimizer_of(cell: Cell) -> Any:
@@ -311,7 +316,7 @@ def _forward_backward(
     model: Any, schedule: ps.Schedule, x: Tensor, y: Tensor, scale: float, autocast: torch.dtype | None
 ) -> Tensor:
     made: dict[int, Tensor] = {}
-    with torch.autocast("cpu", autocast) if autocast else nullcontext():
+    with torch.autocast(x.device.type, autocast) if autocast else nullcontext():
         for stage, sources in enumerate(schedule.graph.sources):
             # What goes to several stages goes to each by itself: a stage's gradient is a sum of its own.
             given = [made[source].view_as(made[source]) for source in sources]
@@ -351,8 +356,8 @@ def place_of(cell: Cell) -> Any:
 
     pp, dp, tp = cell.shape
     if pp == 1:
-        return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-    return init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+        return init_device_mesh(cell.device, (dp, tp), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(cell.device, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
 def pipeline_of(cell: Cell, model: Sequence[nn.Module], place: Any, timeout: float = 60.0) -> ps.Pipeline:
@@ -369,7 +374,11 @@ def pipeline_of(cell: Cell, model: Sequence[nn.Module], place: Any, timeout: flo
         ops={"NOTE": note} if cell.asynchronous == "note" else None,
         timeout=timeout,
         precision=ps.PrecisionOptions(autocast=_autocast(cell), clip_norm=_clip_norm(cell)),
-        parallel=ps.ParallelOptions(sharding=cell.sharding, parallelize=parallelize if cell.shape[2] > 1 else None),
+        parallel=ps.ParallelOptions(
+            sharding=cell.sharding,
+            parallelize=parallelize if cell.shape[2] > 1 else None,
+            device=None if cell.device == "cpu" else cell.device,
+        ),
         transport=ps.TransportOptions(name, links=links),
         adapt=ps.AdaptOptions() if cell.adapt else None,
     )
@@ -377,6 +386,8 @@ def pipeline_of(cell: Cell, model: Sequence[nn.Module], place: Any, timeout: flo
 
 def run_cell(cell: Cell) -> Outcome:
     """How it ended: as a random run does. A refusal that is not the table's is "raw"."""
+    if cell.device == "cuda":  # as far as its kernels can be
+        torch.use_deterministic_algorithms(True, warn_only=True)
     want = wanted(cell)
     place = place_of(cell)
     row = cell.refusal
@@ -437,8 +448,8 @@ def differences(cell: Cell, pipe: ps.Pipeline, want: Wanted) -> dict[str, float]
 
 def _evaluated_apart(cell: Cell, model: Any, x: Tensor, y: Tensor, found: Tensor) -> float:
     num = NUM * cell.shape[1]
-    total = torch.zeros(())
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16) if _autocast(cell) else nullcontext():
+    total = torch.zeros((), device=cell.device)
+    with torch.no_grad(), torch.autocast(cell.device, torch.bfloat16) if _autocast(cell) else nullcontext():
         for x_m, y_m, scale in zip(cut(x, num), cut(y, num), weights(x, y, num, MSE), strict=True):
             made: dict[int, Tensor] = {}
             for stage, sources in enumerate(cell.schedule.graph.sources):

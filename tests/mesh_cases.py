@@ -359,6 +359,7 @@ def wrong(jobs: Sequence[Job], found: Sequence[Sequence[Found]]) -> list[str]:
 
 def distance(found: Tensor, wanted: Tensor) -> float:
     """The largest difference by the largest entry; 0 for equal ones."""
+    found, wanted = found.cpu(), wanted.cpu()
     if torch.equal(found, wanted):
         return 0.0
     scale = wanted.detach().abs().max().clamp(min=torch.finfo(torch.float32).tiny)

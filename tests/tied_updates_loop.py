@@ -145,7 +145,7 @@ class VersionsLoop:
 
     def called(self, k: int, s: int, m: int, x: Tensor) -> Tensor:
         """What the stage makes of a microbatch; the last one its part of the loss."""
-        with torch.autocast("cpu", self.autocast) if self.autocast else nullcontext():
+        with torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext():
             y: Tensor = self.copies[k][s](x)
             if s < len(self.copies[0]) - 1:
                 return y

@@ -2,6 +2,7 @@
 
     python benchmarks/compatibility/run.py --draw                            cells.json, from its seed alone
     python benchmarks/compatibility/run.py --out benchmarks/compatibility/results.json
+    python benchmarks/compatibility/run.py --device cuda     all stages on a GPU that the processes share
     python benchmarks/compatibility/run.py --cell 17                         one cell, in words
     python benchmarks/compatibility/run.py --so-far ended.json --minutes 3 --out ...   in pieces
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -20,7 +22,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -211,6 +213,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", action="store_true", help="write cells.json")
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where all stages lie")
+    parser.add_argument("--every", type=int, default=1, help="this one in so many cells, from --first on")
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--cell", type=int, nargs="+", help="these alone")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     parser.add_argument("--so-far", type=Path, help="a file of outcomes: cells that ended before are not run again")
@@ -221,17 +226,19 @@ def main() -> None:
     torch.set_num_threads(1)
     if given.draw:
         cells = draw(given.seed)
-        rows = ",\n".join("  " + json.dumps(asdict(cell)) for cell in cells)
+        rows = ",\n".join("  " + json.dumps({name: getattr(cell, name) for name in FEATURES}) for cell in cells)
         CELLS.write_text(f'{{"seed": {given.seed}, "cells": [\n{rows}\n]}}\n')
         refused = sum(refusal_of(cell.combination) is not None for cell in cells)
         print(f"wrote {CELLS}: {len(cells)} cells, {refused} that the table refuses, {len(missing(cells))} missing")
         return
-    cells = read_cells()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    cells = [replace(cell, device=given.device) for cell in read_cells()]
     if given.cell is not None:
         chosen = [cells[number] for number in given.cell]
         for place, outcome in sorted(run_all(chosen).items()):
             print(f"{chosen[place]}\n    {outcome.kind}: {outcome.detail}")
         return
+    cells = cells[given.first :: given.every]
     begin = time.monotonic()
     found = run_all(cells, given.so_far, begin + 60 * given.minutes, given.batch)
     if len(found) < len(cells):
