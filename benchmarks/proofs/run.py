@@ -3,6 +3,7 @@
     python benchmarks/proofs/run.py --cases 2000 --out benchmarks/proofs/proofs.json
     python benchmarks/proofs/run.py --out benchmarks/proofs/proofs.json --seconds 200   those that begin by then
     python benchmarks/proofs/run.py --case 17                     one case, with all its numbers
+    python benchmarks/proofs/run.py readme                        the tables of README.md, from the files beside it
 
 Each case is a line of the file beside --out that ends in .jsonl, so the same command goes on where it was ended.
 Exits with 1 where a bound is above a schedule, a schedule below a bound, or a proved value is not the optimum.
@@ -47,6 +48,11 @@ from proof_cases import (
     judge_graph,
     judge_uneven,
 )
+
+FOLDER = Path(__file__).resolve().parent
+RESULTS = {"plain": "proofs", "free": "free", "offload": "offload", "graphs": "graphs", "uneven": "uneven"}
+"""By kind of case, the name of its files."""
+BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,10 @@ def summary(rows: Sequence[dict[str, Any]], asked: Settings) -> dict[str, Any]:
         for name, key in _groups(asked.kind, row["case"]).items():
             by.setdefault(name, {}).setdefault(key, []).append(row)
     loads = [row["load"] for row in rows]
+    kind = "" if asked.kind == "plain" else f" --{asked.kind}"
     return {
+        "command": f"python benchmarks/proofs/run.py{kind} --cases {len(rows)} --time {asked.time:g} "
+        f"--solver-seconds {asked.seconds:g}",
         "commits": dict(Counter(row["commit"] for row in rows)),
         "first": min((row["case"] for row in rows), default=None),
         "planner_seconds": asked.time,
@@ -138,6 +147,41 @@ def summary(rows: Sequence[dict[str, Any]], asked: Settings) -> dict[str, Any]:
         "unsolved_cases": [row["case"] for row in rows if not row["solved"][2]],
         "wrong_cases": [{"case": row["case"], "wrong": row["wrong"]} for row in rows if row["wrong"]],
     }
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """The tables of README.md: every kind of case, then the parts of the plain and of the uneven ones."""
+    lines = ["| cases | number | optimum known | wrong | proved by `plan` | above the optimum: mean | most |"]
+    lines += ["|---|---:|---:|---:|---:|---:|---:|"]
+    lines += [_row(kind, found[kind]["all"]) for kind in RESULTS]
+    for kind, groups in (("plain", ("family", "limit", "objective")), ("uneven", ("family", "limit"))):
+        lines += ["", lines[0].replace("cases", f"{kind} cases", 1), lines[1]]
+        for name in groups:
+            lines += [_row(_WORDS.get(key, key), of) for key, of in found[kind][name].items()]
+    return "\n".join(lines)
+
+
+_WORDS = {"none": "no cap", "max_in_flight": "cap by count", "memory_limit": "cap by memory", "v": "V"}
+_WORDS |= {"table": "irregular tables", "graphs": "stages that branch", "offload": "host memory"}
+_WORDS |= {"free": "free forms and deals", "uneven": "uneven microbatches"}
+
+
+def _row(name: str, of: dict[str, Any]) -> str:
+    numbers = [of[key] for key in ("cases", "optimum_known", "wrong", "planner_proved")]
+    above = f"{of['mean_above_optimum']:.2%} | {of['most_above_optimum']:.1%}"
+    return f"| {_WORDS.get(name, name)} | {' | '.join(f'{number:,}' for number in numbers)} | {above} |"
+
+
+def found_all() -> dict[str, dict[str, Any]]:
+    """The summaries in this folder, by kind of case."""
+    return {kind: json.loads((FOLDER / f"{name}.json").read_text()) for kind, name in RESULTS.items()}
+
+
+def write_readme() -> None:
+    """Puts the tables between the two comments of README.md."""
+    readme = FOLDER / "README.md"
+    before, _, rest = readme.read_text().partition(BEGIN)
+    readme.write_text(f"{before}{BEGIN}\n{table(found_all())}\n{END}{rest.partition(END)[2]}")
 
 
 def kept(lines: Path, asked: Settings) -> list[dict[str, Any]]:
@@ -181,6 +225,8 @@ def run(given: Iterable[int], asked: Settings, num_workers: int, out: Path | Non
                 running |= {pool.submit(_judged, one) for one in islice(left, len(ended))}
     rows.sort(key=lambda row: int(row["case"]))
     found = summary(rows, asked)
+    if out is not None and out.exists() and len(rows) == len(done):  # nothing was run here
+        found["machine"] = json.loads(out.read_text())["machine"]
     print(json.dumps(found["all"]))
     if out is not None:
         out.write_text(json.dumps(found, indent=1) + "\n")
@@ -189,6 +235,7 @@ def run(given: Iterable[int], asked: Settings, num_workers: int, out: Path | Non
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["readme"], help="only write the tables of README.md")
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--case", type=int, help="only this seed, with all its numbers")
@@ -206,6 +253,9 @@ def main() -> int:
         kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="plain", help=of)
     parser.add_argument("--out", type=Path, help="the summary; the lines of cases go beside it, to .jsonl")
     arguments = parser.parse_args()
+    if arguments.what == "readme":
+        write_readme()
+        return 0
     said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     asked = Settings(arguments.kind, arguments.time, arguments.solver_seconds, said.strip())
     if arguments.case is not None:

@@ -95,6 +95,18 @@ def test_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["value"] >= row["bound"] * (1 - EPSILON)
 
 
+def test_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables are those of the results; no case of any kind is wrong, and uneven microbatches are among them."""
+    run = script("proofs", monkeypatch)
+    found = run.found_all()
+    assert run.table(found) in (BENCHMARKS / "proofs/README.md").read_text(encoding="utf-8")
+    assert [found[kind]["all"]["cases"] for kind in ("plain", "uneven")] == [2000, 2000]
+    assert all(each["all"]["wrong"] == 0 for each in found.values())
+    for each in found.values():
+        assert each["commits"]
+        assert each["command"]
+
+
 def test_rank_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tables are those of the results; one family, whose image tower is in one layer, loads above the bar."""
     run = script("rank_memory", monkeypatch)

@@ -25,6 +25,7 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
         "recompute": "any",  # as no memory is short
         "offload": "none",
         "pairs": "none",
+        "order": "as numbered",
     }
 
 

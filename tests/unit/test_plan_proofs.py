@@ -169,6 +169,16 @@ def test_a_certificate_names_the_schedules_it_covers(placement: ps.Placement | N
     assert plan.certificate.placement == plan.schedule.placement
 
 
+def test_the_certificate_of_uneven_microbatches_says_that_it_covers_every_order_of_them() -> None:
+    """It said that each stage runs them as they are numbered, which not even its own plan does."""
+    costs = replace(ps.Costs.uniform(2, f=1, i=1, w=1), uneven=[3, 1, 2, 5])
+    plan = ps.plan(costs, 2, 4, time_limit=0.1)
+    assert plan.microbatch_order is not None
+    assert list(plan.microbatch_order) != sorted(plan.microbatch_order)
+    assert plan.certificate.order == "any"
+    assert str(plan.certificate).endswith("no offload, microbatches in any order")
+
+
 @pytest.mark.parametrize("family", range(5))
 def test_plans_of_uneven_microbatches_beside_the_exact_solver(family: int) -> None:
     pytest.importorskip("ortools", reason="needs the extra `exact`")

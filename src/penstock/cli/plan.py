@@ -160,6 +160,7 @@ def plan(
                     "recompute": found.certificate.recompute,
                     "offload": found.certificate.offload,
                     "pairs": found.certificate.pairs,
+                    "order": found.certificate.order,
                 },
                 "gap": found.gap,
                 "seconds": found.seconds,

@@ -15,7 +15,8 @@ from penstock.schedule.short_repr import short_repr
 class Certificate:
     """Which family of schedules a plan's lower bound covers: none of them has a smaller value, others may.
 
-    In every family each stage runs its ops of a kind in the order of microbatches, as `check` demands.
+    Each stage runs its ops of a kind in the order of microbatches, as `check` demands, or in one that the schedule
+    declares where `order` is "any".
 
     Attributes:
         placement: which rank hosts which stage; shared stages run on all their ranks at once.
@@ -25,6 +26,7 @@ class Certificate:
         offload: "any" where each activation may wait in host memory or not; "none" where none does.
         stages: how they depend on one another, None for a chain.
         pairs: "any" where a forward and a backward of another microbatch may run as one or not; "none" where none do.
+        order: of the microbatches on a stage: "as numbered", or "any", as where they differ (`Costs.uneven`).
 
     Examples:
         >>> import penstock as ps
@@ -40,6 +42,7 @@ class Certificate:
     offload: str = "none"
     stages: StageGraph | None = None
     pairs: str = "none"
+    order: str = "as numbered"
 
     __repr__ = short_repr
 
@@ -61,6 +64,8 @@ class Certificate:
         if self.placement.num_pipelines > 1:
             how = "in any way" if self.microbatches == "any" else self.microbatches
             words.append(f"microbatches dealt to pipelines {how}")
+        if self.order == "any":
+            words.append("microbatches in any order")
         return ", ".join(words)
 
 

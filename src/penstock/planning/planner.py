@@ -401,7 +401,7 @@ def _plan_uneven(
             rule="confirmed",
         )
     bound = certain(uneven_bound(candidate, links), value, lambda: f"costs {costs!r} over {placement!r}")
-    certificate = Certificate(placement, "split" if split else "whole")
+    certificate = Certificate(placement, "split" if split else "whole", order="any")
     return Plan(
         schedule, value, value, bound, certificate, time.perf_counter() - began, how, timeline,
         tuple(candidate.order.tolist()),
