@@ -78,7 +78,7 @@ def plain_step(
     with torch.random.fork_rng(devices=[]):
         batch = zip(cut(inputs, num_microbatches), cut(targets, num_microbatches), strict=True)
         for m, (x, target) in enumerate(batch):
-            with torch.autocast("cpu", autocast) if autocast else nullcontext():
+            with torch.autocast(first_tensor(x).device.type, autocast) if autocast else nullcontext():
                 loss = loss_fn(call(model, x, mix(mix(seed, step), m)), target) * scales[m]
             if loss.requires_grad:
                 loss.backward()

@@ -1,0 +1,90 @@
+"""Messages by NCCL from GPU to GPU: the plain loop's numbers, also where ranks pick their ops by what has come in.
+
+NCCL refuses two ranks of one host on one device. So each rank says that it is a host of its own
+(`NCCL_HOSTID`), and messages go over the loopback interface.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from plain_loop import plain_step
+from processes import Outcome, run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
+
+NUM_STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def build_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(8):
+        layers += [nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64)]
+    return nn.Sequential(*layers).cuda()
+
+
+def build_batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(30, 64, device="cuda"), torch.randn(30, 64, device="cuda")
+
+
+def as_a_host_of_its_own(rank: int) -> None:
+    """Before CUDA or NCCL have read the environment."""
+    os.environ |= {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        "NCCL_HOSTID": f"rank{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_NET": "Socket",
+        "NCCL_IB_DISABLE": "1",
+    }
+
+
+def train(rank: int, name: str, dispatch: str) -> dict[str, list[float]]:
+    as_a_host_of_its_own(rank)
+    with ps.Pipeline(
+        build_model(),
+        ps.build(name, torch.distributed.get_world_size(), 8),
+        loss_fn=nn.functional.mse_loss,
+        dispatch=dispatch,
+        transport="nccl",
+        parallel=ps.ParallelOptions(device="cuda:0"),
+    ) as pipe:
+        for _ in range(NUM_STEPS):
+            pipe.zero_grad()
+            result = pipe.step(*build_batch(), update=False)
+        found = {key: p.grad.flatten().tolist() for key, p in pipe.named_parameters() if p.grad is not None}
+        return {"loss": [float(result.loss)], **found}
+
+
+def ended(outcomes: list[Outcome]) -> dict[str, list[float]]:
+    texts = "\n".join(outcome.text for outcome in outcomes)
+    if "Duplicate GPU" in texts:
+        pytest.skip("this NCCL takes no two ranks on one GPU, whatever host they say that they are")
+    assert [outcome.code for outcome in outcomes] == [0] * len(outcomes), texts
+    return {key: value for outcome in outcomes for key, value in outcome.value.items()}
+
+
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+@pytest.mark.parametrize(("name", "num_ranks"), [("1f1b", 2), ("zb-v", 2), ("interleaved-1f1b", 2), ("zb", 4)])
+def test_ranks_that_send_by_nccl_are_the_plain_loop(name: str, num_ranks: int, dispatch: str) -> None:
+    """The numbers of the last of several steps, in which dropout draws alike and buffers are used again."""
+    model = build_model()
+    loss = plain_step(model, *build_batch(), 8, nn.functional.mse_loss, step=NUM_STEPS)
+    found = ended(run_ranks(num_ranks, train, name, dispatch, deadline=100.0))
+    assert found.pop("loss") == [float(loss)]
+    assert found == {key: p.grad.flatten().tolist() for key, p in model.named_parameters() if p.grad is not None}
