@@ -65,7 +65,7 @@ class Item:
         name: "Figure 15". about: what it is of. command: what finds it, without `python -m experiments.`.
         files: of its results, below `experiments/`. chart: its picture, likewise.
         differs: what differs, and why.
-        reason: why there are no results, where there are none.
+        reason: why there are no results, where there are none; shown for as long as one of `files` is not there.
     """
 
     name: str
@@ -75,6 +75,11 @@ class Item:
     chart: str = ""
     differs: str = ""
     reason: str = ""
+
+    @property
+    def has_results(self) -> bool:
+        """Whether all its files are there."""
+        return bool(self.files) and all(is_there(name) for name in self.files)
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,12 @@ def rows_of(name: str) -> list[Row]:
     """The rows of a file of results, such as "pipemorph/figure15-simulate"."""
     paper, _, file = name.partition("/")
     return load(ROOT / "experiments" / paper / "results", file)
+
+
+def is_there(name: str) -> bool:
+    """Whether there is such a file."""
+    paper, _, file = name.partition("/")
+    return (ROOT / "experiments" / paper / "results" / f"{file}.json").exists()
 
 
 def facts_of(name: str) -> dict[str, Any]:

@@ -24,17 +24,18 @@ MADE = "<!-- made by: python -m experiments.claims.pages -->"
 HOW = """\
 Every number of ours on this page is read from the committed results. *Simulated* is what the simulator gives for the
 schedule and the costs. *By the clock* is the same schedule on emulated devices, whose ops sleep as long as the costs
-say: it shows that dispatch and transport keep the simulated times, and nothing about how long a real op takes. No
-number comes from a GPU. [Real computation](audit.md#real-computation) has a table of its own, and
-[the audit](audit.md) says what was done for each figure."""
+say: it shows that dispatch and transport keep the simulated times, and nothing about how long a real op takes. A
+number comes from a GPU only where its section says *on one GPU*. [Real computation](audit.md#real-computation) has a
+table of its own, and [the audit](audit.md) says what was done for each figure."""
 
 STATES = """\
 An audit once listed {} capabilities, figures and tables of the three papers. Each row says what it found then, how it
 stands now, and what shows it: a test, a file of results, a page. A row that is not simply done has its reason.
 
 *Emulated* means simulated, and run by the clock on devices that sleep through their ops. *Simulated* means the
-simulator alone. *Host half* means all but the copies from and to a device. *Open* means that this machine could do it
-and that it has not been done."""
+simulator alone. *Host half* means all but the copies from and to a device. *On one GPU* means measured with all ranks
+on a single GPU, which is less than the paper's one for each rank. *Open* means that this machine could do it and that
+it has not been done."""
 
 COMPUTED = """\
 On emulated devices an op takes the time that the costs say, so a run by the clock proves dispatch and transport, not
@@ -80,7 +81,7 @@ def _claims(claims: Sequence[Claim]) -> Iterator[str]:
 
 
 def _item(paper: Paper, item: Item) -> Iterator[str]:
-    if item.reason:
+    if item.reason and not item.has_results:
         yield item.reason.strip()
         return
     if item.chart:
@@ -112,15 +113,26 @@ def recorded(name: str) -> str:
     drawn = f", seeds {', '.join(map(str, found['seeds']))}" if found["seeds"] else ""
     load = f", load {found['load'][0]:.1f}" if found["load"] else ", load not recorded"
     later = "; put down afterwards, from the history" if found.get("from_history") else ""
+    gpu = "" if (device := facts_of(name).get("device", "cpu")) == "cpu" else f"one {device}, "
     return (
-        f"{link}: `{found['command']}` at commit {commit}, {machine['processor']}, "
+        f"{link}: `{found['command']}` at commit {commit}, {gpu}{machine['processor']}, "
         f"{machine['num_processors']} cores{drawn}{load}{later}."
     )
 
 
+def audited() -> list[dict[str, Any]]:
+    """The rows of the audit. One may say in `once` what it becomes when the results in its evidence are there."""
+    rows: list[dict[str, Any]] = json.loads(AUDIT.read_text(encoding="utf-8"))
+    for row in rows:
+        then = row.pop("once", None)
+        if then and all((ROOT / path).exists() for path in then["evidence"] if path.endswith(".json")):
+            row.update(then)
+    return rows
+
+
 def audit() -> str:
     """The audit's table, row by row."""
-    rows = json.loads(AUDIT.read_text(encoding="utf-8"))
+    rows = audited()
     counts: dict[str, int] = {}
     for row in rows:
         counts[row["state"]] = counts.get(row["state"], 0) + 1

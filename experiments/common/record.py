@@ -33,7 +33,12 @@ def record(seeds: Sequence[int] = ()) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit that is checked out, with `+` where sources differ from it; empty where git does not know."""
+    """The commit that is checked out, with `+` where sources differ from it; empty where git does not know.
+
+    On a machine that has the files of a checkout without its history, PENSTOCK_COMMIT in the environment says it.
+    """
+    if given := os.environ.get("PENSTOCK_COMMIT"):
+        return given
     try:
         head = _git("rev-parse", "HEAD").strip()
         return head + ("+" if _git("status", "--porcelain", "--", *SOURCES).strip() else "")
