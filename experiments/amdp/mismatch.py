@@ -1,6 +1,7 @@
 """What `max_mismatch` 0 and 1 each buy, with the best schedule there is for the same batch, ranks and memory.
 
-    python -m experiments.amdp.mismatch              a few minutes
+    python -m experiments.amdp.mismatch                            an hour and a half of one core
+    python -m experiments.amdp.mismatch --costs GPT --ranks 16     some of it; what is there already is gone on with
 
 d ranks, an update gathers n microbatches. Numbers are the share of the time that ranks are busy amid many updates;
 no schedule here stops all ranks at an update: a stage goes on when its own is done
@@ -386,10 +387,14 @@ def main() -> None:
     parser = options(__doc__, RESULTS)
     parser.add_argument("--search", type=float, default=2.0, help="seconds for each plan")
     parser.add_argument("--again", action="store_true", help="those cells too that are there already")
+    names = [each.name for each in COSTINGS]
+    parser.add_argument("--costs", action="append", choices=names, help="only these; may be repeated")
+    parser.add_argument("--ranks", action="append", type=int, choices=DEPTHS, help="only these; may be repeated")
     given = parser.parse_args()
     found: list[Row] = [] if given.again else known(given.out, "mismatch")
     done = {(row["costs"], row["d"], row["n"]) for row in found}
-    for cell in cells():
+    costings = [each for each in COSTINGS if given.costs is None or each.name in given.costs]
+    for cell in cells(costings, given.ranks or DEPTHS):
         if (cell.costing.name, cell.num_ranks, cell.window) in done:
             continue
         began = time.perf_counter()
