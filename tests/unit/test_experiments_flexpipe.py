@@ -13,6 +13,7 @@ import pytest
 
 import penstock as ps
 from experiments.common import results
+from experiments.common.readme import between
 from tiers import sample
 
 pytestmark = pytest.mark.unit
@@ -270,6 +271,24 @@ def test_guessed_towers_have_as_many_parameters(load: Any) -> None:
     text = "\n".join(module.lines(rows))
     assert "9.7B: 1.00 to 4.50 over 8 guesses" in text
     assert "8.2B 1.29, 9.7B 1.18" in text
+
+
+@pytest.mark.results
+def test_the_readme_has_what_other_towers_give(load: Any) -> None:
+    module = load("guessed_towers")
+    rows = results.load(RESULTS, "guessed_towers")
+    assert len(rows) == len(module.SIZES) * len(module.GUESSES)
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert between(page, "guessed towers").splitlines() == module.in_readme(rows)
+    gains = {(row["clip"], row["guess"]): module.gain(row) for row in rows}
+    assert min(gains.values()) == pytest.approx(1.15, abs=0.005)
+    longer = [gains[clip, "video of twice the sequence"] / module.PAPER[clip] for clip in module.SIZES]
+    assert all(abs(each - 1) < 0.03 for each in longer)
+    # The figure's own towers: found here by the product's search, there by an earlier one.
+    figure = results.load(RESULTS, "figure16")
+    for clip in module.SIZES:
+        told = load("figure16").speedup(figure, clip, "FlexPipe")
+        assert gains[clip, next(iter(module.GUESSES))] == pytest.approx(told, abs=0.005)
 
 
 @pytest.mark.results

@@ -1,0 +1,38 @@
+"""A table in a README, between two comments that a script writes between.
+
+<!-- guesses -->
+| ... |
+<!-- end of guesses -->
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+
+def between(page: str, name: str) -> str:
+    """What a page has between the two comments. Raises ValueError where they are not there."""
+    _, start, rest = page.partition(f"<!-- {name} -->\n")
+    inside, end, _ = rest.partition(f"<!-- end of {name} -->")
+    if not (start and end):
+        raise ValueError(f"the page has no comments <!-- {name} --> and <!-- end of {name} -->, with a table between")
+    return inside
+
+
+def write_between(readme: Path, name: str, lines: Iterable[str]) -> None:
+    """Puts lines between the two comments of a page, in place of what is there."""
+    page = readme.read_text(encoding="utf-8")
+    before, start, rest = page.partition(f"<!-- {name} -->\n")
+    inside = between(page, name)
+    text = "".join(f"{line}\n" for line in lines)
+    readme.write_text(f"{before}{start}{text}{rest[len(inside) :]}", encoding="utf-8")
+
+
+def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table, the first cells of its rows at the left."""
+    return [
+        f"| {' | '.join(head)} |",
+        f"|{'---|' * len(head)}",
+        *(f"| {' | '.join(row)} |" for row in body),
+    ]
