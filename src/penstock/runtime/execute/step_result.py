@@ -93,10 +93,10 @@ class StepEnd:
         size = len(Offer._fields)
         row = [0.0] * (offers + (size * self._everyone.num_ranks if helm else 0))
         for runner in self._last:
-            for m, loss in runner.losses.items():
-                row[m] = loss.item()
-                if m == 0:
-                    row[num_microbatches] = _LOSS_TYPES.index(loss.dtype)
+            for m, value in zip(runner.losses, _values(list(runner.losses.values())), strict=True):
+                row[m] = value
+            if 0 in runner.losses:
+                row[num_microbatches] = _LOSS_TYPES.index(runner.losses[0].dtype)
         row[num_microbatches + 1] = notices.num_new
         for rank in self._peers.here:
             row[digests + rank] = batch.digest
@@ -154,6 +154,14 @@ class StepEnd:
             for shards in self._everyone.along[2:]:
                 offers = shards.sum(torch.tensor(offers, dtype=torch.float64)).tolist()
         return offers
+
+
+def _values(losses: Sequence[Tensor]) -> list[float]:
+    """Those of a GPU are read together, as each reading waits for it."""
+    if not losses or not losses[0].is_cuda:
+        return [loss.item() for loss in losses]
+    values: list[float] = torch.stack([loss.double() for loss in losses]).tolist()
+    return values
 
 
 def _sum(losses: Tensor) -> Tensor:

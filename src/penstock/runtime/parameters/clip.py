@@ -1,7 +1,8 @@
 """Clipping by the norm of the whole model's gradient, once, wherever its parts lie.
 
 Norms are taken parameter by parameter, brought together in the model's order and combined as
-`torch.nn.utils.clip_grad_norm_` does, so the result is the same to the bit however the model is cut.
+`torch.nn.utils.clip_grad_norm_` does, so the result is the same to the bit however the model is cut. On a GPU torch
+takes the norms of many gradients at once, by kernels that add up in another order, and so they are taken here.
 """
 
 from __future__ import annotations
@@ -15,13 +16,33 @@ from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers
-from penstock.runtime.tensors.dtensor import local, whole
+from penstock.runtime.tensors.dtensor import is_sharded, local, whole
 
 _ABSENT = -1.0
+CPU = torch.device("cpu")
+
+
+def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each, where it lies. Of one that several processes hold a shard of, they work it out together."""
+    found: dict[int, Tensor] = {}
+    plain = [place for place, gradient in enumerate(gradients) if not is_sharded(gradient) and gradient.is_cuda]
+    groups = _by_type([gradients[place] for place in plain])
+    for places in groups:
+        norms = torch._foreach_norm([gradients[plain[place]] for place in places])
+        for place, norm in zip(places, norms, strict=True):
+            found[plain[place]] = norm
+    return [
+        found[place] if place in found else whole(torch.linalg.vector_norm(gradient))
+        for place, gradient in enumerate(gradients)
+    ]
 
 
 def global_norm(
-    dtypes: Mapping[str, torch.dtype], held: Mapping[str, Parameter], owned: Collection[str], peers: Peers
+    dtypes: Mapping[str, torch.dtype],
+    held: Mapping[str, Parameter],
+    owned: Collection[str],
+    peers: Peers,
+    device: torch.device = CPU,
 ) -> Tensor:
     """The norm of all gradients of the model.
 
@@ -29,37 +50,53 @@ def global_norm(
         dtypes: of every parameter of the model, by name, in its order, each once.
         held: those in this process. Of one that several processes hold a shard of, they work the norm out together.
         owned: those that this process answers for, each by one process.
+        device: where norms are combined, and the result lies: the one on which gradients lie.
     """
+    places = {name: place for place, name in enumerate(dtypes) if name in held and held[name].grad is not None}
+    gradients = [held[name].grad.detach() for name in places]  # type: ignore[union-attr]
+    for name, gradient in zip(places, gradients, strict=True):
+        if gradient.is_sparse:
+            raise RuntimeFailure(
+                f"{name} has a sparse gradient, which clip_norm cannot measure; make the op that gave it dense "
+                "(sparse=False), or leave clip_norm out"
+            )
+    measured = {name: norm for name, norm in zip(places, norms_of(gradients), strict=True) if name in owned}
     norms = torch.zeros(len(dtypes), dtype=torch.float64)
     for place, name in enumerate(dtypes):
-        if name in held:
-            gradient = held[name].grad
-            if gradient is not None and gradient.is_sparse:
-                raise RuntimeFailure(
-                    f"{name} has a sparse gradient, which clip_norm cannot measure; make the op that gave it dense "
-                    "(sparse=False), or leave clip_norm out"
-                )
-            norm = None if gradient is None else whole(torch.linalg.vector_norm(gradient.detach()))
-            if name in owned:
-                norms[place] = _ABSENT if norm is None else norm.double()
+        if name in owned and name not in places:
+            norms[place] = _ABSENT
+    if measured:  # all at once: each copy from a GPU waits for it
+        values = torch.stack([norm.to(device, torch.float64) for norm in measured.values()]).cpu()
+        norms[[places[name] for name in measured]] = values
     norms = peers.sum(norms)
     # A norm has the real type of its gradient.
     present = [(norm, dtype) for norm, dtype in zip(norms, dtypes.values(), strict=True) if norm != _ABSENT]
     if not present:
-        return torch.tensor(0.0)
-    order = _in_torchs_order([torch.empty(0, dtype=dtype) for _, dtype in present])
-    return torch.linalg.vector_norm(torch.stack([present[k][0].to(present[k][1].to_real()) for k in order]))
+        return torch.tensor(0.0, device=device)
+    order = _by_type([torch.empty(0, dtype=dtype) for _, dtype in present])
+    combined = torch.stack([present[k][0].to(present[k][1].to_real()) for places in order for k in places])
+    return torch.linalg.vector_norm(combined.to(device))
 
 
-def _in_torchs_order(gradients: Sequence[Tensor]) -> list[int]:
-    """The places of gradients in the order in which `clip_grad_norm_` combines their norms: type by type."""
+def _by_type(gradients: Sequence[Tensor]) -> list[list[int]]:
+    """The places of gradients, device by device and type by type, in the order of `clip_grad_norm_`."""
+    if not gradients:
+        return []
     groups = Optimizer._group_tensors_by_device_and_dtype([list(gradients)], with_indices=True)
-    return [place for _, places in groups.values() for place in places]
+    return [places for _, places in groups.values()]
+
+
+def factor_of(max_norm: float, norm: Tensor) -> Tensor:
+    """What gradients of such a norm are to be multiplied by."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def scale_gradients(parameters: Sequence[Parameter], max_norm: float, norm: Tensor) -> None:
     """Scales gradients in place so that the whole has at most `max_norm`; one that tied parameters share, once."""
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    gradients = {id(p.grad): p.grad for p in parameters if p.grad is not None}
+    factor = factor_of(max_norm, norm)
+    there = {norm.device: factor}
+    gradients = {id(p.grad): local(p.grad) for p in parameters if p.grad is not None}
     for gradient in gradients.values():
-        local(gradient).mul_(factor.to(gradient.device))
+        if gradient.device not in there:
+            there[gradient.device] = factor.to(gradient.device)
+        gradient.mul_(there[gradient.device])

@@ -144,9 +144,9 @@ class OptimizerState:
             raise RuntimeFailure(f"{self._name} has updates as ops of its order; set PrecisionOptions(clip_norm=...)")
         model = self.model
         told = [name for name, p in model.own.items() if self._answers_for(p)]
-        norm = global_norm(model.dtypes, model.named, told, self._mesh.everyone)
+        norm = global_norm(model.dtypes, model.named, told, self._mesh.everyone, model.device)
         scale_gradients(model.parameters, max_norm, norm)
-        return norm
+        return norm.cpu()
 
     def zero_grad(self) -> None:
         self.model.zero_grad()

@@ -22,11 +22,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.parameters.clip import factor_of, norms_of
 from penstock.runtime.parameters.gradients import Gradients, WindowGradients, added, num_bytes
 from penstock.runtime.parameters.muon import marked_like
 from penstock.runtime.parameters.versions.rules import VersionRule
 from penstock.runtime.parameters.versions.versioned import VersionedParameters
-from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard, whole
+from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard
 from penstock.schedule import Schedule, ScheduleError
 
 ToStep = Callable[[Sequence[Parameter], Gradients], tuple[Sequence[Parameter], Gradients]]
@@ -361,8 +362,7 @@ def clipped(gradients: Gradients, max_norm: float, masters: Sequence[Parameter])
     present = [as_shard(g, master) for g, master in zip(gradients, masters, strict=True) if g is not None]
     if not present:
         return gradients
-    norm = torch.linalg.vector_norm(torch.stack([whole(torch.linalg.vector_norm(g)) for g in present]))
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    factor = factor_of(max_norm, torch.linalg.vector_norm(torch.stack(norms_of(present))))
     return [None if g is None else g * factor for g in gradients]
 
 
