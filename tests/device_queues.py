@@ -53,6 +53,12 @@ class LateQueue(WatchedMarks):
         self.num_marks += 1
         return LateMark(self, self.num_marks - 1)
 
+    def lane(self, number: int) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def after(self, mark: LateMark) -> None:
+        """What it is given has run already."""
+
     def pass_to(self, number: int) -> None:
         with self._lock:
             self.require_sound()
@@ -101,8 +107,8 @@ class LateLines:
             self._in_use.discard(free)
         return self._on("receives")
 
-    def reading(self) -> AbstractContextManager[Any]:
-        return self._on("reads")
+    def ending(self) -> AbstractContextManager[Any]:
+        return self._on("ends")
 
     def used(self, buffer: Tensor) -> int:
         self._in_use.add(buffer.data_ptr())

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from queue import Empty
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -40,10 +41,11 @@ from penstock.runtime.transport.channel import (
     Tags,
 )
 from penstock.runtime.transport.inbox import THREADS_WAIT, Inbox
-from penstock.runtime.transport.nccl import DeviceLines
+from penstock.runtime.transport.nccl import AnnouncedReceive, DeviceLines
 from penstock.runtime.transport.transfer_record import SHORTEST_WAIT, CrossingLog, TransferRecord
 from penstock.runtime.transport.wire_format import (
     HEADER_BYTES,
+    DevicePacket,
     Packet,
     Preamble,
     WireSpec,
@@ -245,7 +247,7 @@ class GlooTransport:
         packet = known.packet()
         packet.pack(payload)
         packet.announce(self._preamble(channel, tag))
-        channel.under_way.append(Sent(edge, (self._send_packet(channel, packet, tag),), packet, known))
+        channel.under_way.append(Sent(edge, self._send_packet(channel, packet, tag), packet, known))
         return True
 
     def _introduce(
@@ -263,10 +265,10 @@ class GlooTransport:
             # Not what the shapes promised: a message of the size the receiver waits for says so, the rest follows.
             promised = known.packet()
             promised.announce(preamble._replace(changed=1))
-            works = [self._send_packet(channel, promised, tag)]
+            works = self._send_packet(channel, promised, tag)
             works += [self._isend(part, channel.peer, tag) for part in header]
         packet.announce(preamble)
-        works.append(self._send_packet(channel, packet, tag))
+        works += self._send_packet(channel, packet, tag)
         channel.under_way.append(Sent(edge, works, packet, fresh))
 
     def _preamble(self, channel: Outgoing, tag: int) -> Preamble:
@@ -296,17 +298,19 @@ class GlooTransport:
         """What carries a channel's payloads from device to device. Tokens always go by host memory."""
         return None if channel.key.slot < 0 else self._lines
 
-    def _send_packet(self, channel: Outgoing, packet: Packet, tag: int) -> Any:
+    def _send_packet(self, channel: Outgoing, packet: Packet, tag: int) -> list[Any]:
+        """Starts to send a packet; what to wait for. One that goes from device to device is announced first."""
         lines = self._lines_of(channel)
-        if lines is None:
-            return self._isend(packet.buffer, channel.peer, tag)
-        return lines.send(channel, packet, self._timeout)
+        if lines is None or not isinstance(packet, DevicePacket):
+            return [self._isend(packet.buffer, channel.peer, tag)]
+        return [self._isend(packet.head, channel.peer, tag), lines.send(channel, packet, self._timeout)]
 
     def _receive_packet(self, channel: Incoming, packet: Packet, tag: int) -> Any:
         lines = self._lines_of(channel)
-        if lines is None:
+        if lines is None or not isinstance(packet, DevicePacket):
             return self._irecv(packet.buffer, channel.peer, tag)
-        return lines.receive(channel, packet, self._timeout)
+        announced = self._irecv(packet.head, channel.peer, tag)
+        return AnnouncedReceive(announced, partial(lines.receive, channel, packet, self._timeout))
 
     def _isend(self, buffer: Tensor, target: int, tag: int) -> Any:
         try:
@@ -393,11 +397,8 @@ class GlooTransport:
         # A thread waits all the time; a rank that finds the message there already can't tell how long it lay there.
         if self._threaded or now - start > SHORTEST_WAIT:
             posted.arrived = now
-        if (lines := self._lines_of(channel)) is not None:
-            # Read here, where nothing else waits for it. And a send is queued behind what the device was given: the
-            # host's clock doesn't know when it began.
-            lines.read(posted.packet)
-            posted.arrived = None
+        if self._lines_of(channel) is not None:
+            posted.arrived = None  # a receive from device to device is looked at now and then
         if channel.waiting:
             self._post(channel, wait_for_headers=False, follows=True)
         return posted

@@ -1,10 +1,14 @@
 """Messages between devices over a backend that has no tags (NCCL): a line of its own for every channel.
 
 A line is a process group of the two ranks at a channel's ends; what it carries comes in the order in which it
-was sent. Headers and tokens still go through host memory with tags, payloads from device to device.
+was sent. Each message is announced through host memory, with its tag, and received once that has come in:
 
-    rank 0 ==F==> rank 1 ==F==> rank 2          a line a channel, so that a receive posted ahead
-    rank 0 <==B== rank 1 <==B== rank 2          in one never holds up another
+    op ends on its device | announced by gloo ----> the receive is posted
+                          | sent by NCCL =========> from device to device
+
+So no receive ever waits on a device for an op that another rank has yet to run. A kernel of NCCL that waits holds
+processors of its GPU, and CUDA may let nothing else begin behind it: what it does when a kernel is used for the
+first time, or memory is allocated, can wait for all that runs. Two ranks that posted receives ahead stood still so.
 
 NCCL's own wait makes a stream wait, with all the compute that is queued on it, and lets the host go on. A rank that
 picks its ops must know instead which messages are there. So a thread asks whether a receive has ended, and the
@@ -15,8 +19,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -79,11 +83,7 @@ def require_queues(channels: Sequence[NcclChannel], rank: int) -> None:
     """Raises RuntimeFailure where a rank has more lines than queues of its GPU: the stream that computes could share
     one with a receive that waits, and stand still behind it.
     """
-    needed = sum(rank in (line.source, line.target) for line in channels) + OTHER_STREAMS
-    try:
-        queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES))
-    except ValueError:
-        queues = QUEUES
+    needed, queues = _num_streams(channels, rank), _num_queues()
     if needed <= queues:
         return
     instead = (
@@ -98,6 +98,22 @@ def require_queues(channels: Sequence[NcclChannel], rank: int) -> None:
     )
 
 
+def has_spare_queue(wiring: Wiring, rank: int) -> bool:
+    """Whether a rank's GPU has a queue of work for one stream more, on which a second op computes."""
+    return _num_streams(lines_of(wiring), rank) < _num_queues()
+
+
+def _num_streams(channels: Sequence[NcclChannel], rank: int) -> int:
+    return sum(rank in (line.source, line.target) for line in channels) + OTHER_STREAMS
+
+
+def _num_queues() -> int:
+    try:
+        return int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES))
+    except ValueError:
+        return QUEUES
+
+
 class LineStreams(Protocol):
     """The streams of a device on which messages move, apart from the one that computes."""
 
@@ -108,8 +124,8 @@ class LineStreams(Protocol):
             free: a mark behind the last use of the buffer, for which its receive waits; None for a new one.
         """
 
-    def reading(self) -> AbstractContextManager[Any]:
-        """Around what reads a message that has come: it waits for nothing else."""
+    def ending(self) -> AbstractContextManager[Any]:
+        """Around the backend's own wait for a message that has come or left: no other work waits with it."""
 
     def used(self, buffer: torch.Tensor) -> Any:
         """A mark behind what the stream that computes was given, the use of a buffer being the last."""
@@ -119,7 +135,7 @@ class CudaLineStreams:
     """Two streams of a GPU. Neither ever waits for a message, so that neither holds up another."""
 
     def __init__(self, device: torch.device) -> None:
-        self._receives, self._reads = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._receives, self._ends = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._device = device
 
     def receiving(self, free: Any) -> AbstractContextManager[Any]:
@@ -127,8 +143,8 @@ class CudaLineStreams:
             self._receives.wait_event(free)
         return torch.cuda.stream(self._receives)
 
-    def reading(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._reads)
+    def ending(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._ends)
 
     def used(self, buffer: torch.Tensor) -> Any:
         computing = torch.cuda.current_stream(self._device)
@@ -169,8 +185,15 @@ class DeviceLines:
         for line, made in groups.items():
             if made is not None:
                 self._lines[line.key, self._rank == line.source] = WeakGroup(made)
-                # Both ends meet here: a line that was first used by a receive posted ahead would wait for its sender.
-                dist.all_reduce(torch.zeros(1, device=device), group=made)
+                self._connect(made, line)
+
+    def _connect(self, group: Any, line: NcclChannel) -> None:
+        """Sends a first message, at which the backend connects the two ends: it waits for both of them."""
+        value = torch.zeros(1, device=self._device)
+        if self._rank == line.source:
+            dist.send(value, group=group, group_dst=self._end(line.target))
+        else:
+            dist.recv(value, group=group, group_src=self._end(line.source))
 
     def packet(self, spec: WireSpec) -> Packet:
         """A buffer for payloads."""
@@ -187,22 +210,16 @@ class DeviceLines:
         except RuntimeError as error:
             raise explain(error, self._rank, channel.peer, "a message to leave", timeout) from None
 
-    def receive(self, channel: Incoming, packet: Packet, timeout: float) -> Any:
+    def receive(self, channel: Incoming, packet: DevicePacket, timeout: float) -> Any:
         """Starts to receive, likewise."""
         line, end = self._lines[channel.key, False](), self._end(channel.peer)
         try:
-            if self._streams is None or not isinstance(packet, DevicePacket):
+            if self._streams is None:
                 return self._under_way(dist.irecv(packet.buffer, group=line, group_src=end))
             with self._streams.receiving(packet.free):
                 return self._under_way(dist.irecv(packet.buffer, group=line, group_src=end))
         except RuntimeError as error:
             raise explain(error, self._rank, channel.peer, "a message", timeout) from None
-
-    def read(self, packet: Packet) -> None:
-        """Reads which message a packet brought, on a stream that has nothing else to do."""
-        with nullcontext() if self._streams is None else self._streams.reading():
-            if isinstance(packet, DevicePacket):
-                packet.read()
 
     def _under_way(self, work: Any) -> Any:
         return work if self._streams is None else OnALine(work, self._streams)
@@ -210,6 +227,22 @@ class DeviceLines:
     def _end(self, peer: int) -> int:
         """The peer's rank in a line: its ends are in ascending order."""
         return int(peer > self._rank)
+
+
+class AnnouncedReceive:
+    """A message that is received from device to device once it has been announced.
+
+    Args:
+        announced: the announcement under way. receive: starts to receive what it announces.
+    """
+
+    def __init__(self, announced: Any, receive: Callable[[], Any]) -> None:
+        self._announced, self._receive = announced, receive
+
+    def wait(self, limit: timedelta) -> None:
+        """Returns once the message has come. Raises as `OnALine.wait`."""
+        self._announced.wait(limit)
+        self._receive().wait(limit)
 
 
 class OnALine:
@@ -230,5 +263,5 @@ class OnALine:
                 raise RuntimeError(f"timed out after {limit.total_seconds():g} s")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_LOOK)
-        with self._streams.reading():
+        with self._streams.ending():
             self._work.wait()  # returns at once, and raises what went wrong

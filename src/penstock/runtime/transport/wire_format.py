@@ -240,12 +240,13 @@ class Packet:
 
 
 class DevicePacket(Packet):
-    """A packet in a device's memory.
+    """A packet in a device's memory. Its preamble lies in host memory, and travels there.
 
     Args:
         used: gives a mark behind the last use of a buffer, where a device queues what it is given.
 
     Attributes:
+        head: the preamble's bytes.
         free: that mark: what fills the packet again must wait for it.
     """
 
@@ -253,25 +254,13 @@ class DevicePacket(Packet):
         super().__init__(spec, torch.empty(spec.num_bytes, dtype=torch.uint8, device=device))
         self.free: Any = None
         self._used = used
-        self._read: Preamble | None = None
 
     def _lay_out(self) -> None:
-        self._head = self.buffer[:ALIGN].view(torch.int64)
+        self.head = torch.empty(ALIGN, dtype=torch.uint8)
+        self._preamble = self.head.numpy().data.cast("B").cast("q")
         self._views = [None if place is None else place.view(self.buffer) for place in self.spec.places]
 
-    def announce(self, preamble: Preamble) -> None:
-        self._head[:5].copy_(torch.tensor(preamble))
-
-    def read(self) -> Preamble:
-        """Reads the preamble, once the packet is full; waits for the current stream."""
-        self._read = Preamble(*self._head[:5].tolist())
-        return self._read
-
-    def preamble(self) -> Preamble:
-        return self.read() if self._read is None else self._read
-
     def unpack(self) -> Payload:
-        self._read = None
         payload = super().unpack()
         if self._used is not None:
             self.free = self._used(self.buffer)
