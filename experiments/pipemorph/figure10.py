@@ -77,7 +77,7 @@ class Protocol10:
     rounds: int = 5
     num_ops: int = 12
     op_ms: float = OP_MS
-    host_memory: int = 2048 * MB
+    host_memory: int = 512 * MB
 
 
 def rank_main(peer: Peer, protocol: Protocol10) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def rank_main(peer: Peer, protocol: Protocol10) -> dict[str, Any]:
 
 def _way(peer: Peer, protocol: Protocol10, device: torch.device) -> Iterator[Row]:
     num = WARM_UPS + 2 * protocol.repeats
-    link = DelegatedLink(peer, device, num, protocol.host_memory // 4)
+    link = DelegatedLink(peer, device, num, protocol.host_memory)
     clock = DeviceClock(device)
     for mb in protocol.sizes:
         size = round(mb * MB)

@@ -15,9 +15,10 @@ and after each op and between its GEMMs say when they ran. The ways:
     receive stands   a control: rank 1's NCCL receive is there all the time; the message is sent after the ops
     nobody else      a control: alone, before rank 1 has made a context on the GPU
 
-The ways take 5 turns, in an order that rotates, after one turn of each that does not count; `nobody else` has its
-turns before. Of each turn: the longest pause between two ops, the makespan, the longest time that the call of a send
-took, and the GEMMs' times (median, 90th percentile) by what the link did in their middle:
+The ways take 5 turns, in an order that rotates, after one turn of each that does not count; fewer where that one says
+that they would take more than half a minute. `nobody else` has its turns before. Of each turn: the longest pause
+between two ops, the makespan, the longest time that the call of a send took, and the GEMMs' times (median, 90th
+percentile) by what the link did in their middle:
 
     free     nothing            waits    a message is ready and its receiver is not            moves    data moves
 
@@ -97,7 +98,12 @@ NCCL_SETTINGS = {
 
 @dataclass(frozen=True)
 class Protocol9:
-    """What is run: ops of so many ms, messages of so many bytes, turns that count, on "cuda" or "cpu"."""
+    """What is run.
+
+    Attributes:
+        device: "cuda" or "cpu". rounds: turns that count, at most. nccl: whether its ways are among them.
+        budget: seconds that the turns may take, as far as the one before can tell.
+    """
 
     device: str = "cuda"
     num_ops: int = 12
@@ -105,6 +111,7 @@ class Protocol9:
     message_bytes: int = 10 * MB
     rounds: int = 5
     nccl: bool = True
+    budget: float = 30.0
 
 
 class Sender(Protocol):
@@ -270,8 +277,13 @@ def _sending(peer: Peer, protocol: Protocol9, folder: str) -> dict[str, Any]:
     peer.gather("rank 1 may come to the GPU now")
     refused = _join(peer, protocol, folder)
     link = DelegatedLink(peer, device, protocol.num_ops, HOST_MEMORY)
-    for number, way, late_ms in _plan(protocol, refused):
-        peer.gather(None)
+    began, rounds = time.perf_counter(), protocol.rounds
+    plan = _plan(protocol, refused)
+    for place, (number, way, late_ms) in enumerate(plan):
+        if number == 0 and plan[place - 1][0] < 0:
+            rounds = min(rounds, max(1, int(protocol.budget / (time.perf_counter() - began))))
+        if peer.gather(rounds)[0] <= number:
+            break
         sender: Sender = Nothing()
         if way in ("in order", "beside"):
             sender = DistributedSender(way == "in order")
@@ -282,7 +294,7 @@ def _sending(peer: Peer, protocol: Protocol9, folder: str) -> dict[str, Any]:
         rows.append(turn(number, way, late_ms, sender, lambda: peer.gather(None)[1]))
     pinned = link.transport.memory_is_pinned
     link.transport.close()
-    facts = {**device_facts(device), "gemms_an_op": count, "pinned": pinned}
+    facts = {**device_facts(device), "gemms_an_op": count, "pinned": pinned, "turns": rounds}
     return {"rows": [row for row in rows if row["turn"] >= 0], "refused": refused, "facts": facts}
 
 
@@ -297,7 +309,8 @@ def _receiving(peer: Peer, protocol: Protocol9, folder: str) -> dict[str, Any]:
         if way == "delegates":
             link.begin(num, size)
         standing = None
-        peer.gather(None)
+        if peer.gather(None)[0] <= number:
+            break
         if way == "receive stands":
             standing = dist.irecv(buffers[0], 0)
         moments: list[tuple[float, float]] = []
