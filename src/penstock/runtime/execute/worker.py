@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from time import perf_counter_ns
 from typing import NamedTuple
 
@@ -146,6 +147,8 @@ class Worker:
                     return moved
                 self._standing = None
             self._run(op)
+            if launched is not None and launched.may_join is not None:
+                self._run_beside(launched)
             moved = True
 
     def settle(self) -> bool:
@@ -232,24 +235,25 @@ class Worker:
     def _run(self, number: int) -> None:
         op, _, _, _, _, taken, num_tokens, sent = station = self._stations[number]
         local, transport, dispatcher = self._local, self.transport, self.dispatcher
-        inputs = [transport.take(edge) if is_remote else local.pop(edge) for edge, is_remote in taken]
-        if num_tokens:
-            del inputs[-num_tokens:]
-        if (held := dispatcher.held) > self.peak_held:
-            self.peak_held = held
         launched = self._launched
-        if launched is not None:
-            launched.start()
-        start = perf_counter_ns()
-        try:
-            outputs = self._handlers[op.kind](station, inputs)
-        except Exception as error:
-            error.add_note(f"in {op.short()} of stage {op.stage} on rank {self.rank}")
-            raise
-        if launched is None:
-            self.recorder.times.append((op, self._backend.began or start, perf_counter_ns()))
-        else:
-            launched.launched(op)
+        with _BY_ITSELF if launched is None else launched.turn(op):
+            inputs = [transport.take(edge) if is_remote else local.pop(edge) for edge, is_remote in taken]
+            if num_tokens:
+                del inputs[-num_tokens:]
+            if (held := dispatcher.held) > self.peak_held:
+                self.peak_held = held
+            if launched is not None:
+                launched.start(inputs)
+            start = perf_counter_ns()
+            try:
+                outputs = self._handlers[op.kind](station, inputs)
+            except Exception as error:
+                error.add_note(f"in {op.short()} of stage {op.stage} on rank {self.rank}")
+                raise
+            if launched is None:
+                self.recorder.times.append((op, self._backend.began or start, perf_counter_ns()))
+            else:
+                launched.launched(op)
         del inputs
         for place, edge, target, is_local in sent:
             payload = TOKEN if place < 0 else outputs[place]
@@ -263,11 +267,22 @@ class Worker:
         if launched is not None and launched.most == 1:
             launched.wait()
 
+    def _run_beside(self, launched: LaunchedOps) -> None:
+        """Launches the backward of a pair right behind its forward, if it is what comes next."""
+        number = self.dispatcher.next()
+        if number is not None and self._stations[number].op == launched.may_join:
+            if self._meeting is not None:
+                self._meeting.come(number)
+            self._run(number)
+        else:
+            self._held_back = number
+        launched.end_pair()
+
     def _take_ended(self, launched: LaunchedOps) -> bool:
         """Takes note of ops that have ended on the device; whether there were any."""
-        ended = launched.ended()
-        self.recorder.times += ended
-        return bool(ended)
+        before = launched.num_ended
+        self.recorder.times += launched.ended()
+        return launched.num_ended > before
 
     def _launchable(self, launched: LaunchedOps) -> int | None:
         """The next op, unless enough are under way, or it must come after all messages have left."""
@@ -295,3 +310,5 @@ LOOK = 1_000_000_000
 """Nanoseconds after which a rank that waits for messages looks at its device again, should no mark have woken it."""
 TOKEN = Payload([])
 """What a token carries."""
+_BY_ITSELF = nullcontext()
+"""Around an op that has run when its handler returns."""

@@ -7,14 +7,15 @@ only the input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.autograd import GraphInputs, exits, run_backward
@@ -390,6 +391,15 @@ class StageRunner:
             self._own = frozenset(map(storage_of, (*self.stage.parameters(), *self.stage.buffers()))) - {0}
         return self._own
 
+    def state(self) -> list[Tensor]:
+        """What the stage's modules keep besides parameters: buffers, and tensors among their attributes."""
+        found: list[Tensor] = []
+        for module in self.stage.modules():
+            for name, value in (*module._buffers.items(), *vars(module).items()):
+                if name not in _OF_EVERY_MODULE and value is not None:
+                    found += _tensors_in(value, DEPTH)
+        return found
+
     def saved(self, m: int) -> SavedTensors:
         """What the forward of a microbatch saved whose activation goes to host memory."""
         return self._saved[m]
@@ -484,6 +494,20 @@ class StageRunner:
             held.tape.backward_weight()
 
 
+def _tensors_in(value: Any, depth: int) -> list[Tensor]:
+    """A tensor, or those in containers so many levels deep."""
+    if isinstance(value, Tensor):
+        return [value]
+    if not depth or not isinstance(value, (Mapping, list, tuple, set, deque)):
+        return []
+    if isinstance(value, Mapping):
+        value = value.values()
+    return [tensor for each in value for tensor in _tensors_in(each, depth - 1)]
+
+
+DEPTH = 3
+"""Levels of containers in which a module's attribute is looked through for tensors."""
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _NO_ENTRY = GraphInputs([])
 _WANTED = [True]
 """`needs_grad` of one tensor that wants its gradient; nobody changes it."""

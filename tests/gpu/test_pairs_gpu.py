@@ -1,0 +1,373 @@
+"""Pairs of ops on two streams of a GPU: the numbers of the plain loop, whatever overlaps what, and an overlap."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from offload_programs import offloaded
+from packed import packed
+from penstock.runtime.execute.launched_ops import LaunchedOps
+from penstock.schedule import Op
+from plain_loop import plain_step
+from processes import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
+
+DEVICE = "cuda:0"
+WIDTH, NUM_SAMPLES, NUM_MICROBATCHES, NUM_STEPS = 256, 320, 10, 12
+CHAINS = (1, 24, 2, 12, 18, 0, 6, 30)
+"""Of each stage the small matmuls that its forward runs one after the other."""
+WIDE = (4096, 0, 2048, 512, 0, 8192, 1024, 0)
+"""Of each stage the inner width of its large matmuls."""
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+class Uneven(nn.Module):
+    """A stage with short and long kernels, dropout, statistics of batches, and state that each forward replaces: what
+    would read that too late would find what has been given its memory.
+
+    Args:
+        keeps: whether it also keeps some of what it computed last.
+    """
+
+    mean: Tensor
+
+    def __init__(self, chain: int, wide: int, keeps: bool) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)
+        self.small = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.chain = chain
+        self.large = nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Linear(wide, WIDTH)) if wide else None
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.last = [torch.zeros(WIDTH)] if keeps else []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.dropout(self.norm(x))
+        if self.large is not None:
+            y = y + self.large(y)
+        for _ in range(self.chain):
+            y = torch.tanh(y @ self.small)
+        y = y + 0.1 * self.mean
+        for last in self.last:
+            y = y + 0.1 * last.to(y.device)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        if self.last:
+            self.last = [y.detach().amax(0)]
+        return x + y
+
+
+class Kind(NamedTuple):
+    """What a model is like: whether its stages keep what they computed last, and whether two share a parameter."""
+
+    keeps: bool = True
+    tied: bool = False
+
+
+USUAL = Kind()
+
+
+def build_model(kind: Kind) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Uneven(*each, kind.keeps) for each in zip(CHAINS, WIDE, strict=True)))
+    if kind.tied:
+        model[7].small = model[0].small
+    return model.to(DEVICE)
+
+
+def build_batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(NUM_SAMPLES, WIDTH).to(DEVICE), torch.randn(NUM_SAMPLES, WIDTH).to(DEVICE)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def digest(value: Tensor) -> str:
+    return hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def gradients(parameters: dict[str, nn.Parameter], step: int) -> dict[str, str]:
+    return {f"{name} in step {step}": digest(p.grad) for name, p in parameters.items() if p.grad is not None}
+
+
+def values(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+    """Parameters, and the buffers of the stages that have them."""
+    stages = {name.split(".")[0] for name in parameters}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: digest(value) for name, value in named if name.split(".")[0] in stages}
+
+
+_plain: dict[Kind, dict[str, Any]] = {}
+
+
+def plain(kind: Kind = USUAL) -> dict[str, Any]:
+    """Digests of what the plain loop computes on this GPU: gradients in each step, then parameters and buffers. Each
+    step starts from what the one before has made, so that a wrong number stays."""
+    if kind not in _plain:
+        model, (x, y) = build_model(kind), build_batch()
+        found: dict[str, Any] = {}
+        losses, optimizer = [], sgd(model.parameters())
+        for step in range(1, NUM_STEPS + 1):
+            loss = plain_step(model, x, y, NUM_MICROBATCHES, nn.functional.mse_loss, step=step)
+            losses.append(float(loss))
+            found |= gradients(dict(model.named_parameters()), step)
+            optimizer.step()
+            optimizer.zero_grad()
+        _plain[kind] = {**found, **values(model, dict(model.named_parameters())), "losses": losses}
+    return _plain[kind]
+
+
+def piped(schedule: ps.Schedule, kind: Kind = USUAL, **options: Any) -> tuple[dict[str, Any], int]:
+    """The same of a pipeline, as far as it lies in this process; and the pairs of a step that ran as one."""
+    model, (x, y) = build_model(kind), build_batch()
+    found: dict[str, Any] = {}
+    losses = []
+    given = packed(loss_fn=nn.functional.mse_loss, optimizer=sgd, **options)
+    with ps.Pipeline(model, schedule, **given) as pipe:
+        here = dict(pipe.named_parameters())
+        for step in range(1, NUM_STEPS + 1):
+            losses.append(float(pipe.step(x, y, update=False).loss))
+            found |= gradients(here, step)
+            pipe.update()
+        timeline = pipe.timeline()
+        found |= values(model, here)
+    for row in timeline.rows:
+        assert all(before.end <= after.start + 1e-6 for before, after in pairwise(row))
+    as_one = sum(timed.op.kind == "B" and timed.start == timed.end for timed in timeline.ops)
+    return {**found, "losses": losses}, as_one
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    return [name for name in found if found[name] != expected[name]]
+
+
+def recomputed(schedule: ps.Schedule) -> ps.Schedule:
+    """Forwards of every second microbatch run again right before their full backward, or before its pair."""
+    backward_of = dict(schedule.pairs)
+    rows = []
+    for row in schedule.order:
+        made: list[Op] = []
+        for op in row:
+            backward = backward_of.get(op, op)
+            if backward.kind == "B" and backward.microbatch % 2 == 0 and Op("R", *backward[1:]) not in made:
+                made.append(Op("R", *backward[1:]))
+            made.append(op)
+        rows.append(tuple(made))
+    again = replace(schedule, order=tuple(rows))
+    ps.check(again)
+    return again
+
+
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic", "hinted"])
+def test_one_process_equals_the_plain_loop(dispatch: str) -> None:
+    schedule = ps.build("dualpipe-v", 4, NUM_MICROBATCHES, overlap=True)
+    found, as_one = piped(schedule, dispatch=dispatch)
+    assert differences(found, plain()) == []
+    assert found.keys() == plain().keys()
+    assert as_one == len(schedule.pairs) > 0
+
+
+def test_pairs_in_the_order_of_another_schedule() -> None:
+    """Stages of three and more pairs of stages, of which some contradict one another."""
+    schedule = ps.passes.overlap_pairs(ps.build("interleaved-1f1b", 2, NUM_MICROBATCHES, num_stages=8))
+    found, as_one = piped(schedule)
+    assert differences(found, plain()) == []
+    assert 0 < as_one < len(schedule.pairs)
+
+
+def test_pairs_of_one_stage_run_one_after_the_other() -> None:
+    schedule = ps.passes.overlap_pairs(ps.build("1f1b", 8, NUM_MICROBATCHES))
+    found, as_one = piped(schedule)
+    assert differences(found, plain()) == []
+    assert as_one == 0 < len(schedule.pairs)
+
+
+def test_forwards_that_run_again() -> None:
+    schedule = recomputed(ps.build("dualpipe-v", 4, NUM_MICROBATCHES, overlap=True))
+    kind = Kind(keeps=False)  # what a stage keeps beside its buffers would be kept twice
+    found, as_one = piped(schedule, kind)
+    assert differences(found, plain(kind)) == []
+    assert as_one == len(schedule.pairs)
+
+
+def test_activations_that_go_to_host_memory() -> None:
+    built = ps.build("dualpipe-v", 4, NUM_MICROBATCHES, overlap=True)
+    found, as_one = piped(offloaded_around(built))
+    assert differences(found, plain()) == []
+    assert as_one > 0
+
+
+def offloaded_around(schedule: ps.Schedule) -> ps.Schedule:
+    """With the activations of single ops away; those of pairs, whose two stand side by side, stay."""
+    away = offloaded(ps.passes.separate_pairs(schedule), every=3)
+    at = {op: (rank, step) for rank, row in enumerate(away.order) for step, op in enumerate(row)}
+    left = tuple(
+        pair for pair in schedule.pairs if at[pair.backward] == (at[pair.forward][0], at[pair.forward][1] + 1)
+    )
+    return replace(away, pairs=left)
+
+
+def test_a_parameter_that_two_stages_have() -> None:
+    """One in each lane."""
+    schedule, kind = ps.build("dualpipe-v", 4, NUM_MICROBATCHES, overlap=True), Kind(tied=True)
+    found, as_one = piped(schedule, kind)
+    assert differences(found, plain(kind)) == []
+    assert as_one == len(schedule.pairs)
+
+
+def share_one_device(rank: int, transport: str, dispatch: str) -> tuple[dict[str, Any], int]:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    schedule = ps.build("dualpipe-v", 2, NUM_MICROBATCHES, overlap=True)
+    return piped(schedule, device=DEVICE, transport=transport, dispatch=dispatch)
+
+
+@pytest.mark.parametrize(("transport", "dispatch"), [("host", "frozen"), ("host", "dynamic"), ("gloo", "frozen")])
+def test_two_processes_on_one_device_equal_the_plain_loop(transport: str, dispatch: str) -> None:
+    outcomes = run_ranks(2, share_one_device, transport, dispatch, deadline=110.0)
+    assert [o.code for o in outcomes] == [0, 0], "\n".join(o.text for o in outcomes)
+    (first, as_one), (second, beside) = (o.value for o in outcomes)
+    assert differences(first, plain()) == differences(second, plain()) == []
+    assert first.keys() | second.keys() == plain().keys()
+    assert as_one > 0 < beside
+
+
+# ---- side by side
+
+
+class Recurrent(nn.Module):
+    """Many small kernels, each waiting for the one before: they leave most of a GPU free."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)[0]
+        return output
+
+
+class Kernel(NamedTuple):
+    """A kernel that ran: its stream, and when it began and ended (us)."""
+
+    stream: int
+    start: float
+    end: float
+
+
+def kernels(schedule: ps.Schedule, path: Path) -> list[Kernel]:
+    """Those of the third step of a pipeline, by the profiler."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Recurrent(256) for _ in range(8))).to(DEVICE)
+    x, y = torch.randn(32, 96, 256, device=DEVICE), torch.randn(32, 96, 256, device=DEVICE)
+    with ps.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss) as pipe:
+        for _ in range(2):
+            pipe.step(x, y, update=False)
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profiler:
+            pipe.step(x, y, update=False)
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    found = [event for event in events if event.get("cat") == "kernel"]
+    return sorted(
+        (Kernel(e["args"]["stream"], float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in found),
+        key=lambda kernel: kernel.start,
+    )
+
+
+def beside_another(found: list[Kernel]) -> float:
+    """Microseconds in which kernels of two streams ran."""
+    total = 0.0
+    latest: dict[int, float] = {}
+    for kernel in found:
+        others = [end for stream, end in latest.items() if stream != kernel.stream]
+        total += max(0.0, min(kernel.end, max(others, default=0.0)) - kernel.start)
+        latest[kernel.stream] = max(latest.get(kernel.stream, 0.0), kernel.end)
+    return total
+
+
+def test_kernels_of_a_pair_run_at_the_same_time(tmp_path: Path) -> None:
+    """And only those: without pairs, none of one stream runs while one of another does."""
+    schedule = ps.build("dualpipe-v", 4, 8, overlap=True)
+    together = kernels(schedule, tmp_path / "together.json")
+    apart = kernels(ps.passes.separate_pairs(schedule), tmp_path / "apart.json")
+    busy = sum(kernel.end - kernel.start for kernel in together)
+    print(f"{beside_another(together):.0f} of {busy:.0f} us beside another; apart {beside_another(apart):.0f}")
+    assert beside_another(together) > 0.02 * busy
+    assert beside_another(apart) < 0.002 * busy
+    by_stream = Counter(kernel.stream for kernel in together)
+    assert len([num for num in by_stream.values() if num > 100]) == 2
+
+
+class Failing(nn.Module):
+    """A stage whose forward fails once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 6:
+            raise ValueError("once")
+        output: Tensor = self.layer(x)
+        return output
+
+
+def test_a_step_after_one_that_failed() -> None:
+    """It failed with ops on both streams under way."""
+    torch.manual_seed(0)
+    x, y = build_batch()
+    schedule = ps.build("dualpipe-v", 4, NUM_MICROBATCHES, overlap=True)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(8)]
+    layers[4] = Failing()  # type: ignore[call-overload]
+    model = nn.Sequential(*layers).to(DEVICE)
+    with ps.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss) as pipe:
+        with pytest.raises(ValueError, match="once"):
+            pipe.step(x, y, update=False)
+        pipe.zero_grad()
+        loss = pipe.step(x, y, update=False).loss
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        expected = plain_step(model, x, y, NUM_MICROBATCHES, nn.functional.mse_loss, step=2)
+    assert torch.equal(loss, expected.cpu())
+    assert all(torch.equal(a, b.grad) for a, b in zip(found, model.parameters(), strict=True) if b.grad is not None)
+
+
+def test_a_backward_is_launched_right_behind_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the device has both before it has run either; nothing waits for the device meanwhile."""
+    seen: list[Op] = []
+    launched = LaunchedOps.launched
+
+    def noted(self: LaunchedOps, op: Op) -> None:
+        launched(self, op)
+        seen.append(op)
+
+    monkeypatch.setattr(LaunchedOps, "launched", noted)
+    schedule = ps.build("dualpipe-v", 4, NUM_MICROBATCHES, overlap=True)
+    x, y = build_batch()
+    with ps.Pipeline(build_model(USUAL), schedule, loss_fn=nn.functional.mse_loss) as pipe:
+        pipe.step(x, y, update=False)
+    at = {op: place for place, op in enumerate(seen)}
+    assert all(at[backward] == at[forward] + 1 for forward, backward in schedule.pairs)
