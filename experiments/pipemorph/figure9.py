@@ -142,7 +142,7 @@ class DistributedSender:
         self._works: list[Any] = []
 
     def send(self, number: int, leaf: Tensor) -> None:
-        work = dist.isend(leaf, 1)
+        work: Any = dist.isend(leaf, 1)
         if self._in_order:
             work.wait()
         else:
@@ -240,7 +240,8 @@ def _sending(peer: Peer, protocol: Protocol9, folder: str) -> dict[str, Any]:
         told = way not in ("alone", "nobody else", "receive stands")
         clock = DeviceClock(device)
         announcer = Announcer(peer.signals.send if told else lambda op: None)
-        ops, calls = [], []
+        ops: list[tuple[list[Any], Any]] = []
+        calls: list[float] = []
         for op in range(protocol.num_ops):
             if op >= AHEAD:  # as the runtime does, and so that no call waits for room in the queue of launches
                 ops[op - AHEAD][1].synchronize()
@@ -256,7 +257,8 @@ def _sending(peer: Peer, protocol: Protocol9, folder: str) -> dict[str, Any]:
         last.synchronize()
         announcer.close()
         if way == "receive stands":
-            dist.isend(leaves[0], 1).wait()
+            work: Any = dist.isend(leaves[0], 1)
+            work.wait()
         moments = seen()
         sender.finish()
         clock.synchronize()
@@ -525,7 +527,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=Protocol9.rounds, help="turns of each way that count")
     given = parser.parse_args()
-    small = {} if given.device == "cuda" else {"op_ms": 2.0, "message_bytes": MB // 4, "num_ops": 4}
+    small: dict[str, Any] = {} if given.device == "cuda" else {"op_ms": 2.0, "message_bytes": MB // 4, "num_ops": 4}
     protocol = Protocol9(given.device, rounds=given.rounds, **small)
     began = time.perf_counter()
     rows, facts = measure(protocol)

@@ -101,7 +101,7 @@ def _results(pipes: Sequence[Connection], limit: float) -> list[Any]:
         if not (ready := wait(left, timeout=max(0.0, end - time.monotonic()))):
             raise PairFailed(f"still running after {limit:g} s")
         for pipe in ready:
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            rank = pipes.index(pipe)
             try:
                 fine, value = pipes[rank].recv()
             except EOFError:
