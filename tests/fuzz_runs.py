@@ -65,7 +65,12 @@ def between_processes(
         left = cases[len(done) :]
         with tempfile.TemporaryDirectory() as folder:
             ended = run_ranks(
-                num_processes, run_each, folder, pickle.dumps((run_one, left)), deadline=30 + SECONDS * len(left)
+                num_processes,
+                run_each,
+                folder,
+                pickle.dumps((run_one, left)),
+                deadline=30 + SECONDS * len(left),
+                shares_gpu=left[0].device == "cuda",
             )
             told = [_read(Path(folder) / f"{rank}.outcomes") for rank in range(num_processes)]
         complete = min(map(len, told))

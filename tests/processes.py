@@ -69,13 +69,20 @@ def forkserver() -> ForkServerContext:
     return _context[0]
 
 
-def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, deadline: float = 60.0) -> list[Outcome]:
-    """Runs `function(rank, *args)` on every rank inside a gloo group; what is left at the deadline is killed."""
+def run_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, deadline: float = 60.0, shares_gpu: bool = False
+) -> list[Outcome]:
+    """Runs `function(rank, *args)` on every rank inside a gloo group; what is left at the deadline is killed.
+
+    Args:
+        shares_gpu: NCCL carries what lies on the one GPU. It takes no two ranks of one host on one device, so each
+            rank says that it is a host of its own (`NCCL_HOSTID`), and all goes over the loopback interface.
+    """
     context = forkserver()
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         children = [
-            context.Process(target=_child, args=(folder, rank, num_ranks, function, args))
+            context.Process(target=_child, args=(folder, rank, num_ranks, function, args, shares_gpu))
             for rank in range(num_ranks)
         ]
         for child in children:
@@ -141,18 +148,26 @@ def _outcome(folder: Path, rank: int, code: int | None) -> Outcome:
     )
 
 
-def _child(folder: str, rank: int, num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _child(
+    folder: str, rank: int, num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...], shares_gpu: bool
+) -> None:
     with open(f"{folder}/{rank}.text", "w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if shares_gpu:  # before CUDA or NCCL have read the environment
+        os.environ |= {
+            "NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        }  # fmt: skip
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     code = 0
     try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+        backend = "cpu:gloo,cuda:nccl" if shares_gpu else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
         value = function(rank, *args)
         Path(f"{folder}/{rank}.value").write_bytes(pickle.dumps(value))
         if dist.is_initialized():

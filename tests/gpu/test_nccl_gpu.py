@@ -1,12 +1,9 @@
 """Messages by NCCL from GPU to GPU: the plain loop's numbers, also where ranks pick their ops by what has come in.
 
-NCCL refuses two ranks of one host on one device. So each rank says that it is a host of its own
-(`NCCL_HOSTID`), and messages go over the loopback interface.
+Where there is one device, ranks share it (see `run_ranks`).
 """
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
@@ -22,6 +19,7 @@ pytestmark = [
 ]
 
 NUM_STEPS = 3
+"""Receives posted ahead once left two ranks standing still in the first of them: kernels were loaded behind one."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,20 +40,7 @@ def build_batch() -> tuple[Tensor, Tensor]:
     return torch.randn(30, 64, device="cuda"), torch.randn(30, 64, device="cuda")
 
 
-def as_a_host_of_its_own(rank: int) -> None:
-    """Before CUDA or NCCL have read the environment."""
-    os.environ |= {
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-        "NCCL_HOSTID": f"rank{rank}",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_NET": "Socket",
-        "NCCL_IB_DISABLE": "1",
-    }
-
-
 def train(rank: int, name: str, dispatch: str) -> dict[str, list[float]]:
-    as_a_host_of_its_own(rank)
     with ps.Pipeline(
         build_model(),
         ps.build(name, torch.distributed.get_world_size(), 8),
@@ -85,6 +70,6 @@ def test_ranks_that_send_by_nccl_are_the_plain_loop(name: str, num_ranks: int, d
     """The numbers of the last of several steps, in which dropout draws alike and buffers are used again."""
     model = build_model()
     loss = plain_step(model, *build_batch(), 8, nn.functional.mse_loss, step=NUM_STEPS)
-    found = ended(run_ranks(num_ranks, train, name, dispatch, deadline=100.0))
+    found = ended(run_ranks(num_ranks, train, name, dispatch, deadline=100.0, shares_gpu=True))
     assert found.pop("loss") == [float(loss)]
     assert found == {key: p.grad.flatten().tolist() for key, p in model.named_parameters() if p.grad is not None}

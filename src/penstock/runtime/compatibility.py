@@ -154,6 +154,7 @@ OF_OTHER_PARTS = (
     ("`ps.plan`", "pairs together with other features", "[planning](planning/pairs.md)"),
     ("dispatch", "ways to wait that only the simulator has", "[dispatch](dispatch.md#waiting)"),
     ("transports", "schedules that need more lines or deeper channels", "[transports](runtime/transports.md)"),
+    ("meshes", "parts of parameters on a GPU (tp, fsdp) over gloo", "[meshes](runtime/meshes.md#on-gpus)"),
     ("optimizers", "rules and meshes that an optimizer can't serve", "[weight versions](runtime/weight-versions.md)"),
     ("checkpoints", "what can't be saved", "[checkpoints](runtime/checkpoints.md)"),
     ("`penstock train`", "options that exclude each other", "[training](train.md#options-that-exclude-each-other)"),

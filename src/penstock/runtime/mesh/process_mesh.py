@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from penstock.runtime.errors import RuntimeFailure
@@ -107,6 +108,27 @@ class ProcessMesh:
         if shares_stages and isinstance(self.pipeline, GroupPeers):
             groups.append(self.pipeline.group)
         return any("nccl" not in dist.get_backend_config(group) for group in groups)
+
+    def require_collectives(self, device: torch.device) -> None:
+        """Raises RuntimeFailure, the same on every rank, where parts of parameters lie on a GPU and gloo would gather
+        them: it takes them for host memory, and the process ends.
+
+        Args:
+            device: where the stages of this process lie.
+        """
+        if self.shards is None and not self.has_parts:
+            return
+        groups = [] if self.shards is None else [self.shards.get_group()]
+        if self.has_parts and isinstance(self.replicas, GroupPeers):
+            groups.append(self.replicas.group)
+        by_gloo = device.type == "cuda" and any("cuda:gloo" in dist.get_backend_config(each) for each in groups)
+        if any(self.everyone.gather(by_gloo)):
+            what = "tensor parallelism" if self.shards is not None else 'sharding="fsdp"'
+            raise RuntimeFailure(
+                f"{what} gathers parts of parameters on a GPU, which gloo can't; initialise torch.distributed with "
+                '"cpu:gloo,cuda:nccl", which takes a GPU for each process, or keep whole parameters '
+                '(tp 1, sharding="copies" or "zero1")'
+            )
 
     @property
     def is_flat(self) -> bool:

@@ -90,12 +90,13 @@ class LocalModel:
         self._elsewhere = _others(sources, stages)
         self._without_gradient: list[tuple[weakref.ref[Parameter], int, str]] = []
         as_one = names_of_one(stages)
+        self.device = device_of(stages.values(), device)
+        mesh.require_collectives(self.device)
         hooked = self._hooked() if parallelize is not None else []
         share_values_of_stages(self.stages, placement, peers)
         cut_stages(stages, placement, mesh, parallelize)
         keep_as_one(as_one, stages)
         self._require_kept(hooked)
-        self.device = device_of(stages.values(), device)
         for stage in stages.values():
             stage.to(self.device)
         copies.know(self.ties)
