@@ -104,10 +104,16 @@ class Ranks:
 
         config = gpt_config(Settings.from_mapping(task["settings"]), task["vocab_size"])
         own = partition(gpt_costs(config), num_ranks)[rank]
-        size = task["microbatch_size"]
-        times = {f"{layer} {kind}": 1.0 + 0.2 * size * (layer + 1) for layer in own for kind in (*KINDS, "update")}
+        sharing, size = task["num_sharing"], task["microbatch_size"]
+        if sharing > 1:
+            own = [0, config.num_layers - 1]
+        times = {
+            f"{layer} {kind}": (1.0 + 0.2 * size * (layer + 1)) / sharing
+            for layer in own
+            for kind in (*KINDS, "update")
+        }
         times |= {f"-1 {kind}": 0.05 for kind in KINDS}
-        sizes = {"weight": 1e6, "activation": 1e5 * size, "held": 5e4 * size, "output": 1e4 * size}
+        sizes = {"weight": 1e6 / sharing, "activation": 1e5 * size, "held": 5e4 * size, "output": 1e4 * size}
         kept = {**sizes, "transient": 1e5 if task["recompute"] else 0.0, "state": 2e6}
         if task["recompute"]:
             kept["activation"] = 1e4 * size

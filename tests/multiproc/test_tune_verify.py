@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import pickle
 import shlex
 import signal
 import subprocess
@@ -11,14 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import hf_families
+from penstock.train.kinds import usual_of
+from penstock.train.settings import Settings
+from penstock.train.tasks.gpt import gpt_config
 from penstock.tune.errors import RanksFailed
+from penstock.tune.estimate import estimate_ends
+from penstock.tune.layers import Share, measure_layers
+from penstock.tune.profile import MessageCosts
 from penstock.tune.transfer import SIZES
+from penstock.tune.tuned_model import tuned_model
 from penstock.tune.work import run_job
+from processes import run_ranks
 from train_runs import penstock
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
 
+VOCABULARY = 1000
 SMALL = ["--preset", "nano", "--depth", "2", "--width", "16", "--heads", "1", "--context", "8"]
 
 
@@ -83,6 +97,68 @@ def test_the_line_of_a_program_trains(tmp_path: Path) -> None:
     assert result["choice"]["program"]
     shortened = ["--steps", "2", "--sample", "0", "--out", "run", "--json"]
     assert told([*shlex.split(result["train"])[1:], *shortened], tmp_path)["steps"] == 2
+
+
+@pytest.mark.slow
+def test_ends_that_two_ranks_share_are_measured_and_run_and_the_line_trains(tmp_path: Path) -> None:
+    """A library schedule and a program with them, which are run; the line learns what a plain pipeline learns."""
+    deep = ["--preset", "nano", "--depth", "2", "--width", "16", "--heads", "1", "--context", "8", "--batch", "4"]
+    arguments = ["tune", *deep, "--ranks", "2", "--pp", "2", "--dp", "1", "--microbatch-size", "1", "--shared-ends"]
+    measure = ["--seconds", "0.05", "--database", "db", "--verify", "2", "--steps", "2", "--json"]
+    result = told([*arguments, *measure], tmp_path)
+    assert {each["program"] for each in result["best"][:2]} == {False, True}
+    for each in result["best"][:2]:
+        assert len(each["measured"]["steps_ms"]) == 4
+        for held, predicted in zip(each["measured"]["memory_bytes"], each["memory_bytes"], strict=True):
+            assert held == pytest.approx(predicted, rel=0.3)
+    assert result["choice"]["shared_ends"]
+    shortened = ["--steps", "2", "--sample", "0", "--json"]
+    line = shlex.split(result["train"])[1:]
+    found = told([*line, *shortened, "--out", "run"], tmp_path)
+    plain = told(["train", *deep, "--pp", "2", "--microbatches", "4", *shortened, "--out", "plain"], tmp_path)
+    assert found["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert found["num_parameters"] == plain["num_parameters"]
+
+
+def _ends(rank: int, texts: dict[str, str]) -> bytes:
+    """Of each model what this rank measures of the ends that two ranks share."""
+    found = {}
+    for name, settings in texts.items():
+        asked = Settings.from_mapping(json.loads(settings))
+        config = gpt_config(asked, VOCABULARY) if name == "gpt" else None
+        share = Share(asked, config, 2, False, rank, 2, 0.02, None, 2)
+        found[name] = measure_layers(share, dist.barrier)
+    return pickle.dumps(found)
+
+
+@pytest.mark.slow
+def test_ends_of_several_kinds_of_model_are_measured_in_parts(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    (tmp_path / "config.json").write_text(json.dumps(hf_families.config_of("llama").to_dict()))
+    usual = {"microbatches": 1, "ranks": 1, "threads": 1, "batch": 4}
+    text = {"data": str(tmp_path / "text.txt"), "context": 16}
+    asked = {
+        "gpt": Settings(preset="nano", **usual),
+        "bert": Settings(model="bert", preset="nano", depth=2, **usual, **{**usual_of("bert"), **text}),
+        "hf": Settings(model=str(tmp_path / "config.json"), **usual, **{**usual_of("config.json"), **text}),
+    }
+    texts = {name: json.dumps(dataclasses.asdict(settings)) for name, settings in asked.items()}
+    outcomes = run_ranks(2, _ends, texts, deadline=100)
+    assert all(outcome.value is not None for outcome in outcomes), outcomes[0].text
+    found = [pickle.loads(outcome.value) for outcome in outcomes]
+    for name, settings in asked.items():
+        last = tuned_model(settings).num_layers - 1
+        for told_by_rank in found:
+            told_of = told_by_rank[name]
+            assert told_of["layers"] == [0, last]
+            assert all(told_of["times"][f"{layer} {kind}"] > 0 for layer in (0, last) for kind in ("f", "b"))
+            assert all(told_of["bytes"][str(layer)]["weight"] > 0 for layer in (0, last))
+    config = gpt_config(asked["gpt"], VOCABULARY)
+    told_of = found[0]["gpt"]["bytes"]
+    want = estimate_ends(config, "nano", 2, 1.0, 2, MessageCosts.assumed())
+    for what, slack in (("weight", 0.0), ("output", 0.0), ("state", 0.02), ("activation", 0.02)):
+        have = [told_of[str(layer)][what] for layer in (0, config.num_layers - 1)]
+        assert have == pytest.approx(list(getattr(want, what)), rel=slack, abs=200), what
 
 
 @pytest.mark.slow

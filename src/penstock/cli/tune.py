@@ -130,6 +130,14 @@ def tune(
         bool | None,
         typer.Option("--recompute/--no-recompute", help="Try recomputing too, or not. [if memory is limited]"),
     ] = None,
+    shared_ends: Annotated[
+        bool | None,
+        typer.Option(
+            "--shared-ends/--no-shared-ends",
+            help="Try only ways in which all ranks of a pipeline share embedding and head, or none of them. [both, "
+            "where one of the two costs more than a rank's even part, or memory is limited]",
+        ),
+    ] = None,
     programs: Annotated[
         bool,
         typer.Option(
@@ -203,6 +211,7 @@ def tune(
         top,
         verify,
         steps,
+        shared_ends,
     )
     say = None if json else say_line
     outcome = run(asked, say, _Counter() if say is not None and sys.stderr.isatty() else None)

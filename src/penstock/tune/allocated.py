@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
+from penstock.runtime.tensors.dtensor import local
+
 QUIET = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Of the environment of ranks that are measured: else the profiler says on stderr that it starts and stops."""
 
@@ -34,8 +36,8 @@ def peak_of_step(
         step()
     state = [] if optimizer is None else [v for values in optimizer.state.values() for v in values.values()]
     kept = [*parameters, *(value for value in state if isinstance(value, Tensor))]
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
-    return sum(storages.values()) + _most(noted)
+    parts = [local(each).untyped_storage() for each in kept]
+    return sum({part.data_ptr(): part.nbytes() for part in parts}.values()) + _most(noted)
 
 
 def _most(noted: Any) -> int:

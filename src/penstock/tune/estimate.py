@@ -7,10 +7,11 @@ a forward's matrix products once in F, once in I and once in W, attention's prod
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from penstock.models import GPTConfig
 from penstock.tune.errors import TuneError
-from penstock.tune.profile import Profile
+from penstock.tune.profile import BYTES, MessageCosts, Profile
 
 STATES = {"SGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1}
 """Numbers an optimizer of torch.optim keeps for each weight with its default options; 2 is taken for others."""
@@ -90,3 +91,41 @@ def estimate(
         tied=float(FLOAT * vocab * width) if config.tied else 0.0,
         source="estimated",
     )
+
+
+def estimate_ends(
+    config: GPTConfig,
+    name: str,
+    microbatch_size: int,
+    tflops: float,
+    num_ranks: int,
+    transfer: MessageCosts,
+    optimizer: str = "AdamW",
+    half: bool = False,
+) -> Profile:
+    """The profile of a GPT's embedding and head as the first of several ranks that share them has them: those of a
+    part of the vocabulary, and the sums over the ranks that each op takes.
+
+    Args:
+        transfer: of the devices' links.
+        others: as for `estimate`.
+    """
+    own = replace(config, vocab_size=-(-config.vocab_size // num_ranks))
+    part = estimate(own, name, microbatch_size, tflops, optimizer, half)
+
+    def summed(size: float) -> float:
+        return transfer.at("reduce", size) * 2 * (num_ranks - 1) / num_ranks  # in a ring, as replicas sum
+
+    hidden = part.output[0]
+    # Of each token the loss needs the largest logit, then the sum over all words and the logit of the right one. It
+    # keeps logits and their powers, where on one rank it keeps one of the two.
+    number = hidden / config.width
+    of_loss = summed(number) + summed(2 * number)
+    f = [part.f[0] + summed(hidden), part.f[-1] + of_loss]
+    i = [part.i[0], part.i[-1] + summed(hidden)]
+    w = [part.w[0], part.w[-1]]
+    rows = {row: [getattr(part, row)[0], getattr(part, row)[-1]] for row in (*BYTES, "update")}
+    rows["activation"][1] += number * own.vocab_size
+    b = [x + y for x, y in zip(i, w, strict=True)]
+    layers = [part.layers[0], part.layers[-1]]
+    return replace(part, layers=layers, f=f, f_split=f, b=b, i=i, w=w, num_sharing=num_ranks, **rows)  # type: ignore[arg-type]

@@ -5,6 +5,9 @@ they share memory, caches and clock as ranks of a real run do. A step is some mi
 there are ranks, then clipping and the optimizer:
 
     F0 F1 | B0 F2 | B1 F3 | B2 | B3 | update        layers in order in F, the other way round in B, I and W
+
+The first and the last layer are also measured as ranks hold them that share both (`num_sharing`): each has a part,
+and they run every op at once, with the sums between them that it takes.
 """
 
 from __future__ import annotations
@@ -17,11 +20,21 @@ from statistics import fmean
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.data import PairedSamples
 from penstock.library import build
-from penstock.models import ContrastiveLoss, CrossEntropy, GPTConfig, build_layers, gpt_costs, tower_stage
+from penstock.models import (
+    ContrastiveLoss,
+    CrossEntropy,
+    GPTConfig,
+    build_layers,
+    gpt_costs,
+    parallelize,
+    tower_stage,
+)
 from penstock.models.clip_stages import contrast_stage
 from penstock.runtime import Stage, partition, split
 from penstock.runtime.mesh.peers import LocalPeers
@@ -30,6 +43,7 @@ from penstock.runtime.stage.autograd import GraphInputs
 from penstock.runtime.stage.microbatches import cut_batch
 from penstock.runtime.stage.ops import Purpose, StageRunner, StepSettings
 from penstock.runtime.stage.split_backward import SplitReport, Tape, prepare, unprepare
+from penstock.runtime.tensors.dtensor import local
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.tensors.pytree import flatten, unflatten
 from penstock.runtime.tensors.rng import mix
@@ -42,6 +56,7 @@ from penstock.train.tasks.open import open_layers
 from penstock.train.tasks.own import OwnTask
 from penstock.train.towers import CONTRAST
 from penstock.tune.errors import TuneError
+from penstock.tune.transfer import undisturbed
 
 NUM_MICROBATCHES = 4
 """Of a measured step: the first fills gradients, the others add to them."""
@@ -64,6 +79,8 @@ class Share:
     Attributes:
         config: of a GPT; None for another model.
         part: of a model of several towers the one that is measured, or the contrast.
+        num_sharing: ranks that share the first and the last layer; where there are several, these two are measured,
+            and no other.
     """
 
     settings: Settings
@@ -74,6 +91,7 @@ class Share:
     num_ranks: int
     seconds: float
     part: str | None = None
+    num_sharing: int = 1
 
 
 @dataclass(frozen=True)
@@ -108,7 +126,9 @@ class Layers:
 
 def gpt_layers(share: Share, config: GPTConfig) -> Layers:
     """Those that this rank would hold in a pipeline of all ranks."""
-    own = partition(gpt_costs(config), share.num_ranks)[share.rank]
+    own: Sequence[int] = partition(gpt_costs(config), share.num_ranks)[share.rank]
+    if share.num_sharing > 1:
+        own = [0, config.num_layers - 1]
     layers = dict(zip(own, build_layers(config, own, share.settings.seed)))
     draws = torch.Generator().manual_seed(1)
     shape = share.microbatch_size * NUM_MICROBATCHES, config.context
@@ -146,11 +166,13 @@ def own_layers(share: Share) -> Layers:
 def listed_layers(share: Share) -> Layers:
     """All layers of a BERT or a Hugging Face model, on the first samples of the text."""
     task = open_layers(share.settings)
-    stages = {index: _as_stage(build_stage()) for index, build_stage in enumerate(task.stages())}
-    last = len(stages) - 1
+    builders = task.stages()
+    last = len(builders) - 1
+    own = range(len(builders)) if share.num_sharing == 1 else (0, last)
+    stages = {index: _as_stage(builders[index]()) for index in own}
     example = task.read(None).batches[0]
     _, inputs, targets = _repeated(example.inputs, example.targets, share.microbatch_size)
-    per_batch = task.message_bytes(build("gpipe", len(stages), 1))[0]
+    per_batch = task.message_bytes(build("gpipe", len(builders), 1))[0]
     numbers = max(1, round(per_batch / 4 / share.settings.batch * share.microbatch_size))
     first = {name: p.nbytes for name, p in stages[0].named_parameters()}
     final = {name for name, _ in stages[last].named_parameters()}
@@ -160,7 +182,7 @@ def listed_layers(share: Share) -> Layers:
         if first.keys() & set(group) and final & set(group)
     )
     return Layers(
-        stages, len(stages), range(1, last), inputs, targets, task.loss, torch.randn(numbers), tied
+        stages, len(builders), range(1, last), inputs, targets, task.loss, torch.randn(numbers), tied
     )  # fmt: skip
 
 
@@ -225,6 +247,7 @@ def measure_layers(share: Share, meet: Callable[[], None]) -> dict[str, Any]:
         meet: returns when all ranks have called it, so that they measure side by side.
     """
     layers = layers_of(share)
+    sharers = _cut_ends(share, layers) if share.num_sharing > 1 else None
     sizes = _bytes_of(share, layers)
     for index, stage in layers.stages.items() if share.recompute else ():
         for layer in stage.in_order if index in layers.again else ():
@@ -242,16 +265,35 @@ def measure_layers(share: Share, meet: Callable[[], None]) -> dict[str, Any]:
         end = time.perf_counter() + share.seconds / 2
         while True:
             chain.step(split_backward, times)
-            if time.perf_counter() >= end:
+            if _agreed(time.perf_counter() >= end, sharers):
                 break
         meet()
     return {
         "layers": list(layers.stages),
         "step": middle_mean([chain.norm_time() for _ in range(9)]),
-        "times": {f"{layer} {kind}": middle_mean(values) for (layer, kind), values in times.items()},
+        "times": {f"{layer} {kind}": chain.mean(times, (layer, kind)) for layer, kind in times},
         "bytes": {str(index): {**sizes[index], "state": chain.state_bytes(index)} for index in layers.stages},
-        "tied": layers.tied,
+        "tied": -(-layers.tied // share.num_sharing),
     }
+
+
+def _cut_ends(share: Share, layers: Layers) -> DeviceMesh:
+    """Cuts the first and the last layer over the ranks that share them, as a run does; returns these ranks."""
+    mesh = init_device_mesh(
+        "cpu", (share.num_ranks // share.num_sharing, share.num_sharing), mesh_dim_names=("copies", "sharing")
+    )["sharing"]
+    for stage in layers.stages.values():
+        parallelize(stage, mesh)
+    return mesh
+
+
+def _agreed(done: bool, sharers: DeviceMesh | None) -> bool:
+    """Whether a rank is done; of ranks that run each op together, whether any is."""
+    if sharers is None:
+        return done
+    said = torch.tensor(float(done))
+    dist.all_reduce(said, dist.ReduceOp.MAX, group=sharers.get_group())
+    return bool(said)
 
 
 def middle_mean(values: Sequence[float]) -> float:
@@ -285,18 +327,28 @@ class Chain:
         self._num_steps = 0
         # One thread of compute never waits, so its own time is what the op takes, also on a machine that others use.
         alone = device.type == "cpu" and torch.get_num_threads() == 1
+        self._sharing = share.num_sharing > 1
+        self._waits: Times | None = {} if alone and self._sharing else None
         self._clock = time.thread_time_ns if alone else time.perf_counter_ns
 
     def prepare(self) -> None:
         """From here on backwards may be split."""
         self._runners = {index: self._runner(stage, index, prepare(stage)) for index, stage in self._stages.items()}
 
+    def mean(self, times: Times, key: tuple[int, str]) -> float:
+        """Milliseconds of an op. On one thread an op that ranks run together takes its own time and what it waits for
+        the others, which other programs can only make longer.
+        """
+        if self._waits is None:
+            return undisturbed(times[key]) if self._sharing else middle_mean(times[key])
+        return middle_mean(times[key]) + undisturbed(self._waits[key])
+
     def state_bytes(self, index: int) -> int:
         """What an optimizer keeps for a layer's parameters; of those that layers share each counts it."""
         own = set(self._stages[index].parameters())
         states = {p: each.state[p] for each in self._optimizers.values() for p in own & each.state.keys()}
         kept = [value for state in states.values() for value in state.values()]
-        return sum(value.nbytes for value in kept if isinstance(value, Tensor))
+        return sum(local(value).nbytes for value in kept if isinstance(value, Tensor))
 
     def norm_time(self) -> float:
         """Milliseconds that a rank takes to bring together the norms of the whole model's parameters."""
@@ -388,13 +440,17 @@ class Chain:
 
     @contextmanager
     def _timed(self, times: Times | None, layer: int, kind: str) -> Iterator[None]:
+        wall = time.perf_counter_ns()
         start = self._clock()
         yield
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         end = self._clock()
+        passed = time.perf_counter_ns() - wall
         if times is not None:
             times.setdefault((layer, kind), []).append((end - start) / 1e6)
+            if self._waits is not None:
+                self._waits.setdefault((layer, kind), []).append(max(0, passed - (end - start)) / 1e6)
 
 
 def _bytes_of(share: Share, layers: Layers) -> dict[int, dict[str, float]]:
@@ -436,11 +492,11 @@ def _bytes_of_layer(
     stage: Stage, entered: Any, loss: Callable[[Any], Tensor] | None, settings: Settings, recompute: bool
 ) -> tuple[dict[str, float], Any]:
     """Bytes of one layer, and what it returns."""
-    own = {p.untyped_storage().data_ptr() for p in stage.parameters()}
+    own = {local(p).untyped_storage().data_ptr() for p in stage.parameters()}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
+        storage = local(tensor).untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
@@ -466,7 +522,7 @@ def _bytes_of_layer(
         parameter.grad = None
     unprepare(stage)
     return {
-        "weight": float(sum(p.nbytes for p in stage.parameters())),
+        "weight": float(sum(local(p).nbytes for p in stage.parameters())),
         "activation": float(sum(leaf.nbytes for leaf in flatten(entered)[0])) if recompute else whole,
         "held": held,
         "output": float(sent),

@@ -41,7 +41,8 @@ def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> lis
     """Each rank's bytes at its fullest moment; `cut[stage]` are the layers of a stage.
 
     A weight that two layers share counts at each stage that holds one of them, as each keeps a copy. Where several
-    pipelines have copies of a stage, what the optimizer keeps counts at its owner, which alone steps.
+    pipelines have copies of a stage, what the optimizer keeps counts at its owner, which alone steps. Of a stage that
+    ranks share, each has what the profile says of it, which is a part.
     """
     kept = [profile.total("activation", layers) for layers in cut]
     held = [profile.total("held", layers) for layers in cut]
@@ -56,18 +57,16 @@ def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> lis
             state -= profile.tied * (state / stepped if stepped else 0.0)
         if profile.tied and {0, len(cut) - 1} <= set(stages):
             weights -= profile.tied
-        sources = [stage for stage in stages for _ in graph.targets[stage]]
-        sources += [source for stage in stages for source in graph.sources[stage]]
-        channels = [cut[source][-1] for source in sources]
-        remote = sum(profile.output[layer] for layer in channels) if schedule.num_ranks > 1 else 0.0
-        # Each channel carries activations one way and gradients of the same size the other.
+        remote = 0.0
+        for edge in graph.edges if schedule.num_ranks > 1 else ():
+            remote += _num_channels(schedule.placement, edge, rank, stages) * profile.output[cut[edge[0]][-1]]
         found.append(
             RankMemory(
                 weights=weights,
                 gradients=weights,
                 state=state,
                 activations=peak_bytes(row, kept, held) + (profile.transient if row else 0.0),
-                messages=2 * POSTED * remote,
+                messages=POSTED * remote,
             )
         )
     return found
@@ -76,6 +75,20 @@ def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> lis
 def owned_by(placement: Placement, rank: int) -> list[int]:
     """The stages that a rank steps: of those that several pipelines have copies of, the owners'."""
     return [stage for stage in range(placement.num_stages) if rank in placement.hosts(OWNER, stage)]
+
+
+def _num_channels(placement: Placement, edge: tuple[int, int], rank: int, stages: Sequence[int]) -> int:
+    """Channels that a rank has for what goes between two stages: activations one way, gradients of their size the
+    other. What goes to ranks that share a stage goes to each that has not made it.
+    """
+    hosts = [placement.hosts(OWNER, stage) for stage in edge]
+    if max(map(len, hosts)) == 1:
+        return 2 * sum(stage in stages for stage in edge)
+    found = 0
+    for makers, takers in (hosts, hosts[::-1]):
+        others = [taker for taker in takers if taker not in makers]
+        found += len(others) if rank == makers[0] else int(rank in others)
+    return found
 
 
 def peak_bytes(row: Sequence[Op], kept: Sequence[float], held: Sequence[float]) -> float:

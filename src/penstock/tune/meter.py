@@ -28,11 +28,14 @@ BUSY = 0.2
 
 @dataclass(frozen=True)
 class NeededProfile:
-    """A profile that a search needs."""
+    """A profile that a search needs: of all layers, or, where several ranks share the first and the last layer, of
+    these two.
+    """
 
     microbatch_size: int
     num_parallel: int
     recompute: bool
+    num_sharing: int = 1
 
 
 class Asking(NamedTuple):
@@ -123,13 +126,15 @@ class Meter:
             "do": "layers",
             "text": f"measuring {self.model.name}, microbatches of {need.microbatch_size}, "
             f"{_ranks(need.num_parallel)}{' at a time' if need.num_parallel > 1 else ''}"
-            f"{', recompute' if need.recompute else ''}",
+            f"{', recompute' if need.recompute else ''}"
+            f"{f', embedding and head shared by {need.num_sharing}' if need.num_sharing > 1 else ''}",
             "settings": dataclasses.asdict(self._settings),
             "vocab_size": self.model.config and self.model.config.vocab_size,
             "microbatch_size": need.microbatch_size,
             "recompute": need.recompute,
             "seconds": self._seconds,
             "part": self.model.part,
+            "num_sharing": need.num_sharing,
         }
         key = self._layers_key(need)
 
@@ -177,7 +182,9 @@ class Meter:
             ) from None
 
     def _layers_key(self, need: NeededProfile) -> dict[str, Any]:
-        settings = self._settings
+        settings, needed = self._settings, dataclasses.asdict(need)
+        if need.num_sharing == 1:
+            del needed["num_sharing"]  # what was measured before there was a choice is found again
         return {
             **self._machine_key(),
             "what": "layers",
@@ -186,7 +193,7 @@ class Meter:
             "optimizer": settings.optimizer,
             "optimizer_options": dict(settings.optimizer_options),
             "clip": settings.clip > 0,
-            **dataclasses.asdict(need),
+            **needed,
         }
 
     def _transfer_key(self, num_ranks: int) -> dict[str, Any]:
@@ -225,7 +232,8 @@ def prepare_together(wanted: Sequence[tuple[Meter, Sequence[NeededProfile]]], nu
 
 
 def profile_of(model: TunedModel, need: NeededProfile, told: Sequence[dict[str, Any]]) -> Profile:
-    """The profile from what the ranks told. A layer that several measured gets their mean, and so do alike blocks.
+    """The profile from what the ranks told: of all layers, or of the two that ranks share. A layer that several
+    measured gets their mean, and so do alike blocks.
 
     A layer was timed as a stage of its own; what an empty stage takes is taken off, as it comes once a stage.
     """
@@ -236,18 +244,19 @@ def profile_of(model: TunedModel, need: NeededProfile, told: Sequence[dict[str, 
         for label, value in rank["times"].items():
             layer, kind = label.split()
             times.setdefault((int(layer), kind), []).append(value)
+    measured = range(model.num_layers) if need.num_sharing == 1 else (0, model.num_layers - 1)
     op_overhead = {kind: fmean(times.get((NO_LAYER, kind), [0.0])) for kind in KINDS}
     rows: dict[str, list[float]] = {}
     for kind in (*KINDS, "update"):
         overhead = op_overhead.get(kind, 0.0)
-        own = [max(0.0, fmean(times[layer, kind]) - overhead) for layer in range(model.num_layers)]
-        alike = fmean(own[layer] for layer in model.blocks) if model.blocks else 0.0
-        rows[kind] = [alike if layer in model.blocks else each for layer, each in enumerate(own)]
+        own = {layer: max(0.0, fmean(times[layer, kind]) - overhead) for layer in measured}
+        alike = [own[layer] for layer in model.blocks if layer in own]
+        rows[kind] = [fmean(alike) if layer in model.blocks else each for layer, each in own.items()]
     for what in ("activation", "held", "output", "weight", "state"):
-        rows[what] = [sizes[layer][what] for layer in range(model.num_layers)]
+        rows[what] = [sizes[layer][what] for layer in measured]
     return Profile(
         model=model.name,
-        layers=list(model.layers),
+        layers=[model.layers[layer] for layer in measured],
         microbatch_size=need.microbatch_size,
         num_parallel=need.num_parallel,
         op_overhead=op_overhead,
@@ -255,6 +264,7 @@ def profile_of(model: TunedModel, need: NeededProfile, told: Sequence[dict[str, 
         transient=max(values["transient"] for values in sizes.values()),
         tied=max(float(rank.get("tied", 0.0)) for rank in told),
         step=fmean(rank["step"] for rank in told),
+        num_sharing=need.num_sharing,
         **rows,  # type: ignore[arg-type]
     )
 

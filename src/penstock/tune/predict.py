@@ -10,16 +10,19 @@ what lies between two ranks' ops is the delay of their link:
 
     rank 0 | F0 send |F1 ...                     F0's end to F0's start on rank 1: `delay`, as measured
     rank 1 |         `- link -> receive F0 ...
+
+Ranks that share a stage run each of its ops at once. What they make is on each of them, so nothing of it is sent to
+one of them; what goes into the stage is sent to each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.cost import Costs, Links
 from penstock.dispatch import Dispatch, Policy
-from penstock.schedule import Schedule
+from penstock.schedule import Placement, Schedule
 from penstock.simulation import simulate
 from penstock.simulation.auto import WITHOUT_WAITING, choose_policy
 from penstock.simulation.simulator import AUTO
@@ -60,8 +63,16 @@ def stage_costs(
     """
     halved = {op.stage for row in schedule.order for op in row if op.kind == "I"}
 
-    def crossing(own: int, source: int, target: int) -> list[float]:
-        return _crossing(schedule, cut, profile, own, source, target)
+    def sent(stage: int, others: Iterable[tuple[int, int]], forward: bool) -> list[float]:
+        return [
+            size
+            for edge in others
+            for size in _sizes(schedule, cut, profile, stage, *edge) * num_sent(schedule.placement, edge, forward)
+        ]
+
+    def received(stage: int, others: Iterable[tuple[int, int]], forward: bool) -> list[float]:
+        there = [edge for edge in others if num_sent(schedule.placement, edge, forward)]
+        return [size for edge in there for size in _sizes(schedule, cut, profile, stage, *edge)]
 
     f: list[float] = []
     b: list[float] = []
@@ -69,10 +80,10 @@ def stage_costs(
     w: list[float] = []
     graph = schedule.graph
     for stage, layers in enumerate(cut):
-        above = [size for other in graph.sources[stage] for size in crossing(stage, other, stage)]
-        below = [size for other in graph.targets[stage] for size in crossing(stage, stage, other)]
-        forward = _messages(transfer, below, above, crowded)
-        backward = _messages(transfer, above, below, crowded)
+        above = [(other, stage) for other in graph.sources[stage]]
+        below = [(stage, other) for other in graph.targets[stage]]
+        forward = _messages(transfer, sent(stage, below, True), received(stage, above, True), crowded)
+        backward = _messages(transfer, sent(stage, above, False), received(stage, below, False), crowded)
         if profile.tied and _apart(schedule):
             if stage == 0:
                 backward += transfer.at("receive", profile.tied)
@@ -90,14 +101,17 @@ def links_of(
 ) -> Links:
     """The delays between ranks, as far as they are not part of the ops."""
     delays: dict[tuple[int, int], float] = {}
-    for ranks in schedule.placement.pipelines:
+    for pipeline in range(schedule.placement.num_pipelines):
         for source, target in schedule.graph.edges:
-            a, b = ranks[source], ranks[target]
-            if a != b:
+            makers, takers = (schedule.placement.hosts(pipeline, stage) for stage in (source, target))
+            pairs = [(makers[0], rank) for rank in takers if rank not in makers]
+            if len(makers) > 1:  # each of them gets the gradient
+                pairs += [(takers[0], rank) for rank in makers if rank not in takers]
+            for pair in pairs:
                 size = max(_sizes(schedule, cut, profile, source, source, target))
                 own = transfer.gap + _messages(transfer, [size], [size], crowded)
                 delay = max(0.0, transfer.at("delay", size) - own)
-                delays[a, b] = max(delay, delays.get((a, b), 0.0))
+                delays[pair] = max(delay, delays.get(pair, 0.0))
     return Links(delays)
 
 
@@ -168,21 +182,23 @@ def reduce_time(
     return slowest
 
 
-def _crossing(
-    schedule: Schedule, cut: Sequence[range], profile: Profile, own: int, source: int, target: int
-) -> list[float]:
-    """Bytes of each message from stage `source` to stage `target` in an op of stage `own`, which is one of them; none
-    where nothing goes to another rank.
+def num_sent(placement: Placement, edge: tuple[int, int], forward: bool) -> int:
+    """To how many ranks a message between two stages goes, or its gradient: to those that run the stage that takes it
+    in, and not the one that makes it.
     """
-    if all(ranks[source] == ranks[target] for ranks in schedule.placement.pipelines):
-        return []
-    return _sizes(schedule, cut, profile, own, source, target)
+    maker, taker = edge if forward else edge[::-1]
+    return max(
+        len(set(placement.hosts(pipeline, taker)) - set(placement.hosts(pipeline, maker)))
+        for pipeline in range(placement.num_pipelines)
+    )
 
 
 def _sizes(
     schedule: Schedule, cut: Sequence[range], profile: Profile, own: int, source: int, target: int
 ) -> list[float]:
-    """The same wherever the stages lie. A larger microbatch is cut for a stage with smaller ones."""
+    """Bytes of each message from stage `source` to stage `target` in an op of stage `own`, which is one of them,
+    wherever these lie. A larger microbatch is cut for a stage with smaller ones.
+    """
     graph, most = schedule.graph, schedule.num_microbatches
     sent, taken = graph.microbatches_of(source, most), graph.microbatches_of(target, most)
     size = profile.output[cut[source][-1]] * min(1.0, sent / taken)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -40,6 +40,8 @@ class Profile:
         step: milliseconds a step besides, for the norm of the whole gradient.
         transient: most bytes that a backward holds besides; what a recomputed block holds while it runs again.
         tied: bytes of a weight that the first and the last layer share; 0 if they do not.
+        num_sharing: ranks that hold the first and the last layer together and run each of their ops at once; what the
+            rows say of these two is then of one rank's part. 1 where one rank has the whole of each.
         source: "measured", "estimated" or the file it was read from.
 
     Raises:
@@ -66,12 +68,13 @@ class Profile:
     transient: float = 0.0
     step: float = 0.0
     tied: float = 0.0
+    num_sharing: int = 1
     source: str = "measured"
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, list | tuple) or not self.layers or not isinstance(self.model, str):
             raise TuneError(f"{self.source}: a model needs a name and the names of its layers, at least one")
-        for name in ("microbatch_size", "num_parallel"):
+        for name in ("microbatch_size", "num_parallel", "num_sharing"):
             _whole(self.source, name, getattr(self, name))
         for name in (*TIMES, *BYTES):
             object.__setattr__(self, name, _row(self.source, name, getattr(self, name), len(self.layers)))
@@ -98,7 +101,10 @@ class Profile:
         return sum(row[layer] for layer in layers)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        found = asdict(self)
+        if self.num_sharing == 1:
+            del found["num_sharing"]  # so that versions without it read most files
+        return found
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], source: str | None = None) -> Profile:
@@ -111,6 +117,19 @@ class Profile:
         if missing := [name for name in needed if name not in value]:
             raise TuneError(f"{source}: field {missing[0]!r} is missing")
         return cls(**{**value, "source": value.get("source", source)})
+
+
+def with_shared_ends(profile: Profile, ends: Profile) -> Profile:
+    """The profile of a model whose first and last layer several ranks share.
+
+    Args:
+        ends: of these two layers alone, each as one rank has it of those that share it.
+    """
+    rows = {
+        name: (getattr(ends, name)[0], *getattr(profile, name)[1:-1], getattr(ends, name)[-1])
+        for name in (*TIMES, *BYTES)
+    }
+    return replace(profile, tied=ends.tied, num_sharing=ends.num_sharing, **rows)  # type: ignore[arg-type]
 
 
 def joined_profile(model: str, parts: Sequence[Profile]) -> Profile:
@@ -137,7 +156,7 @@ def joined_profile(model: str, parts: Sequence[Profile]) -> Profile:
 
 _BY_SIZE = ("sizes", "send", "receive", "delay", "reduce", "threads")
 _OF_COPIES = ("sums", "values")
-_OPTIONAL = ("op_overhead", "recompute", "transient", "step", "tied", "source")
+_OPTIONAL = ("op_overhead", "recompute", "transient", "step", "tied", "num_sharing", "source")
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
 """Schedules made for the model: the best program of each placement over its measured costs.
 
 The planner's search over placements, rules and traversals (`planning/program_search.py`, FlexPipe's section 6) finds
-them. It is run for the shapes of the best library candidates only, as it takes longer than building from the library.
+them, also with a first and a last stage that all ranks share, whose backwards stay whole, as FlexPipe has them. It is
+run for the shapes of the best library candidates only, as it takes longer than building from the library.
 """
 
 from __future__ import annotations
 
 from penstock.cost import Costs, Links
 from penstock.planning.program_search import placements_of, search_space
-from penstock.runtime import partition
 from penstock.schedule import ScheduleError
+from penstock.train.tasks.layers import cut_layers
 from penstock.tune.profile import MessageCosts, Profile
 from penstock.tune.space import Shape, TunePlan
 
@@ -26,26 +27,35 @@ def programs_for(
     if shape.pp < 2:
         return []
     found: list[TunePlan] = []
+    shared = profile.num_sharing > 1
     for each in STAGES_A_RANK:
-        num_stages = each * shape.pp
+        num_stages = each * shape.pp + 2 * shared
         if num_stages > profile.num_layers:
             break
         names = [
             name
-            for name, placement in placements_of(shape.pp, num_stages).items()
-            if placement.num_stages == num_stages
-        ]
+            for name, placement in placements_of(shape.pp, each * shape.pp, shared).items()
+            if placement.num_stages == num_stages and not (shared and placement.num_pipelines > 1)
+        ]  # the runtime has a shared stage in one pipeline
         costs, links = _costs(profile, transfer, num_stages), _links(profile, transfer)
         for limit in (None, *([] if memory_limit is None else [_left(profile, memory_limit, shape.pp)])):
             if not names or (limit is not None and limit <= 0):
                 continue
             try:
                 outcome = search_space(
-                    costs, shape.pp, shape.num_microbatches, links=links, memory_limit=limit, shapes=names
+                    costs,
+                    shape.pp,
+                    shape.num_microbatches,
+                    links=links,
+                    memory_limit=limit,
+                    shapes=names,
+                    shared_ends=shared,
+                    split=(lambda stage, last=num_stages - 1: 0 < stage < last) if shared else True,  # type: ignore[misc]
                 )
             except ScheduleError:  # no program runs under the limit
                 continue
-            found += [TunePlan(each.name, each.schedule, program=True) for each in outcome.found]
+            ends = "shared ends, " if shared else ""
+            found += [TunePlan(ends + each.name, each.schedule, program=True) for each in outcome.found]
     return found
 
 
@@ -56,7 +66,7 @@ def split_costs(profile: Profile) -> list[float]:
 
 def _costs(profile: Profile, transfer: MessageCosts, num_stages: int) -> Costs:
     """Costs of stages that all send and receive; what a placement makes of that is predicted afterwards."""
-    cut = partition(split_costs(profile), num_stages)
+    cut = cut_layers(split_costs(profile), num_stages, profile.num_sharing > 1)
     size = max(profile.output)
     around = transfer.gap + transfer.at("send", size) + transfer.at("receive", size)
     activation = [profile.total("activation", layers) for layers in cut]
@@ -78,5 +88,7 @@ def _links(profile: Profile, transfer: MessageCosts) -> Links:
 
 
 def _left(profile: Profile, memory_limit: float, num_ranks: int) -> float:
-    """Bytes a rank has for activations, if weights are spread evenly."""
-    return memory_limit - (2 * sum(profile.weight) + sum(profile.state)) / num_ranks
+    """Bytes a rank has for activations, if weights are spread evenly; of shared ends it has its part."""
+    state = [2 * weight + kept for weight, kept in zip(profile.weight, profile.state, strict=True)]
+    ends = state[0] + state[-1] if profile.num_sharing > 1 else 0.0
+    return memory_limit - ends - (sum(state) - ends) / num_ranks

@@ -57,6 +57,7 @@ def _do(task: dict[str, Any], rank: int, num_ranks: int) -> Any:
                 num_ranks,
                 task["seconds"],
                 task["part"],
+                task["num_sharing"],
             ),
             _meet,
         )

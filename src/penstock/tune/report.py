@@ -47,6 +47,7 @@ def _ranked_json(outcome: TuneOutcome, ranked: Ranked) -> dict[str, Any]:
         "microbatch_size": candidate.shape.microbatch_size,
         "num_microbatches": candidate.shape.num_microbatches,
         "recompute": candidate.recompute,
+        "shared_ends": candidate.has_shared_ends,
         "cut": [len(layers) for layers in candidate.cut],
         "step_ms": prediction.step,
         "makespan_ms": prediction.makespan,
@@ -103,6 +104,7 @@ def choice_words(outcome: TuneOutcome, ranked: Ranked) -> str:
         f"{shape.microbatches}{each}",
         f"{' '.join(str(len(layers)) for layers in candidate.cut)} layers",
         *(["recompute"] if candidate.recompute else []),
+        *([f"embedding and head shared by {shape.pp} ranks"] if candidate.has_shared_ends else []),
         f"sharding {settings.sharding}",
         f"dispatch {settings.dispatch}",
     ]

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.dispatch import Dispatch
-from penstock.runtime import RuntimeFailure, partition
+from penstock.runtime import RuntimeFailure
 from penstock.runtime.compatibility import require_runnable
 from penstock.train.kinds import CLIP
 from penstock.train.own_file import is_own
 from penstock.train.settings import Settings, SettingsError
+from penstock.train.tasks.layers import cut_layers
 from penstock.train.tasks.own import OwnTask
 from penstock.tune.errors import TuneError
 from penstock.tune.memory import memory_of
 from penstock.tune.predict import Prediction, predict, stage_costs
-from penstock.tune.profile import MessageCosts, Profile
+from penstock.tune.profile import MessageCosts, Profile, with_shared_ends
 from penstock.tune.programs import programs_for, split_costs
 from penstock.tune.space import Shape, TunePlan, TuneSpace, schedules_for
 
@@ -31,6 +32,10 @@ NUM_SHAPES = 4
 
 ProfileOf = Callable[[Shape, bool], Profile | None]
 """The profile for a shape, with or without recompute; None where there is none, and the shape is left out."""
+
+EndsOf = Callable[[Shape], Profile | None]
+"""The profile of the first and the last layer alone where the ranks of a shape's pipeline share both; None where they
+can't, or where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,11 @@ class TuneCandidate:
         """The schedule's, with its options."""
         told = (_short(value) if name == "towers" else f"{name}={_short(value)}" for name, value in self.plan.options)
         return " ".join((self.plan.name, *told))
+
+    @property
+    def has_shared_ends(self) -> bool:
+        """Whether all ranks of the pipeline hold a part of its first and its last stage."""
+        return bool(self.plan.schedule.placement.shared)
 
     @property
     def towers(self) -> str | None:
@@ -103,10 +113,12 @@ def search(
     interrupted: bool = False,
     programs: bool = False,
     settings: Settings | None = None,
+    ends_of: EndsOf = lambda shape: None,
 ) -> SearchFound:
     """Looks at the whole space.
 
     Args:
+        ends_of: what shared ends take, where the space has them.
         memory_limit: bytes a rank may need.
         num_best: candidates to keep.
         num_devices: ranks that can work at the same time on the machine.
@@ -134,23 +146,34 @@ def search(
         if progress is not None:
             progress(found)
 
+    def profiles(shape: Shape, recompute: bool) -> Iterator[Profile]:
+        """With ends that ranks share, and with a rank for each, as far as these are asked for and known."""
+        if (profile := profile_of(shape, recompute)) is None:
+            return
+        for shared in space.shared_ends:
+            if not shared:
+                yield profile
+            elif (ends := ends_of(shape)) is not None:
+                yield with_shared_ends(profile, ends)
+
     try:
         for shape in shapes:
             for recompute in space.recompute:
-                profile, transfer = profile_of(shape, recompute), transfer_of(shape)
-                if profile is None or transfer is None:
+                if (transfer := transfer_of(shape)) is None:
                     continue
-                for candidate in candidates(shape, profile, recompute, space.schedules):
-                    consider(candidate, profile, transfer)
+                for profile in profiles(shape, recompute):
+                    for candidate in candidates(shape, profile, recompute, space.schedules):
+                        consider(candidate, profile, transfer)
         for shape, recompute in _best_shapes(found) if programs else ():
-            profile, transfer = profile_of(shape, recompute), transfer_of(shape)
-            if profile is None or transfer is None:
+            if (transfer := transfer_of(shape)) is None:
                 continue
-            for plan in programs_for(shape, profile, transfer, memory_limit):
-                cut = tuple(partition(split_costs(profile), plan.schedule.num_stages))
-                candidate = TuneCandidate(shape, plan, cut, recompute)
-                if not is_known(found, candidate):
-                    consider(candidate, profile, transfer)
+            for profile in profiles(shape, recompute):
+                for plan in programs_for(shape, profile, transfer, memory_limit):
+                    shared = bool(plan.schedule.placement.shared)
+                    cut = tuple(cut_layers(split_costs(profile), plan.schedule.num_stages, shared))
+                    candidate = TuneCandidate(shape, plan, cut, recompute)
+                    if not is_known(found, candidate):
+                        consider(candidate, profile, transfer)
     except KeyboardInterrupt:
         if not found.best:
             raise
@@ -178,16 +201,20 @@ def search(
 def candidates(
     shape: Shape, profile: Profile, recompute: bool, names: Sequence[str] | None = None
 ) -> Iterable[TuneCandidate]:
-    """Every plan for a shape, its layers cut so that the costliest stage costs least."""
+    """Every plan for a shape, its layers cut so that the costliest stage costs least.
+
+    Where ranks share the first and the last layer, as the profile says, each of these is a stage of its own.
+    """
     if shape.pp > profile.num_layers:
         return
+    shared = profile.num_sharing > 1
     cuts: dict[tuple[int, bool], tuple[range, ...]] = {}
-    for plan in schedules_for(shape.pp, shape.num_microbatches, profile.num_layers, names):
+    for plan in schedules_for(shape.pp, shape.num_microbatches, profile.num_layers, names, shared):
         key = plan.schedule.num_stages, plan.schedule.splits_backward()
         if key not in cuts:
             rows = ("f_split", "i", "w") if key[1] else ("f", "b")
             costs = [sum(getattr(profile, row)[layer] for row in rows) for layer in range(profile.num_layers)]
-            cuts[key] = tuple(partition(costs, key[0]))
+            cuts[key] = tuple(cut_layers(costs, key[0], shared))
         yield TuneCandidate(shape, plan, cuts[key], recompute)
 
 

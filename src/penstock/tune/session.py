@@ -14,13 +14,13 @@ from penstock.tune.costs_file import CostsFile, load_costs_file
 from penstock.tune.database import Database
 from penstock.tune.device import num_devices
 from penstock.tune.errors import TuneError
-from penstock.tune.estimate import estimate
+from penstock.tune.estimate import estimate, estimate_ends
 from penstock.tune.meter import Meter, NeededProfile, prepare_together
 from penstock.tune.profile import MessageCosts, Profile
 from penstock.tune.search import Ranked, SearchFound, TuneCandidate, search
-from penstock.tune.space import Shape, TuneSpace
+from penstock.tune.space import SHARED_ENDS, Shape, TuneSpace
 from penstock.tune.towers import TowerSpace, search_towers
-from penstock.tune.tuned_model import TunedModel, parts_of, tuned_model
+from penstock.tune.tuned_model import TunedModel, parts_of, tuned_model, why_no_shared_ends
 from penstock.tune.verify import MeasuredCandidate, verify
 
 
@@ -60,6 +60,8 @@ class Asked:
         settings: model, optimizer, batch, precision and so on, as `penstock train` has them.
         num_ranks: at most; None for as many as can work at the same time here.
         pp, dp, microbatch_sizes, schedules: what to try; None for all. recompute: None for where memory asks.
+        shared_ends: whether the ranks of a pipeline are to share embedding and head; None for both, where that may
+            gain something.
         programs: whether to search schedules of no name too, where no library schedules are given.
         memory_limit: bytes per rank. num_best: candidates to keep. num_verified: of them, to run for real.
     """
@@ -77,6 +79,7 @@ class Asked:
     num_best: int = 10
     num_verified: int = 0
     num_steps: int = 10
+    shared_ends: bool | None = None
 
 
 @dataclass
@@ -186,6 +189,10 @@ def _tune_here(
     shapes = [shape for shape in space.shapes() if shape.pp <= model.num_layers]
     if not shapes:
         raise TuneError(f"{model.name} has {model.num_layers} layers, so pp is at most {model.num_layers}")
+    sharing = _sharing(asked, model, shapes, devices)
+
+    def need_ends(shape: Shape) -> NeededProfile:
+        return NeededProfile(shape.microbatch_size, shape.pp * shape.dp, False, shape.pp)
 
     def need(shape: Shape, recompute: bool) -> NeededProfile:
         return NeededProfile(shape.microbatch_size, min(shape.pp * shape.dp, devices, model.num_layers), recompute)
@@ -193,6 +200,7 @@ def _tune_here(
     with Database(source.database) as database:
         meter = Meter(model, settings, database, source.seconds, source.fresh, say)
         needs = list(dict.fromkeys(need(shape, again) for shape in shapes for again in space.recompute))
+        needs += list(dict.fromkeys(need_ends(shape) for shape in shapes if shape in sharing))
         several = any(shape.pp * shape.dp > 1 for shape in shapes)
         alone = any(shape.pp * shape.dp == 1 for shape in shapes)
         interrupted = False
@@ -206,7 +214,7 @@ def _tune_here(
 
         found = _searched(
             asked, space, lambda shape, again: meter.profiles.get(need(shape, again)), transfer_of, devices, progress,
-            interrupted,
+            interrupted, lambda shape: meter.profiles.get(need_ends(shape)) if shape in sharing else None,
         )  # fmt: skip
     outcome = TuneOutcome(
         model.name, settings, model, space, found, meter.num_measured, meter.num_reused, notices=meter.notices,
@@ -221,6 +229,8 @@ def _tune_towers(
     asked: Asked, source: Measuring, say: Callable[[str], None] | None, progress: Callable[[SearchFound], None] | None
 ) -> TuneOutcome:
     settings, model = asked.settings, tuned_model(asked.settings)
+    if asked.shared_ends:
+        raise TuneError(f"--shared-ends: {why_no_shared_ends(settings, 2)}; leave it out")
     devices = num_devices(settings)
     space = _space(asked, asked.num_ranks or devices, asked.microbatch_sizes, _recompute(asked, True), ())
     towers = TowerSpace.of(settings, space, asked.schedules)
@@ -281,6 +291,11 @@ def _tune_file(
         raise TuneError(f"{file.path} has no profile of microbatches of {missing[0]}; it has {file.microbatch_sizes}")
     if asked.recompute and not file.has_recompute:
         raise TuneError(f"{file.path} has no profile with recompute; leave out --recompute")
+    if asked.shared_ends:
+        raise TuneError(
+            f"{file.path} says what layers cost one rank, and nothing of ranks that share embedding and head; leave "
+            "out --shared-ends, or --costs to measure that here"
+        )
     space = _space(asked, num_ranks, sizes, _recompute(asked, file.has_recompute))
     assumed = MessageCosts.assumed()
 
@@ -312,7 +327,16 @@ def _tune_estimated(
             settings.precision == "bfloat16", recompute,
         )  # fmt: skip
 
-    found = _searched(asked, space, profile_of, lambda shape: transfer, None, progress)
+    def ends_of(shape: Shape) -> Profile | None:
+        if shape not in sharing:
+            return None
+        return estimate_ends(
+            config, settings.preset, shape.microbatch_size, source.tflops, shape.pp, transfer, settings.optimizer,
+            settings.precision == "bfloat16",
+        )  # fmt: skip
+
+    sharing = _sharing(asked, model, space.shapes())
+    found = _searched(asked, space, profile_of, lambda shape: transfer, None, progress, ends_of=ends_of)
     return TuneOutcome(model.name, settings, model, space, found, interrupted=found.interrupted)
 
 
@@ -325,7 +349,43 @@ def _space(
 ) -> TuneSpace:
     """`schedules`: in place of those that are asked for, where these are not of the library."""
     names = asked.schedules if schedules is None else schedules
-    return TuneSpace(num_ranks, asked.settings.batch, asked.pp, asked.dp, sizes, names, recompute)
+    shared_ends = (False, True) if asked.shared_ends is None else (asked.shared_ends,)
+    return TuneSpace(num_ranks, asked.settings.batch, asked.pp, asked.dp, sizes, names, recompute, shared_ends)
+
+
+def _sharing(
+    asked: Asked, model: TunedModel, shapes: Sequence[Shape], devices: int | None = None
+) -> frozenset[Shape]:
+    """The shapes whose ranks are to share the first and the last layer: all that can, where that or a schedule with it
+    is asked for, or memory is limited; else those in which one of the two costs more than a rank's even part.
+
+    Args:
+        devices: ranks that can work at the same time, if it is to be measured: ranks that run an op together while
+            others of them wait for a core tell nothing of it.
+
+    Raises:
+        TuneError: it is asked for, and can't be.
+    """
+    named = set(asked.schedules or ()) & set(SHARED_ENDS)
+    if asked.shared_ends is False or (asked.schedules and not named):
+        return frozenset()
+    asked_for, limited = asked.shared_ends or bool(named), asked.memory_limit is not None
+    heaviest = max(model.costs[0], model.costs[-1])
+    found: list[Shape] = []
+    why: dict[int, str] = {}
+    for shape in shapes:
+        needed = asked_for or limited or heaviest > sum(model.costs) / shape.pp
+        if shape.pp < 2 or not needed or (devices is not None and shape.pp * shape.dp > devices):
+            continue
+        if shape.pp not in why:
+            why[shape.pp] = why_no_shared_ends(asked.settings, shape.pp)
+        if not why[shape.pp]:
+            found.append(shape)
+    if asked.shared_ends and not found:
+        at_most = "" if devices is None else f", and at most the {devices} that can work at the same time here"
+        of_ranks = f"embedding and head are shared by the ranks of a pipeline, at least 2{at_most}"
+        raise TuneError(f"--shared-ends: {next(iter(why.values()), of_ranks)}; leave it out, or give another --pp")
+    return frozenset(found)
 
 
 def _recompute(asked: Asked, possible: bool) -> tuple[bool, ...]:
@@ -343,11 +403,12 @@ def _searched(
     devices: int | None,
     progress: Callable[[SearchFound], None] | None,
     interrupted: bool = False,
+    ends_of: Callable[[Shape], Profile | None] = lambda shape: None,
 ) -> SearchFound:
     return search(
         space, profile_of, transfer_of, asked.memory_limit, max(asked.num_best, asked.num_verified),
         asked.settings.dispatch, devices, progress, interrupted, asked.programs and not asked.schedules,
-        asked.settings,
+        asked.settings, ends_of,
     )  # fmt: skip
 
 

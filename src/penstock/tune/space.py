@@ -22,6 +22,9 @@ KINDS = frozenset("FBIW")
 
 MOST_STAGES_A_RANK = 4
 
+SHARED_ENDS = ("mllm",)
+"""Library schedules whose first and last stage all ranks share."""
+
 
 @dataclass(frozen=True)
 class TuneSpace:
@@ -30,6 +33,7 @@ class TuneSpace:
     Attributes:
         num_devices: ranks there may be at most. batch: samples a step.
         pp, dp, microbatch_sizes, schedules, recompute: what to try; None for all that make sense.
+        shared_ends: whether the ranks of a pipeline share the first and the last layer; both may be tried.
     """
 
     num_devices: int
@@ -39,6 +43,7 @@ class TuneSpace:
     microbatch_sizes: Sequence[int] | None = None
     schedules: Sequence[str] | None = None
     recompute: Sequence[bool] = (False,)
+    shared_ends: Sequence[bool] = (False,)
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "batch"):
@@ -111,9 +116,17 @@ def counts(limit: int) -> list[int]:
 
 
 def schedules_for(
-    num_ranks: int, num_microbatches: int, num_layers: int, names: Sequence[str] | None = None
+    num_ranks: int,
+    num_microbatches: int,
+    num_layers: int,
+    names: Sequence[str] | None = None,
+    shared_ends: bool = False,
 ) -> list[TunePlan]:
-    """Every library schedule of a chain of stages that these counts allow, each order once."""
+    """Every library schedule of a chain of stages that these counts allow, each order once.
+
+    Args:
+        shared_ends: those whose first and last stage all ranks share, instead of those with a rank for each stage.
+    """
     found: list[TunePlan] = []
     seen: set[tuple[object, ...]] = set()
     for name in names or SCHEDULES:
@@ -125,7 +138,7 @@ def schedules_for(
             except ScheduleError:
                 continue
             key = schedule.placement, schedule.order
-            if key in seen or not _is_chain(schedule) or schedule.num_stages > num_layers:
+            if key in seen or not _is_chain(schedule, shared_ends) or schedule.num_stages > num_layers:
                 continue
             if num_ranks == 1 and schedule.num_stages > 1:  # cutting what one rank does in turn gains nothing
                 continue
@@ -147,6 +160,6 @@ def _variants(name: str, num_ranks: int) -> Iterator[dict[str, Any]]:
             yield {"warmup": [slack * (num_ranks - 1 - rank) + 1 for rank in range(num_ranks)]}
 
 
-def _is_chain(schedule: Schedule) -> bool:
-    plain = schedule.stage_graph is None and not getattr(schedule.placement, "shared", ())
+def _is_chain(schedule: Schedule, shared_ends: bool) -> bool:
+    plain = schedule.stage_graph is None and bool(schedule.placement.shared) == shared_ends
     return plain and all(op.kind in KINDS for row in schedule.order for op in row)

@@ -6,23 +6,23 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.data import ByteTokenizer, load_tokenizer
 from penstock.library import build
 from penstock.models import GPTConfig, gpt_costs, tower_costs
-from penstock.runtime import split
+from penstock.runtime import PartitionError, split
 from penstock.runtime.stage.stage import GATHERS
 from penstock.runtime.tensors.pytree import flatten
 from penstock.train.inputs import device_of, optimizer_class
 from penstock.train.kinds import CAPTIONER, CLIP, GPT, is_path
 from penstock.train.own_file import is_own, own_name
-from penstock.train.settings import Settings
+from penstock.train.settings import Settings, SettingsError
 from penstock.train.tasks.clip import clip_config
 from penstock.train.tasks.gpt import gpt_config
-from penstock.train.tasks.open import open_layers
+from penstock.train.tasks.open import open_layers, open_task
 from penstock.train.tasks.own import OwnTask
 from penstock.train.towers import CONTRAST
 from penstock.tune.errors import TuneError
@@ -90,6 +90,19 @@ def tuned_model(settings: Settings) -> TunedModel:
         return _layered(settings)
     tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else ByteTokenizer()
     return gpt_model(settings.preset, gpt_config(settings, tokenizer.vocab_size))
+
+
+def why_no_shared_ends(settings: Settings, num_ranks: int) -> str:
+    """Why ranks can't share the embedding and the head of the model that the settings ask for: what `penstock train`
+    says of a schedule in which they do. Empty where they can.
+    """
+    if settings.model == CLIP:
+        return f"--model {CLIP} has an embedding for each tower, and no head"
+    try:
+        open_task(replace(settings, ranks=num_ranks, microbatches=1), build("mllm", num_ranks, 1))
+    except (SettingsError, PartitionError) as error:
+        return str(error).partition(";")[0]
+    return ""
 
 
 def gpt_model(name: str, config: GPTConfig) -> TunedModel:

@@ -43,7 +43,7 @@ def stage_layers(costs: Sequence[float], schedule: Schedule, cut: Sequence[int] 
         return _parts(len(costs), num, cut)
     shared = {stage for stage, _ in schedule.placement.shared}
     if not shared:
-        return partition(costs, num)
+        return cut_layers(costs, num, shared_ends=False)
     if shared != {0, num - 1}:
         raise SettingsError(
             f"{schedule.name} shares stages {_listed(shared)}; ranks share the first stage, the embedding, and the "
@@ -51,7 +51,21 @@ def stage_layers(costs: Sequence[float], schedule: Schedule, cut: Sequence[int] 
         )
     if num > len(costs):
         raise PartitionError(f"{num} stages asked of a model of {len(costs)} layers; use a deeper model")
-    inner = partition(costs[1:-1], num - 2)
+    return cut_layers(costs, num, shared_ends=True)
+
+
+def cut_layers(costs: Sequence[float], num_stages: int, shared_ends: bool) -> list[range]:
+    """The layers of each stage, of about equal cost.
+
+    Args:
+        shared_ends: whether the first stage is to be the first layer alone, and the last one the last.
+
+    Raises:
+        PartitionError: more stages than layers.
+    """
+    if not shared_ends:
+        return partition(costs, num_stages)
+    inner = partition(costs[1:-1], num_stages - 2)
     return [range(1), *(range(part.start + 1, part.stop + 1) for part in inner), range(len(costs) - 1, len(costs))]
 
 
