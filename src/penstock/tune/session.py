@@ -356,8 +356,8 @@ def _space(
 def _sharing(
     asked: Asked, model: TunedModel, shapes: Sequence[Shape], devices: int | None = None
 ) -> frozenset[Shape]:
-    """The shapes whose ranks are to share the first and the last layer: all that can, where that or a schedule with it
-    is asked for, or memory is limited; else those in which one of the two costs more than a rank's even part.
+    """The shapes whose ranks are to share the first and the last layer: where that or a schedule with it is asked
+    for, or memory is limited, all that can; else those in which one of the two costs more than a rank's even part.
 
     Args:
         devices: ranks that can work at the same time, if it is to be measured: ranks that run an op together while
