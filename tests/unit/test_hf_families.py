@@ -89,7 +89,7 @@ def test_a_model_of_its_real_size_is_compared_on_a_small_copy(name: str) -> None
     """With the sizes that transformers has for it, up to 671 billion weights, of which none is ever made."""
     named = {"architectures": FAMILIES[name]["architectures"], "model_type": name}
     decoder = Decoder(transformers.AutoConfig.for_model(**named, **LARGE[name]))
-    depths = {"t5": 24 + 24 + 3, "bart": 12 + 12 + 3}
+    depths = {"t5": 24 + 24 + 3, "bart": 12 + 12 + 3, "llava": 24 + 32 + 3, "paligemma": 27 + 18 + 3}
     assert decoder.num_layers == depths.get(name, decoder.config.get_text_config().num_hidden_layers + 2)
     assert all(parameter.device.type == "meta" for parameter in decoder._model.parameters())
 

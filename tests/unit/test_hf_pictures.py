@@ -82,10 +82,14 @@ def test_the_targets_are_the_words_behind_the_picture() -> None:
 def test_pictures_and_tokens_that_do_not_go_together_are_refused() -> None:
     decoder = Decoder(model_of("llava"), compare=False)
     assert decoder.pictures == FORM == picture_form(model_of("llava"))
-    first = decoder.layers([0])[0]
+    first, *others = decoder.layers(range(decoder.anatomy.first_block))
     tokens = torch.tensor([[5, 299, 299, 299, 299, 6]])
     picture = torch.zeros(1, 3, 8, 8)
-    assert first({"input_ids": tokens, "pixel_values": picture})["hidden_states"].shape == (1, 6, 16)
+    value = first({"input_ids": tokens, "pixel_values": picture})
+    assert value["hidden_states"].shape == (1, 5, 16), "of patches and the class of the picture"
+    for each in others:
+        value = each(value)
+    assert value["hidden_states"].shape == (1, 6, 16), "of tokens"
     with pytest.raises(DecoderError, match=r"hold 4 image tokens \(number 299\), and there are no pixel_values"):
         first({"input_ids": tokens})
     with pytest.raises(

@@ -6,21 +6,26 @@ lists:
 
     layer    0                1 .. e           e + 1                      e + 2 .. e + d + 1    e + d + 2
              encoder.before   encoder.blocks   before (norm, embedding)   blocks                after
+
+A tower for images before a decoder is cut in the same way, as far as it can be (`cut_tower`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from penstock.models.huggingface.frame import Catcher, Stopped, encoded, hollow, stand_in
 
-__all__ = ["Anatomy", "DecoderError", "Encoder", "examine"]
+if TYPE_CHECKING:
+    from penstock.models.huggingface.pictures import PictureForm
+
+__all__ = ["Anatomy", "DecoderError", "Encoder", "Tower", "examine"]
 
 BY_HAND = (
     "name the list yourself, Decoder(..., blocks='transformer.h'), or write one module per stage and give "
@@ -54,6 +59,29 @@ class Encoder:
     given_as: str | int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tower(Encoder):
+    """A tower for images, whose features take the place of some embeddings; nothing of it is given to blocks.
+
+    Attributes:
+        form: of the pictures. whole: the anatomy with the tower as a part of the first layer.
+        selected: numbers of the blocks, in order, whose hidden states the features are made of.
+        num_positions, width: of the hidden states of a picture.
+    """
+
+    given_as: str | int = ""
+    form: PictureForm
+    whole: Anatomy
+    selected: tuple[int, ...]
+    num_positions: int
+    width: int
+
+    @property
+    def num_called(self) -> int:
+        """The blocks behind these have weights and no part in the features."""
+        return self.selected[-1] + 1
+
+
 @dataclass(frozen=True)
 class Anatomy:
     """Paths of modules in a model.
@@ -66,7 +94,8 @@ class Anatomy:
         buffers: names of what a checkpoint has of the modules around, and no module of a layer does.
         num_returned: 0 where a block returns hidden states, else the length of the tuple of which they are the first.
         carried: which of the others the next block is given.
-        encoder: None where there is none.
+        encoder: what has blocks before the decoder, which may be a tower for images; None where nothing has.
+        uncut: why a tower is no layers of its own but a part of the first one; empty where there is none that is.
     """
 
     blocks: str
@@ -78,6 +107,21 @@ class Anatomy:
     num_returned: int = 0
     carried: tuple[int, ...] = ()
     encoder: Encoder | None = None
+    uncut: str = ""
+
+    @property
+    def tower(self) -> Tower | None:
+        """The encoder where it is one of images."""
+        return self.encoder if isinstance(self.encoder, Tower) else None
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether there is one that reads text, for the decoder's blocks to look at."""
+        return self.encoder is not None and self.tower is None
+
+    def with_whole_tower(self, reason: str) -> Anatomy:
+        """The same with its tower as a part of the first layer."""
+        return self if self.tower is None else replace(self.tower.whole, uncut=reason)
 
     @property
     def first_block(self) -> int:
@@ -134,7 +178,7 @@ def examine(model: Any, blocks: str | None = None) -> Anatomy:
         lists = _two_lists(model, name)
     else:
         lists = [_block_list(model, name) if blocks is None else _named_list(model, name, blocks)]
-    parts, loose, buffers = _around(model, lists, name)
+    parts, loose, buffers = modules_around(model, lists, name)
     reasons = []
     for nums_returned in sorted(product(range(MOST_RETURNED + 1), repeat=len(lists)), key=max):
         try:
@@ -270,7 +314,7 @@ def _named_list(model: Any, name: str, path: str) -> str:
     return path
 
 
-def _around(model: nn.Module, lists: Sequence[str], name: str) -> tuple[list[str], list[str], list[str]]:
+def modules_around(model: nn.Module, lists: Sequence[str], name: str) -> tuple[list[str], list[str], list[str]]:
     """Paths of the modules around the blocks, as near to the root as they can be, with weights and without; and the
     names of what modules above them keep in a checkpoint themselves.
     """
@@ -325,7 +369,7 @@ def _trace(model: Any, lists: Sequence[str], parts: list[str], nums_returned: Se
         for each in catchers:
             each[0].instead = torch.zeros_like(_embedded(frame, each[0], given))
         for path, module in named.items():
-            module.register_forward_pre_hook(_noting(called, path), with_kwargs=True)
+            module.register_forward_pre_hook(noting(called, path), with_kwargs=True)
         frame(**given)
         order = [path for path, _ in called]
         around: list[list[str]] = []
@@ -345,7 +389,7 @@ def _trace(model: Any, lists: Sequence[str], parts: list[str], nums_returned: Se
         if len(lists) > 1:
             given_as = _where_encoded(frame, catchers[-1], given)
         carried = [
-            _carried(each, each[0].instead, given_as if number else None) for number, each in enumerate(catchers)
+            carried_by(each, each[0].instead, given_as if number else None) for number, each in enumerate(catchers)
         ]
     around = [list(dict.fromkeys(parts)) for parts in around]
     everywhere = [part for parts in around for part in parts]
@@ -383,11 +427,12 @@ def _embedded(frame: nn.Module, first: Catcher, given: dict[str, Any]) -> Tensor
     raise ValueError("no block is called")
 
 
-def _noting(called: list[tuple[str, tuple[Any, ...]]], path: str) -> Callable[..., None]:
+def noting(called: list[tuple[str, tuple[Any, ...]]], path: str) -> Callable[..., None]:
+    """A hook that notes calls of the module at a path, and what it was given."""
     return lambda _, args, kwargs: called.append((path, (*args, *kwargs.values())))
 
 
-def _carried(catchers: Sequence[Catcher], embedded: Tensor | None, given_as: str | int | None) -> tuple[int, ...]:
+def carried_by(catchers: Sequence[Catcher], embedded: Tensor | None, given_as: str | int | None) -> tuple[int, ...]:
     """Which of what a block returns besides hidden states the next one is given.
 
     All else must follow from places and masks alone, not from embeddings.

@@ -7,6 +7,7 @@ which sees only what the one before it passes on. Loss and all gradients must be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -88,12 +89,11 @@ def require_equal(model: Any, anatomy: Anatomy, routers: Routers | None, loss_fn
     """
     name = f"{type(model).__name__} ({model.config.model_type})"
     layers = pieces_of(model, anatomy, routers, _form(model))
-    parts = partition([1.0] * len(layers), min(NUM_STAGES, len(layers)))
-    stages = [nn.Sequential(*layers[part.start : part.stop]) for part in parts]
+    stages = [nn.Sequential(*layers[part.start : part.stop]) for part in _parts(anatomy)]
     batches = [sample_batch(model, seed) for seed in range(2)]
     weights = [loss_fn.weight(batch["labels"]) for batch in batches]
     shares = [weight / sum(weights) for weight in weights]
-    shift = None if anatomy.encoder is None else Shift(model, anatomy)
+    shift = Shift(model, anatomy) if anatomy.has_encoder else None
     whole = None
     try:
         whole = _learnt(model, (model(**batch, use_cache=False).loss for batch in batches), shares)
@@ -119,6 +119,15 @@ def require_equal(model: Any, anatomy: Anatomy, routers: Routers | None, loss_fn
                 f"differs from that of the whole by up to {(wanted - found).abs().max().item():.3g}, so something "
                 "besides the hidden states passes between its layers"
             )
+
+
+def _parts(anatomy: Anatomy) -> list[range]:
+    """The layers of each stage: of about as many, with a cut inside a tower for images where there is one."""
+    count = anatomy.num_layers
+    ends = {part.stop for part in partition([1.0] * count, min(NUM_STAGES, count))}
+    if anatomy.tower is not None:
+        ends.add(1 + anatomy.tower.num_called // 2)
+    return [range(start, end) for start, end in pairwise([0, *sorted(ends)])]
 
 
 def _learnt(model: Any, losses: Iterable[Tensor], shares: Sequence[float]) -> Learnt:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.models.dividing import ParallelError
-from penstock.models.huggingface.anatomy import DecoderError, examine, has_routers
+from penstock.models.huggingface.anatomy import Anatomy, DecoderError, examine, has_routers
 from penstock.models.huggingface.compare import require_equal, sample_batch, small_model
 from penstock.models.huggingface.export import write_folder
 from penstock.models.huggingface.lora import Adapters
@@ -23,6 +23,7 @@ from penstock.models.huggingface.pieces import TARGETS, Piece, build_pieces
 from penstock.models.huggingface.routers import Routers, routers_of
 from penstock.models.huggingface.shards import Shards, shards_of
 from penstock.models.huggingface.shift import Shift
+from penstock.models.huggingface.tower import cut_tower
 from penstock.models.huggingface.weights import (
     Adapted,
     Drawn,
@@ -44,7 +45,7 @@ __all__ = ["Decoder"]
 
 class Decoder:
     """A decoder's embedding, blocks and head, `num_layers` layers in all, called by the model's own code. Those of an
-    encoder, where the model has one, come before them.
+    encoder or of a tower for images, where the model has one, come before them.
 
         decoder = Decoder("path/to/folder")                  # or a config, or a model
         pipe = ps.Pipeline(decoder.stages(4), ps.build("1f1b", 4, 8), loss_fn=NextTokenLoss(),
@@ -123,7 +124,7 @@ class Decoder:
             self.adapters = Adapters(self._model, lora, seed)
             self._source, self._model = Adapted(self._source, self.adapters), self.adapters.model
         self.config = self._model.config
-        self.anatomy = examine(self._model, blocks)
+        self.anatomy = cut_tower(self._model, examine(self._model, blocks))
         self._routers: Routers | None = None
         if packed and (self.is_masked or self.has_encoder):
             raise DecoderError(
@@ -134,16 +135,29 @@ class Decoder:
             small = small_model(self._model, self.anatomy)
             if self.adapters is not None:
                 self.adapters.on_small(small, self.anatomy)
-            anatomy = examine(small, blocks)
+            anatomy = cut_tower(small, examine(small, blocks))
+            if reason := self.anatomy.uncut or anatomy.uncut:
+                anatomy = self._leave_tower_whole(reason, anatomy)
             self._routers = routers_of(small, anatomy, sample_batch(small, 0))
             if compare:
-                require_equal(small, anatomy, self._routers, self.loss)
+                try:
+                    require_equal(small, anatomy, self._routers, self.loss)
+                except DecoderError as error:
+                    if anatomy.tower is None:
+                        raise
+                    anatomy = self._leave_tower_whole(str(error), anatomy)
+                    require_equal(small, anatomy, self._routers, self.loss)
             if packed:
                 require_apart(small, anatomy, self._routers)
         if compare and isinstance(self._source, Given):
             self._compare()
         if packed:
             use_each_sequence(self._model)
+
+    def _leave_tower_whole(self, reason: str, small: Anatomy) -> Anatomy:
+        """Makes a tower for images a part of the first layer; gives the anatomy of a small copy alike."""
+        self.anatomy = self.anatomy.with_whole_tower(reason)
+        return small.with_whole_tower(reason)
 
     @property
     def loss(self) -> CrossEntropy | NextTokenLoss | WithRouterLoss:
@@ -163,7 +177,7 @@ class Decoder:
     @property
     def has_encoder(self) -> bool:
         """Whether it reads one text and writes another."""
-        return self.anatomy.encoder is not None
+        return self.anatomy.has_encoder
 
     def inputs_and_targets(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """A batch of `input_ids`, `attention_mask`, ... and `labels`, of tensors [B, T], as what `pipe.step` takes.
@@ -202,7 +216,7 @@ class Decoder:
 
     @property
     def num_layers(self) -> int:
-        """The blocks, the embedding and the head; with an encoder its own blocks and embedding too."""
+        """The blocks, the embedding and the head; with an encoder or a tower its own blocks and embedding too."""
         return self.anatomy.num_layers
 
     @property
@@ -283,8 +297,14 @@ class Decoder:
 
     def costs(self) -> list[float]:
         """Forward FLOPs a token of each layer: two for each weight that is not looked up."""
-        paths = [self.anatomy.paths(index) for index in range(self.num_layers)]
-        return [max(1.0, sum(self._flops(path) for path in each)) for each in paths]
+        costs = [
+            max(1.0, sum(self._flops(path) for path in self.anatomy.paths(index))) for index in range(self.num_layers)
+        ]
+        if (
+            tower := self.anatomy.tower
+        ) is not None:  # of its last blocks, which are not called where none is looked at
+            costs[1 + tower.num_called : 1 + tower.num_blocks] = [1.0] * (tower.num_blocks - tower.num_called)
+        return costs
 
     def _flops(self, path: str) -> float:
         modules = self._model.get_submodule(path).modules()

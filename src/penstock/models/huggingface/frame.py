@@ -14,6 +14,7 @@ An architecture is thereby cut as it is, and no forward is written anew.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a block is given besides the hidden states."""
+HOOKED = "_output_capturing_hooks_installed"
+"""What transformers notes on a model whose blocks have its hooks, which stand-ins of them do not have yet."""
 
 
 class Stopped(Exception):
@@ -102,6 +105,19 @@ class Widened(FrameStandIn):
         return hidden[..., :1].expand(*hidden.shape[:-1], self.out_features)
 
 
+class Blank(FrameStandIn):
+    """In place of what comes before a list of blocks: hidden states of the shape that they have there.
+
+    Attributes:
+        instead: those.
+    """
+
+    instead: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        return self.instead
+
+
 class Catcher(FrameStandIn):
     """In place of a block: notes what the block would be given.
 
@@ -125,6 +141,11 @@ class Catcher(FrameStandIn):
         self.given: Arguments | None = None
         self.instead: Tensor | None = None
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # transformers records hidden states of modules of a block's class
+        elsewhere = self.__dict__.get("_elsewhere")
+        return Catcher if elsewhere is None else type(elsewhere.module)
+
     def number_of(self, value: Any) -> int | None:
         """Which entry of what the block returns a value stands for; None where it is nothing of it."""
         return next((number for number, other in enumerate(self._others, 1) if other is value), None)
@@ -136,6 +157,16 @@ class Catcher(FrameStandIn):
             raise Stopped(hidden)
         hidden = hidden if self.instead is None else self.instead
         return (hidden, *self._others) if self._num_returned else hidden
+
+
+def on_meta(model: nn.Module) -> Any:
+    """A copy on the meta device in which every weight has a gradient: for shapes, and for what follows from what."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.is_floating_point())
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    return copy.deepcopy(model, memo)
 
 
 def encoded(hidden: Tensor) -> Any:
@@ -170,4 +201,5 @@ def hollow(model: nn.Module, fill: Mapping[str, nn.Module], path: str = "") -> n
             children[name] = child
     new.__dict__["_modules"] = children
     new.__dict__["training"] = False
+    new.__dict__.pop(HOOKED, None)
     return new

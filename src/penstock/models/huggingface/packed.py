@@ -158,10 +158,12 @@ def require_apart(small: Any, anatomy: Anatomy, routers: Routers | None) -> None
     try:
         alone, rounding = _alone(small, tokens)
         use_each_sequence(small)
-        first, *pieces = pieces_of(small, anatomy, routers)
-        value: Any = first(packed_inputs(tokens, torch.tensor(LENGTHS)))
+        pieces = pieces_of(small, anatomy, routers)
+        value: Any = packed_inputs(tokens, torch.tensor(LENGTHS))
+        for piece in pieces[: anatomy.first_block]:  # a tower for images lets tokens pass
+            value = piece(value)
         embedded = value[HIDDEN] = value[HIDDEN].detach().requires_grad_()
-        for piece in pieces:
+        for piece in pieces[anatomy.first_block :]:
             value = piece(value)
     except DecoderError:
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.models.huggingface.anatomy import DecoderError
+from penstock.models.huggingface.frame import on_meta
 
 __all__ = ["IMAGES", "PictureForm", "picture_form", "sees"]
 
@@ -75,10 +75,11 @@ def picture_form(model: Any) -> PictureForm | None:
         raise DecoderError(
             f"a {kind} takes pictures of no one size (vision_config.image_size {size}, image_token_id {token})"
         )
-    shadow = copy.deepcopy(model).to("meta")
     try:
         with torch.no_grad():
-            found = shadow.get_image_features(pixel_values=torch.zeros(1, num_channels, size, size, device="meta"))
+            found = on_meta(model).get_image_features(
+                pixel_values=torch.zeros(1, num_channels, size, size, device="meta")
+            )
     except Exception as error:  # whatever a model's code raises where it needs more than pictures
         raise DecoderError(
             f"a {kind} takes more than pictures [pictures, {num_channels}, {size}, {size}] "

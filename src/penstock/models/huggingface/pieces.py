@@ -7,6 +7,13 @@ of the decoder, and what a block returns for the next one, like the biases of T5
 
     embedding --> encoder's blocks --> bridge --> decoder's blocks --> head
               hidden, carried                hidden, encoded, carried
+
+Of a tower for images the blocks are called in the same way. The tokens go along with the pictures' hidden states
+until they are embedded behind the tower, where the pictures' features take the places of some. Without pictures the
+tokens go along alone.
+
+    patches --> tower's blocks --> merge --> decoder's blocks --> head
+       hidden, selected, tokens          hidden
 """
 
 from __future__ import annotations
@@ -18,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.models.huggingface.anatomy import Anatomy, DecoderError, blocks_of
-from penstock.models.huggingface.frame import Arguments, Catcher, Stopped, encoded, hollow, stand_in
+from penstock.models.huggingface.anatomy import Anatomy, DecoderError, Tower, blocks_of
+from penstock.models.huggingface.frame import Arguments, Blank, Catcher, Stopped, encoded, hollow, stand_in
 from penstock.models.huggingface.pictures import IMAGES, PictureForm
 from penstock.models.huggingface.routers import ROUTED, Routers
 from penstock.models.huggingface.shards import Shards
@@ -31,7 +38,9 @@ ENCODED = "encoded_states"
 """What the decoder's blocks are given of the encoder."""
 CARRIED = "carried"
 """What a block returned for the next one besides hidden states."""
-TARGETS = "decoder_input_ids"
+SELECTED = "selected_states"
+"""Hidden states of blocks of a tower that its features are made of, besides those that go from block to block."""
+TOKENS, TARGETS = "input_ids", "decoder_input_ids"
 
 
 class Piece(nn.Module):
@@ -80,18 +89,30 @@ class EmbeddingPiece(Piece):
         self._pictures = pictures
 
     def forward(self, given: Tensor | Value) -> Value:
-        value = {"input_ids": given} if isinstance(given, Tensor) else dict(given)
+        value = self._checked(given)
+        beside = {name: v for name, v in value.items() if name != TOKENS and not name.startswith(IMAGES)}
+        return {HIDDEN: self._embedded(value), **beside}
+
+    def _embedded(self, value: Value) -> Tensor:
+        try:
+            self._frame(use_cache=False, **value)
+        except Stopped as stopped:
+            return stopped.hidden
+        raise DecoderError("the model ran without calling its blocks")
+
+    def _checked(self, given: Tensor | Value) -> Value:
+        """With the tokens by name. Raises DecoderError for what does not fit the model."""
+        value = {TOKENS: given} if isinstance(given, Tensor) else dict(given)
         if "labels" in value:
             raise DecoderError(
                 "labels are among the inputs; take them apart with inputs, targets = inputs_and_targets(batch) and "
                 "call pipe.step(inputs, targets)"
             )
-        if "input_ids" not in value:
-            raise DecoderError(f"the inputs are {', '.join(value) or 'none'}; input_ids must be among them")
-        tokens = value.pop("input_ids")
+        if TOKENS not in value:
+            raise DecoderError(f"the inputs are {', '.join(value) or 'none'}; {TOKENS} must be among them")
         if self._is_encoder and TARGETS not in value:
             raise DecoderError(
-                f"the inputs are {', '.join(('input_ids', *value))}; a model with an encoder needs {TARGETS} too, "
+                f"the inputs are {', '.join(value)}; a model with an encoder needs {TARGETS} too, "
                 "which decoder.inputs_and_targets(batch) makes of the labels"
             )
         if self._pictures is None and IMAGES in value:
@@ -100,12 +121,17 @@ class EmbeddingPiece(Piece):
                 "compared with the whole model on text alone, so give text alone"
             )
         if self._pictures is not None:
-            self._pictures.check(tokens, value.get(IMAGES))
-        try:
-            self._frame(input_ids=tokens, use_cache=False, **value)
-        except Stopped as stopped:
-            return {HIDDEN: stopped.hidden, **{name: v for name, v in value.items() if not name.startswith(IMAGES)}}
-        raise DecoderError("the model ran without calling its blocks")
+            self._pictures.check(value[TOKENS], value.get(IMAGES))
+        return value
+
+
+class PatchesPiece(EmbeddingPiece):
+    """Inputs to what the first block of a tower takes and the tokens; without pictures the tokens alone go on."""
+
+    def forward(self, given: Tensor | Value) -> Value:
+        value = self._checked(given)
+        beside = {name: v for name, v in value.items() if not name.startswith(IMAGES)}
+        return beside if IMAGES not in value else {HIDDEN: self._embedded(value), **beside}
 
 
 class BlockPiece(Piece):
@@ -129,10 +155,83 @@ class BlockPiece(Piece):
             new[ROUTED] = (*value.get(ROUTED, ()), *self._heard.taken())
         if self._around.carried:
             new[CARRIED] = tuple(out[number] for number in self._around.carried)
-        if self._index == self._around.num_blocks - 1:
+        if self._index == self._around.num_called - 1:
             new.pop(CARRIED, None)
             new.pop(ENCODED, None)
         return new
+
+
+class TowerBlockPiece(BlockPiece):
+    """A block of a tower. Where there is no picture, or nothing is made of what it returns, it does nothing."""
+
+    def __init__(self, path: str, block: nn.Module, index: int, around: Around, tower: Tower) -> None:
+        super().__init__(path, block, index, around)
+        self._tower = tower
+
+    def forward(self, value: Value) -> Value:
+        if HIDDEN not in value or self._index >= self._tower.num_called:
+            return value
+        if self._index - 1 in self._tower.selected:
+            # Kept here, not where they are made: sent twice, their gradient would be summed in another order.
+            value = {**value, SELECTED: (*value.get(SELECTED, ()), value[HIDDEN])}
+        return super().forward(value)
+
+
+class MergePiece(Piece):
+    """What stands between a tower's blocks and the decoder's: its norm, the projector, the embedding of tokens."""
+
+    _frame: nn.Module
+    _looks: Looks
+    _selected: list[Catcher]
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], frame: nn.Module, looks: Looks, catchers: Sequence[Catcher]
+    ) -> None:
+        super().__init__(modules)
+        self.__dict__["_frame"] = frame
+        self.__dict__["_looks"] = looks
+        self.__dict__["_selected"] = [catchers[number] for number in looks.tower.selected]
+
+    def forward(self, value: Value) -> Value:
+        rest, pictures = _beside(value), {}
+        if HIDDEN in value:
+            pictures = self._looks.set(value[HIDDEN])
+            states = (*value.get(SELECTED, ()), value[HIDDEN])
+            for catcher, state in zip(self._selected, states, strict=True):
+                catcher.instead = state
+        try:
+            self._frame(use_cache=False, **rest, **pictures)
+        except Stopped as stopped:
+            del rest[TOKENS]
+            return {HIDDEN: stopped.hidden, **rest}
+        finally:
+            self._looks.clear()
+            for catcher in self._selected:
+                catcher.instead = None
+        raise DecoderError("the model ran without calling its decoder's blocks")
+
+
+class Looks:
+    """Pictures for a model's code whose patches are embedded elsewhere: of the right shape, with nothing on them.
+
+    Args:
+        fill: stand-ins by path, among them those of what comes before the tower's blocks.
+    """
+
+    def __init__(self, tower: Tower, fill: Mapping[str, nn.Module]) -> None:
+        self.tower = tower
+        self._shape = (tower.form.num_channels, tower.form.size, tower.form.size)
+        self._before = [part for path in tower.before if isinstance(part := fill[path], Blank)]
+
+    def set(self, hidden: Tensor) -> Value:
+        """Arguments of the model by which its code comes to the tower's blocks with such hidden states."""
+        for part in self._before:
+            part.instead = _blank(hidden)
+        return {IMAGES: hidden.detach().new_zeros(1).expand(len(hidden), *self._shape)}
+
+    def clear(self) -> None:
+        for part in self._before:
+            part.instead = None
 
 
 class BridgePiece(Piece):
@@ -220,18 +319,21 @@ class Around:
         is_encoder: of the encoder's blocks, not of the decoder's.
 
     Attributes:
-        carried: see `Anatomy`. num_blocks: in the list.
+        carried: see `Anatomy`. num_called: blocks of the list.
     """
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, is_encoder: bool = False) -> None:
-        lists = _catchers(model, anatomy)
+        lists, fill = _catchers(model, anatomy), _stand_ins(model, anatomy)
         path = anatomy.encoder.blocks if is_encoder and anatomy.encoder is not None else anatomy.blocks
         self._catchers = lists[path]
-        self._catchers[-1].stops = True
-        self.num_blocks = len(self._catchers)
+        self.num_called = len(self._catchers)
+        self._looks: Looks | None = None
+        if is_encoder and anatomy.tower is not None:
+            self._looks = Looks(anatomy.tower, fill)
+            self.num_called = anatomy.tower.num_called
+        self._catchers[self.num_called - 1].stops = True
         self.carried = anatomy.encoder.carried if is_encoder and anatomy.encoder is not None else anatomy.carried
-        self._is_behind = anatomy.encoder is not None and not is_encoder
-        fill = _stand_ins(model, anatomy)
+        self._is_behind = anatomy.has_encoder and not is_encoder
         # Dropout of the embedding must not draw here: its numbers would be missing in the blocks.
         self._loose = {path: _without_dropout(model.get_submodule(path)) for path in anatomy.loose}
         self._frame = hollow(model, {**fill, **self._loose, **_as_modules(lists)})
@@ -262,12 +364,18 @@ class Around:
         for module in self._loose.values():
             if any(buffer.device != hidden.device for buffer in module.buffers()):
                 module.to(hidden.device)
-        instead = _in_place_of_embeddings(value, self._is_behind)
+        if self._looks is not None:
+            instead = self._looks.set(hidden)
+        else:
+            instead = _in_place_of_embeddings(value, self._is_behind)
         try:
             with torch.no_grad():
                 self._frame(**instead, use_cache=False, **_beside(value))
         except Stopped:
             pass
+        finally:
+            if self._looks is not None:
+                self._looks.clear()
         blank = instead["encoder_outputs"][0] if self._is_behind else None
         return [catcher.given for catcher in self._catchers if catcher.given is not None], blank
 
@@ -296,19 +404,28 @@ def build_pieces(
             pieces.append(BlockPiece(paths[0], own[paths[0]], number, around[False], routers))
             continue
         if encoder is not None and 0 < index <= encoder.num_blocks:
-            pieces.append(BlockPiece(paths[0], own[paths[0]], index - 1, around[True]))
+            block = own[paths[0]]
+            if anatomy.tower is None:
+                pieces.append(BlockPiece(paths[0], block, index - 1, around[True]))
+            else:
+                pieces.append(TowerBlockPiece(paths[0], block, index - 1, around[True], anatomy.tower))
             continue
         lists = _catchers(model, anatomy)
         frame = hollow(model, {**hollow_parts, **own, **loose, **_as_modules(lists)})
         first = lists[anatomy.blocks][0]
         if number == anatomy.num_blocks:
-            pieces.append(HeadPiece({**own, **loose}, frame, first, routers, encoder is not None))
+            pieces.append(HeadPiece({**own, **loose}, frame, first, routers, anatomy.has_encoder))
+        elif anatomy.tower is not None and index > 0:
+            first.stops = True
+            looks = Looks(anatomy.tower, hollow_parts)
+            pieces.append(MergePiece({**own, **loose}, frame, looks, lists[anatomy.tower.blocks]))
         elif encoder is not None and index > 0:
             first.stops = True
             pieces.append(BridgePiece({**own, **loose}, frame, lists[encoder.blocks][0], first, encoder.given_as))
         else:
             next(iter(lists.values()))[0].stops = True
-            pieces.append(EmbeddingPiece({**own, **loose}, frame, encoder is not None, pictures))
+            kind = EmbeddingPiece if anatomy.tower is None else PatchesPiece
+            pieces.append(kind({**own, **loose}, frame, anatomy.has_encoder, pictures))
     return pieces
 
 
@@ -323,7 +440,7 @@ def pieces_of(
 
 def _beside(value: Value) -> Value:
     """What goes along beside what layers make."""
-    return {name: each for name, each in value.items() if name not in (HIDDEN, ROUTED, ENCODED, CARRIED)}
+    return {name: each for name, each in value.items() if name not in (HIDDEN, ROUTED, ENCODED, CARRIED, SELECTED)}
 
 
 def _in_place_of_embeddings(value: Value, is_behind: bool) -> Value:
@@ -341,7 +458,10 @@ def _in_place_of_embeddings(value: Value, is_behind: bool) -> Value:
 def _stand_ins(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
     # Whole numbers, which leave the type of the hidden states that they are added to as it is.
     paths = [*anatomy.before, *anatomy.after, *(() if anatomy.encoder is None else anatomy.encoder.before)]
-    return {path: stand_in(model.get_submodule(path), torch.int8) for path in paths}
+    fill = {path: stand_in(model.get_submodule(path), torch.int8) for path in paths}
+    if anatomy.tower is not None:
+        fill |= {path: Blank(model.get_submodule(path)) for path in anatomy.tower.before}
+    return fill
 
 
 def _catchers(model: nn.Module, anatomy: Anatomy) -> dict[str, list[Catcher]]:

@@ -17,7 +17,7 @@ from penstock.cost import CostsByLength
 from penstock.data import Corpus, Tokenizer
 from penstock.models import CrossEntropy, decoder_costs_by_length
 from penstock.models.huggingface import AdapterError, Decoder, DecoderError, WithRouterLoss, packed_inputs
-from penstock.models.huggingface.pictures import picture_form, sees
+from penstock.models.huggingface.pictures import IMAGES, picture_form, sees
 from penstock.runtime import Pipeline
 from penstock.runtime.checkpoint import Reader
 from penstock.schedule import Schedule
@@ -57,12 +57,15 @@ UNREAD_TOKENIZERS = (
 
 
 class OwnBatches(NamedTuple):
-    """A person's own data, in words what it is evaluated on, and tokens of a sample that are read and written."""
+    """A person's own data, in words what it is evaluated on, and what a sample has: tokens that are read, tokens that
+    are written, and pictures.
+    """
 
     data: Data
     unit: str
     num_read: int
     num_written: int
+    num_pictures: float
 
 
 class DecoderTask:
@@ -99,6 +102,10 @@ class DecoderTask:
             self.layer_costs = [
                 each * (read if index < first else written) for index, each in enumerate(self.layer_costs)
             ]
+        elif decoder.anatomy.tower is not None:
+            first, (read, _) = decoder.anatomy.first_block - 1, self._lengths
+            share = self._num_seen / read  # what a tower takes for a token of text
+            self.layer_costs[:first] = [max(1.0, share * each) for each in self.layer_costs[:first]]
         self._parts = stage_layers(self.layer_costs, schedule, settings.cut)
         require_shards(settings, schedule, config, config.vocab_size)
 
@@ -140,7 +147,8 @@ class DecoderTask:
         inputs, labels = data.batches[0]
         if isinstance(inputs, list):  # of several replicas, cut already
             inputs, labels = inputs[0], labels[0]
-        return OwnBatches(data, f"nats a token, {unit}", inputs[TOKENS].shape[1], labels.shape[1])
+        count = len(inputs[IMAGES]) / len(labels) if IMAGES in inputs else 0.0
+        return OwnBatches(data, f"nats a token, {unit}", inputs[TOKENS].shape[1], labels.shape[1], count)
 
     @property
     def _lengths(self) -> tuple[int, int]:
@@ -151,6 +159,16 @@ class DecoderTask:
         if self._spans is not None:
             return self._spans.num_read, self._spans.num_written
         return self.num_tokens, self.num_tokens
+
+    @property
+    def _num_seen(self) -> float:
+        """Positions in a tower for images that the pictures of a sample take; none where text alone is trained on."""
+        tower = self.decoder.anatomy.tower
+        if tower is None:
+            return 0.0
+        if is_own(self._settings.data):
+            return tower.num_positions * self._own.num_pictures
+        return float(tower.num_positions * (self._pictures is not None))
 
     def stages(self) -> list[Callable[[], nn.Module]]:
         return [lambda part=part: self._built(part) for part in self._parts]  # type: ignore[misc]
@@ -171,7 +189,14 @@ class DecoderTask:
         read, written = self._lengths
         if self.decoder.has_encoder:
             return self._bytes_of_both(read, written)
-        return chain_bytes(self._settings, schedule.num_stages, read * self.config.hidden_size)
+        sent = chain_bytes(self._settings, schedule.num_stages, read * self.config.hidden_size)
+        if (tower := self.decoder.anatomy.tower) is not None:
+            samples = chain_bytes(self._settings, 2, 1)[0]
+            for number, part in enumerate(self._parts):
+                if part.stop < self.decoder.anatomy.first_block:  # tokens count as two numbers each
+                    kept = sum(block + 2 < part.stop for block in tower.selected[:-1])
+                    sent[number] = samples * (self._num_seen * tower.width * (1 + kept) + 2 * read)
+        return sent
 
     def _bytes_of_both(self, read: int, written: int) -> list[float]:
         """Hidden states, behind the encoder those of both; up to the bridge the tokens of the decoder, which count as
@@ -212,9 +237,10 @@ class DecoderTask:
     def _by_length(self) -> CostsByLength:
         config = self.config
         width, heads = config.hidden_size, config.num_attention_heads
+        first = self.decoder.anatomy.first_block - 1  # behind a tower for images, which documents do not reach
         return decoder_costs_by_length(
-            self.layer_costs,
-            self._parts,
+            self.layer_costs[first:],
+            [[index - first for index in part if index >= first] for part in self._parts],
             width=width,
             attended=heads * (getattr(config, "head_dim", None) or width // heads),
             vocab_size=config.vocab_size,
