@@ -3,9 +3,10 @@
     python benchmarks/rank_memory/run.py loading
     python benchmarks/rank_memory/run.py folder
     python benchmarks/rank_memory/run.py own
+    python benchmarks/rank_memory/run.py readme
 
 The README beside says what is asked. Each case is added to `loading.json`, `folder.json` or `own.json` as it ends. A
-case that is there is not run again.
+case that is there is not run again. `readme` writes the tables.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1])]
 
+from experiments.common.record import commit  # noqa: E402
 from experiments.common.results import known, save  # noqa: E402
+from experiments.common.results import load as stored  # noqa: E402
 
 NUM_RANKS = 4
 SEED = 0
@@ -268,8 +271,8 @@ def main(kind: str) -> None:
     for name in kinds[kind].cases:
         if any(row["case"] == name for row in rows):
             continue
-        row = kinds[kind].measure(name)
-        rows.append(row)
+        row = {**kinds[kind].measure(name), "commit": commit()}
+        rows = sorted([*rows, row], key=lambda each: kinds[kind].cases.index(each["case"]))
         save(HERE, kind, rows, seeds=[SEED])
         print(name, f"{row['bytes'] / 1e6:.0f} MB", *(f"{share:.3f}" for share in row["peak"]), flush=True)
 
@@ -298,5 +301,19 @@ def shares(values: Sequence[float]) -> str:
     return " ".join(f"{value:.3f}" for value in values)
 
 
+def write_readme() -> None:
+    """Puts the tables between the lines of the README that name them."""
+    path = HERE / "README.md"
+    text = path.read_text(encoding="utf-8")
+    for kind in ("loading", "folder", "own"):
+        begin, end = f"<!-- {kind} -->\n", f"<!-- end of {kind} -->\n"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}{table(kind, stored(HERE, kind))}\n{end}{rest.partition(end)[2]}"
+    path.write_text(text, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1] == "readme":
+        write_readme()
+    else:
+        main(sys.argv[1])
