@@ -129,6 +129,7 @@ class Cell:
             self.dispatch,
             "host" if not apart or self.transport == "late links" else self.transport,
             is_late=self.transport == "late links",
+            device=self.device,
             one_process=not apart,
             tied=self.tied_stages,
         )

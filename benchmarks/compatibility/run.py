@@ -150,11 +150,16 @@ def missing(cells: Sequence[Cell]) -> list[Tuple]:
 
 
 def run_all(
-    cells: Sequence[Cell], so_far: Path | None = None, until: float = math.inf, batch: int = BATCH
+    cells: Sequence[Cell],
+    so_far: Path | None = None,
+    until: float = math.inf,
+    batch: int = BATCH,
+    numbers: Sequence[int] | None = None,
 ) -> dict[int, Outcome]:
-    """What became of each, by its number, those of one size in few starts of the processes.
+    """What became of each, by its place here, those of one size in few starts of the processes.
 
     Args:
+        numbers: the cells' own, to say which went wrong; their places where not given.
         so_far: a file with the outcomes of batches that ended in earlier pieces; those of this one are added.
         until: when no further batch is begun, by the monotonic clock.
         batch: cells in one start of the processes.
@@ -176,7 +181,8 @@ def run_all(
             for number, outcome in zip(part, ended, strict=True):
                 found[number] = outcome
                 if outcome.kind not in ("same", "refused"):
-                    print(f"cell {number}, {cells[number]}\n    {outcome.kind}: {outcome.detail[:600]}", flush=True)
+                    named = number if numbers is None else numbers[number]
+                    print(f"cell {named}, {cells[number]}\n    {outcome.kind}: {outcome.detail[:600]}", flush=True)
             if so_far is not None:
                 so_far.write_text(json.dumps({number: (o.kind, o.detail) for number, o in found.items()}))
         print(f"{num} processes: {len(mine)} cells in {time.monotonic() - begin:.0f} s", flush=True)
@@ -238,9 +244,10 @@ def main() -> None:
         for place, outcome in sorted(run_all(chosen).items()):
             print(f"{chosen[place]}\n    {outcome.kind}: {outcome.detail}")
         return
-    cells = cells[given.first :: given.every]
+    numbers = range(len(cells))[given.first :: given.every]
+    cells = [cells[number] for number in numbers]
     begin = time.monotonic()
-    found = run_all(cells, given.so_far, begin + 60 * given.minutes, given.batch)
+    found = run_all(cells, given.so_far, begin + 60 * given.minutes, given.batch, numbers)
     if len(found) < len(cells):
         print(f"{len(found)} of {len(cells)} cells have ended; give the same command again")
         sys.exit(2)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from fuzz_cases import PLANTED, Case, draw
-from fuzz_runs import SHAPES, between_processes
+from fuzz_cases import PLANTED, Case, Outcome, draw
+from fuzz_runs import SHAPES, between_processes, run_case
 from tiers import sample
 
 pytestmark = pytest.mark.multiproc
@@ -34,3 +36,18 @@ def test_random_runs_are_the_plain_loop(num_processes: int) -> None:
     fine = ("same", "refused", "late", "invalid")
     wrong = {str(case): o.detail for case, o in zip(cases, outcomes, strict=True) if o.kind not in fine}
     assert not wrong
+
+
+def steps_many_at_once(case: Case) -> Outcome:
+    """As optimizers of torch do by default where parameters lie on a GPU."""
+    with pytest.MonkeyPatch.context() as here:
+        here.setattr(sys.modules["torch.optim.optimizer"], "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+        return run_case(case)
+
+
+@pytest.mark.slow
+def test_shards_and_whole_parameters_are_stepped_where_torch_steps_many_at_once() -> None:
+    """Torch refused to step them together, in the first update on a GPU with tensor parallelism."""
+    case = Case(3, ("linear", "gpt block"), num_ranks=1, shape=(1, 1, 2))
+    (outcome,) = between_processes(2, [case], steps_many_at_once)
+    assert outcome.kind == "same", outcome.detail

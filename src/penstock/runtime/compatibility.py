@@ -95,11 +95,11 @@ UPDATES, PREDICTIONS = "updates as ops of the schedule", "weights that a rule pr
 REFUSALS = (
     Refusal(
         UPDATES,
-        "links made late, with replicas whose ranks share a process",
-        "with injected delays, ranks that share a process take turns in another order. Updates could then come in "
-        "different orders on different replicas, and replicas must agree",
-        "leave the links out, or give each rank a process",
-        lambda c: c.has_updates and c.num_replicas > 1 and c.is_late and c.one_process,
+        "replicas whose ranks share a process, where links are made late or stages lie on a GPU",
+        "ranks that share a process then take turns as their messages come and as their ops end on the GPU. Updates "
+        "could come in different orders on different replicas, and replicas must agree",
+        "give each rank a process, or leave the links out on a CPU",
+        lambda c: c.has_updates and c.num_replicas > 1 and c.one_process and (c.is_late or c.device != "cpu"),
     ),
     Refusal(
         UPDATES,

@@ -158,7 +158,8 @@ class LocalPipeline:
         )
         self._made.callback(_leave, held)
         tied = {", ".join(tie.names.values()): tie.stages for tie in held.ties}
-        require_compatible(replace(self._combination, schedule=schedule, tied=tied))
+        combination = replace(self._combination, schedule=schedule, tied=tied, device=held.device.type)
+        require_compatible(combination)
         clip_norm = given.precision.clip_norm
         require_dense(schedule, held.copies.stages, held.ties, place, clip_norm)
         late = self._late_links()
@@ -206,7 +207,7 @@ class LocalPipeline:
         too, no weights change in the middle of a step, and the device has a queue of work for it.
         """
         schedule, place = self._schedule, self.mesh
-        if not schedule.pairs or schedule.updates is not None or schedule.placement.shared:
+        if schedule.updates is not None or schedule.placement.shared:
             return False
         if place.shards is not None or place.has_parts:
             return False

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.tensors.dtensor import is_sharded
 
 
 @contextmanager
@@ -51,14 +52,37 @@ def optimizer_of(
         for group in given.param_groups:
             named = [one for p in group["params"] for one in (stand_ins or {}).get(id(p), (p,))]
             group["params"] = [p for p in named if id(p) in own]
+        step_mixed_groups_singly(given)
         return given
     if parameters:
-        return made_by(given, parameters)
+        made = made_by(given, parameters)
+        step_mixed_groups_singly(made)
+        return made
     # A rank whose stages have no parameters: the user's learning-rate schedule still wants an optimizer.
     empty = made_by(given, [Parameter(torch.zeros(0))])
     for group in empty.param_groups:
         group["params"] = []
     return empty
+
+
+def step_mixed_groups_singly(optimizer: Optimizer) -> None:
+    """Has torch step a group's parameters one by one where some are shards and others are not: many at once, which is
+    its default on a GPU, must be of one kind.
+
+    Raises:
+        RuntimeFailure: the group was told to step many at once.
+    """
+    for group in optimizer.param_groups:
+        if len({is_sharded(parameter) for parameter in group["params"]}) < 2:
+            continue
+        for option in ("foreach", "fused"):
+            if group.get(option):
+                raise RuntimeFailure(
+                    f"the optimizer has {option}=True, and some of its parameters here are shards and others not, "
+                    f"which torch does not step together; leave {option} out"
+                )
+        if "foreach" in group:
+            group["foreach"] = False
 
 
 def goes_on_as(before: Optimizer | None, after: Optimizer | None) -> Optimizer | None:
