@@ -8,6 +8,8 @@ import pytest
 
 import penstock as ps
 from penstock.dispatch.queues import QueueGraph, queue_graph
+from penstock.engine.min_tree import fill, least_of, leaves_for, sift
+from penstock.engine.needs import last_needed
 from penstock.schedule import one_to_one, v_shape
 from penstock.simulation.lister import Lister, rows_of
 
@@ -85,3 +87,57 @@ def test_the_compiler_takes_the_option_that_makes_it_fast() -> None:
     for function in (compiled(list_by_rules).run, compiled(list_by_rules).decide, compiled(list_by_rules).begin):
         assert function.targetoptions["_nrt"] is False
     assert compiled(list_by_rules).run.nopython_signatures
+
+
+def test_what_records_say_of_a_queue_is_what_the_network_says() -> None:
+    """The two were made each by itself: the network was put together again from the records."""
+    stages = ps.schedule.StageGraph(
+        4,
+        ((0, 1), (2, 3)),
+        registered=(ps.schedule.Registered("GATHER", 1, 2, (0, 1), asynchronous=True),),
+        needs=(
+            ps.schedule.Needs(("F", 1), ("GATHER", 1), num_before=2),
+            ps.schedule.Needs(("GATHER", 1), ("B", 3), 1, 2),
+        ),
+    )
+    costs = ps.Costs.uniform(4).with_other({("GATHER", 1): (3.0, 0.0)})
+    graph = queue_graph(ps.Placement(((0, 1, 0, 1),)), 2, (0,) * 4, costs, ps.Links({(0, 1): 2.0}), stages)
+    (network, more), tables = graph.network, graph.tables
+    assert graph.num_rows == network.num_ranks == 4
+    for q, record in enumerate(tables.queues):
+        assert (record.first_op, record.length) == (
+            network.op_first[q],
+            network.op_first[q + 1] - network.op_first[q],
+        )
+        assert record.duration == network.duration[q]
+        assert graph.hosts(q) == more.hosts[more.host_first[q] : more.host_first[q + 1]]
+        for n in range(record.need_first, record.need_last):
+            need = tables.needs[n]
+            assert q in more.unlocks[more.unlock_first[need.queue] : more.unlock_first[need.queue + 1]]
+            assert (need.before, need.after, need.shift) == (more.before[n], more.after[n], more.shift[n])
+    by_rules, timed = Lister(graph, compile=False), Lister(graph, compile=False)
+    listed = by_rules.list_by_rules(tables)
+    assert listed.complete
+    assert timed.time_rows(listed.copy_rows()).makespan == listed.makespan
+
+
+def test_windows_of_ops_unlock_windows() -> None:
+    """Op j waits for the last op of the window before it, as counted op by op."""
+    for before, after in ((1, 1), (4, 1), (1, 4), (2, 3)):
+        unlocked = [last for last in range(before - 1, 40, before) for _ in range(after)]
+        assert [last_needed(j, before, after) for j in range(len(unlocked))] == unlocked
+    assert [last_needed(j, 1, 1, -1) for j in range(3)] == [-1, 0, 1]
+    assert last_needed(4, 2, 2, -3) == 2
+
+
+def test_a_tree_of_minima_finds_the_first_of_the_least() -> None:
+    for values in ([3.0], [2.0, 1.0, 1.0], [5.0, 4.0, 3.0, 2.0, 1.0]):
+        leaves = leaves_for(len(values))
+        assert leaves // 2 < len(values) <= leaves
+        tree = [float("inf")] * 2 * leaves
+        tree[leaves : leaves + len(values)] = values
+        fill(tree)
+        assert tree[1] == min(values)
+        assert least_of(tree, leaves) == values.index(min(values))
+        sift(tree, leaves + least_of(tree, leaves), 9.0)
+        assert tree[1] == min([9.0, *sorted(values)[1:]])

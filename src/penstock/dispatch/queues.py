@@ -15,8 +15,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 from math import gcd, inf
 
 from penstock.cost import CostError, Costs, Links
@@ -27,12 +25,7 @@ from penstock.engine.rule_tables import (
     FIRST,
     FORWARD,
     LAST,
-    NUM_CLASSES,
     WEIGHT,
-    NeedRecord,
-    QueueRecord,
-    RankRecord,
-    SlotRecord,
     Tables,
 )
 from penstock.engine.tolerance import slack
@@ -50,6 +43,7 @@ class QueueGraph:
         labels: (pipeline, kind, stage) of each queue.
         microbatches: of each pipeline, its microbatches in order; the k-th op of a queue is of the k-th.
         tables: as lists, with no rules yet: backward first, queues of a class in stage order, no caps.
+        network: the queues as the engine times them; all needs are said beside the network.
         num_ranks: ranks. Where ops are asynchronous the tables have as many streams after them, each of which is to
             them one more rank (see `schedule.streams`).
     """
@@ -59,6 +53,7 @@ class QueueGraph:
     microbatch_pipeline: tuple[int, ...]
     labels: tuple[tuple[int, str, int], ...]
     microbatches: tuple[tuple[int, ...], ...]
+    network: tuple[Network, Irregular]
     tables: Tables
     num_ranks: int
 
@@ -75,24 +70,6 @@ class QueueGraph:
     def num_ops(self) -> int:
         """All ops; one that several ranks run together counts once."""
         return self.tables.num_ops
-
-    @cached_property
-    def network(self) -> tuple[Network, Irregular]:
-        """The queues as the engine times them; all needs are said beside the network."""
-        queues, needs = self.tables.queues, self.tables.needs
-        return of_queues(
-            [record.length for record in queues],
-            [record.duration for record in queues],
-            [self.hosts(q) for q in range(self.num_queues)],
-            [
-                [
-                    (need.queue, need.delay, need.before, need.after, need.shift)
-                    for need in needs[record.need_first : record.need_last]
-                ]
-                for record in queues
-            ],
-            self.num_rows,
-        )
 
     def hosts(self, queue: int) -> list[int]:
         """The ranks that run a queue's ops, or their streams."""
@@ -262,76 +239,45 @@ def queue_graph(
             count[q] = share
     shares_memory = any((kind, stage) in graph.holds for _, kind, stage in asynchronous)
     release = [number.get((k, "W", s), number.get((k, "B", s), -1)) if kind == "F" else -1 for k, kind, s in labels]
-    own: list[list[int]] = [[] for _ in range(num_rows)]
-    for q, ranks in enumerate(rows):
-        for rank in ranks:
-            own[rank].append(q)
     of_stage = _depths(graph)
     depths = [of_stage[stage] for _, _, stage in labels]
     forwards = [q for q, (_, kind, _) in enumerate(labels) if kind == "F"]
     taken_again = [q for q, (_, kind, stage) in enumerate(labels) if graph.holds.get((kind, stage), 0.0) > 0]
     reserve = reserves(memory, [taken_again, forwards], hosts, depths, num_ranks)
     reserve_count = reserves(count, [taken_again, forwards], hosts, depths, num_ranks)
-    unlocks: list[list[int]] = [[] for _ in labels]
-    for q, found in enumerate(needs):
-        for p, *_ in found:
-            unlocks[p].append(q)
-    starts = {
-        name: list(accumulate(map(len, each), initial=0))
-        for name, each in (("host", rows), ("need", needs), ("unlock", unlocks), ("own", own))
-    }
-    first_op = list(accumulate(lengths, initial=0))
-    slot_rows = [[q for q in row if classes[q] == kind] for row in own for kind in range(NUM_CLASSES)]
-    slot_first = list(accumulate(map(len, slot_rows), initial=0))
-    tables = Tables(
-        queues=[
-            QueueRecord(
-                length=lengths[q],
-                duration=costs.duration(label[1], label[2]),
-                op_class=classes[q],
-                memory=memory[q],
-                count=count[q],
-                reserve=reserve[q],
-                reserve_count=reserve_count[q],
-                release=release[q],
-                cap=inf,
-                first_op=first_op[q],
-                host_first=starts["host"][q],
-                host_last=starts["host"][q + 1],
-                need_first=starts["need"][q],
-                need_last=starts["need"][q + 1],
-                unlock_first=starts["unlock"][q],
-                unlock_last=starts["unlock"][q + 1],
-                late=int(shares_memory and (memory[q] < 0 or count[q] < 0)),
-            )
-            for q, label in enumerate(labels)
-        ],
-        ranks=[
-            RankRecord(
-                starts["own"][r],
-                starts["own"][r + 1],
-                r % num_ranks,
-                (r + num_ranks) % num_rows if shares_memory else -1,
-            )
-            for r in range(num_rows)
-        ],
-        slots=[SlotRecord(slot_first[s], slot_first[s + 1]) for s in range(len(slot_rows))],
-        slot_queues=_flat(slot_rows),
-        hosts=_flat(rows),
-        needs=[
-            NeedRecord(p, before, after, _delay(links, hosts[p], hosts[q], labels[q] in asynchronous), shift)
+    network, irregular = of_queues(
+        lengths,
+        [costs.duration(kind, stage) for _, kind, stage in labels],
+        rows,
+        [
+            [
+                (p, _delay(links, hosts[p], hosts[q], labels[q] in asynchronous), before, after, shift)
+                for p, before, after, shift in found
+            ]
             for q, found in enumerate(needs)
-            for p, before, after, shift in found
         ],
-        unlocks=_flat(unlocks),
-        own=_flat(own),
+        num_rows,
     )
+    said = [
+        {
+            "op_class": classes[q],
+            "memory": memory[q],
+            "count": count[q],
+            "reserve": reserve[q],
+            "reserve_count": reserve_count[q],
+            "release": release[q],
+            "cap": inf,
+        }
+        for q in range(len(labels))
+    ]
+    tables = Tables.of(network, irregular, said, num_ranks, shares_memory)
     return QueueGraph(
         placement,
         stage_graph,
         tuple(microbatch_pipeline),
         tuple(labels),
         tuple(map(tuple, mine)),
+        (network, irregular),
         tables,
         num_ranks,
     )
@@ -404,7 +350,3 @@ def _depths(graph: StageGraph) -> list[int]:
             if not waiting[target]:
                 ready.append(target)
     return depth
-
-
-def _flat(rows: Sequence[Sequence[int]]) -> list[int]:
-    return [value for row in rows for value in row]

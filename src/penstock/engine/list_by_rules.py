@@ -11,9 +11,9 @@ order of the traversal. The first op that is ready and fits under the caps is th
 `list_by_values` is the other list scheduler, and another algorithm: it knows nothing but a number for each op,
 waits for better ones, and proves at each op that its rank can finish, thousands of times per search. Here
 classes take turns, intervals and units are counted, several rows run one op, needs unlock windows, streams give
-memory back late, and a user's function may be asked; room is kept by `reserves`, known ahead. Both find the
-rank that can go on first by `min_tree`, and the starts that they decide by are those of `timing.Timer`, bit by
-bit.
+memory back late, and a user's function may be asked; room is kept by `reserves`, known ahead. Both are made of one
+`Network`, find the rank that can go on first by `min_tree`, and the starts that they decide by are those of
+`timing.Timer`, bit by bit. What merging more of them costs is measured in docs/engine.md.
 
 The arrays are those of `rule_tables`: records by queue, rank, class slot and need, and lists of numbers. Rows are
 laid out rank by rank: rank r's queue numbers are `rows[row_first[r]:row_first[r + 1]]`.
@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import math
 
-from penstock.engine import min_tree
-from penstock.engine.min_tree import least_of, sift
+from penstock.engine import min_tree, needs
+from penstock.engine.min_tree import fill, least_of, sift
+from penstock.engine.needs import last_needed
 from penstock.engine.rule_tables import BACKWARD, FIRST, FORWARD, LAST, NUM_CLASSES, WEIGHT, Numbers, Records
 from penstock.engine.tolerance import EPSILON
 
-COMPILED_WITH = (min_tree,)
+COMPILED_WITH = (min_tree, needs)
 OPTIONS = {"_nrt": False}
 """For the compiler: nothing here allocates, and without numba's counting of references to the arrays that are
 handed from function to function the compiled core is seven times as fast."""
@@ -49,10 +50,7 @@ def ready_time(q: int, queues: Records, needs: Records, start_time: Numbers) -> 
     latest = 0.0
     for n in range(queues[q].need_first, queues[q].need_last):
         source = needs[n].queue
-        last = index
-        if needs[n].before > 1 or needs[n].after > 1:
-            last = (index // needs[n].after + 1) * needs[n].before - 1
-        last += needs[n].shift
+        last = last_needed(index, needs[n].before, needs[n].after, needs[n].shift)
         if last < 0:
             continue
         if last >= queues[source].started:
@@ -352,8 +350,7 @@ def run(
     leaves = len(tree) // 2
     for leaf in range(leaves):
         tree[leaves + leaf] = ranks[leaf].wake if leaf < len(ranks) else NEVER
-    for node in range(leaves - 1, 0, -1):
-        tree[node] = min(tree[2 * node], tree[2 * node + 1])
+    fill(tree)
     started = 0
     while True:
         time = tree[1]

@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.engine import memory_safety, min_tree
 from penstock.engine.memory_safety import can_finish
-from penstock.engine.min_tree import least_of, sift
+from penstock.engine.min_tree import fill, least_of, leaves_for, sift
 from penstock.engine.network import Array, Network
 from penstock.engine.tolerance import EPSILON
 
@@ -45,14 +45,13 @@ class ListSpace(NamedTuple):
     @classmethod
     def of(cls, network: Network) -> ListSpace:
         num_ops, num_ranks, num_queues = network.num_ops, network.num_ranks, len(network.rank)
-        leaves = 1 << max(0, num_ranks - 1).bit_length()
         return cls(
             values=np.empty(num_ops),
             wait=np.zeros(num_ranks),
             start=np.empty(num_ops),
             row=np.empty(num_ops, np.int64),
             state=np.empty(num_queues + 2 * num_ranks, np.int64),
-            times=np.empty(num_queues + 3 * num_ranks + 2 * leaves),
+            times=np.empty(num_queues + 3 * num_ranks + 2 * leaves_for(num_ranks)),
         )
 
 
@@ -75,9 +74,7 @@ def list_ops(p: Any, space: Any, turned: bool, in_turn: bool) -> float:
     free = times[num_queues : num_queues + num_ranks]
     held = times[num_queues + num_ranks : num_queues + 2 * num_ranks]
     limit = times[num_queues + 2 * num_ranks : num_queues + 3 * num_ranks]
-    leaves = 1
-    while leaves < num_ranks:
-        leaves *= 2
+    leaves = leaves_for(num_ranks)
     tree = times[num_queues + 3 * num_ranks : num_queues + 3 * num_ranks + 2 * leaves]
 
     # Inner functions are compiled in place: a call across which all arrays travel costs more than what it does.
@@ -146,8 +143,7 @@ def list_ops(p: Any, space: Any, turned: bool, in_turn: bool) -> float:
         several[r] = 1 if takers > 1 else 0
     for r in range(num_ranks):
         tree[leaves + r] = earliest(r)
-    for node in range(leaves - 1, 0, -1):
-        tree[node] = min(tree[2 * node], tree[2 * node + 1])
+    fill(tree)
     makespan = 0.0
     for _ in range(total):
         time = tree[1]

@@ -1,4 +1,5 @@
-"""A tree of minima, by which both list schedulers find the rank that can go on first. Written to be compiled."""
+"""A tree of minima, by which list schedulers and the event loop find the rank that can go on first. Written to be
+compiled."""
 
 from __future__ import annotations
 
@@ -14,6 +15,20 @@ def copied(source: Array, target: Array) -> None:
     """Copies numbers one by one: for slices numba compiles much more, to say what does not fit."""
     for place in range(len(source)):
         target[place] = source[place]
+
+
+def leaves_for(num: int) -> int:
+    """How many leaves a tree of `num` numbers has: the power of two that holds them. Its array is twice as long."""
+    leaves = 1
+    while leaves < num:
+        leaves *= 2
+    return leaves
+
+
+def fill(tree: Array) -> None:
+    """Makes the minima above the leaves."""
+    for node in range(len(tree) // 2 - 1, 0, -1):
+        tree[node] = min(tree[2 * node], tree[2 * node + 1])
 
 
 def least_of(tree: Array, leaves: int) -> int:

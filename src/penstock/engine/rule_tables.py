@@ -2,15 +2,23 @@
 
 As lists of plain objects they serve uncompiled code (users' own functions, stepping); as numpy records,
 compiled code. Both are read alike: `queues[3].started`.
+
+What a network says of a queue is laid out in the queue's record too (`Tables.of`), for speed: compiled functions that
+take the arrays of `Network` and `Irregular` in place of eight of records take twice as long, since every call
+hands all of them over.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.engine.network import Irregular, Network
 
 FIRST, BACKWARD, FORWARD, WEIGHT, LAST = range(5)
 """Classes of ops, as rules see them: registered kinds come before everything else, or after it."""
@@ -150,6 +158,69 @@ class Tables:
     needs: Records
     unlocks: Numbers
     own: Numbers
+
+    @classmethod
+    def of(
+        cls,
+        network: Network,
+        more: Irregular,
+        said: Sequence[Mapping[str, Any]],
+        num_ranks: int,
+        shares_memory: bool = False,
+    ) -> Tables:
+        """The tables of a network of lists, whose needs and rows are all said in `more`. They have no rules yet.
+
+        Args:
+            said: of each queue, what a network does not say and a record has no default for.
+            num_ranks: rows behind those of the ranks are their streams.
+            shares_memory: whether what streams do changes what their ranks hold.
+        """
+        num_rows, classes = network.num_ranks, [each["op_class"] for each in said]
+        own: list[list[int]] = [[] for _ in range(num_rows)]
+        queues = []
+        for q, each in enumerate(said):
+            hosts = more.hosts[more.host_first[q] : more.host_first[q + 1]]
+            for row in hosts:
+                own[row].append(q)
+            queues.append(
+                QueueRecord(
+                    length=network.op_first[q + 1] - network.op_first[q],
+                    duration=network.duration[q],
+                    first_op=network.op_first[q],
+                    host_first=more.host_first[q],
+                    host_last=more.host_first[q + 1],
+                    need_first=more.need_first[q],
+                    need_last=more.need_first[q + 1],
+                    unlock_first=more.unlock_first[q],
+                    unlock_last=more.unlock_first[q + 1],
+                    late=int(shares_memory and (each["memory"] < 0 or each["count"] < 0)),
+                    **each,
+                )
+            )
+        own_first = list(accumulate(map(len, own), initial=0))
+        slots = [[q for q in row if classes[q] == kind] for row in own for kind in range(NUM_CLASSES)]
+        slot_first = list(accumulate(map(len, slots), initial=0))
+        return cls(
+            queues,
+            [
+                RankRecord(
+                    own_first[r],
+                    own_first[r + 1],
+                    holder=r % num_ranks,
+                    beside=(r + num_ranks) % num_rows if shares_memory else -1,
+                )
+                for r in range(num_rows)
+            ],
+            [SlotRecord(slot_first[s], slot_first[s + 1]) for s in range(len(slots))],
+            list(chain.from_iterable(slots)),
+            more.hosts,
+            [
+                NeedRecord(*each)
+                for each in zip(more.need_queue, more.before, more.after, more.need_delay, more.shift, strict=True)
+            ],
+            more.unlocks,
+            list(chain.from_iterable(own)),
+        )
 
     @property
     def num_ops(self) -> int:

@@ -11,7 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.engine import needs
+from penstock.engine.needs import last_needed
 from penstock.engine.network import Array
+
+COMPILED_WITH = (needs,)
 
 
 def earliest(
@@ -65,7 +69,7 @@ def earliest(
             if more is not None:
                 ready = True
                 for n in range(more.need_first[q], more.need_first[q + 1]):
-                    before, last = more.need_queue[n], (j // more.after[n] + 1) * more.before[n] - 1 + more.shift[n]
+                    before, last = more.need_queue[n], last_needed(j, more.before[n], more.after[n], more.shift[n])
                     if last < 0:
                         continue
                     if head[before] <= last:

@@ -24,6 +24,7 @@ from penstock.engine import (
     list_by_values,
     memory_safety,
     min_tree,
+    needs,
     rule_tables,
     tolerance,
 )
@@ -34,7 +35,7 @@ from penstock.play.to_javascript import bundle
 __all__ = ["page", "save", "scripts"]
 
 ENGINE = (
-    tolerance, memory_safety, min_tree, decider, event_loop, list_by_rules, list_by_values, longest_paths,
+    tolerance, memory_safety, min_tree, needs, decider, event_loop, list_by_rules, list_by_values, longest_paths,
     metropolis, forward_backward,
 )  # fmt: skip
 SCRIPTS = ("schedule.js", "run.js", "library.js", "plan.js")

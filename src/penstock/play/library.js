@@ -274,11 +274,9 @@ const library = (() => {
     const lengths = own.map((row) => row.reduce((total, q) => total + queues[q].length, 0));
     const rowFirst = [0];
     for (const length of lengths) rowFirst.push(rowFirst[rowFirst.length - 1] + length);
-    let leaves = 1;
-    while (leaves < p) leaves *= 2;
     const rows = new Int32Array(firstOp);
     const started = list_by_rules.run(queues, ranks, slots, slotQueues, labels.map((each) => each.rank), needs, unlockers.flat(), own.flat(),
-      new Float64Array(firstOp), rows, rowFirst, new Int32Array(p), new Float64Array(2 * leaves));
+      new Float64Array(firstOp), rows, rowFirst, new Int32Array(p), new Float64Array(2 * min_tree.leaves_for(p)));
     if (started < firstOp) throw new ScheduleError(`${name}: after ${started} of ${firstOp} ops no rank can go on (rule: deadlock)`, { rule: "deadlock" });
     const order = range(p).map((rank) => {
       const seen = new Map();

@@ -84,8 +84,7 @@ const planner = (() => {
 
   function spaceOf(p) {
     const numOps = p.op_first[p.op_first.length - 1], ranks = p.cap.length, queues = p.rank.length;
-    let leaves = 1;
-    while (leaves < ranks) leaves *= 2;
+    const leaves = min_tree.leaves_for(ranks);
     return { values: new Float64Array(numOps), wait: new Float64Array(ranks), start: new Float64Array(numOps), row: new Int32Array(numOps),
       state: new Int32Array(queues + 2 * ranks), times: new Float64Array(queues + 3 * ranks + 2 * leaves) };
   }

@@ -112,7 +112,7 @@ const runs = (() => {
       const [a, b] = link.split(">").map(Number);
       if (a < rows && b < rows) delay[a * rows + b] = ms;
     }
-    const leaves = 2 ** Math.ceil(Math.log2(Math.max(1, rows)));
+    const leaves = min_tree.leaves_for(rows);
     return {
       ...graph, delay, wait: 0, due: floats("due", 1), wake: floats("wake", rows), bounded: false, depth: ints("depth", rows * rows),
       warmup_left: Int32Array.from(options.warmup || new Array(rows).fill(0)), rank_of: graph.rank,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from penstock.engine import list_by_rules
 from penstock.engine.list_by_rules import DONE, FULL, NEVER, NOTHING, READY, REFUSED, STAGE_FULL, WAITS
+from penstock.engine.needs import last_needed
 from penstock.engine.rule_tables import BACKWARD, FORWARD, LAST, NUM_CLASSES, WEIGHT
 from penstock.engine.tolerance import is_within
 from penstock.program.view import View
@@ -338,7 +339,7 @@ class Stepper:
             return f"all it needs is there at {queue.ready_at:g} ms"
         for n in range(queue.need_first, queue.need_last):
             need = t.needs[n]
-            last = (queue.started // need.after + 1) * need.before - 1 + need.shift
+            last = last_needed(queue.started, need.before, need.after, need.shift)
             if last >= t.queues[need.queue].started:
                 hosts = [rank % self.graph.num_ranks for rank in self.graph.hosts(need.queue)]
                 where = f"rank {hosts[0]}" if len(hosts) == 1 else f"ranks {', '.join(map(str, hosts))}"

@@ -18,6 +18,7 @@ from typing import Any
 from penstock.dispatch.queues import QueueGraph
 from penstock.engine import list_by_rules
 from penstock.engine.compiled import compiled, is_compiled
+from penstock.engine.min_tree import leaves_for
 from penstock.engine.rule_tables import Tables
 from penstock.engine.timing import COMPILE_ABOVE, Timer
 from penstock.schedule import Schedule
@@ -76,8 +77,7 @@ class Lister:
         self._rows = self._numbers(self.row_first[-1], small=True)
         self._start_time = self._numbers(graph.num_ops, floats=True)
         self._row_first = self._as_numbers(self.row_first)
-        leaves = 1 << (graph.num_rows - 1).bit_length()
-        self._tree = self._numbers(2 * leaves, floats=True)
+        self._tree = self._numbers(2 * leaves_for(graph.num_rows), floats=True)
 
     @cached_property
     def _timer(self) -> Timer:

@@ -27,6 +27,7 @@ from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, Graph, Policy, lower
 from penstock.engine import event_loop
 from penstock.engine.compiled import compiled, is_compiled
+from penstock.engine.min_tree import leaves_for
 from penstock.engine.network import OpGraph
 from penstock.engine.timing import Timer
 from penstock.schedule import Schedule, ScheduleError
@@ -112,7 +113,7 @@ class Prepared:
             **{name: np.zeros(num_rows, np.int64) for name in ("state", "unsent")},
             **{name: np.zeros(num_ops) for name in ("start_time", "end_time", "free_time")},
             **{name: np.zeros(num_rows) for name in ("held", "peak", "wake", "left")},
-            "ends": np.full(2 << max(0, num_rows - 1).bit_length(), event_loop.NEVER),
+            "ends": np.full(2 * leaves_for(num_rows), event_loop.NEVER),
         }
         if streams:
             changed["beside"] = np.array(order.graph.beside, np.float64)

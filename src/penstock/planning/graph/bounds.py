@@ -16,6 +16,7 @@ import math
 
 import numpy as np
 
+from penstock.engine.needs import last_needed
 from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
 from penstock.planning.graph.problem import GraphProblem
@@ -68,7 +69,7 @@ def heads_and_tails(problem: GraphProblem, sequence: Array) -> tuple[Array, Arra
     for q, op in zip(queues, order, strict=True):
         j = op - op_first[q]
         found = [
-            (op_first[source] + (j // after + 1) * before - 1, duration[source], delay)
+            (op_first[source] + last_needed(j, before, after), duration[source], delay)
             for source, delay, before, after in needs[q]
         ]
         if j > 0:

@@ -19,6 +19,7 @@ import numpy as np
 from penstock.cost import Costs, Links
 from penstock.dispatch.queues import QueueGraph, queue_graph
 from penstock.engine.compiled import ready
+from penstock.engine.needs import last_needed
 from penstock.engine.network import Array, Irregular, Network
 from penstock.engine.timing import Timer
 from penstock.planning.graph import sequence as sequences
@@ -136,7 +137,7 @@ class GraphProblem:
         for q, num in enumerate(copies):
             for copy in range(num):
                 needs = [
-                    (first[source] + (copy // after + 1) * before - 1, delay)
+                    (first[source] + last_needed(copy, before, after), delay)
                     for source, delay, before, after in self.needs(q)
                 ]
                 if copy > 0:

@@ -21,12 +21,14 @@ from typing import Any
 
 import numpy as np
 
+from penstock.engine import needs
+from penstock.engine.needs import last_needed
 from penstock.engine.tolerance import EPSILON
 from penstock.planning import metropolis
 from penstock.planning.metropolis import is_kept
 from penstock.planning.metropolis import seed as seed
 
-COMPILED_WITH = (metropolis,)
+COMPILED_WITH = (metropolis, needs)
 OPTIONS = {"nogil": True}
 """For numba: walks on several threads do not wait for one another."""
 
@@ -82,7 +84,7 @@ def placed(
         time, why, before_it = 0.0, -1, -1
         for n in range(more.need_first[q], more.need_first[q + 1]):
             source = more.need_queue[n]
-            index = (j // more.after[n] + 1) * more.before[n] - 1
+            index = last_needed(j, more.before[n], more.after[n])
             if head[source] <= index:
                 return -1.0
             op = p.op_first[source] + index
@@ -129,7 +131,7 @@ def moved_forward(more: Any, sequence: Array, number: Array, y: int, x: int, upt
             upto[q] = max(upto[q], j)
             for n in range(more.need_first[q], more.need_first[q + 1]):
                 source = more.need_queue[n]
-                upto[source] = max(upto[source], (j // more.after[n] + 1) * more.before[n] - 1)
+                upto[source] = max(upto[source], last_needed(j, more.before[n], more.after[n]))
     if possible:
         front, rest = y, y + marked
         for k in range(y, x + 1):
@@ -160,7 +162,7 @@ def moved_back(more: Any, sequence: Array, number: Array, y: int, x: int, least:
         behind = k == y or least[q] <= j
         if not behind:
             for n in range(more.need_first[q], more.need_first[q + 1]):
-                if least[more.need_queue[n]] <= (j // more.after[n] + 1) * more.before[n] - 1:
+                if least[more.need_queue[n]] <= last_needed(j, more.before[n], more.after[n]):
                     behind = True
         if behind:
             if k == x:

@@ -1,0 +1,16 @@
+"""Which op of another queue an op needs, where windows of ops unlock windows. Written to be compiled."""
+
+from __future__ import annotations
+
+OPTIONS = {"_nrt": False}
+"""For the compiler: nothing here allocates (see `list_by_rules`)."""
+
+
+def last_needed(number: int, before: int, after: int, shift: int = 0) -> int:
+    """The number of the last op that must have ended before op `number` may start; below 0 where none must.
+
+    Every `before` ops of the one queue let `after` ops of the other run, `shift` ops later (see `Irregular`).
+    """
+    if before == 1 and after == 1:
+        return number + shift
+    return (number // after + 1) * before - 1 + shift
