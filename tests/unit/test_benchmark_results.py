@@ -108,7 +108,7 @@ def test_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rank_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables are those of the results; one family, whose image tower is in one layer, loads above the bar."""
+    """The tables are those of the results; every family loads below the bar."""
     run = script("rank_memory", monkeypatch)
     readme = (BENCHMARKS / "rank_memory/README.md").read_text(encoding="utf-8")
     found = {
@@ -120,6 +120,6 @@ def test_rank_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     families = json.loads(run.FAMILIES.read_text(encoding="utf-8"))
     loaded = {row["case"]: max(row["peak"]) for row in found["loading"]}
     assert {*families} - {*run.REFUSED} <= {*loaded}
-    assert [name for name in loaded if name in families and loaded[name] >= 0.6] == ["llava"]
+    assert [name for name in loaded if name in families and loaded[name] >= 0.6] == []
     own = {row["case"]: row["losses"] for row in found["own"]}
     assert own["small"] == own["small, in memory"]
