@@ -18,10 +18,12 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from itertools import combinations, product
 from pathlib import Path
@@ -37,6 +39,7 @@ from fuzz_cases import Outcome
 from fuzz_runs import between_processes
 from penstock.bench.machine import machine
 from penstock.runtime.compatibility import refusal_of
+from processes import forkserver
 
 HERE = Path(__file__).parent
 CELLS = HERE / "cells.json"
@@ -155,11 +158,13 @@ def run_all(
     until: float = math.inf,
     batch: int = BATCH,
     numbers: Sequence[int] | None = None,
+    beside: int = 1,
 ) -> dict[int, Outcome]:
     """What became of each, by its place here, those of one size in few starts of the processes.
 
     Args:
         numbers: the cells' own, to say which went wrong; their places where not given.
+        beside: batches of several processes at the same time.
         so_far: a file with the outcomes of batches that ended in earlier pieces; those of this one are added.
         until: when no further batch is begun, by the monotonic clock.
         batch: cells in one start of the processes.
@@ -167,24 +172,28 @@ def run_all(
     found: dict[int, Outcome] = {}
     if so_far is not None and so_far.exists():
         found = {int(number): Outcome(*each) for number, each in json.loads(so_far.read_text()).items()}
-    for num in sorted({cell.num_processes for cell in cells}):
-        mine = [number for number, cell in enumerate(cells) if cell.num_processes == num and number not in found]
-        begin = time.monotonic()
-        for first in range(0, len(mine), batch):
-            if time.monotonic() > until:
-                return found
-            part = mine[first : first + batch]
-            if num == 1:
-                ended = [run_cell(cells[number]) for number in part]
-            else:
-                ended = between_processes(num, [cells[number] for number in part], run_cell)
-            for number, outcome in zip(part, ended, strict=True):
-                found[number] = outcome
+    lock = threading.Lock()
+    forkserver()  # which only the main thread can start
+
+    def run_batch(part: Sequence[int]) -> None:
+        if time.monotonic() > until:
+            return
+        num, mine = cells[part[0]].num_processes, [cells[place] for place in part]
+        ended = [run_cell(cell) for cell in mine] if num == 1 else between_processes(num, mine, run_cell)
+        with lock:
+            for place, outcome in zip(part, ended, strict=True):
+                found[place] = outcome
                 if outcome.kind not in ("same", "refused"):
-                    named = number if numbers is None else numbers[number]
-                    print(f"cell {named}, {cells[number]}\n    {outcome.kind}: {outcome.detail[:600]}", flush=True)
+                    named = place if numbers is None else numbers[place]
+                    print(f"cell {named}, {cells[place]}\n    {outcome.kind}: {outcome.detail[:600]}", flush=True)
             if so_far is not None:
-                so_far.write_text(json.dumps({number: (o.kind, o.detail) for number, o in found.items()}))
+                so_far.write_text(json.dumps({place: (o.kind, o.detail) for place, o in found.items()}))
+
+    for num in sorted({cell.num_processes for cell in cells}):
+        mine = [place for place, cell in enumerate(cells) if cell.num_processes == num and place not in found]
+        begin = time.monotonic()
+        with ThreadPoolExecutor(1 if num == 1 else beside) as pool:
+            list(pool.map(run_batch, [mine[first : first + batch] for first in range(0, len(mine), batch)]))
         print(f"{num} processes: {len(mine)} cells in {time.monotonic() - begin:.0f} s", flush=True)
     return found
 
@@ -222,6 +231,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where all stages lie")
     parser.add_argument("--every", type=int, default=1, help="this one in so many cells, from --first on")
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--beside", type=int, default=1, help="batches of several processes at the same time")
     parser.add_argument("--cell", type=int, nargs="+", help="these alone")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     parser.add_argument("--so-far", type=Path, help="a file of outcomes: cells that ended before are not run again")
@@ -247,7 +257,7 @@ def main() -> None:
     numbers = range(len(cells))[given.first :: given.every]
     cells = [cells[number] for number in numbers]
     begin = time.monotonic()
-    found = run_all(cells, given.so_far, begin + 60 * given.minutes, given.batch, numbers)
+    found = run_all(cells, given.so_far, begin + 60 * given.minutes, given.batch, numbers, given.beside)
     if len(found) < len(cells):
         print(f"{len(found)} of {len(cells)} cells have ended; give the same command again")
         sys.exit(2)

@@ -18,11 +18,12 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -36,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from fuzz_cases import PLANTED, Case, Outcome, draw, run, smaller
 from fuzz_runs import SHAPES, between_processes
 from penstock.bench.machine import machine
+from processes import forkserver
 
 MOST_REFUSED = 0.1
 """Of the cases whose plain loop runs."""
@@ -64,7 +66,7 @@ class Ended:
     """
 
     def __init__(self, path: Path | None, until: float) -> None:
-        self._path, self._until = path, until
+        self._path, self._until, self._lock = path, until, threading.Lock()
         self.found: dict[int, dict[str, str]] = {}
         if path is not None and path.exists():
             self.found = {int(seed): row for seed, row in json.loads(path.read_text()).items()}
@@ -75,6 +77,10 @@ class Ended:
 
     def add(self, seeds: Iterable[int], found: Iterable[tuple[Case, Outcome]]) -> None:
         """Takes down a batch, and prints what is wrong at once."""
+        with self._lock:
+            self._add(seeds, found)
+
+    def _add(self, seeds: Iterable[int], found: Iterable[tuple[Case, Outcome]]) -> None:
         before = len(self.found)
         for seed, (case, outcome) in zip(seeds, found, strict=True):
             if outcome.kind in ("different", "raw"):
@@ -93,20 +99,26 @@ def in_one_process(seeds: range, workers: int, ended: Ended, device: str) -> Non
                 ended.add(part, pool.map(partial(_alone, device), part))
 
 
-def between(seeds: range, ended: Ended, device: str) -> None:
-    """Batches over 2, 3 and 4 processes in turn."""
+def between(seeds: range, ended: Ended, device: str, beside: int) -> None:
+    """Batches over 2, 3 and 4 processes, so many at the same time."""
     cases: dict[int, list[tuple[int, Case]]] = {n: [] for n in SHAPES}
     for place, seed in enumerate(seeds):
         n = (2, 4, 4, 3, 2)[place % 5]
         case = draw(seed, SHAPES[n][len(cases[n]) % len(SHAPES[n])])
         cases[n].append((seed, replace(case, device=device)))
+    batches = []
     for n, all_cases in cases.items():
         own = [(seed, case) for seed, case in all_cases if seed not in ended.found]
-        for first in range(0, len(own), BATCH):
-            if ended.is_over:
-                return
-            numbers, part = zip(*own[first : first + BATCH], strict=True)
-            ended.add(numbers, zip(part, between_processes(n, part), strict=True))
+        batches += [(n, own[first : first + BATCH]) for first in range(0, len(own), BATCH)]
+
+    def run_batch(batch: tuple[int, list[tuple[int, Case]]]) -> None:
+        if not ended.is_over:
+            numbers, part = zip(*batch[1], strict=True)
+            ended.add(numbers, zip(part, between_processes(batch[0], part), strict=True))
+
+    forkserver()  # which only the main thread can start
+    with ThreadPoolExecutor(beside) as pool:
+        list(pool.map(run_batch, batches))
 
 
 def report(rows: list[dict[str, str]]) -> dict[str, Any]:
@@ -133,6 +145,7 @@ def main() -> None:
     parser.add_argument("--between", type=int, default=0, help="between two to four processes")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--beside", type=int, default=1, help="batches between processes at the same time")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where stages lie; all share one GPU"
     )
@@ -165,7 +178,7 @@ def main() -> None:
         if name == "in one process":
             in_one_process(seeds, given.workers, ended, given.device)
         else:
-            between(seeds, ended, given.device)
+            between(seeds, ended, given.device, given.beside)
         if len(ended.found) < num:
             print(f"{len(ended.found)} of {num} cases have ended; give the same command again")
             sys.exit(2)
