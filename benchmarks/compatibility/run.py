@@ -269,6 +269,8 @@ def main() -> None:
         len(result["wrong"]),
         "wrong",
     )
+    if given.device == "cuda":
+        result |= {"gpu": torch.cuda.get_device_name()}
     if given.out is not None:
         given.out.write_text(json.dumps(result, indent=1) + "\n")
         print(f"wrote {given.out}")

@@ -166,7 +166,7 @@ def main() -> None:
         sys.exit(one(replace(draw(given.case, shape), device=given.device), given.smaller))
     if given.so_far is not None and given.cases and given.between:
         parser.error("--so-far keeps cases of one kind: give --cases or --between")
-    result = about()
+    result = about() | ({"gpu": torch.cuda.get_device_name()} if given.device == "cuda" else {})
     failed = False
     until = time.monotonic() + 60 * given.minutes
     for name, num in (("in one process", given.cases), ("between processes", given.between)):
