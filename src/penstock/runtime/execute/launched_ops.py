@@ -295,9 +295,9 @@ class LaunchedOps:
 
     @contextmanager
     def turn(self, op: Op) -> Iterator[None]:
-        """Around what an op takes in and its launch: in its lane, behind all that it does not run beside."""
-        if self.may_join != op:
-            self.end_pair()
+        """Around what an op takes in and its launch: in its lane, behind all that it does not run beside. After the
+        forward of a pair comes its backward, or `end_pair`.
+        """
         pair, self._open = self._open, None
         backward, lane, queue = self._backward_of.get(op), self._lane_of(op), self._queue
         if backward is None and pair is None and not lane:
