@@ -336,12 +336,12 @@ class Chain:
         self._runners = {index: self._runner(stage, index, prepare(stage)) for index, stage in self._stages.items()}
 
     def mean(self, times: Times, key: tuple[int, str]) -> float:
-        """Milliseconds of an op. On one thread an op that ranks run together takes its own time and what it waits for
-        the others, which other programs can only make longer.
+        """Milliseconds of an op. One that ranks run together takes its own time, and what it waits for sums once the
+        other ranks are there: the least of its waits, as all others are for a rank that is late, too.
         """
         if self._waits is None:
             return undisturbed(times[key]) if self._sharing else middle_mean(times[key])
-        return middle_mean(times[key]) + undisturbed(self._waits[key])
+        return middle_mean(times[key]) + min(self._waits[key])
 
     def state_bytes(self, index: int) -> int:
         """What an optimizer keeps for a layer's parameters; of those that layers share each counts it."""
