@@ -172,7 +172,7 @@ OF_OTHER_PARTS = (
         "[models](models/hugging-face.md#encoder-and-decoder)",
     ),
     ("`PipelineTrainer`", "some arguments of the Trainer", "[integrations](integrations.md)"),
-    ("the tuner", "estimates and recomputation for some models", "[tune](tune.md#your-own-model)"),
+    ("the tuner", "estimates, recomputation and shared ends for some models", "[tune](tune.md#your-own-model)"),
     ("files", "other versions of a file, and letters it can't have", "[formats](formats.md)"),
     ("`penstock analyze`", "traces that are not whole", "[analyze](analyze.md#what-is-refused)"),
     ("the lab", "conditions that are about messages", "[lab](lab.md)"),
