@@ -309,7 +309,8 @@ class RaceDetector(TorchDispatchMode):
 
     def __init__(self, clocks: LaneClocks) -> None:
         super().__init__()
-        self.clocks, self.races, self.beside = clocks, [], 0
+        self.clocks, self.beside = clocks, 0
+        self.races: list[str] = []
         self._blocks: dict[int, Block] = {}
         self._freed: tuple[list[Block], list[Block]] = [], []
 

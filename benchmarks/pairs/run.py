@@ -126,7 +126,8 @@ KINDS = {
 
 def measured(name: str, num_ranks: int, num_blocks: int, device: str) -> dict[str, Any]:
     """Of both sides the ms of a step, block by block, as this process has them."""
-    kind, found = KINDS[name], {}
+    kind = KINDS[name]
+    found: dict[str, Any] = {}
     pairs = ps.build("dualpipe-v", num_ranks, NUM_MICROBATCHES, overlap=True)
     torch.manual_seed(SEED)
     x, y = (torch.randn(NUM_MICROBATCHES * kind.shape[0], *kind.shape[1:]).to(device, kind.dtype) for _ in range(2))

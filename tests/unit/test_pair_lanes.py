@@ -21,6 +21,7 @@ from penstock.runtime.execute import torch_devices
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.handlers.backend import OpTable
 from penstock.runtime.execute.launched_ops import AHEAD, LaunchedOps, lanes_of
+from penstock.runtime.execute.timeline import measured_costs, measured_timeline
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.ops import StageRunner
@@ -102,6 +103,13 @@ class Sums:
         return [key for key, cell in self.cells.items() if self._device.memory[cell.place] != cell.value]
 
 
+class ForgetsInputs(LaunchedOps):
+    """Holds nothing that forwards of pairs take in."""
+
+    def start(self, inputs: Sequence[Payload] = ()) -> None:
+        super().start()
+
+
 class Hesitating(Dispatcher):
     """Takes the backward of a pair not at once, as a process may that follows the decisions of another."""
 
@@ -135,8 +143,7 @@ def computed(
     for rank in range(schedule.num_ranks):
         launched = LaunchedOps(device, AHEAD, lanes, schedule.pairs, sums.state)
         if not keeps:
-            launched.start = lambda inputs=(), start=launched.start: start()  # type: ignore[method-assign]
-            launched._state = lambda op: ()
+            launched = ForgetsInputs(device, AHEAD, lanes, schedule.pairs)
         handlers = dict.fromkeys({op.kind for op in wiring.graph.ops}, sums.handle)
         dispatcher = decides(wiring.graph, rank, as_dispatch(dispatch), change, caps[rank])
         workers.append(
@@ -246,7 +253,10 @@ def build_model(keeps: bool = True, tied: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(*(Noting(keeps) for _ in range(8)))
     if tied:
-        model[7].layer.weight = model[0].layer.weight
+        first, *_, last = model
+        assert isinstance(first, Noting)
+        assert isinstance(last, Noting)
+        last.layer.weight = first.layer.weight
     return model
 
 
@@ -371,8 +381,7 @@ def test_memory_let_go_of_too_soon_is_found_out(forgotten: str, monkeypatch: pyt
     monkeypatch.setattr(torch_devices, "queue_of", lambda device: clocks)
     monkeypatch.setattr(conditioned, "LoopbackTransport", Unpacking)
     if forgotten == "inputs":
-        start = LaunchedOps.start
-        monkeypatch.setattr(LaunchedOps, "start", lambda self, inputs=(): start(self))
+        monkeypatch.setattr(torch_devices, "LaunchedOps", ForgetsInputs)
     elif forgotten == "state":
         monkeypatch.setattr(StageRunner, "state", lambda self: [])
     detector, same = trained("dualpipe-v", clocks)
@@ -387,15 +396,36 @@ def test_pairs_that_run_one_after_the_other(why: str, monkeypatch: pytest.Monkey
     """Where a stage may replay graphs of CUDA, or ops are waited for one by one, both lie in one lane."""
     clocks = LaneClocks()
     monkeypatch.setattr(torch_devices, "queue_of", lambda device: clocks)
-    lanes: list[int] = []
-    lane = LaneClocks.lane
-    monkeypatch.setattr(LaneClocks, "lane", lambda self, number: (lanes.append(number), lane(self, number))[1])
+    lanes = []
+    monkeypatch.setattr(LaneClocks, "lane", lambda self, number: lanes.append(number))
     model = build_model()
     if why == "compiled":
-        for stage in model[:4]:
+        for stage in list(model)[:4]:
             stage.compile(backend="eager")
     else:
         monkeypatch.setattr(ProcessMesh, "waits_in_ops", lambda *_: True)
     with ps.Pipeline(model, SCHEDULES["dualpipe-v"], loss_fn=nn.functional.mse_loss) as pipe:
         pipe.step(torch.randn(33, 6), torch.randn(33, 6), update=False)
     assert lanes == []
+
+
+def test_measured_costs_say_what_pairs_took() -> None:
+    """Ops by themselves have the means of those that ran by themselves; a simulation with these costs has the pairs'
+    own times."""
+    _, _, workers = computed("dualpipe-v", 3)
+    schedule = SCHEDULES["dualpipe-v"]
+    rows = [worker.recorder.times for worker in workers]
+    timeline = measured_timeline(wire(schedule), rows, [0.0] * 4, "frozen")
+    costs = measured_costs([timeline])
+    took = {timed.op: timed.end - timed.start for timed in timeline.ops}
+    paired = {op for pair in schedule.pairs for op in pair}
+    for stage in range(8):
+        alone = [ms for op, ms in took.items() if op[:2] == ("F", stage) and op not in paired]
+        assert costs.duration("F", stage) == pytest.approx(sum(alone) / len(alone))
+    assert costs.overlap is not None
+    for stages in {(f.stage, b.stage) for f, b in schedule.pairs}:
+        here = [took[f] for f, b in schedule.pairs if (f.stage, b.stage) == stages]
+        assert costs.overlap.times[stages] == pytest.approx(sum(here) / len(here))
+    simulated = ps.simulate(schedule, costs)
+    busy = sum(simulated.busy)
+    assert busy == pytest.approx(sum(timeline.busy), rel=0.05)

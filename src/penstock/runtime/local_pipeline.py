@@ -204,10 +204,11 @@ class LocalPipeline:
 
     def _overlaps_pairs(self) -> bool:
         """Whether the two ops of a pair may run at the same time on a device: where nobody else holds their stages
-        too, no weights change in the middle of a step, and the device has a queue of work for it.
+        too, no weights change in the middle of a step, steering does not ask what each op takes by itself, and the
+        device has a queue of work for it.
         """
         schedule, place = self._schedule, self.mesh
-        if schedule.updates is not None or schedule.placement.shared:
+        if self.adapt is not None or schedule.updates is not None or schedule.placement.shared:
             return False
         if place.shards is not None or place.has_parts:
             return False
