@@ -213,6 +213,9 @@ def same(before: Path) -> None:
         "rows": rows,
     }
     (FOLDER / "same.json").write_text(json.dumps(made, indent=1) + "\n")
+    readme, (begin, end) = FOLDER / "README.md", ("<!-- results -->\n", "<!-- end of results -->")
+    above, _, rest = readme.read_text().partition(begin)
+    readme.write_text(f"{above}{begin}{same_table(rows)}\n{end}{rest.partition(end)[2]}")
 
 
 def same_table(rows: list[dict[str, Any]]) -> str:

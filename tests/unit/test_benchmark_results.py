@@ -18,10 +18,10 @@ KINDS = ("same", "different", "raw", "refused", "late", "invalid")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A benchmark's `run.py`."""
+def script(name: str, monkeypatch: pytest.MonkeyPatch, file: str = "run.py") -> ModuleType:
+    """A script of a benchmark."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    spec = importlib.util.spec_from_file_location(f"{name}_run", BENCHMARKS / name / "run.py")
+    spec = importlib.util.spec_from_file_location(f"{name}_run", BENCHMARKS / name / file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -93,6 +93,17 @@ def test_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in rows:
         assert row["gap"] == pytest.approx(row["value"] / row["bound"] - 1)
         assert row["value"] >= row["bound"] * (1 - EPSILON)
+
+
+def test_plan_before_and_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the same arrays list scheduling takes as long as before; small pages are what makes it slower."""
+    run = script("plan", monkeypatch, "before.py")
+    found = json.loads((BENCHMARKS / "plan/same.json").read_text(encoding="utf-8"))
+    assert run.same_table(found["rows"]) in (BENCHMARKS / "plan/README.md").read_text(encoding="utf-8")
+    largest = found["rows"][-1]
+    assert largest["size"] == [1024, 4096]
+    times = largest["ns_an_op"]
+    assert min(times["now"]) < 1.05 * min(times["before"])
 
 
 def test_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
