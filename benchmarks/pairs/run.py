@@ -48,8 +48,22 @@ class Compute(nn.Module):
         return x + self.layers(x)
 
 
-class Latency(nn.Module):
-    """Small kernels that the library launches by the hundred, each waiting for the one before: a recurrent layer."""
+class Narrow(nn.Module):
+    """Matrices with few rows, one after the other: a kernel takes longer than Python to launch it, and leaves most of
+    the GPU free."""
+
+    def __init__(self, width: int = 2048, depth: int = 12) -> None:
+        super().__init__()
+        self.weight, self.depth = nn.Parameter(torch.randn(width, width) / width**0.5), depth
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.depth):
+            x = torch.tanh(x @ self.weight)
+        return x
+
+
+class Recurrent(nn.Module):
+    """Small kernels that the library launches by the hundred, each waiting for the one before."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -118,7 +132,8 @@ class Kind:
 
 KINDS = {
     "compute": Kind(Compute, (2048, 4096), torch.bfloat16),
-    "latency": Kind(Latency, (32, 96, 256), torch.float32),
+    "narrow": Kind(Narrow, (32, 2048), torch.float32),
+    "recurrent": Kind(Recurrent, (32, 96, 256), torch.float32),
     "launches": Kind(Launches, (64, 64), torch.float32),
     "exchange": Kind(Exchange, (4096, 4096), torch.bfloat16),
 }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import zlib
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -29,7 +29,8 @@ pytestmark = [
 ]
 
 DEVICE = "cuda:0"
-WIDTH, NUM_SAMPLES, NUM_MICROBATCHES, NUM_STEPS = 256, 320, 10, 12
+WIDTH, NUM_SAMPLES, NUM_MICROBATCHES, NUM_STEPS = 512, 10240, 10, 12
+"""So large that the GPU is behind Python, as two streams have something to do at the same time only then."""
 CHAINS = (1, 24, 2, 12, 18, 0, 6, 30)
 """Of each stage the small matmuls that its forward runs one after the other."""
 WIDE = (4096, 0, 2048, 512, 0, 8192, 1024, 0)
@@ -102,15 +103,15 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def digest(value: Tensor) -> str:
-    return hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
+def digest(value: Tensor) -> int:
+    return zlib.crc32(value.detach().cpu().contiguous().numpy().tobytes())
 
 
-def gradients(parameters: dict[str, nn.Parameter], step: int) -> dict[str, str]:
+def gradients(parameters: dict[str, nn.Parameter], step: int) -> dict[str, int]:
     return {f"{name} in step {step}": digest(p.grad) for name, p in parameters.items() if p.grad is not None}
 
 
-def values(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+def values(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, int]:
     """Parameters, and the buffers of the stages that have them."""
     stages = {name.split(".")[0] for name in parameters}
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -152,7 +153,7 @@ def piped(schedule: ps.Schedule, kind: Kind = USUAL, **options: Any) -> tuple[di
         timeline = pipe.timeline()
         found |= values(model, here)
     for row in timeline.rows:
-        assert all(before.end <= after.start + 1e-6 for before, after in pairwise(row))
+        assert all(before.end <= after.start + 0.005 for before, after in pairwise(row))
     as_one = sum(timed.op.kind == "B" and timed.start == timed.end for timed in timeline.ops)
     return {**found, "losses": losses}, as_one
 
@@ -254,16 +255,18 @@ def test_two_processes_on_one_device_equal_the_plain_loop(transport: str, dispat
 # ---- side by side
 
 
-class Recurrent(nn.Module):
-    """Many small kernels, each waiting for the one before: they leave most of a GPU free."""
+class Narrow(nn.Module):
+    """Matrices with few rows, one after the other: a kernel takes longer than Python to launch it, and leaves most of
+    a GPU free."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.layer = nn.GRU(width, width, batch_first=True)
+        self.weight, self.depth = nn.Parameter(torch.randn(width, width) / width**0.5), depth
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x)[0]
-        return output
+        for _ in range(self.depth):
+            x = torch.tanh(x @ self.weight)
+        return x
 
 
 class Kernel(NamedTuple):
@@ -277,8 +280,8 @@ class Kernel(NamedTuple):
 def kernels(schedule: ps.Schedule, path: Path) -> list[Kernel]:
     """Those of the third step of a pipeline, by the profiler."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Recurrent(256) for _ in range(8))).to(DEVICE)
-    x, y = torch.randn(32, 96, 256, device=DEVICE), torch.randn(32, 96, 256, device=DEVICE)
+    model = nn.Sequential(*(Narrow(2048, 12) for _ in range(8))).to(DEVICE)
+    x, y = torch.randn(8 * 32, 2048, device=DEVICE), torch.randn(8 * 32, 2048, device=DEVICE)
     with ps.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss) as pipe:
         for _ in range(2):
             pipe.step(x, y, update=False)
