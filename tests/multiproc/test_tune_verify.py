@@ -120,6 +120,22 @@ def test_ends_that_two_ranks_share_are_measured_and_run_and_the_line_trains(tmp_
     assert found["num_parameters"] == plain["num_parameters"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model", ["bert --preset nano --depth 2", pytest.param("config.json --context 16", marks=pytest.mark.nightly)]
+)
+def test_a_bert_and_a_hugging_face_model_share_their_ends(model: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    (tmp_path / "config.json").write_text(json.dumps(hf_families.config_of("llama").to_dict()))
+    shape = "--data text.txt --batch 4 --ranks 2 --pp 2 --dp 1 --microbatch-size 1 --shared-ends"
+    measure = "--seconds 0.05 --database db --verify 1 --steps 2 --json"
+    result = told(f"tune --model {model} {shape} {measure}".split(), tmp_path)
+    assert result["choice"]["shared_ends"]
+    assert result["choice"]["measured"]["step_ms"] > 0
+    shortened = ["--steps", "2", "--sample", "0", "--out", "run", "--json"]
+    assert told([*shlex.split(result["train"])[1:], *shortened], tmp_path)["steps"] == 2
+
+
 def _ends(rank: int, texts: dict[str, str]) -> bytes:
     """Of each model what this rank measures of the ends that two ranks share."""
     found = {}
