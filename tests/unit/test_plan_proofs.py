@@ -190,6 +190,33 @@ def test_plans_of_uneven_microbatches_beside_the_exact_solver(family: int) -> No
         assert verdict.solved.value is not None
 
 
+@pytest.mark.parametrize(("seed", "unit", "memory_unit"), [(403, 1, 1), (404, 1, 1), (404, math.pi, math.sqrt(2))])
+def test_memory_counts_in_what_is_proved_of_uneven_microbatches(
+    seed: int, unit: float, memory_unit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their bound counted no memory: of 76 ms, the least there is, 47 were proved."""
+    pytest.importorskip("ortools", reason="needs the extra `exact`")
+    from penstock.planning import exact
+    from proof_cases import UNEVEN, draw_uneven, solve_tasks
+
+    case = draw_uneven(seed, UNEVEN[seed % len(UNEVEN)])
+    solved = solve_tasks(case.tasks, case.cap, 20.0)
+    assert solved.proved
+    assert solved.value is not None
+    given, costs = dict(case.arguments), case.arguments["costs"]
+    rows = {kind: [ms * unit for ms in getattr(costs, kind)] for kind in "fiwb"}
+    given["costs"] = replace(costs, **rows, activation=[held * memory_unit for held in costs.activation])
+    given["links"] = ps.Links({pair: ms * unit for pair, ms in given["links"].delays.items()})
+    if "memory_limit" in given:
+        given["memory_limit"] = [cap * memory_unit for cap in given["memory_limit"]]
+    plan = ps.plan(**given, time_limit=10.0)
+    assert plan.value == pytest.approx(solved.value * unit)
+    assert plan.lower_bound == pytest.approx(solved.value * unit, rel=1e-4)
+    monkeypatch.setattr(exact, "available", lambda: False)
+    without = ps.plan(**given, time_limit=0.2)
+    assert without.lower_bound < 0.99 * plan.lower_bound
+
+
 def test_a_bound_or_a_plan_that_is_wrong_of_uneven_microbatches_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ortools", reason="needs the extra `exact`")
     import proof_cases

@@ -53,7 +53,7 @@ _FIRST_SHARE = 0.005
 _FIRST_SECONDS = 2.0
 """What a question may take at first."""
 
-_STOPPING = 0.05
+STOPPING = 0.05
 """Seconds that CP-SAT takes to come to its end when it is stopped."""
 
 _NEAR_WHOLE = 1e-6
@@ -77,7 +77,7 @@ class SolverAnswer:
 
 
 @dataclass(frozen=True)
-class _Clock:
+class Clock:
     """Times as whole numbers of `unit` ms, `steps` till the horizon; `exact` where they are so without rounding."""
 
     unit: float
@@ -94,18 +94,27 @@ class _Clock:
     def most(self, ms: float) -> int:
         return math.floor(ms / self.unit + _NEAR_WHOLE) if self.exact else math.ceil(ms / self.unit * (1 + EPSILON))
 
+    def above(self, steps: float) -> float:
+        """ms of a bound that the solver has in steps."""
+        return math.ceil(steps - _NEAR_WHOLE) * self.unit
+
     @property
     def refuted(self) -> float:
         """ms that no schedule ends before, where none ends by the last step."""
         return (self.steps + self.exact) * self.unit
 
 
-def _clock(problem: Problem, horizon: float, num_steps: int) -> _Clock:
+def _clock(problem: Problem, horizon: float, num_steps: int) -> Clock:
     queues = problem.queues
-    unit = common_unit({float(time) for times in (queues.duration, queues.delay) for time in times})
+    return clock_of({float(time) for times in (queues.duration, queues.delay) for time in times}, horizon, num_steps)
+
+
+def clock_of(times: set[float], horizon: float, num_steps: int = _STEPS) -> Clock:
+    """Counts times in the largest unit of which they are whole multiples, or in parts of the horizon (ms)."""
+    unit = common_unit(times)
     if unit is None or horizon > num_steps * unit:
-        return _Clock(horizon / num_steps, num_steps, exact=False)
-    return _Clock(unit, math.floor(horizon / unit + _NEAR_WHOLE), exact=True)
+        return Clock(horizon / num_steps, num_steps, exact=False)
+    return Clock(unit, math.floor(horizon / unit + _NEAR_WHOLE), exact=True)
 
 
 def available() -> bool:
@@ -122,7 +131,7 @@ def lessen(search: Search, until: float) -> None:
     share its memory this finds and proves more than questions of one horizon after another.
     """
     num_workers = max(2, min(MOST_THREADS, num_cores()))
-    until -= _STOPPING
+    until -= STOPPING
     for number, num_steps in enumerate(_ROUGH_STEPS):
         if search.closed or search.seconds >= until:
             return
@@ -145,7 +154,7 @@ def solve(search: Search, until: float) -> None:
     """
     seconds, unanswered = _FIRST_SECONDS, float("inf")
     share, seed = _FIRST_SHARE, search.seed
-    until -= _STOPPING
+    until -= STOPPING
     num_workers = max(2, min(MOST_THREADS, num_cores()))
     while not search.closed and search.seconds < until:
         horizon = max(search.value / (1 + share), search.lower_bound * (1 + EPSILON))
@@ -187,7 +196,7 @@ def within(
     made = _modelled(problem, clock, span)
     if made is None:
         return SolverAnswer(None, clock.refuted)
-    solver = _solver(seed, num_workers)
+    solver = solver_of(seed, num_workers)
     seconds -= time.perf_counter() - began
     if seconds <= 0:
         return SolverAnswer(None)
@@ -218,7 +227,7 @@ def least(problem: Problem, row: Array, num_steps: int, seconds: float, seed: in
         if mine:
             made.model.add(makespan >= mine[-1] + long + clock.length(queues.tail[queues.rank[q]]))
     made.model.minimize(makespan)
-    solver = _solver(seed, num_workers)
+    solver = solver_of(seed, num_workers)
     solver.parameters.cp_model_probing_level, solver.parameters.symmetry_level = 2, 2
     seconds -= time.perf_counter() - began
     if seconds <= 0:
@@ -228,8 +237,7 @@ def least(problem: Problem, row: Array, num_steps: int, seconds: float, seed: in
         return SolverAnswer(None, clock.refuted)
     if status not in ("OPTIMAL", "FEASIBLE"):
         return SolverAnswer(None)
-    bound = math.ceil(solver.best_objective_bound - _NEAR_WHOLE) * clock.unit
-    return SolverAnswer(_order_found(problem, made, solver), bound)
+    return SolverAnswer(_order_found(problem, made, solver), clock.above(solver.best_objective_bound))
 
 
 class _OrderModel(NamedTuple):
@@ -240,7 +248,7 @@ class _OrderModel(NamedTuple):
     duration: list[int]
 
 
-def _modelled(problem: Problem, clock: _Clock, span: Span | None) -> _OrderModel | None:
+def _modelled(problem: Problem, clock: Clock, span: Span | None) -> _OrderModel | None:
     """The model of all schedules that end by the clock's last step; None where there are none."""
     from ortools.sat.python import cp_model
 
@@ -279,7 +287,7 @@ def _modelled(problem: Problem, clock: _Clock, span: Span | None) -> _OrderModel
     return _OrderModel(model, starts, duration)
 
 
-def _solver(seed: int, num_workers: int) -> Any:
+def solver_of(seed: int, num_workers: int) -> Any:
     from ortools.sat.python import cp_model
 
     solver: Any = cp_model.CpSolver()
@@ -302,7 +310,7 @@ def _order_found(problem: Problem, made: _OrderModel, solver: Any) -> Array | No
 
 
 def _first_starts(
-    model: Any, problem: Problem, span: Span, starts: list[list[Any]], duration: list[int], clock: _Clock
+    model: Any, problem: Problem, span: Span, starts: list[list[Any]], duration: list[int], clock: Clock
 ) -> None:
     """A rank must end in time after its own first start, which is one of those it may begin with.
 
@@ -344,9 +352,7 @@ def answered(solver: Any, model: Any, seconds: float) -> Any:
             raise
 
 
-def _memory(
-    model: Any, problem: Problem, r: int, starts: list[list[Any]], duration: list[int], clock: _Clock
-) -> None:
+def _memory(model: Any, problem: Problem, r: int, starts: list[list[Any]], duration: list[int], clock: Clock) -> None:
     """Caps what rank r holds, or somewhat less than that: no order that keeps to the cap is ruled out."""
     queues = problem.queues
     cap = float(queues.cap[r])
@@ -361,7 +367,7 @@ def _memory(
         for j in range(room, len(starts[f])):
             model.add(starts[f][j] >= starts[w][j - room] + duration[w])
         return
-    scale = _memory_scale([-float(queues.memory[q]) for q in givers], cap)
+    scale = memory_scale([-float(queues.memory[q]) for q in givers], cap)
     demands, intervals = [], []
     for q in givers:
         f = next(
@@ -376,7 +382,7 @@ def _memory(
     model.add_cumulative(intervals, demands, math.floor(cap * scale * (1 + EPSILON)))
 
 
-def _memory_scale(amounts: Sequence[float], cap: float) -> float:
+def memory_scale(amounts: Sequence[float], cap: float) -> float:
     """What makes amounts of memory whole numbers; the cap becomes `_MEMORY_STEPS` at most, and just that where
     nothing makes them whole.
 

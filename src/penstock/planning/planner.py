@@ -372,7 +372,8 @@ def _plan_uneven(
     progress: Callable[[Progress], None] | None,
 ) -> Plan:
     """A plan for the mean microbatch, or a heavier one, and the best order of the real ones in it."""
-    from penstock.planning.uneven import best_uneven, uneven_bound
+    from penstock.planning import exact
+    from penstock.planning.uneven import EXACT_OPS, EXACT_SHARE, best_uneven, exact_uneven_bound, uneven_bound
 
     began = time.perf_counter()
 
@@ -384,8 +385,11 @@ def _plan_uneven(
         )  # fmt: skip
         return found.schedule, found.how
 
+    num_ops = num_microbatches * costs.num_stages * (3 if split else 2)
+    asks = exact.available() and num_ops <= EXACT_OPS
+    spent = time_limit * (1 - EXACT_SHARE) if asks else time_limit
     candidate, search, how = best_uneven(
-        costs, num_microbatches, links, memory_limit, max_in_flight, mode, time_limit, seed, make
+        costs, num_microbatches, links, memory_limit, max_in_flight, mode, spent, seed, make
     )
     schedule = search.schedule(candidate) if mode.is_dynamic else search.executed(candidate)
     check(schedule)
@@ -400,7 +404,11 @@ def _plan_uneven(
             "in penstock",
             rule="confirmed",
         )
-    bound = certain(uneven_bound(candidate, links), value, lambda: f"costs {costs!r} over {placement!r}")
+    bound = uneven_bound(candidate, links)
+    left = time_limit - (time.perf_counter() - began) - exact.STOPPING
+    if asks and left > 0 and gap(value, bound) > stop_at_gap:
+        bound = max(bound, exact_uneven_bound(candidate, links, search.caps, value, left, seed))
+    bound = certain(bound, value, lambda: f"costs {costs!r} over {placement!r}")
     certificate = Certificate(placement, "split" if split else "whole", order="any")
     return Plan(
         schedule, value, value, bound, certificate, time.perf_counter() - began, how, timeline,

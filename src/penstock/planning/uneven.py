@@ -7,24 +7,33 @@ keeps the cap.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from penstock.cost import Costs, Links, Uneven
 from penstock.dispatch import Dispatch
-from penstock.engine.network import OpGraph
+from penstock.engine.network import Array, OpGraph
 from penstock.engine.timing import Timer
+from penstock.engine.tolerance import EPSILON
+from penstock.planning.exact import answered, clock_of, memory_scale, solver_of
 from penstock.planning.jackson import preemptive_span
 from penstock.planning.microbatch_order import DISPATCHES, OrderCandidate, OrderSearch
+from penstock.planning.threads import MOST_THREADS, num_cores
 from penstock.schedule import Schedule, ScheduleError
 
 HEAVIER = 3
 """How many sizes of a microbatch are tried, from the mean to the heaviest, before the heaviest."""
 MOVES_SHARE = 0.2
 """Of the time, for moves of microbatches."""
+EXACT_SHARE = 0.15
+"""Of the time, kept for CP-SAT to prove what was found, where it can."""
+EXACT_OPS = 200
+"""Ops up to which it is asked."""
 
 
 def mean_costs(costs: Costs, num_microbatches: int, weight: float = 0.0) -> Costs:
@@ -110,6 +119,39 @@ def best_uneven(
     return candidate, search, f"{how}, {candidate.rule} order"
 
 
+@dataclass(frozen=True)
+class _Ends:
+    """Of a candidate's ops: what comes before and after each of them at least (ms), and what they need.
+
+    Attributes:
+        source, to, delay: of each edge the op that must have ended, the op that waits, and ms in between.
+        head, tail: of each op, ms before it can start and ms that follow its end.
+        rows: the ops of each rank.
+    """
+
+    source: Array
+    to: Array
+    delay: Array
+    head: Array
+    tail: Array
+    rows: list[slice]
+
+
+def _ends(candidate: OrderCandidate, links: Links) -> _Ends:
+    order = candidate.lowered
+    ranks = range(order.num_ranks)
+    rank, to, ops = order.ints["rank_of"], order.ints["edge_to"], np.arange(order.num_ops)
+    source = np.repeat(ops, np.diff(order.ints["edge_first"]))
+    delays = np.array([[0.0 if a == b else links.delay(a, b) for b in ranks] for a in ranks])[rank[source], rank[to]]
+    # Every op in a row of its own: it waits for what it needs alone.
+    graph = OpGraph(np.arange(order.num_ops + 1), ops, source, to, delays)
+    duration = order.duration
+    head = np.asarray(Timer(*graph.network(duration)).time(ops).start)
+    tail = np.asarray(Timer(*graph.turned().network(duration[::-1])).time(ops).start)[::-1]
+    first = order.ints["first"].tolist()
+    return _Ends(source, to, delays, head, tail, [slice(first[r], first[r + 1]) for r in ranks])
+
+
 def uneven_bound(candidate: OrderCandidate, links: Links) -> float:
     """No order of these ops ends sooner, however microbatches are ordered (ms).
 
@@ -119,16 +161,53 @@ def uneven_bound(candidate: OrderCandidate, links: Links) -> float:
     Args:
         candidate: the ops in any order; it says which need which, and how long each takes.
     """
-    order = candidate.lowered
-    ranks = range(order.num_ranks)
-    rank, to, ops = order.ints["rank_of"], order.ints["edge_to"], np.arange(order.num_ops)
-    source = np.repeat(ops, np.diff(order.ints["edge_first"]))
-    delays = np.array([[0.0 if a == b else links.delay(a, b) for b in ranks] for a in ranks])
-    # Every op in a row of its own: it waits for what it needs alone.
-    graph = OpGraph(np.arange(order.num_ops + 1), ops, source, to, delays[rank[source], rank[to]])
-    duration = order.duration
-    head = list(Timer(*graph.network(duration)).time(ops).start)
-    tail = list(Timer(*graph.turned().network(duration[::-1])).time(ops).start)[::-1]
-    first, duration = order.ints["first"].tolist(), duration.tolist()
-    rows = [slice(first[r], first[r + 1]) for r in ranks]
-    return max((preemptive_span(head[row], duration[row], tail[row]) for row in rows), default=0.0)
+    ends, duration = _ends(candidate, links), candidate.lowered.duration
+    each = (preemptive_span(*(of[row].tolist() for of in (ends.head, duration, ends.tail))) for row in ends.rows)
+    return max(each, default=0.0)
+
+
+def exact_uneven_bound(
+    candidate: OrderCandidate, links: Links, caps: Sequence[float], value: float, seconds: float, seed: int
+) -> float:
+    """The same by CP-SAT, which counts memory too; 0 where nothing is proved in so many seconds.
+
+    It is asked for a makespan below `value`, of ops in any order that keep to the caps. Times and memory are counted
+    as in `exact`; what can't be whole is rounded so that no order is ruled out.
+    """
+    from ortools.sat.python import cp_model
+
+    began = time.perf_counter()
+    order, ends = candidate.lowered, _ends(candidate, links)
+    clock = clock_of({float(ms) for ms in (*order.duration, *ends.delay)}, value)
+    clock = replace(clock, steps=clock.steps - clock.exact)
+    duration = [clock.length(ms) for ms in order.duration]
+    model: Any = cp_model.CpModel()
+    makespan = model.new_int_var(0, clock.steps, "")
+    starts = []
+    for long, head, tail in zip(duration, ends.head, ends.tail, strict=True):
+        earliest, latest = clock.least(head), clock.steps - long - clock.least(tail)
+        if latest < earliest:
+            return clock.refuted
+        starts.append(model.new_int_var(earliest, latest, ""))
+        model.add(makespan >= starts[-1] + long + clock.least(tail))
+    for a, b, ms in zip(ends.source.tolist(), ends.to.tolist(), ends.delay, strict=True):
+        model.add(starts[b] >= starts[a] + duration[a] + clock.length(ms))
+    for row, cap in zip(ends.rows, caps, strict=True):
+        mine, change = range(row.start, row.stop), order.change[row].tolist()
+        model.add_no_overlap(model.new_fixed_size_interval_var(starts[op], duration[op], "") for op in mine)
+        if math.isinf(cap) or sum(held for held in change if held > 0) <= cap:
+            continue
+        scale = memory_scale([abs(held) for held in change if held], cap)
+        whole = [math.floor(held * scale * (1 + math.copysign(EPSILON, held))) for held in change]
+        times = [starts[op] + (duration[op] if held < 0 else 0) for op, held in zip(mine, change, strict=True)]
+        least, most = sum(held for held in whole if held < 0), math.floor(cap * scale * (1 + EPSILON))
+        model.add_reservoir_constraint(times, whole, least, most)
+    model.minimize(makespan)
+    solver = solver_of(seed, max(2, min(MOST_THREADS, num_cores())))
+    seconds -= time.perf_counter() - began
+    status = answered(solver, model, seconds).name if seconds > 0 else "UNKNOWN"
+    if status == "INFEASIBLE":
+        return clock.refuted
+    if status not in ("OPTIMAL", "FEASIBLE"):
+        return 0.0
+    return max(0.0, clock.above(solver.best_objective_bound))
