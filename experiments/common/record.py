@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("src", "experiments", ":!experiments/*/results", ":!experiments/*.md")
+SOURCES = ("src", "experiments", ":!experiments/*/results/*", ":!experiments/*.md")
 """What a result depends on."""
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import penstock as ps
 from experiments.common import results
+from experiments.common.readme import between
 
 pytestmark = pytest.mark.unit
 
@@ -152,6 +153,22 @@ def test_mismatch_finds_zb_v_as_busy_as_amdp(load: Any) -> None:
     assert module.reaches(found, "split")
     assert not module.reaches(found, "whole")
     assert found["mismatch 0"]["busy"] < found["mismatch 1"]["busy"]
+
+
+@pytest.mark.results
+def test_the_readme_has_the_table_of_mismatches(load: Any) -> None:
+    module = load("mismatch")
+    rows = results.load(FOLDER / "results", "mismatch")
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert between(page, "mismatch").splitlines() == module.in_readme(rows)
+    found = {(d, n): cell for (costs, d, n), cell in module.by_cell(rows).items() if costs == "GPT"}
+    assert set(found) == {(d, d * each) for d in module.DEPTHS for each in module.PER_RANK}
+    short = {
+        key: cell["mismatch 1"]["busy"] - max(cell[kind]["busy"] for kind in ("whole", "split"))
+        for key, cell in found.items()
+    }
+    assert [round(100 * short[d, d], 1) for d in module.DEPTHS] == [1.6, 3.4, 1.4]
+    assert all(each < 0.0015 for (d, n), each in short.items() if n > d and (d, n) != (16, 128))
 
 
 def test_a_steady_share_is_that_of_a_long_run(load: Any) -> None:
