@@ -3,10 +3,11 @@
     python benchmarks/rank_memory/run.py loading
     python benchmarks/rank_memory/run.py folder
     python benchmarks/rank_memory/run.py own
+    python benchmarks/rank_memory/run.py allocator
     python benchmarks/rank_memory/run.py readme
 
-The README beside says what is asked. Each case is added to `loading.json`, `folder.json` or `own.json` as it ends. A
-case that is there is not run again. `readme` writes the tables.
+The README beside says what is asked. Each case is added to the JSON file of its kind as it ends. A case that is there
+is not run again. `readme` writes the tables.
 """
 
 from __future__ import annotations
@@ -103,6 +104,33 @@ torch.ones(2) @ torch.ones(2)
 print(next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmRSS")))
 """
 OPTIONS = "--ranks 4 --microbatches 4 --batch 4 --steps 2 --optimizer SGD --seed 0"
+GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""For glibc: whatever has a MiB or more is mapped by itself, and is given back to the system when it is freed."""
+STEPS = """
+import json, resource, sys, torch
+from net import Net, loss_fn
+width, samples, tokens = map(int, sys.argv[1:])
+model = Net(8, width)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+given = torch.randint(0, 4000, (samples, tokens), generator=torch.Generator().manual_seed(0))
+
+def step():
+    for _ in range(2):
+        loss_fn(model(given), given).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+step()
+before = resource.getrusage(resource.RUSAGE_SELF)
+for _ in range(4):
+    step()
+after = resource.getrusage(resource.RUSAGE_SELF)
+names = ("ru_utime", "ru_stime", "ru_minflt")
+user, system, faults = ((getattr(after, name) - getattr(before, name)) / 4 for name in names)
+print(json.dumps([user, system, faults, after.ru_maxrss * 1024]))
+"""
+ALLOCATED = {"few tokens": (1024, 1, 8), "many tokens": (256, 8, 256)}
+"""Width, samples and tokens of a step of `Net` with 8 blocks, in one process."""
 NO_FILE = "/proc"
 """A folder in which no file can be made, so that a model of one's own stays in memory whole."""
 
@@ -112,13 +140,14 @@ class Training(NamedTuple):
 
     Attributes:
         model: sizes of a Llama that is saved to a folder, or arguments of `Net`.
-        more: options besides `OPTIONS`.
+        more: options besides `OPTIONS`. gives_back: whether freed memory is given back, see `GIVEN_BACK`.
     """
 
     kind: str
     model: dict[str, int]
     more: str = ""
     in_file: bool = True
+    gives_back: bool = False
 
 
 MANY_WORDS = {**LARGE, "num_hidden_layers": 12, "vocab_size": 32000}
@@ -132,6 +161,8 @@ FOLDERS = {
 OWN = {
     "tiny": Training("own", {"depth": 24, "width": 16, "words": 300}),
     "large": Training("own", {"depth": 24, "width": 1024, "words": 4000}),
+    "large, once more": Training("own", {"depth": 24, "width": 1024, "words": 4000}),
+    "large, freed memory given back": Training("own", {"depth": 24, "width": 1024, "words": 4000}, gives_back=True),
     "small": Training("own", {"depth": 24, "width": 512, "words": 4000}),
     "small, in memory": Training("own", {"depth": 24, "width": 512, "words": 4000}, in_file=False),
 }
@@ -232,7 +263,7 @@ def train(cases: Mapping[str, Training], name: str) -> dict[str, Any]:
             )
         options = shlex.split(f"{model} {OPTIONS} {case.more}")
         command = [sys.executable, "-m", "penstock.train", *options, "--out", "run", "--json"]
-        env = ENV if case.in_file else {**ENV, "TMPDIR": NO_FILE}
+        env = (ENV if case.in_file else {**ENV, "TMPDIR": NO_FILE}) | (GIVEN_BACK if case.gives_back else {})
         done = subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True, text=True)
         report = json.loads(done.stdout)
         lines = (folder / "run/metrics.jsonl").read_text().splitlines()
@@ -250,6 +281,23 @@ def train(cases: Mapping[str, Training], name: str) -> dict[str, Any]:
     }
 
 
+def allocate(name: str) -> dict[str, Any]:
+    """CPU seconds and page faults of a step and the peak of a process, with freed memory kept and given back, twice
+    each in turns.
+    """
+    found: dict[str, list[Any]] = {"kept": [], "given back": []}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "net.py").write_text(NET)
+        for _ in range(2):
+            for key, more in (("kept", {}), ("given back", GIVEN_BACK)):
+                command = [sys.executable, "-c", STEPS, *map(str, ALLOCATED[name])]
+                done = subprocess.run(
+                    command, cwd=folder, env={**ENV, **more}, check=True, capture_output=True, text=True
+                )
+                found[key].append(json.loads(done.stdout))
+    return {"case": name, "columns": ["user_s", "system_s", "faults", "peak_bytes"], **found}
+
+
 class Kind(NamedTuple):
     """What is measured, and of which cases."""
 
@@ -263,6 +311,7 @@ def main(kind: str) -> None:
         "loading": Kind(load, [*families, "llama, large", "llama, large, stored in bfloat16"]),
         "folder": Kind(functools.partial(train, FOLDERS), list(FOLDERS)),
         "own": Kind(functools.partial(train, OWN), list(OWN)),
+        "allocator": Kind(allocate, list(ALLOCATED)),
     }
     os.environ |= ENV  # before torch is imported, here once for all processes that are forked
     for module in ("penstock.train.run_job", "penstock.train.tasks.huggingface", "transformers"):
@@ -274,11 +323,13 @@ def main(kind: str) -> None:
         row = {**kinds[kind].measure(name), "commit": commit()}
         rows = sorted([*rows, row], key=lambda each: kinds[kind].cases.index(each["case"]))
         save(HERE, kind, rows, seeds=[SEED])
-        print(name, f"{row['bytes'] / 1e6:.0f} MB", *(f"{share:.3f}" for share in row["peak"]), flush=True)
+        print(table(kind, rows), flush=True)
 
 
 def table(kind: str, rows: Sequence[dict[str, Any]]) -> str:
     """The table of the README."""
+    if kind == "allocator":
+        return allocator_table(rows)
     own = "own" if kind == "loading" else "held"
     lines = ["| | MB | own weights | peak above importing | highest |", "|---|---:|---|---|---:|"]
     if own == "held":
@@ -297,6 +348,17 @@ def table(kind: str, rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def allocator_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Means of both runs."""
+    lines = ["| | freed memory | user s a step | system s a step | page faults a step | peak MB |"]
+    lines.append("|---|---|---:|---:|---:|---:|")
+    for row in rows:
+        for key in ("kept", "given back"):
+            user, system, faults, peak = (sum(values) / len(values) for values in zip(*row[key], strict=True))
+            lines.append(f"| {row['case']} | {key} | {user:.2f} | {system:.2f} | {faults:,.0f} | {peak / 1e6:,.0f} |")
+    return "\n".join(lines)
+
+
 def shares(values: Sequence[float]) -> str:
     return " ".join(f"{value:.3f}" for value in values)
 
@@ -305,7 +367,7 @@ def write_readme() -> None:
     """Puts the tables between the lines of the README that name them."""
     path = HERE / "README.md"
     text = path.read_text(encoding="utf-8")
-    for kind in ("loading", "folder", "own"):
+    for kind in ("loading", "folder", "own", "allocator"):
         begin, end = f"<!-- {kind} -->\n", f"<!-- end of {kind} -->\n"
         before, _, rest = text.partition(begin)
         text = f"{before}{begin}{table(kind, stored(HERE, kind))}\n{end}{rest.partition(end)[2]}"
