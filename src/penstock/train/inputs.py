@@ -67,7 +67,8 @@ def mesh_of(settings: Settings) -> DeviceMesh | None:
     """Ranks, replicas and shards, by name; None for one pipeline of whole layers. All processes must call it."""
     if settings.is_flat or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return init_device_mesh("cpu", (settings.ranks, settings.dp, settings.tp), mesh_dim_names=("pp", "dp", "tp"))
+    sizes = settings.ranks, settings.dp, settings.tp
+    return init_device_mesh(device_of(settings).type, sizes, mesh_dim_names=("pp", "dp", "tp"))
 
 
 def _check_transport(settings: Settings, device: torch.device) -> None:

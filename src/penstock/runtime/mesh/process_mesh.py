@@ -109,21 +109,26 @@ class ProcessMesh:
             groups.append(self.pipeline.group)
         return any("nccl" not in dist.get_backend_config(group) for group in groups)
 
-    def require_collectives(self, device: torch.device) -> None:
+    def require_collectives(self, device: torch.device, cuts_shared: bool) -> None:
         """Raises RuntimeFailure, the same on every rank, where parts of parameters lie on a GPU and gloo would gather
         them: it takes them for host memory, and the process ends.
 
         Args:
             device: where the stages of this process lie.
+            cuts_shared: whether ranks of a pipeline hold parts of the stages that they share.
         """
-        if self.shards is None and not self.has_parts:
+        if self.shards is None and not self.has_parts and not cuts_shared:
             return
         groups = [] if self.shards is None else [self.shards.get_group()]
         if self.has_parts and isinstance(self.replicas, GroupPeers):
             groups.append(self.replicas.group)
+        if cuts_shared and isinstance(self.pipeline, GroupPeers):
+            groups.append(self.pipeline.group)
         by_gloo = device.type == "cuda" and any("cuda:gloo" in dist.get_backend_config(each) for each in groups)
         if any(self.everyone.gather(by_gloo)):
-            what = "tensor parallelism" if self.shards is not None else 'sharding="fsdp"'
+            what = "tensor parallelism" if self.shards is not None else "a shared stage"
+            if self.has_parts:
+                what = 'sharding="fsdp"'
             raise RuntimeFailure(
                 f"{what} gathers parts of parameters on a GPU, which gloo can't; initialise torch.distributed with "
                 '"cpu:gloo,cuda:nccl", which takes a GPU for each process, or keep whole parameters '

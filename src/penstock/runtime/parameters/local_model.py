@@ -91,10 +91,10 @@ class LocalModel:
         self._without_gradient: list[tuple[weakref.ref[Parameter], int, str]] = []
         as_one = names_of_one(stages)
         self.device = device_of(stages.values(), device)
-        mesh.require_collectives(self.device)
+        mesh.require_collectives(self.device, bool(placement.shared) and parallelize is not None)
         hooked = self._hooked() if parallelize is not None else []
         share_values_of_stages(self.stages, placement, peers)
-        cut_stages(stages, placement, mesh, parallelize)
+        cut_stages(stages, placement, mesh, parallelize, self.device)
         keep_as_one(as_one, stages)
         self._require_kept(hooked)
         for stage in stages.values():

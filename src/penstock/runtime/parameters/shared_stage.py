@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -27,13 +28,18 @@ Parallelize = Callable[[nn.Module, Any], Any]
 
 
 def cut_stages(
-    stages: Mapping[int, Stage], placement: Placement, mesh: ProcessMesh, parallelize: Parallelize | None
+    stages: Mapping[int, Stage],
+    placement: Placement,
+    mesh: ProcessMesh,
+    parallelize: Parallelize | None,
+    device: torch.device,
 ) -> None:
     """Makes stages this process's shards of them: over the mesh's shards, over the ranks that share a stage, or over
     both where there are both. All processes with a stage start from the first one's values.
 
     Args:
         stages: each once. A module that lies in several is cut in each of them.
+        device: on which stages will lie.
 
     Raises:
         RuntimeFailure: nothing says how to cut a stage.
@@ -51,13 +57,13 @@ def cut_stages(
                 dist.broadcast(tensor.data, group=mesh.shards.get_group(), group_src=0)
     if parallelize is None:
         return
-    over = _meshes_of_shared(placement, mesh)
+    over = _meshes_of_shared(placement, mesh, device.type)
     for index, stage in stages.items():
         if (across := over.get(index, mesh.shards)) is not None:
             parallelize(stage, across)
 
 
-def _meshes_of_shared(placement: Placement, mesh: ProcessMesh) -> dict[int, Any]:
+def _meshes_of_shared(placement: Placement, mesh: ProcessMesh, device_type: str) -> dict[int, Any]:
     """By stage that ranks of the pipeline share, the device mesh of all processes that hold it, this one included."""
     peers = mesh.pipeline
     if not placement.shared or not isinstance(peers, GroupPeers):
@@ -70,7 +76,7 @@ def _meshes_of_shared(placement: Placement, mesh: ProcessMesh) -> dict[int, Any]
         rows = peers.gather(dist.get_process_group_ranks(mesh.shards.get_group()))
         inside = {ranks: [process for rank in ranks for process in rows[rank]] for ranks in sets}
         groups = groups_of_processes(inside, peers.timeout, whole=False)
-    kind = "cpu" if mesh.shards is None else mesh.shards.device_type
+    kind = device_type if mesh.shards is None else mesh.shards.device_type
     meshes = {
         ranks: dist.device_mesh.DeviceMesh.from_group(group, kind, mesh_dim_names=("shared",))
         for ranks, group in groups.items()
