@@ -20,13 +20,14 @@ from penstock.train.inputs import gather_inputs
 from penstock.train.job import TrainJob
 from penstock.train.settings import Settings
 from penstock.tune import meter, session, verify
+from penstock.tune.errors import TuneError
 from penstock.tune.estimate import estimate, estimate_ends
 from penstock.tune.memory import memory_of
 from penstock.tune.predict import links_of, predict, stage_costs
 from penstock.tune.profile import MessageCosts, Profile, with_shared_ends
 from penstock.tune.search import candidates, search
 from penstock.tune.space import Shape, TuneSpace
-from penstock.tune.tuned_model import why_no_shared_ends
+from penstock.tune.tuned_model import gpt_model, why_no_shared_ends
 from tune_models import profile, ranges, transfer
 
 pytestmark = pytest.mark.unit
@@ -253,6 +254,20 @@ def test_what_cannot_share_is_refused_by_name(
     (tmp_path / "net.py").write_text(OWN)
     (tmp_path / "costs.json").write_text(json.dumps({"f": [1] * 4, "i": [1] * 4, "w": [1] * 4}))
     assert said in told(capsys, "tune", *arguments, "--shared-ends", code=2)["error"]["message"]
+
+
+@pytest.mark.parametrize("asked_for", [True, None])
+def test_what_gpus_run_together_is_not_measured_yet(asked_for: bool | None) -> None:
+    settings = Settings(preset="nano", microbatches=1, ranks=1, device="cuda")
+    asked = session.Asked(settings, session.Measuring(Path("db")), pp=[2], shared_ends=asked_for)
+    heavy_head = dataclasses.replace(presets["nano"], depth=2, width=8, num_heads=1, context=8)
+    model, shapes = gpt_model("nano", heavy_head), [Shape(2, 1, 1, 4)]
+    assert session._sharing(asked, model, shapes) == frozenset(shapes)  # an estimate
+    if asked_for:
+        with pytest.raises(TuneError, match="--shared-ends with --device cuda: how long ops take"):
+            session._sharing(asked, model, shapes, devices=2)
+    else:
+        assert session._sharing(asked, model, shapes, devices=2) == frozenset()
 
 
 @pytest.mark.slow

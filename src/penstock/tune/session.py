@@ -369,6 +369,13 @@ def _sharing(
     named = set(asked.schedules or ()) & set(SHARED_ENDS)
     if asked.shared_ends is False or (asked.schedules and not named):
         return frozenset()
+    if devices is not None and asked.settings.device != "cpu":
+        if asked.shared_ends:
+            raise TuneError(
+                f"--shared-ends with --device {asked.settings.device}: how long ops take that several GPUs run together "
+                "is not measured yet; leave it out, or estimate with --tflops"
+            )
+        return frozenset()
     asked_for, limited = asked.shared_ends or bool(named), asked.memory_limit is not None
     heaviest = max(model.costs[0], model.costs[-1])
     found: list[Shape] = []
