@@ -372,8 +372,8 @@ def _sharing(
     if devices is not None and asked.settings.device != "cpu":
         if asked.shared_ends:
             raise TuneError(
-                f"--shared-ends with --device {asked.settings.device}: how long ops take that several GPUs run together "
-                "is not measured yet; leave it out, or estimate with --tflops"
+                f"--shared-ends with --device {asked.settings.device}: how long ops take that several GPUs run "
+                "together is not measured yet; leave it out, or estimate with --tflops"
             )
         return frozenset()
     asked_for, limited = asked.shared_ends or bool(named), asked.memory_limit is not None
