@@ -112,6 +112,7 @@ def test_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = run.found_all()
     assert run.table(found) in (BENCHMARKS / "proofs/README.md").read_text(encoding="utf-8")
     assert [found[kind]["all"]["cases"] for kind in ("plain", "uneven")] == [2000, 2000]
+    found["again"] = json.loads((BENCHMARKS / "proofs/proofs_again.json").read_text(encoding="utf-8"))
     assert all(each["all"]["wrong"] == 0 for each in found.values())
     for each in found.values():
         assert each["commits"]

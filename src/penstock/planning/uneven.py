@@ -174,9 +174,9 @@ def exact_uneven_bound(
     It is asked for a makespan below `value`, of ops in any order that keep to the caps. Times and memory are counted
     as in `exact`; what can't be whole is rounded so that no order is ruled out.
     """
+    began = time.perf_counter()
     from ortools.sat.python import cp_model
 
-    began = time.perf_counter()
     order, ends = candidate.lowered, _ends(candidate, links)
     clock = clock_of({float(ms) for ms in (*order.duration, *ends.delay)}, value)
     clock = replace(clock, steps=clock.steps - clock.exact)
