@@ -125,7 +125,7 @@ def test_rank_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     readme = (BENCHMARKS / "rank_memory/README.md").read_text(encoding="utf-8")
     found = {
         kind: json.loads((BENCHMARKS / f"rank_memory/{kind}.json").read_text(encoding="utf-8"))["rows"]
-        for kind in ("loading", "folder", "own")
+        for kind in ("loading", "folder", "own", "allocator")
     }
     for kind, rows in found.items():
         assert run.table(kind, rows) in readme
@@ -135,3 +135,5 @@ def test_rank_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name in loaded if name in families and loaded[name] >= 0.6] == []
     own = {row["case"]: row["losses"] for row in found["own"]}
     assert own["small"] == own["small, in memory"]
+    assert own["large"] == own["large, once more"] == own["large, freed memory given back"]
+    assert max(next(row["peak"] for row in found["own"] if "given back" in row["case"])) < 0.6
