@@ -76,9 +76,15 @@ def between_processes(
         complete = min(map(len, told))
         done += [_together([each[k] for each in told]) for k in range(complete)]
         if complete < len(left) and not (complete and done[-1].kind in BROKEN):
-            words = "; ".join(f"rank {o.rank} ended with {o.code}: {o.last_line}" for o in ended)
+            words = "; ".join(f"rank {o.rank} ended with {o.code}: {_error_in(o)}" for o in ended)
             done.append(Outcome("raw", f"the processes did not go on: {words}"))
     return done
+
+
+def _error_in(outcome: Any) -> str:
+    """The last line that names an error, and the last line of all where none does: notes follow some errors."""
+    named = [line for line in outcome.text.splitlines() if "Error" in line and not line.startswith(" ")]
+    return (named or [outcome.last_line])[-1]
 
 
 def run_each(rank: int, folder: str, given: bytes) -> None:

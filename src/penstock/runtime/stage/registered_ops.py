@@ -105,7 +105,8 @@ class OutputGathering:
     """Brings the outputs of all ranks of an op together, on each of them. It begins when it is waited for.
 
     Attributes:
-        result: by (stage, microbatch), once it was waited for. A rank's own are leaves, which may have a gradient.
+        result: by (stage, microbatch), once it was waited for. A rank's own are leaves, which may have a gradient;
+            those of others lie where its own do.
     """
 
     def __init__(self, own: Values, group: WeakGroup | None, rank: int, timeout: float) -> None:
@@ -124,13 +125,14 @@ class OutputGathering:
             mine = {place: (tuple(value.shape), value.dtype) for place, value in self._own.items()}
             dist.all_gather_object(shapes, mine, group=group)
             found: Values = {}
+            here = next((value.device for value in self._own.values()), torch.device("cpu"))
             for source, theirs in enumerate(shapes):
                 for place, (shape, dtype) in sorted(theirs.items()):
                     own = self._own.get(place)
                     buffer = torch.empty(shape, dtype=dtype) if own is None else own.detach().cpu().contiguous()
                     work = dist.broadcast(buffer, group=group, group_src=source, async_op=True)
                     work.wait(timedelta(seconds=self._timeout))
-                    found[place] = buffer if own is None else own
+                    found[place] = buffer.to(here) if own is None else own
             return found
         except RuntimeError as error:
             raise explain(error, self._rank, None, "what they gather", self._timeout) from None

@@ -9,6 +9,8 @@ own op, run again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +53,22 @@ def autocast(t: Tensor) -> Tensor:
             nothing = _nothing(dtype, t.device, *t.shape[1:])
             kept = _PRODUCTS[t.dim()](nothing, t).grad_fn._saved_weight  # type: ignore[union-attr]
     return kept
+
+
+@contextmanager
+def without_autocast(device_type: str) -> Iterator[None]:
+    """Within it autocast is off, and at its end no copy of a parameter is dropped.
+
+    A region of autocast that ends drops all copies, of whatever thread, unless its thread is in another region. A
+    backward on a GPU runs in a thread of autograd's, which is in none, and may run in the middle of a forward whose
+    copies are still wanted.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        with torch.autocast(device_type, enabled=False):
+            yield
+    finally:
+        torch.autocast_decrement_nesting()
 
 
 def _is_kept(t: Tensor) -> bool:
@@ -153,7 +171,7 @@ def _differentiable(ctx: Any, g: Tensor, x: Tensor, weight: Tensor) -> list[Tens
     weight = weight.view_as(weight)
     bias = None if bias is None else bias.view_as(bias)
     wanted = [t for t, needed in zip((x, weight, bias), ctx.needs_input_grad) if needed and t is not None]
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         if is_sharded(owner):
             dtype = x.dtype if rule.autocasts else owner.dtype
             weight, bias = local(weight).to(dtype), None if bias is None else local(bias).to(dtype)

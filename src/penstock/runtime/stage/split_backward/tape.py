@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from penstock.runtime.stage.autograd import run_backward
+from penstock.runtime.stage.split_backward.defer import without_autocast
 from penstock.runtime.stage.split_backward.rules import Workspace
 from penstock.runtime.stage.split_backward.share import HOOKED, USED_OTHERWISE
 from penstock.runtime.stage.split_backward.slot import Slot, recording
@@ -396,7 +397,7 @@ class Tape:
         if now:
             chosen = {id(h) for h in now}
             self._held = [h for h in self._held if id(h) not in chosen]
-            with torch.no_grad(), torch.autocast(now[0].x.device.type, enabled=False):
+            with torch.no_grad(), without_autocast(now[0].x.device.type):
                 self._compute(now)
 
     def _is_complete(self, p: int) -> bool:
