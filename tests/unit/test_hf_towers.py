@@ -17,6 +17,9 @@ from hf_families import FAMILIES, batch_of, config_of, model_of, plain_step
 from penstock.cli import main
 from penstock.models.huggingface import Decoder
 from penstock.models.huggingface.pieces import HIDDEN, SELECTED, TOKENS, MergePiece, TowerBlockPiece
+from penstock.runtime.tensors.pytree import flatten
+from penstock.train.settings import Settings
+from penstock.train.tasks.huggingface import DecoderTask
 from tiers import others_nightly
 from train_runs import losses
 
@@ -251,3 +254,20 @@ def test_a_run_cut_inside_a_tower_is_resumed_and_exported(name: str, tmp_path: P
     moved = {key for key in first if not torch.equal(first[key], trained[key])}
     assert {"vision_tower", "multi_modal_projector", "language_model"} <= {key.split(".")[1] for key in moved}
     assert trained.keys() == first.keys()
+
+
+def test_messages_are_counted_as_they_are_sent(tmp_path: Path) -> None:
+    model_of("llava", vision_feature_layer=[1, -1]).save_pretrained(tmp_path)
+    settings = Settings(model=str(tmp_path), schedule="1f1b", ranks=4, microbatches=4, batch=8, cut=(2, 1, 2, 5))
+    schedule = settings.build_schedule()
+    task = DecoderTask(settings, schedule)
+    value: Any = {name: each[:2] for name, each in task.read(None).batches[0].inputs.items()}
+    sent = []
+    for build in task.stages()[:-1]:
+        value = build()(value)
+        sent.append(float(sum(each.nbytes for each in flatten(value)[0])))
+    assert len(value[HIDDEN]) == 2
+    assert task.message_bytes(schedule) == [*sent, 0.0]
+    first = task.decoder.anatomy.first_block - 1
+    share = 5 / task.read(None).batches[0].inputs[TOKENS].shape[1]
+    assert task.layer_costs[:first] == [max(1.0, share * each) for each in task.decoder.costs()[:first]]
