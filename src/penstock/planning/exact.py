@@ -77,7 +77,7 @@ class SolverAnswer:
 
 
 @dataclass(frozen=True)
-class Clock:
+class TimeGrid:
     """Times as whole numbers of `unit` ms, `steps` till the horizon; `exact` where they are so without rounding."""
 
     unit: float
@@ -104,17 +104,17 @@ class Clock:
         return (self.steps + self.exact) * self.unit
 
 
-def _clock(problem: Problem, horizon: float, num_steps: int) -> Clock:
+def _clock(problem: Problem, horizon: float, num_steps: int) -> TimeGrid:
     queues = problem.queues
     return clock_of({float(time) for times in (queues.duration, queues.delay) for time in times}, horizon, num_steps)
 
 
-def clock_of(times: set[float], horizon: float, num_steps: int = _STEPS) -> Clock:
+def clock_of(times: set[float], horizon: float, num_steps: int = _STEPS) -> TimeGrid:
     """Counts times in the largest unit of which they are whole multiples, or in parts of the horizon (ms)."""
     unit = common_unit(times)
     if unit is None or horizon > num_steps * unit:
-        return Clock(horizon / num_steps, num_steps, exact=False)
-    return Clock(unit, math.floor(horizon / unit + _NEAR_WHOLE), exact=True)
+        return TimeGrid(horizon / num_steps, num_steps, exact=False)
+    return TimeGrid(unit, math.floor(horizon / unit + _NEAR_WHOLE), exact=True)
 
 
 def available() -> bool:
@@ -248,7 +248,7 @@ class _OrderModel(NamedTuple):
     duration: list[int]
 
 
-def _modelled(problem: Problem, clock: Clock, span: Span | None) -> _OrderModel | None:
+def _modelled(problem: Problem, clock: TimeGrid, span: Span | None) -> _OrderModel | None:
     """The model of all schedules that end by the clock's last step; None where there are none."""
     from ortools.sat.python import cp_model
 
@@ -310,7 +310,7 @@ def _order_found(problem: Problem, made: _OrderModel, solver: Any) -> Array | No
 
 
 def _first_starts(
-    model: Any, problem: Problem, span: Span, starts: list[list[Any]], duration: list[int], clock: Clock
+    model: Any, problem: Problem, span: Span, starts: list[list[Any]], duration: list[int], clock: TimeGrid
 ) -> None:
     """A rank must end in time after its own first start, which is one of those it may begin with.
 
@@ -352,7 +352,9 @@ def answered(solver: Any, model: Any, seconds: float) -> Any:
             raise
 
 
-def _memory(model: Any, problem: Problem, r: int, starts: list[list[Any]], duration: list[int], clock: Clock) -> None:
+def _memory(
+    model: Any, problem: Problem, r: int, starts: list[list[Any]], duration: list[int], clock: TimeGrid
+) -> None:
     """Caps what rank r holds, or somewhat less than that: no order that keeps to the cap is ruled out."""
     queues = problem.queues
     cap = float(queues.cap[r])

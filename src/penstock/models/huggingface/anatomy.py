@@ -25,7 +25,7 @@ from penstock.models.huggingface.frame import Catcher, Stopped, encoded, hollow,
 if TYPE_CHECKING:
     from penstock.models.huggingface.pictures import PictureForm
 
-__all__ = ["Anatomy", "DecoderError", "Encoder", "Tower", "examine"]
+__all__ = ["Anatomy", "DecoderError", "Encoder", "ImageTower", "examine"]
 
 BY_HAND = (
     "name the list yourself, Decoder(..., blocks='transformer.h'), or write one module per stage and give "
@@ -60,7 +60,7 @@ class Encoder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tower(Encoder):
+class ImageTower(Encoder):
     """A tower for images, whose features take the place of some embeddings; nothing of it is given to blocks.
 
     Attributes:
@@ -110,9 +110,9 @@ class Anatomy:
     uncut: str = ""
 
     @property
-    def tower(self) -> Tower | None:
+    def tower(self) -> ImageTower | None:
         """The encoder where it is one of images."""
-        return self.encoder if isinstance(self.encoder, Tower) else None
+        return self.encoder if isinstance(self.encoder, ImageTower) else None
 
     @property
     def has_encoder(self) -> bool:

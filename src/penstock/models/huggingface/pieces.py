@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.models.huggingface.anatomy import Anatomy, DecoderError, Tower, blocks_of
+from penstock.models.huggingface.anatomy import Anatomy, DecoderError, ImageTower, blocks_of
 from penstock.models.huggingface.frame import Arguments, Blank, Catcher, Stopped, encoded, hollow, stand_in
 from penstock.models.huggingface.pictures import IMAGES, PictureForm
 from penstock.models.huggingface.routers import ROUTED, Routers
@@ -164,7 +164,7 @@ class BlockPiece(Piece):
 class TowerBlockPiece(BlockPiece):
     """A block of a tower. Where there is no picture, or nothing is made of what it returns, it does nothing."""
 
-    def __init__(self, path: str, block: nn.Module, index: int, around: Around, tower: Tower) -> None:
+    def __init__(self, path: str, block: nn.Module, index: int, around: Around, tower: ImageTower) -> None:
         super().__init__(path, block, index, around)
         self._tower = tower
 
@@ -218,7 +218,7 @@ class Looks:
         fill: stand-ins by path, among them those of what comes before the tower's blocks.
     """
 
-    def __init__(self, tower: Tower, fill: Mapping[str, nn.Module]) -> None:
+    def __init__(self, tower: ImageTower, fill: Mapping[str, nn.Module]) -> None:
         self.tower = tower
         self._shape = (tower.form.num_channels, tower.form.size, tower.form.size)
         self._before = [part for path in tower.before if isinstance(part := fill[path], Blank)]

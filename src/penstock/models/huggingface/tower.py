@@ -23,7 +23,7 @@ from penstock.models.huggingface.anatomy import (
     MOST_RETURNED,
     Anatomy,
     DecoderError,
-    Tower,
+    ImageTower,
     blocks_of,
     carried_by,
     modules_around,
@@ -81,7 +81,7 @@ def _list_in_tower(model: nn.Module, anatomy: Anatomy) -> str:
 
 def _traced(
     model: Any, anatomy: Anatomy, path: str, parts: list[str], num_returned: int, form: PictureForm
-) -> tuple[Tower, list[Arguments]]:
+) -> tuple[ImageTower, list[Arguments]]:
     """The tower, and what its blocks were given. Raises ValueError where it does not fit, and what the code does."""
     shadow = on_meta(model)
     catchers = [Catcher(block, num_returned) for block in blocks_of(shadow, path)]
@@ -114,7 +114,7 @@ def _traced(
     earlier = [p for part in before for p in shadow.get_submodule(part).parameters() if p.requires_grad]
     selected = _features_follow_from([c.instead for c in catchers if c.instead is not None], earlier, found)
     kept = [catcher.given for catcher in catchers if catcher.given is not None]
-    tower = Tower(
+    tower = ImageTower(
         path,
         len(catchers),
         tuple(before),
@@ -153,7 +153,7 @@ def _tensors_in(found: Any) -> Iterator[Tensor]:
             yield from _tensors_in(each)
 
 
-def _given_over_stand_ins(model: Any, anatomy: Anatomy, tower: Tower) -> list[Arguments]:
+def _given_over_stand_ins(model: Any, anatomy: Anatomy, tower: ImageTower) -> list[Arguments]:
     """What a tower's blocks are given where nothing of the model is there."""
     around = Around(model, anatomy, True)
     value = {
