@@ -8,6 +8,7 @@ import os
 import sys
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ import torch
 
 from experiments.claims import pages
 from experiments.claims.claim import Item
-from experiments.common.record import commit
+from experiments.common.record import ROOT, commit
 from experiments.common.results import find, load
-from experiments.pipemorph import figure9, figure10, figure21_gpu, gpu, spans
+from experiments.pipemorph import RESULTS, figure9, figure10, figure21_gpu, gpu, spans
 from experiments.pipemorph.spans import DeviceSpan, device_spans, drawn, inside, merged, overlap, tracks
 from tiers import others_nightly
 
@@ -319,3 +320,19 @@ def test_a_row_of_the_audit_becomes_what_it_says_once_its_results_are_there(
 def test_the_commit_of_a_copy_without_git_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_COMMIT", "0123456789" * 4)
     assert commit() == "0123456789" * 4
+
+
+@pytest.mark.results
+def test_the_page_of_what_has_run_has_the_figures_of_the_results() -> None:
+    page = " ".join((ROOT / "docs" / "measured.md").read_text(encoding="utf-8").split())
+    rows = load(RESULTS, "figure9-gpu")
+    late = [
+        median(max(row["pause_ms"]) for row in rows if (row["way"], row["late_ms"]) == (way, 30.0))
+        for way in ("in order", "delegates")
+    ]
+    assert f"by {late[0]:.0f} ms over NCCL in order, and by {late[1]:.1f} ms by delegates" in page
+    ratios = []
+    for ranks in (2, 4):
+        steps = {row["transport"]: median(row["steps_ms"]) for row in load(RESULTS, f"figure21_gpu-{ranks}ranks")}
+        ratios.append(steps["delegate"] / steps["host"])
+    assert f"take {ratios[0]:.2f} and {ratios[1]:.2f} times as long by delegates as over shared memory" in page
