@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -244,3 +245,34 @@ def test_parameters_without_values_are_refused(where: str) -> None:
         }[where]()
         with pytest.raises(RuntimeFailure, match=said):
             ps.Pipeline(model, ps.build("1f1b", 1 if where == "whole" else 2, 4), loss_fn=MSE)
+
+
+class Overheard(nn.Module):
+    """While its forward runs, another thread does what a transport's threads do: it makes a tensor.
+
+    Args:
+        made: takes what that thread got.
+    """
+
+    def __init__(self, made: list[object]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self._beside = lambda: made.append(torch.zeros(1, dtype=torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=self._beside)
+        thread.start()
+        thread.join()
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_what_other_threads_do_while_a_model_is_traced_is_no_part_of_it() -> None:
+    """Random run 80218 between three processes: a model was traced anew in a step, and the tensor of an
+    acknowledgement, which a thread of the transport made just then, was taken for one of the model's."""
+    made: list[object] = []
+    parts = ps.split(Overheard(made), 2)
+    assert made
+    assert {type(each) for each in made} == {Tensor}
+    assert [len(paths) for paths in parts.layers] == [2, 2]

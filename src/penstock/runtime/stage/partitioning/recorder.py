@@ -12,6 +12,7 @@ import inspect
 import random
 import re
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -113,6 +114,7 @@ class Recorder(fx.Tracer):
         self._opened = set(opened)
         self._example = example
         self._concrete = 0
+        self._thread = threading.get_ident()
 
     def record(self, model: nn.Module, skeleton: Skeleton, num_leaves: int) -> tuple[fx.Graph, Entry]:
         """Returns the graph and the root that its names are relative to.
@@ -160,7 +162,7 @@ class Recorder(fx.Tracer):
         return m not in self._opened
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._concrete:
+        if self._is_not_meant():
             return forward(*args, **kwargs)
         if m in self._opened:
             try:
@@ -346,7 +348,7 @@ class Recorder(fx.Tracer):
 
         def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
             given = partial(apply, cls)
-            if self._concrete:
+            if self._is_not_meant():
                 return given(*args, **kwargs)
             return self.create_proxy("call_function", _Named(given, cls.__name__), args, kwargs)
 
@@ -368,9 +370,15 @@ class Recorder(fx.Tracer):
                 found.append((numpy.random, name, drawn))
         return found
 
+    def _is_not_meant(self) -> bool:
+        """Whether a call of what was replaced is no part of the forward: something is worked out, or another thread
+        calls it. What is replaced is so for the whole process, and a transport's threads make tensors meanwhile.
+        """
+        return self._concrete > 0 or threading.get_ident() != self._thread
+
     def _recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
-            if self._concrete:
+            if self._is_not_meant():
                 return function(*args, **kwargs)
             return self.create_proxy("call_function", function, args, kwargs)
 
@@ -378,7 +386,7 @@ class Recorder(fx.Tracer):
 
     def _refused(self, function: Callable[..., Any], doing: str) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if self._concrete else self.refuse(doing)
+            return function(*args, **kwargs) if self._is_not_meant() else self.refuse(doing)
 
         return refuse
 
