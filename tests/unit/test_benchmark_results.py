@@ -50,6 +50,15 @@ def test_fuzz() -> None:
         assert mended is None or (mended["is"] == "same" and f"seed {mended['case']}" in readme)
 
 
+def test_fuzz_on_a_gpu() -> None:
+    readme = " ".join((BENCHMARKS / "fuzz/README.md").read_text(encoding="utf-8").split())
+    for name in ("gpu", "gpu-between"):
+        found = json.loads((BENCHMARKS / f"fuzz/{name}.json").read_text(encoding="utf-8"))
+        (part,) = (value for value in found.values() if isinstance(value, dict) and "cases" in value)
+        said = ", ".join(f"{part[kind]} {kind}" for kind in KINDS)
+        assert f"(`{name}.json`), {part['cases']} cases: {said}" in readme
+
+
 def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     run = script("peers", monkeypatch)
     results = json.loads((BENCHMARKS / "peers/results.json").read_text(encoding="utf-8"))["rows"]
