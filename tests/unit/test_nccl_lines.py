@@ -34,7 +34,7 @@ class NoStreams:
     def receiving(self, free: Any) -> Any:
         return nullcontext()
 
-    def reading(self) -> Any:
+    def ending(self) -> Any:
         return nullcontext()
 
     def used(self, buffer: Any) -> Any:
