@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 NUM_STEPS = 3
-"""Receives posted ahead once left two ranks standing still in the first of them: kernels were loaded behind one."""
+"""Receives posted ahead once left two ranks standing still in the first of them."""
 
 
 @pytest.fixture(autouse=True)

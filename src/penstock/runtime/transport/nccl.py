@@ -8,7 +8,8 @@ was sent. Each message is announced through host memory, with its tag, and recei
 
 So no receive ever waits on a device for an op that another rank has yet to run. A kernel of NCCL that waits holds
 processors of its GPU, and CUDA may let nothing else begin behind it: what it does when a kernel is used for the
-first time, or memory is allocated, can wait for all that runs. Two ranks that posted receives ahead stood still so.
+first time, or memory is allocated, can wait for all that runs. Two ranks that posted receives ahead stood still in
+their first step.
 
 NCCL's own wait makes a stream wait, with all the compute that is queued on it, and lets the host go on. A rank that
 picks its ops must know instead which messages are there. So a thread asks whether a receive has ended, and the
