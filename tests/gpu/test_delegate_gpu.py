@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from delegate_ranks import Chain, run_delegate_ranks
+from gpu_cases import build_batch, build_model
 from packed import packed
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.delegate import DelegateTransport
@@ -69,19 +70,6 @@ def test_tensors_of_every_layout_pass_from_gpu_to_gpu() -> None:
     outcomes = run_delegate_ranks(2, exchange, deadline=100)
     assert all(not one.error for one in outcomes), "\n".join(one.text for one in outcomes)
     assert [one.value for one in outcomes] == [(True, True, NUM_MESSAGES)] * 2
-
-
-def build_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for _ in range(8):
-        layers += [nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64)]
-    return nn.Sequential(*layers).cuda()
-
-
-def build_batch() -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(30, 64, device="cuda"), torch.randn(30, 64, device="cuda")
 
 
 def train(rank: int, name: str, dispatch: str) -> dict[str, list[float]]:

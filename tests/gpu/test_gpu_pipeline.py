@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import penstock as ps
+from gpu_cases import build_batch, build_model
 from packed import packed
 from penstock.runtime.execute.launched_ops import AHEAD, LaunchedOps
 from plain_loop import plain_step
@@ -26,19 +27,6 @@ SCHEDULES = ["1f1b", "interleaved-1f1b", "zb-v", "zb"]
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def build_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for _ in range(8):
-        layers += [nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64)]
-    return nn.Sequential(*layers).cuda()
-
-
-def build_batch() -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(30, 64, device="cuda"), torch.randn(30, 64, device="cuda")
 
 
 def expected(autocast: torch.dtype | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

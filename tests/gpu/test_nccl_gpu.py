@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import penstock as ps
+from gpu_cases import build_batch, build_model
 from plain_loop import plain_step
 from processes import Outcome, run_ranks
 
@@ -25,19 +26,6 @@ NUM_STEPS = 3
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def build_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for _ in range(8):
-        layers += [nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64)]
-    return nn.Sequential(*layers).cuda()
-
-
-def build_batch() -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(30, 64, device="cuda"), torch.randn(30, 64, device="cuda")
 
 
 def train(rank: int, name: str, dispatch: str) -> dict[str, list[float]]:
