@@ -300,9 +300,8 @@ class Decoder:
         costs = [
             max(1.0, sum(self._flops(path) for path in self.anatomy.paths(index))) for index in range(self.num_layers)
         ]
-        if (
-            tower := self.anatomy.tower
-        ) is not None:  # of its last blocks, which are not called where none is looked at
+        tower = self.anatomy.tower
+        if tower is not None:  # its last blocks are not called where nothing is made of what they return
             costs[1 + tower.num_called : 1 + tower.num_blocks] = [1.0] * (tower.num_blocks - tower.num_called)
         return costs
 

@@ -8,6 +8,7 @@ takes the norms of many gradients at once, by kernels that add up in another ord
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,11 +27,9 @@ def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
     """The norm of each, where it lies. Of one that several processes hold a shard of, they work it out together."""
     found: dict[int, Tensor] = {}
     plain = [place for place, gradient in enumerate(gradients) if not is_sharded(gradient) and gradient.is_cuda]
-    groups = _by_type([gradients[place] for place in plain])
-    for places in groups:
-        norms = torch._foreach_norm([gradients[plain[place]] for place in places])
-        for place, norm in zip(places, norms, strict=True):
-            found[plain[place]] = norm
+    for group in _by_type([gradients[place] for place in plain]):
+        members = [plain[number] for number in group]
+        found |= zip(members, torch._foreach_norm([gradients[place] for place in members]), strict=True)
     return [
         found[place] if place in found else whole(torch.linalg.vector_norm(gradient))
         for place, gradient in enumerate(gradients)
@@ -73,8 +72,8 @@ def global_norm(
     present = [(norm, dtype) for norm, dtype in zip(norms, dtypes.values(), strict=True) if norm != _ABSENT]
     if not present:
         return torch.tensor(0.0, device=device)
-    order = _by_type([torch.empty(0, dtype=dtype) for _, dtype in present])
-    combined = torch.stack([present[k][0].to(present[k][1].to_real()) for places in order for k in places])
+    order = chain.from_iterable(_by_type([torch.empty(0, dtype=dtype) for _, dtype in present]))
+    combined = torch.stack([present[k][0].to(present[k][1].to_real()) for k in order])
     return torch.linalg.vector_norm(combined.to(device))
 
 
