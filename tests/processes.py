@@ -168,6 +168,7 @@ def _child(
     try:
         backend = "cpu:gloo,cuda:nccl" if shares_gpu else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+        dist.all_reduce(torch.zeros(1))  # one that ended before another had connected to it would break its start
         value = function(rank, *args)
         Path(f"{folder}/{rank}.value").write_bytes(pickle.dumps(value))
         if dist.is_initialized():

@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.multiproc]
 HEAD = """
 import os, signal, sys, threading
 rank = os.environ["RANK"]
-print(rank, os.getcwd() == sys.path[0], os.environ["SAID"], sys.stdin.read(), flush=True)
+line = f"{rank} {os.getcwd() == sys.path[0]} {os.environ['SAID']} {sys.stdin.read()}\\n"
+os.write(1, line.encode())  # at once, since two ranks write to one file
 """
 
 PROGRAMS = {
@@ -42,7 +43,7 @@ def _launched(program: str, out: str, ahead: bool) -> None:
     waiting = WaitingServer.fork([]) if ahead else None
     if isinstance(waiting, RankOrder):
         sys.exit(waiting.run())
-    stdout = os.open(f"{out}.out", os.O_WRONLY | os.O_CREAT)
+    stdout = os.open(f"{out}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(stdout, 1)
     os.environ["SAID"] = "after the fork"
     os.chdir(os.path.dirname(program))

@@ -196,4 +196,5 @@ def too_many_or_too_few(rank: int) -> str:
 
 def test_a_schedule_for_another_number_of_ranks() -> None:
     outcomes = run_ranks(2, too_many_or_too_few, deadline=30)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
     assert all("the schedule is for 3 ranks and the process group has 2" in o.value for o in outcomes)
