@@ -389,7 +389,10 @@ def run_cell(cell: Cell) -> Outcome:
     """How it ended: as a random run does. A refusal that is not the table's is "raw"."""
     if cell.device == "cuda":  # as far as its kernels can be
         torch.use_deterministic_algorithms(True, warn_only=True)
-    want = wanted(cell)
+    try:
+        want = wanted(cell)
+    except Exception as error:  # before anything of ours has run
+        return Outcome("raw", f"in the plain loop, {type(error).__name__}: {error}")
     place = place_of(cell)
     row = cell.refusal
     try:

@@ -76,15 +76,25 @@ def between_processes(
         complete = min(map(len, told))
         done += [_together([each[k] for each in told]) for k in range(complete)]
         if complete < len(left) and not (complete and done[-1].kind in BROKEN):
-            words = "; ".join(f"rank {o.rank} ended with {o.code}: {_error_in(o)}" for o in ended)
+            words = "; ".join(_how_it_ended(o, each[complete:]) for o, each in zip(ended, told, strict=True))
             done.append(Outcome("raw", f"the processes did not go on: {words}"))
     return done
 
 
-def _error_in(outcome: Any) -> str:
-    """The last line that names an error, and the last line of all where none does: notes follow some errors."""
-    named = [line for line in outcome.text.splitlines() if "Error" in line and not line.startswith(" ")]
-    return (named or [outcome.last_line])[-1]
+def _how_it_ended(rank: Any, found: Sequence[Outcome]) -> str:
+    """Of one process, in words: what it found of a case that not all of them told of, or the error that ended it."""
+    what = f"{found[0].kind}, {found[0].detail}" if found else _error_in(rank)
+    return f"rank {rank.rank} ended with {rank.code}: {what}"
+
+
+def _error_in(rank: Any) -> str:
+    """The first line of the last error that a process printed, and the last line of all where there is none. Behind
+    the first line come notes, or what every error of CUDA says.
+    """
+    _, traced, behind = rank.text.rpartition("Traceback (most recent call last):\n")
+    lines = [line for line in behind.splitlines() if line and not line.startswith(" ")]
+    named = lines[:1] if traced else [line for line in lines if "Error" in line][-1:]
+    return (named or [rank.last_line])[0]
 
 
 def run_each(rank: int, folder: str, given: bytes) -> None:

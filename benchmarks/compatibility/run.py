@@ -180,12 +180,14 @@ def run_all(
             return
         num, mine = cells[part[0]].num_processes, [cells[place] for place in part]
         ended = [run_cell(cell) for cell in mine] if num == 1 else between_processes(num, mine, run_cell)
+        named = [place if numbers is None else numbers[place] for place in part]
         with lock:
-            for place, outcome in zip(part, ended, strict=True):
+            for place, name, outcome in zip(part, named, ended, strict=True):
                 found[place] = outcome
                 if outcome.kind not in ("same", "refused"):
-                    named = place if numbers is None else numbers[place]
-                    print(f"cell {named}, {cells[place]}\n    {outcome.kind}: {outcome.detail[:600]}", flush=True)
+                    print(f"cell {name}, {cells[place]}\n    {outcome.kind}: {outcome.detail[:600]}", flush=True)
+            if num > 1:  # a run that is cut short is to say which were right, too
+                print(f"cells {', '.join(map(str, named))} have ended, {num} processes each", flush=True)
             if so_far is not None:
                 so_far.write_text(json.dumps({place: (o.kind, o.detail) for place, o in found.items()}))
 
@@ -251,7 +253,8 @@ def main() -> None:
     cells = [replace(cell, device=given.device) for cell in read_cells()]
     if given.cell is not None:
         chosen = [cells[number] for number in given.cell]
-        for place, outcome in sorted(run_all(chosen).items()):
+        found = run_all(chosen, batch=given.batch, numbers=given.cell, beside=given.beside)
+        for place, outcome in sorted(found.items()):
             print(f"{chosen[place]}\n    {outcome.kind}: {outcome.detail}")
         return
     numbers = range(len(cells))[given.first :: given.every]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 
 import pytest
+import torch.distributed as dist
 
 from fuzz_cases import PLANTED, Case, Outcome, draw
 from fuzz_runs import SHAPES, between_processes, run_case
@@ -51,3 +54,21 @@ def test_shards_and_whole_parameters_are_stepped_where_torch_steps_many_at_once(
     case = Case(3, ("linear", "gpt block"), num_ranks=1, shape=(1, 1, 2))
     (outcome,) = between_processes(2, [case], steps_many_at_once)
     assert outcome.kind == "same", outcome.detail
+
+
+def fails_on_one_rank(case: Case) -> Outcome:
+    """The other one tells what it found, and is ended while it waits, as at its deadline."""
+    if dist.get_rank() == 0:
+        raise RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`")
+    threading.Timer(0.5, os._exit, (1,)).start()
+    return Outcome("raw", "what rank 1 found")
+
+
+def test_a_case_that_one_rank_does_not_tell_of_has_its_error_and_what_the_others_found() -> None:
+    """Three errors of a GPU were known by the last line alone, which all of them have."""
+    (outcome,) = between_processes(2, [Case(3, ("linear",), shape=(2, 1, 1))], fails_on_one_rank)
+    assert outcome == Outcome(
+        "raw",
+        "the processes did not go on: rank 0 ended with 1: RuntimeError: CUDA error: out of memory; "
+        "rank 1 ended with 1: raw, what rank 1 found",
+    )

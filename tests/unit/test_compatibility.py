@@ -174,6 +174,17 @@ def test_cells_of_the_covering_array_that_the_table_refuses() -> None:
             assert cells.run_cell(cell) == cells.Outcome("refused", f"{row.one} and {row.other}")
 
 
+def test_a_cell_whose_plain_loop_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends before the pipeline is made is no fault of it."""
+
+    def fails(cell: cells.Cell) -> cells.Wanted:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(cells, "wanted", fails)
+    found = cells.run_cell(cells.Cell())
+    assert found == cells.Outcome("raw", "in the plain loop, RuntimeError: CUDA error: out of memory")
+
+
 def test_cells_of_the_covering_array_in_one_process_are_the_plain_loop() -> None:
     chosen = cells.some_cells(1, sample(20, 8))
     ended = {str(cell): cells.run_cell(cell) for cell in chosen}
