@@ -167,3 +167,13 @@ def test_a_context_for_pictures_is_refused(tmp_path: Path, capfd: pytest.Capture
     model_of("llava").save_pretrained(tmp_path / "model")
     assert main(f"train --model {tmp_path / 'model'} --context 16 --out {tmp_path / 'run'}".split()) == 2
     assert "--context 16: pictures and their words are as long as they are" in capfd.readouterr().err
+
+
+def test_ranks_do_not_share_the_first_layer_of_a_model_that_sees(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was shared as if it were the embedding of words, which lies behind the tower."""
+    model_of("llava").save_pretrained(tmp_path / "model")
+    line = f"train --model {tmp_path / 'model'} --schedule mllm --ranks 2 --out {tmp_path / 'run'} --in-process"
+    assert main(line.split()) == 2
+    assert "mllm shares the first stage out over its ranks" in capfd.readouterr().err

@@ -103,6 +103,11 @@ class DecoderTask:
                 each * (read if index < first else written) for index, each in enumerate(self.layer_costs)
             ]
         elif decoder.anatomy.tower is not None:
+            if schedule.placement.shared:
+                raise SettingsError(
+                    f"{schedule.name} shares the first stage out over its ranks, which is known of an embedding of "
+                    f"words, and the first layer of {settings.model} cuts images into patches; give another schedule"
+                )
             first, (read, _) = decoder.anatomy.first_block - 1, self._lengths
             share = self._num_seen / read  # what a tower takes for a token of text
             self.layer_costs[:first] = [max(1.0, share * each) for each in self.layer_costs[:first]]
