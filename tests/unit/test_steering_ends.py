@@ -153,9 +153,10 @@ def stands_still(server: Server) -> None:
 
 @pytest.mark.slow
 def test_a_store_that_stands_still_holds_no_call_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runtime.adapt.store.CONNECT", 0.5)
     with running("tcp") as server:
         store = open_store(server.address)
+        for limit in ("FIRST", "CONNECT"):
+            monkeypatch.setattr(f"penstock.runtime.adapt.store.{limit}", 0.5)
         stands_still(server)
         ended: list[str] = []
 

@@ -15,8 +15,8 @@ from penstock.lab.errors import LabError, LabMisuse
 from penstock.lab.forwarder import Forwarder
 
 MOST_BYTES = 2**20
-PATIENCE = 5.0
-"""Seconds to wait for an answer."""
+PATIENCE = 30.0
+"""Seconds to wait for an answer, on a machine that is busy with what the hosts do."""
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 

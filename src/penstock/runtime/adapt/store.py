@@ -86,8 +86,10 @@ class InProcessStore:
 
 POLL = 0.02
 """Seconds between two looks at a queue. One takes about 40 us."""
+FIRST = 20.0
+"""Seconds that a TCPStore may take to answer its client at first: a machine is busiest when ranks start."""
 CONNECT = 5.0
-"""Seconds for reaching a server, and for any of its answers besides what a call waits for itself."""
+"""Seconds for reaching a server, and for any other of its answers besides what a call waits for itself."""
 MARGIN = 0.25
 """Seconds that torch may take to give up by itself."""
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -117,7 +119,7 @@ class TcpStore:
         self._hosts, self._port = [host, *others], port
         self._closed = False
         self._sockets: list[socket.socket] = []
-        self._client: dist.TCPStore | None = self._connect()
+        self._client: dist.TCPStore | None = self._connect(FIRST)
 
     def push(self, queue: str, value: bytes) -> None:
         self._do(lambda client: client.queue_push(queue, value))
@@ -143,7 +145,7 @@ class TcpStore:
     def _do(self, call: Callable[[dist.TCPStore], Any]) -> Any:
         client = self._client
         if client is None:
-            client = self._client = self._connect()
+            client = self._client = self._connect(CONNECT)
         try:
             return call(client)
         except RuntimeError as error:
@@ -161,7 +163,7 @@ class TcpStore:
         for one in sockets:
             _cut(one)
 
-    def _connect(self) -> dist.TCPStore:
+    def _connect(self, limit: float) -> dist.TCPStore:
         if self._closed:
             raise StoreLost(f"{self._where} was closed here")
         for _ in self._hosts:
@@ -173,11 +175,11 @@ class TcpStore:
                 self._hosts.append(self._hosts.pop(0))
         else:
             raise StoreLost(f"{self._where} cannot be reached: {_first_line(error)}")
-        if not _connecting.acquire(timeout=2 * CONNECT):
+        if not _connecting.acquire(timeout=2 * limit):
             raise StoreLost(f"{self._where} cannot be reached: it does not answer")
         try:
             before = _sockets_to(self._port)
-            client = self._make(before)
+            client = self._make(before, limit)
             self._sockets = _since(before, self._port)
             for one in self._sockets:
                 for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -188,27 +190,27 @@ class TcpStore:
             self._drop()
         return client
 
-    def _make(self, before: Iterable[str]) -> dist.TCPStore:
+    def _make(self, before: Iterable[str], limit: float) -> dist.TCPStore:
         """A client. A server that stands still takes the connection and never answers, which torch waits for."""
         made: list[dist.TCPStore] = []
         errors: list[Exception] = []
 
         def make() -> None:
-            limit = timedelta(seconds=CONNECT)
+            within = timedelta(seconds=limit)
             try:
-                made.append(dist.TCPStore(self._hosts[0], self._port, None, False, limit, wait_for_workers=False))
+                made.append(dist.TCPStore(self._hosts[0], self._port, None, False, within, wait_for_workers=False))
             except RuntimeError as error:
                 errors.append(error)
 
         thread = threading.Thread(target=make, name="penstock-store", daemon=True)
         thread.start()
-        thread.join(CONNECT + MARGIN)
+        thread.join(limit + MARGIN)
         while thread.is_alive() and (found := _since(before, self._port)):
             for one in found:
                 _cut(one)
             thread.join(MARGIN)
         if not made:
-            why = _first_line(errors[0]) if errors else f"it has not answered for {CONNECT:g} s"
+            why = _first_line(errors[0]) if errors else f"it has not answered for {limit:g} s"
             raise StoreLost(f"{self._where} cannot be reached: {why}")
         return made[0]
 
