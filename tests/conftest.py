@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from groups import scheduler
 from tiers import examples
 
-# No test asserts a time, Hypothesis' 200 ms for each example among them.
-settings.register_profile("ours", deadline=None, max_examples=examples(100))
+# No test asserts a time, Hypothesis' 200 ms for each example and its own for drawing the first ten among them.
+NO_TIMES: Any = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ours", max_examples=examples(100), **NO_TIMES)
 # What continuous integration runs: the same examples for the same code, so that a change is judged by what it did.
 # New examples are looked for wherever the tests are run by hand.
-settings.register_profile("same-examples", deadline=None, max_examples=examples(100), derandomize=True)
+settings.register_profile("same-examples", max_examples=examples(100), derandomize=True, **NO_TIMES)
 settings.load_profile("ours")
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -168,7 +168,7 @@ def apart(fault: Fault, folder: Path) -> Outcome:
         disk.mkdir(parents=True, exist_ok=True)
         mounts = f'mount -t tmpfs none /dev/shm && mount -t tmpfs -o size={DISK} none "$0" && exec "$@"'
         command = [*UNSHARE, "sh", "-c", mounts, str(disk), *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     value = json.loads(done.stdout.splitlines()[-1])
     return Outcome(**value | {"resumed": tuple(value["resumed"])})

@@ -686,7 +686,7 @@ def _run(case: Case, schedule: ps.Schedule, place: Any, want: Seen) -> Outcome:
             mesh=place,
             dispatch=case.dispatch,
             transport=case.transport,
-            timeout=15.0,
+            timeout=40.0,
             precision=ps.PrecisionOptions(
                 autocast=torch.bfloat16 if case.autocast else None, clip_norm=case.clip_norm
             ),

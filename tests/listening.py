@@ -37,7 +37,10 @@ def listeners(pids: Iterable[int]) -> list[Listener]:
                 known[words[9]] = _address(words[1])
     found = []
     for pid in pids:
-        for path in Path(f"/proc/{pid}/fd").iterdir():
+        descriptors: list[Path] = []
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+        for path in descriptors:
             with contextlib.suppress(OSError):  # closed meanwhile
                 inode = os.readlink(path).removeprefix("socket:[").removesuffix("]")
                 if inode in known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -11,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -25,10 +27,23 @@ def _serve(port: int) -> None:
         time.sleep(60)
 
 
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """A port on which nobody listens. It lies below those that the kernel gives to connections and to servers that
+    ask for any, so that no other program is given it before a server listens there, or while that is started anew.
+    """
+    first = int(EPHEMERAL.read_text().split()[0]) if EPHEMERAL.exists() else 32768
+    draw = random.SystemRandom()  # tests that run side by side draw other ports
+    while True:
+        port = draw.randrange(first // 2, first)
+        with socket.socket() as one:
+            try:
+                one.bind(("", port))
+            except OSError:
+                continue
+            return port
 
 
 class Server:
@@ -59,7 +74,7 @@ class Server:
             child.start()
             assert child.pid is not None
             self._pid, self._wait = child.pid, child.join
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while time.monotonic() < end:
             with socket.socket() as one:
                 if one.connect_ex(("127.0.0.1", self.port)) == 0:

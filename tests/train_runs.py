@@ -23,7 +23,7 @@ SMALL = (
     "--preset nano --depth 6 --width 16 --heads 2 --context 16 --batch 8 --microbatches 4 "
     "--evaluate-every 0 --sample 8"
 )
-START = 100.0
+START = 200.0
 """Seconds that torch may take to start four times on a busy machine."""
 
 COMMAND = [sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())"]

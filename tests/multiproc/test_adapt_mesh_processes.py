@@ -20,7 +20,7 @@ from penstock.cost.mesh import Group
 from penstock.runtime.tensors.dtensor import whole
 from processes import run_ranks
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
 NUM_MICROBATCHES, WIDTH = 6, 8
 CORNER = "0:1=latency:40ms 0:2=latency:40ms 2:3=latency:40ms"
@@ -114,7 +114,7 @@ def agreed(outcomes: list[Any]) -> list[dict[str, Any]]:
 def test_a_late_link_of_a_ring_is_moved_under_pp_and_absorbed_there(
     tmp_path: Path, schedule: str, sharding: str
 ) -> None:
-    told = agreed(run_ranks(4, adapted, (2, 2, 1), schedule, CORNER, str(tmp_path), 34, sharding, deadline=120))
+    told = agreed(run_ranks(4, adapted, (2, 2, 1), schedule, CORNER, str(tmp_path), 34, sharding, deadline=250))
     lines = (tmp_path / "control.jsonl").read_text().splitlines()
     moves = [each for each in replay(lines) if each.action == "move nodes"]
     assert moves, (told[0]["notices"], lines[-1][:300])
@@ -133,7 +133,7 @@ def test_a_late_link_of_a_ring_is_moved_under_pp_and_absorbed_there(
 @pytest.mark.nightly
 def test_of_four_ranks_and_two_replicas_nodes_move_from_a_late_ring(tmp_path: Path) -> None:
     told = agreed(
-        run_ranks(8, adapted, (4, 2, 1), "zb", "6:7=latency:60ms", str(tmp_path), 30, "copies", deadline=200)
+        run_ranks(8, adapted, (4, 2, 1), "zb", "6:7=latency:60ms", str(tmp_path), 30, "copies", deadline=250)
     )
     assert told[0]["number"] >= 1, told[0]["notices"]
     assert ps.Mesh(4, 2, nodes=told[0]["nodes"]).use(6, 7).group is not Group.DP
@@ -143,7 +143,7 @@ def test_of_four_ranks_and_two_replicas_nodes_move_from_a_late_ring(tmp_path: Pa
 def test_where_nodes_stay_their_links_are_still_measured_and_answered(tmp_path: Path) -> None:
     """Several pipelines: what an iteration takes with its rings is not predicted."""
     told = agreed(
-        run_ranks(4, adapted, (2, 2, 1), "chimera", "0:2=latency:30ms", str(tmp_path), 12, "zero1", deadline=120)
+        run_ranks(4, adapted, (2, 2, 1), "chimera", "0:2=latency:30ms", str(tmp_path), 12, "zero1", deadline=250)
     )
     assert told[0]["nodes"] == (0, 1, 2, 3)
     assert any("nodes stay where they lie" in notice for notice in told[0]["notices"])

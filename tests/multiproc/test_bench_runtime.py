@@ -14,7 +14,7 @@ from penstock.bench.rank import RankJob, difference
 from penstock.bench.runtime import METRICS, SIDES, BenchError, launch
 from penstock.cli import main
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.multiproc]
 
 
 @pytest.mark.nightly

@@ -86,7 +86,7 @@ def test_conditions_hold_messages_back() -> None:
 
 def too_large(rank: int, gather: Any) -> str:
     chain = Chain(2, 1)
-    transport = DelegateTransport(rank, 2, gather, chain.tags, 5.0, host_memory=1 << 20)
+    transport = DelegateTransport(rank, 2, gather, chain.tags, 30.0, host_memory=1 << 20)
     try:
         if rank == 0:
             chain.begin(transport, rank)
@@ -109,7 +109,7 @@ def test_a_message_larger_than_host_memory_is_an_error() -> None:
 
 def other_steps(rank: int, gather: Any, what: str) -> str:
     chain = Chain(2, 2)
-    transport = DelegateTransport(rank, 2, gather, chain.tags, 5.0)
+    transport = DelegateTransport(rank, 2, gather, chain.tags, 10.0)  # for the rank that meets no error
     try:
         if rank == 0 and what == "step":
             chain.begin(transport, rank)
@@ -164,7 +164,7 @@ def cramped(rank: int, gather: Any) -> tuple[str, int]:
     chain = Chain(2, 1)
     try:
         # Every rank must fail before it meets the others: nobody is left waiting here.
-        DelegateTransport(rank, 2, gather, chain.tags, 5.0, num_lanes=20, most_lanes=40)
+        DelegateTransport(rank, 2, gather, chain.tags, 30.0, num_lanes=20, most_lanes=40)
     except RuntimeFailure as error:
         return str(error), len(os.listdir("/proc/self/fd")) - before
     return "", 0

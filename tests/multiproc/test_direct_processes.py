@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import penstock as ps
@@ -94,6 +95,7 @@ def test_a_full_channel_keeps_the_next_op_from_starting(transport: str, name: st
 def held_for_long(rank: int) -> str:
     schedule = ps.build("gpipe", num_ranks=2, num_microbatches=3)
     transport = made("direct", schedule, "0:1=latency:1min 1:0=latency:0", 1, (1.0, 20.0)[rank])
+    dist.barrier()  # however late the other one has come
     try:
         step(transport, wire(schedule), rank, ps.Costs.uniform(2), "frozen", threaded=False)
     except (DeadlineExceeded, PeerLost) as error:
@@ -116,8 +118,9 @@ def test_a_channel_that_stays_full_meets_the_deadline() -> None:
 def computes_for_long(rank: int, direct: bool) -> int:
     """Forwards together take longer than any wait may, and gradients are expected all that time."""
     schedule = ps.build("gpipe", num_ranks=2, num_microbatches=6)
-    transport = made("direct" if direct else "gloo", schedule, timeout=1.0)
-    seen = step(transport, wire(schedule), rank, ps.Costs.uniform(2, 250, 1, 1), "frozen", threaded=True)
+    transport = made("direct" if direct else "gloo", schedule, timeout=2.0)
+    dist.barrier()  # no rank waits for one that begins late
+    seen = step(transport, wire(schedule), rank, ps.Costs.uniform(2, 350, 1, 1), "frozen", threaded=True)
     return len(seen.started())
 
 

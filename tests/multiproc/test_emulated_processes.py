@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import penstock as ps
@@ -70,8 +71,9 @@ def late(rank: int) -> str:
     schedule = ps.build("1f1b", 2, 2)
     # Rank 0 waits for a gradient that is under way for a minute; rank 1 is done, and waits for rank 0's figures.
     links = Links.parse("0:1=latency:0 1:0=latency:1min")
+    dist.barrier()  # no rank waits for one that begins late
     try:
-        ps.emulate(schedule, ps.Costs.uniform(2), links=links, timeout=1.0)
+        ps.emulate(schedule, ps.Costs.uniform(2), links=links, timeout=2.0)
     except DeadlineExceeded as error:
         return str(error)
     return "nothing"
@@ -80,9 +82,9 @@ def late(rank: int) -> str:
 def test_a_held_message_meets_the_deadline() -> None:
     outcomes = run_ranks(2, late)
     assert [o.code for o in outcomes] == [0, 0], outcomes[0].text
-    held = "nothing came in for 1 s: rank 0 waits to run B0 of stage 0, which needs B0 of stage 1 from rank 1"
+    held = "nothing came in for 2 s: rank 0 waits to run B0 of stage 0, which needs B0 of stage 1 from rank 1"
     assert outcomes[0].value == held
-    assert outcomes[1].value.startswith("rank 1 waited 1 s for "), outcomes[1].value
+    assert outcomes[1].value.startswith("rank 1 waited 2 s for "), outcomes[1].value
 
 
 def train(rank: int, dispatch: str) -> list[bool]:

@@ -13,7 +13,7 @@ from fault_runs import Fault, apart, filling, may_mount, points, undisturbed, wi
 pytestmark = [
     pytest.mark.multiproc,
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds what is left by /proc"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 
 DELEGATE = "penstock.runtime.transport.delegate"

@@ -15,7 +15,7 @@ import os, sys
 import torch
 import torch.distributed as dist
 from penstock.runtime.launch import init_process, report_failure
-rank, num_ranks = init_process(timeout=60.0)
+rank, num_ranks = init_process(timeout=200.0)
 assert dist.get_rank() == rank and dist.get_world_size() == num_ranks
 """
 
@@ -28,7 +28,7 @@ def run(tmp_path: Path, body: str, num_ranks: int = 2) -> tuple[int, str, list[s
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", str(script)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     return done.returncode, done.stdout, [line for line in done.stderr.splitlines() if line.startswith("penstock:")]
 
@@ -59,5 +59,5 @@ def test_an_exception(tmp_path: Path) -> None:
 def test_a_plain_process_is_a_rank_of_one(tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
     script.write_text(HEAD + "print(rank, num_ranks)")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 1\n", "")

@@ -17,7 +17,7 @@ from train_runs import SMALL, Run, losses, metrics
 pytestmark = [
     pytest.mark.multiproc,
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks by /proc"),
-    pytest.mark.timeout(200),
+    pytest.mark.timeout(500),
 ]
 
 DIES = """

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import penstock as ps
+from stores import running
 from train_runs import Run, metrics
 
 pytestmark = [
     pytest.mark.multiproc,
     pytest.mark.alone,
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks by /proc"),
-    pytest.mark.timeout(120),
 ]
-
-SERVER = shutil.which("redis-server")
 
 
 @pytest.fixture
@@ -73,27 +67,9 @@ def test_a_killed_rank_ends_all_with_one_message(tmp_path: Path, costs: Path) ->
 
 
 @pytest.fixture
-def redis(tmp_path: Path) -> Iterator[str]:
-    if SERVER is None:
-        pytest.skip("needs redis-server: it is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
-    server = subprocess.Popen([SERVER, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                assert time.monotonic() < deadline, "redis-server does not listen"
-                time.sleep(0.02)
-        yield f"redis://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(20)
+def redis() -> Iterator[str]:
+    with running("redis") as server:
+        yield server.address
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -12,7 +12,7 @@ from penstock.cli import main
 from penstock.train.report import Report
 from train_runs import COMMAND, Ended, Run, losses, metrics
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
 GPT = (
     "--preset nano --depth 4 --width 16 --heads 2 --context 16 --batch 16 --evaluate-every 0 --sample 4 "
@@ -31,7 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ended(folder: Path, options: str, command: list[str] | None = None) -> Ended:
     with Run(folder, f"{options} --json", command) as run:
-        end = run.end(within=120)
+        end = run.end(within=250)
     assert end.code == 0, end.err
     return end
 

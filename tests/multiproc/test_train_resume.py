@@ -21,7 +21,7 @@ from train_runs import COMMAND, SMALL, Run, checkpoints, losses, metrics
 pytestmark = [
     pytest.mark.multiproc,
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks by /proc"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 
 STEPS = 40
@@ -84,7 +84,7 @@ def _killed(run: Run, rank: int, resumable: bool | None) -> None:
     assert ended.out == ""
     said = ended.err[ended.err.index("penstock: ") :].splitlines()
     assert said[0].startswith(f"penstock: rank {rank} was killed by SIGKILL")
-    assert "ended because of it" in said[1]
+    assert "ended because of it" in said[1] or "had to be stopped" in said[1]  # where they were too busy to end soon
     if resumable:
         assert said[2] == f"its last checkpoint is kept: go on with penstock train --resume {run.folder}"
     assert len(said) <= 3, said
@@ -184,7 +184,7 @@ def test_a_second_interrupt_ends_at_once(text: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with Run(folder, f"{SMALL} --steps 9 --batch 60000 --data {text} --ranks 2 --out {folder}") as run:
         run.wait_for(lambda: folder.joinpath("metrics.jsonl").exists())
-        time.sleep(1.0)  # the other ranks, too, are in their first step then
+        time.sleep(3.0)  # the other ranks, too, are in their first step then
         run.signal(signal.SIGINT)
         time.sleep(1.0)
         assert run.ranks()

@@ -25,7 +25,7 @@ from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc
 
-LIMIT = 3.0
+LIMIT = 10.0
 """Seconds that a wait may last: only one that is never woken does."""
 
 

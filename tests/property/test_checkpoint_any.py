@@ -57,12 +57,12 @@ def write_on(folder: Path, step: int, whole: Tensors, owners: dict[str, int], nu
     barrier = threading.Barrier(num_ranks)
 
     def wait() -> None:
-        barrier.wait(2)
+        barrier.wait(60)
 
     def one(rank: int) -> Path:
         owned = {name: tensor for name, tensor in whole.items() if owners[name] % num_ranks == rank}
         return write(
-            folder, step, owned, meta, rank=rank, num_ranks=num_ranks, barrier=lambda: barrier.wait(2) and None
+            folder, step, owned, meta, rank=rank, num_ranks=num_ranks, barrier=lambda: barrier.wait(60) and None
         )
 
     with ThreadPoolExecutor(num_ranks) as pool:

@@ -20,7 +20,7 @@ from penstock.runtime.transport.failover.gloo_groups import GlooDevice
 
 NUM_RANKS = 3
 SIZE = 5
-SHORT, LONG = timedelta(seconds=0.05), timedelta(seconds=10)
+SHORT, LONG = timedelta(seconds=0.05), timedelta(seconds=60)
 
 
 def groups() -> list[Any]:
@@ -29,7 +29,7 @@ def groups() -> list[Any]:
     made: list[Any] = [None] * NUM_RANKS
 
     def make(rank: int) -> None:
-        made[rank] = device.group(store, rank, NUM_RANKS, timeout=5.0)
+        made[rank] = device.group(store, rank, NUM_RANKS, timeout=60.0)
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(NUM_RANKS)]
     for thread in threads:

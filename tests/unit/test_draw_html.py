@@ -123,5 +123,5 @@ def test_a_hundred_thousand_ops_stay_small() -> None:
 def test_the_script_parses(tmp_path: Any) -> None:
     script = tmp_path / "page.js"
     script.write_text(files("penstock.draw").joinpath("page.js").read_text(encoding="utf-8"), encoding="utf-8")
-    done = subprocess.run(["node", "--check", str(script)], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(["node", "--check", str(script)], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

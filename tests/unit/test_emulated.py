@@ -156,8 +156,8 @@ def test_what_can_not_be_is_said() -> None:
 
 def test_a_message_that_does_not_come_in_time_is_named_and_all_ranks_end() -> None:
     schedule = ps.build("1f1b", num_ranks=3, num_microbatches=2)
-    with pytest.raises(DeadlineExceeded, match=r"nothing came in for 0.2 s: rank \d waits to run [FB]0 of stage"):
-        ps.emulate(schedule, uniform(schedule), links=Links.parse("0:1=latency:1min"), timeout=0.2)
+    with pytest.raises(DeadlineExceeded, match=r"nothing came in for 0.8 s: rank \d waits to run [FB]0 of stage"):
+        ps.emulate(schedule, uniform(schedule), links=Links.parse("0:1=latency:1min"), timeout=0.8)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-rank")]
 
 

@@ -537,6 +537,7 @@ def test_what_another_process_fails_to_compile_is_compiled_here(
     assert done == [longest_paths]
 
 
+@pytest.mark.timeout(900)  # what is not there yet is compiled, which takes minutes on a busy machine
 def test_all_that_plans_need_is_compiled_ahead() -> None:
     """After `compile_all` no plan compiles anything, whatever it asks for."""
     from numba.core import event

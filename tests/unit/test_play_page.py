@@ -15,6 +15,9 @@ from tiers import others_nightly
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
+MOMENT = 90.0
+"""Seconds that the page may take to answer on however busy a machine."""
+
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -30,6 +33,7 @@ class Playground:
         self.context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme=scheme, accept_downloads=True
         )
+        self.context.set_default_timeout(MOMENT * 1000)
         self.page = self.context.new_page()
         self.errors: list[str] = []
         self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
@@ -45,7 +49,7 @@ class Playground:
 
     def wait(self, expression: str) -> None:
         """Waits until it is true. (The page's policy forbids what playwright's own waiting does there.)"""
-        end = time.monotonic() + 30
+        end = time.monotonic() + MOMENT
         while not self.page.evaluate(expression):
             assert time.monotonic() < end, f"{expression} stays false"
             self.page.wait_for_timeout(10)

@@ -135,5 +135,5 @@ def test_the_page_stays_as_it_was(golden: Callable[[str, str], None]) -> None:
 def test_the_script_parses(tmp_path: Path) -> None:
     script = tmp_path / "report.js"
     script.write_text(files("penstock.report").joinpath("report.js").read_text(encoding="utf-8"), encoding="utf-8")
-    done = subprocess.run(["node", "--check", str(script)], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(["node", "--check", str(script)], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.unit
 NUM_RANKS = 4
 COSTS = ps.Costs.uniform(NUM_RANKS, f=3, i=3, w=3)
 ZB = ps.build("zb", NUM_RANKS, 6)
+MOST_STEPS = 200
+"""Steps within which a switch must come. One is due after some twenty, later where the machine is busy."""
 LATE = ps.Links.parse("2:3=latency:steps:0ms/0ms,700ms/80ms,10min/0ms")
 
 
@@ -27,7 +30,12 @@ def caps(schedule: ps.Schedule) -> tuple[float, ...]:
     return tuple(peaks(schedule, COSTS))
 
 
-def step_until_switched(pipe: EmulatedPipeline, most: int = 80) -> list[int]:
+def unexpected(notices: Sequence[str]) -> list[str]:
+    """A machine that is busy may slow something that no plan answers, and that is said."""
+    return [notice for notice in notices if not notice.startswith("after iteration")]
+
+
+def step_until_switched(pipe: EmulatedPipeline, most: int = MOST_STEPS) -> list[int]:
     numbers = []
     for _ in range(most):
         numbers.append(pipe.step().number)
@@ -37,6 +45,7 @@ def step_until_switched(pipe: EmulatedPipeline, most: int = 80) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("transport", ["direct", pytest.param("host", marks=pytest.mark.nightly)])
 def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str) -> None:
     limits = caps(ZB) if transport == "direct" else (6.0,) * NUM_RANKS  # sends that never wait leave little to gain
@@ -44,7 +53,7 @@ def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str)
     with ps.runtime.EmulatedPipeline(ZB, COSTS, links=LATE, transport=transport, adapt=steering, timeout=20) as pipe:
         steps = [pipe.step()]
         while not steps[-1].number:
-            assert len(steps) < 80, (pipe.decisions, pipe.notices)
+            assert len(steps) < MOST_STEPS, (pipe.decisions, pipe.notices)
             steps.append(pipe.step())
         steps += [pipe.step() for _ in range(4)]
     decisions = {
@@ -66,10 +75,11 @@ def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str)
         assert (record["number"], record["digest"]) == (step.number, step.configuration.digest)
         assert record["ms"] >= step.timeline.makespan - 1e-3
         assert record["peaks"] == list(step.timeline.peak_activations)
-    assert pipe.notices == []
+    assert unexpected(pipe.notices) == []
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["chimera", pytest.param("mllm", marks=pytest.mark.nightly)])
 def test_what_is_not_planned_anew_is_dispatched_otherwise(name: str) -> None:
     schedule = ps.build(name, NUM_RANKS, 8)
@@ -91,6 +101,7 @@ def test_emulate_tells_what_each_step_ran() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["tcp", "redis"])
 def test_the_store_stands_still_and_dies_and_training_goes_on(kind: str, tmp_path: Path) -> None:
     """Two seconds of standing still and a restart on the way; then the link turns late and is answered."""
@@ -110,27 +121,27 @@ def test_the_store_stands_still_and_dies_and_training_goes_on(kind: str, tmp_pat
             for _ in range(5):
                 pipe.step()
             server.start()
-            step_until_switched(pipe, most=150)
-            assert pipe.notices == []
+            step_until_switched(pipe)
+            assert unexpected(pipe.notices) == []
     assert replay((tmp_path / "control.jsonl").read_text().splitlines())
 
 
 @pytest.mark.slow
 def test_a_store_that_is_gone_for_good_is_said_once() -> None:
     with running("redis") as server:
-        steering = ps.AdaptOptions(store=server.address, patience=0.5)
+        steering = ps.AdaptOptions(store=server.address, patience=2.0)
         with ps.runtime.EmulatedPipeline(ZB, COSTS, adapt=steering, timeout=20) as pipe:
             pipe.step()
             server.kill()
-            for _ in range(60):
+            for _ in range(600):
                 pipe.step()
-                if pipe.notices:
+                if unexpected(pipe.notices):
                     break
             for _ in range(3):
                 pipe.step()
-            assert len(pipe.notices) == 1
-            assert "the store was gone for 0.5 s: the Redis at" in pipe.notices[0]
-            assert "training goes on with plan 0" in pipe.notices[0]
+            (notice,) = unexpected(pipe.notices)
+            assert "the store was gone for 2 s: the Redis at" in notice
+            assert "training goes on with plan 0" in notice
 
 
 def test_by_hand_switches_and_switches_back() -> None:

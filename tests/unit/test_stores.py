@@ -44,8 +44,10 @@ def test_what_is_pushed_is_popped_once_and_in_order(store: Store) -> None:
 
 
 def test_a_pop_waits_for_what_comes(store: Store) -> None:
-    threading.Timer(0.2, lambda: store.another().push("late", b"there")).start()
+    other = threading.Timer(0.2, lambda: store.another().push("late", b"there"))
+    other.start()
     assert store.pop("late", 20.0) == b"there"
+    other.join()
 
 
 @pytest.fixture(params=["tcp", "redis"])

@@ -121,14 +121,15 @@ def test_a_folder_with_a_run_is_left_alone(run: Run, place: Path, capfd: Any) ->
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_slow_link_is_found_and_answered(run: Run, place: Path) -> None:
     """The link turns late, the plan changes on all ranks, and the end says what was slow and what was decided."""
     report = run(
-        "--ranks 4 --microbatches 8 --schedule zb --steps 40 --adapt --transport direct "
+        "--ranks 4 --microbatches 8 --schedule zb --steps 80 --adapt --transport direct "
         "--link 2:3=latency:steps:0ms/0ms,300ms/30ms"
     )
     steered = report["steered"]
-    assert steered["decisions"], "a link that is fifteen ops late is answered within 40 iterations"
+    assert steered["decisions"], "a link that is fifteen ops late is answered within 80 iterations"
     first = steered["decisions"][0]
     assert first["ms_then"] < first["ms_now"]
     assert steered["spells"][0]["link"] == "2:3"

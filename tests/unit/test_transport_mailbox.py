@@ -61,11 +61,13 @@ def test_a_full_channel_keeps_the_next_op_from_starting(name: str, depth: int, d
         assert ran.timeline.executed().order == schedule.order
 
 
+@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["1f1b", "zb"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_waits_for_what_is_as_in_the_simulator(name: str, depth: int) -> None:
     """Ops are short beside the delay: what lies most of a delay apart in the simulator has the same order here."""
-    delay = 60.0
+    delay = 240.0
     schedule = ps.build(name, num_ranks=3, num_microbatches=4)
     costs = uniform(schedule, 1.0)
     simulated = ps.simulate(schedule, costs, links=ps.Links({(0, 1): delay}), transport=ps.Blocking(depth))
@@ -119,7 +121,7 @@ def test_a_tied_gradient_takes_no_room() -> None:
 
 
 def test_a_sender_that_stands_still_wakes_when_there_is_room_and_when_something_comes() -> None:
-    one, other = two("0:1=latency:50ms 1:0=latency:0", depth=1)
+    one, other = two("0:1=latency:400ms 1:0=latency:0", depth=1)
     assert one.send(edge(0), 1, Payload([]))
     assert not one.send(edge(1), 1, Payload([]))
     back = Edge(Op("B", 1, 0), Op("B", 0, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -178,17 +179,19 @@ def test_what_is_not_expected_is_an_error(digest: int, ahead: int, twice: bool, 
 
 def test_a_wait_ends_with_its_deadline_or_when_it_is_woken() -> None:
     chain = Chain(2, 1)
-    made = ends(2, chain, timeout=0.3)
+    made = [*ends(2, chain), *ends(2, chain, timeout=0.3)]
+    _, patient, _, hasty = made
     try:
-        chain.begin(made[1], 1)  # type: ignore[arg-type]
-        waker = threading.Timer(0.05, made[1].wake)
+        chain.begin(patient, 1)  # type: ignore[arg-type]
+        waker = threading.Timer(0.05, patient.wake)
         waker.start()
-        assert made[1].wait((), who) == []
+        assert patient.wait((), who) == []
         waker.join()
-        made[1].wake()
-        assert made[1].wait((), who) == []
+        patient.wake()
+        assert patient.wait((), who) == []
+        chain.begin(hasty, 1)  # type: ignore[arg-type]
         with pytest.raises(DeadlineExceeded, match=r"nothing came in for 0\.3 s: rank 1 waits to run F0"):
-            made[1].wait((), who)
+            hasty.wait((), who)
     finally:
         for one in made:
             one.close()
@@ -255,6 +258,7 @@ def test_ranks_that_cannot_reach_each_others_memory_use_none_of_it(
 ) -> None:
     chain = Chain(2, 1)
     meeting, given = threading.Barrier(2), [None, None]
+    gc.collect()  # what other tests left is closed now, and not in between
     before = set(os.listdir("/proc/self/fd"))
 
     def work(rank: int) -> SharedMemoryTransport | None:
@@ -263,15 +267,15 @@ def test_ranks_that_cannot_reach_each_others_memory_use_none_of_it(
                 changed = {"host": "another", "nonce": 1}
                 value = None if spoiled == "none" else value._replace(**{spoiled: changed[spoiled]})  # type: ignore[attr-defined]
             given[rank] = value
-            meeting.wait(10)
+            meeting.wait(60)
             found = list(given)
-            meeting.wait(10)
+            meeting.wait(60)
             return found
 
         return open_shared_memory(rank, 2, gather, chain.tags, 5.0)
 
     assert in_threads(2, work) == [None, None]
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_memory_that_is_full_is_an_error_by_name() -> None:
