@@ -120,14 +120,14 @@ REFUSALS = (
     Refusal(
         PREDICTIONS,
         "several pipelines of which one has the optimizer's state",
-        "they are made from the optimizer's state, which the copies of a stage in the other pipelines do not have",
+        "the prediction is made from the optimizer's state, which a stage's copies in the other pipelines do not have",
         "give sharding=\"none\" (--sharding none), or use rule 'none' or 'pipedream', which predict nothing",
         lambda c: c.predicts and c.schedule.placement.num_pipelines > 1 and c.sharding != "none",
     ),
     Refusal(
         PREDICTIONS,
         'sharding="zero1" or "fsdp" over replicas',
-        "they are made from the optimizer's state, of which each replica has a part",
+        "the prediction is made from the optimizer's state, of which each replica has a part",
         "use sharding=\"copies\", or rule 'none' or 'pipedream', which predict nothing",
         lambda c: c.predicts and c.num_replicas > 1 and c.sharding in ("zero1", "fsdp"),
     ),
