@@ -48,7 +48,7 @@ def test_the_paper_example_is_planned_at_its_bound() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_tight_cap_is_kept_and_the_simulation_agrees(seed: int) -> None:
     costs, links = family(5, seed)
-    plan = ps.plan(costs, 5, 12, links, max_in_flight=5, time_limit=0.3, seed=seed)
+    plan = ps.plan(costs, 5, 12, links, max_in_flight=5, time_limit=30.0, stop_at_gap=0.079, seed=seed)
     assert max(peaks(plan.schedule)) <= 5
     assert plan.schedule.max_in_flight == 5
     assert ps.simulate(plan.schedule, costs, links=links).makespan == pytest.approx(plan.makespan)
