@@ -80,7 +80,6 @@ def run_ranks(
     """
     context = forkserver()
     with tempfile.TemporaryDirectory() as folder:
-        start = time.monotonic()
         children = [
             context.Process(target=_child, args=(folder, rank, num_ranks, function, args, shares_gpu))
             for rank in range(num_ranks)
@@ -88,7 +87,7 @@ def run_ranks(
         for child in children:
             child.start()
         try:
-            _await(children, start, deadline)
+            _await(children, time.monotonic(), deadline)
             in_time = [not child.is_alive() for child in children]
         finally:
             for child in children:
