@@ -87,7 +87,7 @@ def run_ranks(
         for child in children:
             child.start()
         try:
-            _await(children, time.monotonic(), deadline)
+            _await(children, deadline)
             in_time = [not child.is_alive() for child in children]
         finally:
             for child in children:
@@ -132,8 +132,9 @@ def appears(path: Path, within: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def _await(children: list[Any], start: float, deadline: float) -> None:
-    while any(child.is_alive() for child in children) and time.monotonic() - start < deadline:
+def _await(children: list[Any], deadline: float) -> None:
+    end = time.monotonic() + deadline
+    while any(child.is_alive() for child in children) and time.monotonic() < end:
         time.sleep(0.02)
 
 
