@@ -120,7 +120,7 @@ REFUSALS = (
     Refusal(
         PREDICTIONS,
         "several pipelines of which one has the optimizer's state",
-        "the prediction is made from the optimizer's state, which a stage's copies in the other pipelines do not have",
+        "the prediction is made from the optimizer's state, which copies in the other pipelines do not have",
         "give sharding=\"none\" (--sharding none), or use rule 'none' or 'pipedream', which predict nothing",
         lambda c: c.predicts and c.schedule.placement.num_pipelines > 1 and c.sharding != "none",
     ),
