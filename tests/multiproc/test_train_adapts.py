@@ -21,7 +21,7 @@ pytestmark = [
 
 TINY = (
     "--preset nano --depth 6 --width 16 --heads 2 --context 16 --batch 16 --microbatches 8 --evaluate-every 0 "
-    "--sample 0 --save-every 0 --schedule zb --ranks 4 --steps 24 --threads 1"
+    "--sample 0 --save-every 0 --schedule zb --ranks 4 --steps 40 --threads 1"
 )
 
 
