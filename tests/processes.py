@@ -69,8 +69,12 @@ def forkserver() -> ForkServerContext:
     return _context[0]
 
 
+DEADLINE = 250.0
+"""Seconds that ranks may take on a busy machine: less than a test may, which then says which of them stood still."""
+
+
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, deadline: float = 60.0, shares_gpu: bool = False
+    num_ranks: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE, shares_gpu: bool = False
 ) -> list[Outcome]:
     """Runs `function(rank, *args)` on every rank inside a gloo group; what is left at the deadline is killed.
 

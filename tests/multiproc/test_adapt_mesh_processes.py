@@ -114,7 +114,7 @@ def agreed(outcomes: list[Any]) -> list[dict[str, Any]]:
 def test_a_late_link_of_a_ring_is_moved_under_pp_and_absorbed_there(
     tmp_path: Path, schedule: str, sharding: str
 ) -> None:
-    told = agreed(run_ranks(4, adapted, (2, 2, 1), schedule, CORNER, str(tmp_path), 34, sharding, deadline=250))
+    told = agreed(run_ranks(4, adapted, (2, 2, 1), schedule, CORNER, str(tmp_path), 34, sharding))
     lines = (tmp_path / "control.jsonl").read_text().splitlines()
     moves = [each for each in replay(lines) if each.action == "move nodes"]
     assert moves, (told[0]["notices"], lines[-1][:300])
@@ -132,9 +132,7 @@ def test_a_late_link_of_a_ring_is_moved_under_pp_and_absorbed_there(
 
 @pytest.mark.nightly
 def test_of_four_ranks_and_two_replicas_nodes_move_from_a_late_ring(tmp_path: Path) -> None:
-    told = agreed(
-        run_ranks(8, adapted, (4, 2, 1), "zb", "6:7=latency:60ms", str(tmp_path), 30, "copies", deadline=250)
-    )
+    told = agreed(run_ranks(8, adapted, (4, 2, 1), "zb", "6:7=latency:60ms", str(tmp_path), 30, "copies"))
     assert told[0]["number"] >= 1, told[0]["notices"]
     assert ps.Mesh(4, 2, nodes=told[0]["nodes"]).use(6, 7).group is not Group.DP
 
@@ -142,9 +140,7 @@ def test_of_four_ranks_and_two_replicas_nodes_move_from_a_late_ring(tmp_path: Pa
 @pytest.mark.slow
 def test_where_nodes_stay_their_links_are_still_measured_and_answered(tmp_path: Path) -> None:
     """Several pipelines: what an iteration takes with its rings is not predicted."""
-    told = agreed(
-        run_ranks(4, adapted, (2, 2, 1), "chimera", "0:2=latency:30ms", str(tmp_path), 12, "zero1", deadline=250)
-    )
+    told = agreed(run_ranks(4, adapted, (2, 2, 1), "chimera", "0:2=latency:30ms", str(tmp_path), 12, "zero1"))
     assert told[0]["nodes"] == (0, 1, 2, 3)
     assert any("nodes stay where they lie" in notice for notice in told[0]["notices"])
     rows = [json.loads(line) for line in (tmp_path / "iterations.jsonl").read_text().splitlines()]

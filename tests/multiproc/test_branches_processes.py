@@ -26,7 +26,7 @@ def run_all(rank: int, names: list[str]) -> dict[str, list[str]]:
 @pytest.mark.parametrize("ranks", [4, pytest.param(5, marks=pytest.mark.slow)])
 def test_as_the_plain_loop(ranks: int) -> None:
     names = [name for name, graph in runs.GRAPHS.items() if graph.num_stages == ranks]
-    outcomes = run_ranks(ranks, run_all, names, deadline=250)
+    outcomes = run_ranks(ranks, run_all, names)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
     found = [f"rank {o.rank}, {run}: {text}" for o in outcomes for run, texts in o.value.items() for text in texts]
     assert not found, "\n".join(found)

@@ -206,7 +206,7 @@ def replicas(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_state_that_differs_between_processes(tmp_path: Path) -> None:
-    outcomes = run_ranks(4, replicas, str(tmp_path), deadline=250)
+    outcomes = run_ranks(4, replicas, str(tmp_path))
     assert [o.code for o in outcomes] == [0] * 4, "\n".join(o.text for o in outcomes)
     for outcome in outcomes:
         found = outcome.value
@@ -271,7 +271,7 @@ def sharded(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_save_of_shards_held_everything_twice(tmp_path: Path) -> None:
-    outcomes = run_ranks(2, sharded, str(tmp_path), deadline=250)
+    outcomes = run_ranks(2, sharded, str(tmp_path))
     assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
     first, second = (o.value for o in outcomes)
     assert "could not be written: File too large" in first["full"]

@@ -103,7 +103,7 @@ def delay_count(seen: Ran, link: tuple[int, int]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("second", "dispatch"), [("group", "dynamic"), ("delegates", "frozen")])
 def test_each_link_goes_its_own_way_and_both_ends_switch(second: str, dispatch: str) -> None:
-    outcomes = run_ranks(3, emulated, second, dispatch, deadline=250)
+    outcomes = run_ranks(3, emulated, second, dispatch)
     assert [o.code for o in outcomes] == [0, 0, 0], outcomes[0].text
     for found in (o.value for o in outcomes):
         assert [(a > 0, b > 0) for a, b in found[2:]] == [(True, True), (False, True), (True, False), (False, False)]

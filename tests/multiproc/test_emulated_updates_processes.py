@@ -62,7 +62,7 @@ def emulate(rank: int) -> list[Any]:
 
 @pytest.mark.slow
 def test_updates_and_several_pipelines_run_in_the_order_of_the_schedule() -> None:
-    outcomes = run_ranks(4, emulate, deadline=250)
+    outcomes = run_ranks(4, emulate)
     assert [o.code for o in outcomes] == [0] * 4, outcomes[0].text
     assert len(outcomes[0].value) == 7
     assert all(o.value == outcomes[0].value for o in outcomes)

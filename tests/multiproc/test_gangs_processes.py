@@ -29,7 +29,7 @@ TOWERS = [
 
 
 def ran(function: Any, *args: Any) -> list[Any]:
-    outcomes = run_ranks(runs.NUM_RANKS, function, *args, deadline=250)
+    outcomes = run_ranks(runs.NUM_RANKS, function, *args)
     assert all(outcome.value is not None for outcome in outcomes), outcomes[0].text
     return [pickle.loads(outcome.value) for outcome in outcomes]
 
@@ -116,7 +116,7 @@ def hindered(rank: int, asynchronous: bool, stands_still: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("asynchronous", "stands_still"), [(False, False), (True, True)])
 def test_a_rank_that_fails_or_stands_still_is_told_of(asynchronous: bool, stands_still: bool) -> None:
-    outcomes = run_ranks(runs.NUM_RANKS, hindered, asynchronous, stands_still, deadline=250)
+    outcomes = run_ranks(runs.NUM_RANKS, hindered, asynchronous, stands_still)
     assert [outcome.code for outcome in outcomes] == [1] * runs.NUM_RANKS
     assert ("no gather here" in outcomes[3].text) == (not stands_still)
     for outcome in outcomes[:3]:  # whose own deadline is not the first loses another rank
@@ -187,5 +187,5 @@ def groups_of_some_then_of_all(rank: int) -> int:
 
 def test_a_group_of_some_ranks_does_not_keep_later_ones_from_meeting() -> None:
     """Torch names a group that its members make after how many groups they know, which must be alike."""
-    outcomes = run_ranks(4, groups_of_some_then_of_all, deadline=250)
+    outcomes = run_ranks(4, groups_of_some_then_of_all)
     assert [o.value for o in outcomes] == [6] * 4, outcomes[0].text

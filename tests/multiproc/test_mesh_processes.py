@@ -28,7 +28,7 @@ PINNED = (TIED, replace(TIED, model="gpt", sharding="none"), REVERSED)
 
 
 def as_one_process(num_processes: int, drawn: Sequence[Job]) -> None:
-    outcomes = run_ranks(num_processes, run_jobs, packed(drawn), deadline=250)
+    outcomes = run_ranks(num_processes, run_jobs, packed(drawn))
     failed = [o for o in outcomes if o.code != 0]
     assert not failed, "\n".join(o.text[-2000:] for o in failed)
     assert wrong(drawn, [o.value for o in outcomes]) == []

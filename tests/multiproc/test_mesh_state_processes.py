@@ -101,7 +101,7 @@ def test_each_mesh_goes_on_from_the_checkpoint_of_another(
     """Parameters, optimizer state, gradients that wait and counters, whole in the file and cut anew by each."""
     torch.set_num_threads(1)
     expected = in_one_process(len(run), tied)
-    outcomes = run_ranks(4, legs, str(tmp_path), run, tied, deadline=250)
+    outcomes = run_ranks(4, legs, str(tmp_path), run, tied)
     assert [o.code for o in outcomes] == [0] * 4, outcomes[0].text
     for outcome in outcomes:
         for (numbers, _), wanted in zip(outcome.value, expected, strict=True):

@@ -93,7 +93,7 @@ def run_cases(rank: int) -> list[list[Any]]:
 
 @pytest.mark.slow
 def test_every_kind_of_parameter_over_replicas_and_pipelines() -> None:
-    outcomes = run_ranks(4, run_cases, deadline=250)
+    outcomes = run_ranks(4, run_cases)
     assert [o.code for o in outcomes] == [0] * 4, outcomes[0].text
     for number, (name, ranks, split, sharding, by_name) in enumerate(CASES):
         alone, kept = trained(name, ranks, None, sharding, by_name)

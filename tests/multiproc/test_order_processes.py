@@ -36,7 +36,7 @@ def run_all(rank: int) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_declared_orders() -> None:
-    outcomes = run_ranks(3, run_all, deadline=250)
+    outcomes = run_ranks(3, run_all)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
     found = [f"rank {o.rank}, {run}: {text}" for o in outcomes for run, texts in o.value.items() for text in texts]
     assert not found, "\n".join(found)

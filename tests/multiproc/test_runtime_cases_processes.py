@@ -32,7 +32,7 @@ def run_cases(rank: int, ranks: int) -> dict[str, list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_as_the_plain_loop(ranks: int) -> None:
-    outcomes = run_ranks(ranks, run_cases, ranks, deadline=250)
+    outcomes = run_ranks(ranks, run_cases, ranks)
     wrong: list[Any] = [f"rank {o.rank} ended with {o.code}:\n{o.text[-3000:]}" for o in outcomes if o.code != 0]
     for outcome in outcomes:
         for name, found in (outcome.value or {}).items():

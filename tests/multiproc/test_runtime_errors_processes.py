@@ -60,7 +60,7 @@ def goes_on_after_an_exception(rank: int) -> list[str]:
 
 def test_calls_after_an_exception_say_that_the_pipeline_is_broken() -> None:
     """They waited for messages of the step that had failed, and told of a mix-up."""
-    outcomes = run_ranks(4, goes_on_after_an_exception, deadline=250)
+    outcomes = run_ranks(4, goes_on_after_an_exception)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
     for outcome in outcomes:
         first, *later = outcome.value
@@ -101,7 +101,7 @@ def ended(outcomes: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
 def test_an_exception_in_one_rank(dispatch: str) -> None:
-    outcomes = run_ranks(4, raises_in_rank_2, dispatch, deadline=250)
+    outcomes = run_ranks(4, raises_in_rank_2, dispatch)
     ended(outcomes)
     assert "ValueError: the third call is too much" in outcomes[2].text
     assert outcomes[2].last_line == "in F2 of stage 2 on rank 2"
@@ -112,7 +112,7 @@ def test_an_exception_in_one_rank(dispatch: str) -> None:
 
 @pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
 def test_a_rank_that_dies(dispatch: str) -> None:
-    outcomes = run_ranks(4, dies_in_rank_1, dispatch, deadline=250)
+    outcomes = run_ranks(4, dies_in_rank_1, dispatch)
     ended(outcomes)
     assert "PeerLost" in outcomes[0].last_line, outcomes[0].text
     assert "rank 1" in outcomes[0].last_line
@@ -121,7 +121,7 @@ def test_a_rank_that_dies(dispatch: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
 def test_a_deadline_names_who_waited_for_what_from_whom(dispatch: str, tmp_path: Path) -> None:
-    outcomes = run_ranks(4, stands_still_in_rank_1, dispatch, tmp_path, deadline=250)
+    outcomes = run_ranks(4, stands_still_in_rank_1, dispatch, tmp_path)
     ended(outcomes)
     waited = [o.last_line for o in outcomes if "DeadlineExceeded" in o.last_line]
     assert waited, "\n".join(o.text for o in outcomes)
@@ -159,7 +159,7 @@ def given_different_things(rank: int) -> dict[str, str]:
 
 
 def test_ranks_given_different_things() -> None:
-    outcomes = run_ranks(4, given_different_things, deadline=250)
+    outcomes = run_ranks(4, given_different_things)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
     for outcome in outcomes:
         told = outcome.value
@@ -181,7 +181,7 @@ def given_other_shapes(rank: int) -> None:
 
 
 def test_ranks_given_other_shapes_end_without_an_abort() -> None:
-    outcomes = run_ranks(4, given_other_shapes, deadline=250)
+    outcomes = run_ranks(4, given_other_shapes)
     ended(outcomes)
     assert all(o.code == 1 for o in outcomes), [o.code for o in outcomes]
     assert any("given other batches" in o.last_line for o in outcomes), "\n".join(o.text for o in outcomes)
@@ -196,6 +196,6 @@ def too_many_or_too_few(rank: int) -> str:
 
 
 def test_a_schedule_for_another_number_of_ranks() -> None:
-    outcomes = run_ranks(2, too_many_or_too_few, deadline=250)
+    outcomes = run_ranks(2, too_many_or_too_few)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
     assert all("the schedule is for 3 ranks and the process group has 2" in o.value for o in outcomes)

@@ -65,7 +65,7 @@ def through_lines(rank: int, names: list[str]) -> dict[str, list[str]]:
 @pytest.mark.slow
 def test_lines_carry_every_schedule() -> None:
     names = ["1f1b", "interleaved-1f1b", "zb-v", "zb"]
-    outcomes = run_ranks(4, through_lines, names, deadline=250)
+    outcomes = run_ranks(4, through_lines, names)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
     assert [o.value for o in outcomes] == [{name: [] for name in names}] * 4
 

@@ -30,7 +30,7 @@ def run_cases(rank: int, ranks: int) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_as_the_plain_loop() -> None:
-    outcomes = run_ranks(2, run_cases, 2, deadline=250)
+    outcomes = run_ranks(2, run_cases, 2)
     wrong: list[Any] = [f"rank {o.rank} ended with {o.code}:\n{o.text[-3000:]}" for o in outcomes if o.code != 0]
     for outcome in outcomes:
         for name, found in (outcome.value or {}).items():

@@ -99,7 +99,7 @@ WAYS = [("frozen", False), ("dynamic", False), ("frozen", True)]
 
 @pytest.mark.slow
 def test_as_the_plain_loop_and_in_place() -> None:
-    outcomes = run_ranks(NUM_RANKS, all_cases, deadline=250)
+    outcomes = run_ranks(NUM_RANKS, all_cases)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-3000:] for o in outcomes)
     wrong = {(o.rank, name): found for o in outcomes for name, found in o.value.items() if found}
     assert not wrong
@@ -120,7 +120,7 @@ def one_fails(rank: int, dispatch: str) -> None:
 
 @pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
 def test_an_error_in_a_function_ends_every_rank(dispatch: str) -> None:
-    outcomes = run_ranks(NUM_RANKS, one_fails, dispatch, deadline=250)
+    outcomes = run_ranks(NUM_RANKS, one_fails, dispatch)
     assert all(o.code == 1 for o in outcomes), "\n".join(o.text for o in outcomes)
     assert outcomes[1].text.splitlines()[-3:] == [
         "ValueError: the disk is full",
@@ -162,7 +162,7 @@ def given_different_functions(rank: int) -> list[str]:
 
 
 def test_what_is_told_on_all_ranks() -> None:
-    outcomes = run_ranks(NUM_RANKS, given_different_functions, deadline=250)
+    outcomes = run_ranks(NUM_RANKS, given_different_functions)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
     for outcome in outcomes:
         different, missing = outcome.value
@@ -172,7 +172,7 @@ def test_what_is_told_on_all_ranks() -> None:
 
 @pytest.mark.slow
 def test_a_deadline_names_the_op_that_was_waited_for(tmp_path: Path) -> None:
-    outcomes = run_ranks(NUM_RANKS, takes_too_long, tmp_path, deadline=250)
+    outcomes = run_ranks(NUM_RANKS, takes_too_long, tmp_path)
     assert all(o.code == 1 for o in outcomes), "\n".join(o.text for o in outcomes)
     assert (
         "for 3 s: rank 3 waits to run TELL0 of stage 3, which needs ASK0 of stage 0 from rank 0"

@@ -62,7 +62,7 @@ def run_schedules(rank: int, ranks: int) -> dict[str, list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bitwise(ranks: int) -> None:
-    outcomes = run_ranks(ranks, run_schedules, ranks, deadline=250)
+    outcomes = run_ranks(ranks, run_schedules, ranks)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
     wrong = [f"rank {o.rank}, {name}: {text}" for o in outcomes for name, found in o.value.items() for text in found]
     assert not wrong, "\n".join(wrong)
@@ -80,6 +80,6 @@ def run_auto(rank: int) -> list[str]:
 
 @pytest.mark.slow
 def test_a_dispatch_that_one_process_chose_gives_the_plain_loop_s_numbers() -> None:
-    outcomes = run_ranks(2, run_auto, deadline=250)
+    outcomes = run_ranks(2, run_auto)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
     assert [o.value for o in outcomes] == [[], []]

@@ -53,6 +53,6 @@ def train(rank: int) -> list[str]:
 
 @pytest.mark.slow
 def test_own_models_in_four_processes() -> None:
-    outcomes = run_ranks(4, train, deadline=250)
+    outcomes = run_ranks(4, train)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-3000:] for o in outcomes)
     assert not [f"rank {o.rank}, {text}" for o in outcomes for text in o.value]

@@ -94,7 +94,7 @@ def steered(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_model_is_steered_around_a_late_link_with_the_same_losses(tmp_path: Path) -> None:
-    outcomes = run_ranks(NUM_RANKS, steered, str(tmp_path), 24, deadline=250)
+    outcomes = run_ranks(NUM_RANKS, steered, str(tmp_path), 24)
     assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text
     found = [o.value for o in outcomes]
     assert all(all(each["same"]) and len(each["same"]) > 24 for each in found)
@@ -186,7 +186,7 @@ def emulated(rank: int, transport: str) -> tuple[list[Any], list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["direct", pytest.param("delegate", marks=pytest.mark.nightly)])
 def test_emulated_processes_switch_together(transport: str) -> None:
-    outcomes = run_ranks(NUM_RANKS, emulated, transport, deadline=250)
+    outcomes = run_ranks(NUM_RANKS, emulated, transport)
     assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text
     assert outcomes[0].value == outcomes[1].value == outcomes[2].value
     steps, notices = outcomes[0].value

@@ -23,7 +23,7 @@ OF_FOUR = ("gpt", "gpt tied, split", "gpt of five words", "head", "embedding", "
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "names"), [(2, (*CASES, *KINDS)), (4, OF_FOUR if NIGHTLY else OF_FOUR[::2])])
 def test_loss_and_gradients_are_those_of_the_whole_stage(num_ranks: int, names: tuple[str, ...]) -> None:
-    outcomes = run_ranks(num_ranks, compare, names, deadline=250)
+    outcomes = run_ranks(num_ranks, compare, names)
     assert [o.code for o in outcomes] == [0] * num_ranks, outcomes[0].text
     for outcome in outcomes:
         found: dict[str, Distance] = outcome.value
@@ -36,7 +36,7 @@ def test_loss_and_gradients_are_those_of_the_whole_stage(num_ranks: int, names: 
 
 @pytest.mark.slow
 def test_heads_drop_out_apart_and_all_else_alike() -> None:
-    outcomes = run_ranks(2, drop, deadline=250)
+    outcomes = run_ranks(2, drop)
     assert [o.code for o in outcomes] == [0, 0], outcomes[0].text
     one, other = (o.value for o in outcomes)
     assert not torch.equal(one.heads, other.heads)
@@ -52,7 +52,7 @@ def test_heads_drop_out_apart_and_all_else_alike() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_left_alone_says_so(tmp_path: Path) -> None:
-    first = run_ranks(2, left_alone, tmp_path, deadline=250)[0]
+    first = run_ranks(2, left_alone, tmp_path)[0]
     assert first.value is not None, first.text
     late, lost = first.value
     assert late.startswith("DeadlineExceeded: shard 0 of 2 waited for the others' parts of a sum")

@@ -129,7 +129,7 @@ def casts(rank: int) -> dict[str, list[str]]:
     ],
 )
 def test_ties_between_processes(run: Any) -> None:
-    outcomes = run_ranks(4, run, deadline=250)
+    outcomes = run_ranks(4, run)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
     found = [f"rank {o.rank}, {each}: {text}" for o in outcomes for each, texts in o.value.items() for text in texts]
     assert not found, "\n".join(found)

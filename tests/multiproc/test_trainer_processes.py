@@ -28,7 +28,7 @@ def test_losses_norms_rates_and_weights_are_the_plain_trainers(tmp_path: Path) -
 
     plain_trainer = Trainer(tiny(), arguments(tmp_path / "plain", eval_strategy="no"), train_dataset=Tokens())
     plain = run(plain_trainer)
-    outcomes = run_ranks(2, under_each, tmp_path, deadline=250)
+    outcomes = run_ranks(2, under_each, tmp_path)
     assert [o.code for o in outcomes] == [0] * 2, "\n".join(o.text[-3000:] for o in outcomes)
     for outcome, schedule in product(outcomes, SCHEDULES):
         whole, resumed = outcome.value[schedule]["whole"], outcome.value[schedule]["resumed"]

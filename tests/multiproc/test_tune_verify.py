@@ -159,7 +159,7 @@ def test_ends_of_several_kinds_of_model_are_measured_in_parts(tmp_path: Path) ->
         "hf": Settings(model=str(tmp_path / "config.json"), **usual, **{**usual_of("config.json"), **text}),
     }
     texts = {name: json.dumps(dataclasses.asdict(settings)) for name, settings in asked.items()}
-    outcomes = run_ranks(2, _ends, texts, deadline=250)
+    outcomes = run_ranks(2, _ends, texts)
     assert all(outcome.value is not None for outcome in outcomes), outcomes[0].text
     found = [pickle.loads(outcome.value) for outcome in outcomes]
     for name, settings in asked.items():

@@ -115,7 +115,7 @@ def everything(rank: int, folder: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_updates_over_replicas(tmp_path: Path) -> None:
-    outcomes = run_ranks(4, everything, str(tmp_path), deadline=250)
+    outcomes = run_ranks(4, everything, str(tmp_path))
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
     found = [f"rank {o.rank}, {each}: {text}" for o in outcomes for each, texts in o.value.items() for text in texts]
     assert not found, "\n".join(found)
@@ -177,7 +177,7 @@ def where_stages_are_shared_or_branch(rank: int, folder: str) -> dict[str, list[
 
 @pytest.mark.slow
 def test_updates_where_stages_are_shared_or_branch(tmp_path: Path) -> None:
-    outcomes = run_ranks(4, where_stages_are_shared_or_branch, str(tmp_path), deadline=250)
+    outcomes = run_ranks(4, where_stages_are_shared_or_branch, str(tmp_path))
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
     found = [f"rank {o.rank}, {each}: {text}" for o in outcomes for each, texts in o.value.items() for text in texts]
     assert not found, "\n".join(found)
@@ -189,7 +189,7 @@ def in_parts(rank: int, folder: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_updates_over_replicas_that_keep_parts(tmp_path: Path) -> None:
-    outcomes = run_ranks(4, in_parts, str(tmp_path), deadline=250)
+    outcomes = run_ranks(4, in_parts, str(tmp_path))
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
     found = [f"rank {o.rank}, {each}: {text}" for o in outcomes for each, texts in o.value.items() for text in texts]
     assert not found, "\n".join(found)
