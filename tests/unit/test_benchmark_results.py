@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from typer.main import get_command
 
 from compatibility_cells import read_cells
+from documents import ROOT, broken_links
+from penstock.cli.app import app
 from penstock.engine.tolerance import EPSILON
 
 pytestmark = pytest.mark.results
@@ -153,3 +157,24 @@ def test_rank_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own["small"] == own["small, in memory"]
     assert own["large"] == own["large, once more"] == own["large, freed memory given back"]
     assert max(next(row["peak"] for row in found["own"] if "given back" in row["case"])) < 0.6
+
+
+def test_the_index_has_every_folder_with_the_figures_of_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = script("", monkeypatch, "index.py")
+    assert index.tables() in (BENCHMARKS / "README.md").read_text(encoding="utf-8"), "run python benchmarks/index.py"
+    listed = [each.folder for each in index.benchmarks()]
+    assert sorted(listed) == sorted(path.parent.name for path in BENCHMARKS.glob("*/README.md"))
+    assert broken_links(BENCHMARKS / "README.md") == []
+
+
+def test_the_index_has_commands_that_the_folders_readmes_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in script("", monkeypatch, "index.py").benchmarks():
+        readme = (BENCHMARKS / each.folder / "README.md").read_text(encoding="utf-8")
+        assert each.command in " ".join(readme.split()), each.folder
+        program, first, *rest = each.command.split()
+        if (program, first) == ("python", "-m"):
+            assert find_spec(rest[0]) is not None, each.command
+        elif program == "penstock":
+            assert rest[0] in get_command(app).commands[first].commands, each.command  # type: ignore[attr-defined]
+        else:
+            assert (ROOT / (rest[-1] if first == "-m" else first)).is_file(), each.command

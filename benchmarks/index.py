@@ -1,0 +1,510 @@
+"""Writes the tables of README.md here: of each folder its question, its headline, and the command that repeats it.
+
+    python benchmarks/index.py
+
+Every number comes out of the folder's results; the one folder that has none as JSON has its README quoted.
+`tests/unit/test_benchmark_results.py` makes the tables again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+FOLDER = Path(__file__).resolve().parent
+BEGIN, END = "<!-- results -->\n", "<!-- end of results -->"
+
+
+class Benchmark(NamedTuple):
+    """A line of the index; the README of the folder has the command, word for word."""
+
+    folder: str
+    question: str
+    headline: Callable[[], str]
+    command: str
+
+
+def read(file: str) -> Any:
+    return json.loads((FOLDER / file).read_text(encoding="utf-8"))
+
+
+def adapt() -> str:
+    cells = read("adapt/results.json")["cells"].values()
+    runs, false = (sum(cell[name] for cell in cells) for name in ("num_runs", "false_decisions"))
+    faults = [cell for cell in cells if "answered" in cell]
+    answered, given = (sum(cell[name] for cell in faults) for name in ("answered", "num_runs"))
+    return f"{answered} of {given} late links were answered; {false} false decisions in {runs} runs"
+
+
+def analyze() -> str:
+    traces = read("analyze/results.json")["traces"]
+    most = max(abs(each["slowdown"] / each["their_slowdown"] - 1) for each in traces)
+    return f"the slowdowns of {len(traces)} public traces are at most {most:.0e} from the study's (relative)"
+
+
+def compatibility() -> str:
+    found = read("compatibility/results.json")
+    trained, refused, wrong = found["trained"], found["refused"], len(found["wrong"])
+    return f"of {found['cells']} combinations {trained} train right; refused by name: {refused}, wrong: {wrong}"
+
+
+def deciders() -> str:
+    found = read("deciders/results.json")["deciders"].values()
+    same, cases = (sum(each[name] for each in found) for name in ("same", "cases"))
+    return f"the same orders in {same:,} of {cases:,} answers of {len(found)} deciders"
+
+
+def delegate() -> str:
+    samples = read("delegate/results.json")["samples"]
+
+    def share(size: str) -> str:
+        ours, theirs = (
+            [each["gb_per_s"] for each in samples if (each["way"], each["size"]) == (way, size)]
+            for way in ("delegate", "in process")
+        )
+        return f"{median(one / other for one, other in zip(ours, theirs, strict=True)):.0%}"
+
+    return f"{share('16 MB')} of the GB/s of a rank that sends by itself at 16 MB, {share('64 KB')} at 64 KB"
+
+
+def dispatch() -> str:
+    rows = read("dispatch/results.json")["rows"]
+    late, quiet = rows["one link late"], rows["no delay"]
+    return (
+        f"`auto` takes {late['auto']['mean']:.2f} of the frozen time with one link late and "
+        f"{quiet['auto']['mean']:.3f} with none, over {late['cases']} schedules (simulated)"
+    )
+
+
+def emulated() -> str:
+    found = []
+    for ranks in ("threads", "processes"):
+        errors = [abs(each) for row in read(f"emulated/{ranks}-stretch-2.json")["rows"] for each in row["errors"]]
+        found.append(f"{median(errors):.1%} as {ranks}")
+    return f"the median error of a step is {' and '.join(found)}, with times stretched twofold"
+
+
+def engine() -> str:
+    row = max(read("engine/results.json"), key=lambda each: each["num_ops"])
+    seconds = median(sum(each.values()) for each in row["seconds"])
+    return (
+        f"`{row['schedule']}` of {row['num_ops'] / 1e6:.1f} million ops: {seconds:.0f} s and "
+        f"{row['peak_mib'] / 1024:.1f} GiB from `build` to a timeline"
+    )
+
+
+def faults() -> str:
+    found = read("faults/results.json")["runs"].values()
+    runs, wrong = (sum(each[name] for each in found) for name in ("runs", "wrong"))
+    cells = read("faults/links.json")["cells"]
+    cut, right = (sum(each[name] for each in cells) for name in ("runs", "equal"))
+    return f"{runs} runs killed or out of disk, {wrong} wrong; {right} of {cut} runs with a network cut are right"
+
+
+def fuzz() -> str:
+    parts = read("fuzz/one-process.json")["in one process"], read("fuzz/between.json")["between processes"]
+    cases, same, wrong, raw = (sum(each[name] for each in parts) for name in ("cases", "same", "different", "raw"))
+    return f"of {cases:,} random runs {same:,} are the same, {wrong} silently different, {raw} ended in a raw error"
+
+
+def gaps() -> str:
+    rows = [row for row in read("gaps/results.json")["rows"] if row["ortools"]]
+    means = {
+        family: fmean(row["gap"] for row in rows if row["family"] == family)
+        for family in dict.fromkeys(row["family"] for row in rows)
+    }
+    least, most = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+    return f"mean proven gaps after 10 s are {means[least]:.2%} ({least}) to {means[most]:.2%} ({most})"
+
+
+def head_of_line() -> str:
+    rows = [each for each in read("head_of_line/threads.json")["rows"] if each["pipeline"] == "gpt2-7b"]
+
+    def times(links: str, transport: str) -> Any:
+        (row,) = [
+            each
+            for each in rows
+            if (each["schedule"], each["links"], each["transport"]) == ("zb", links, transport)
+            and each["depth"] in (None, 2)
+        ]
+        return row
+
+    occupied, late = times("0:1=occupancy:30ms", "direct"), times("0:1=latency:30ms", "delegate")
+    return (
+        f"a first link that is occupied for 30 ms makes `zb` {occupied['measured']:.2f} times as long (the paper: "
+        f"{occupied['paper']:.2f}); one that is late by as much, with delegates, {late['measured']:.2f} (emulated)"
+    )
+
+
+def hf_families() -> str:
+    """Its file is the list of families. Which of them train is a test, and the README says it."""
+    return quoted("hf_families", r"\d+ of \d+ families train, equal to the bit")
+
+
+def lab() -> str:
+    found = read("lab/interface.json")["summary"]["interface"]
+    equal = "every loss the same to the bit" if found["all_equal"] else "not all losses the same"
+    return (
+        f"{found['num_runs']} interfaces went down amid a message, which waited {found['median_wait_s']:.2f} s in "
+        f"the median and {found['longest_wait_s']:.2f} s at most; {equal}"
+    )
+
+
+def late_link() -> str:
+    rows = read("late_link/results.json")["cases"]["warm-ups"]
+    ms = {name: median(rows[name]["measured"]) for name in ("undelayed", "frozen", "hinted")}
+    return (
+        f"a last link 60 ms late makes a step of `zb` {ms['hinted'] / ms['undelayed']:.2f} times as long under "
+        f"hinted dispatch, {ms['frozen'] / ms['undelayed']:.2f} times frozen (emulated)"
+    )
+
+
+def libraries() -> str:
+    found = read("libraries/results.json")["processes, s"]
+    ours, script = (median(found[name]) for name in ("penstock.runtime.launch, script", "elastic, script"))
+    first = found["elastic, function, fork server"][0]
+    return (
+        f"4 ranks have started after {ours:.1f} s by our launcher, after {script:.1f} s by torch elastic, whose fork "
+        f"server, for functions alone, takes {first:.1f} s at first"
+    )
+
+
+def limits() -> str:
+    rows = read("limits/results.json")["rows"]
+    over = {
+        cache: max(most / row["time_limit"] for row in rows if row["cache"] == cache for most in row["elapsed"])
+        for cache in ("warm", "cold")
+    }
+    return f"at most {over['warm']:.2f} times the limit with machine code on disk, {over['cold']:.2f} times without"
+
+
+def mesh() -> str:
+    found = read("mesh/matrix.json")
+    jobs = [job for each in found["jobs"].values() for job in each]
+    alone = [job["equal"] for job in jobs if job["split"][1:] == [1, 1]]
+    most = max(job[name] for job in jobs for name in ("loss", "gradient", "norm", "parameter", "evaluated"))
+    return (
+        f"{len(jobs) - len(found['problems'])} of {len(jobs)} jobs are right: {sum(alone)} of {len(alone)} of "
+        f"pipelines alone to the bit, all within {most:.0e} of "
+        "the largest entry"
+    )
+
+
+def pairs() -> str:
+    found = read("pairs/exchange.json")
+    ratio = found["rows"]["exchange"]["ratio"]
+    return f"two streams take {ratio:.2f} times as long as one, with copies beside matrices (one {found['gpu']})"
+
+
+def peers() -> str:
+    rows = read("peers/results.json")["rows"]
+    longer = sum(row["ours"] > row["makespan"] * (1 + 1e-9) for row in rows)
+    mean = fmean(row["ours"] / row["makespan"] for row in rows)
+    return f"of {len(rows)} plans {longer} are longer than theirs; the mean is {mean:.3f} of theirs (simulated)"
+
+
+def plan() -> str:
+    free = [row["gap"] for each in read("plan/free.json")["families"] for row in each["instances"]]
+    return f"the proven gap of {len(free)} plans without a memory cap is {max(free):.3%} at most after a second"
+
+
+def play() -> str:
+    row = read("play/results.json")["rows"][0]
+    first, frame = median(row["first_ms"]), median(row["frames_ms"])
+    return f"the first schedule is there after {first:.0f} ms, a frame takes {frame:.0f} ms in the median"
+
+
+def profiling() -> str:
+    shares = []
+    for row in read("profiling/results.json")["rows"]:
+        plain, steered = (median(row["cpu_ms"][kind]) for kind in ("plain", "steered"))
+        shares.append((steered - plain) / median(row["makespan_ms"]["plain"]))
+    return f"{min(shares):.2%} to {max(shares):.2%} of a step in processor time, by rank"
+
+
+def proofs() -> str:
+    kinds = ("proofs", "free", "offload", "graphs", "uneven")
+    found = [read(f"proofs/{kind}.json")["all"] for kind in kinds]
+    cases, wrong = (sum(each[name] for each in found) for name in ("cases", "wrong"))
+    return f"{wrong} of {cases:,} bounds are wrong beside an exact solver"
+
+
+def rank_memory() -> str:
+    families = read("hf_families/families.json")
+    loaded = {row["case"]: max(row["peak"]) for row in read("rank_memory/loading.json")["rows"]}
+    shares = [loaded[name] for name in loaded if name in families]
+    return f"to load a quarter of a model takes {max(shares):.2f} of its bytes at most, in {len(shares)} families"
+
+
+def runtime() -> str:
+    rows = [row for row in read("runtime/in_turns.json")["rows"] if row["transport"] == "host"]
+
+    def ratio(size: str) -> str:
+        (row,) = [each for each in rows if (each["size"], each["schedule"]) == (size, "zb-v")]
+        return f"{row['ratios']['main_thread_cpu_ms']:.2f}"
+
+    return f"`zb-v` takes {ratio('tiny')} (tiny) and {ratio('small')} (small) of torch's main-thread CPU"
+
+
+def space() -> str:
+    rows = [row for row in read("space/results.json")["searches"] if row["memory_limit"] is None]
+    row = max((each for each in rows if each["paper_seconds"]), key=lambda each: each["num_ranks"])
+    return (
+        f"{row['num_tried']} programs for {row['num_ranks']} ranks and {row['num_microbatches']} microbatches in "
+        f"{row['seconds']:.1f} s; FlexPipe's authors report {row['paper_seconds']:.0f} s on their machine"
+    )
+
+
+def split() -> str:
+    rows = read("split/results.json")["rows"]
+    ours, theirs = ([row[f"{side}_ratio"] for row in rows] for side in ("ours", "torch"))
+    return f"(I + W) / B is {min(ours):.2f} to {max(ours):.2f}; torch's is {min(theirs):.2f} to {max(theirs):.2f}"
+
+
+def tune() -> str:
+    off = [row["off"] for row in read("tune/results.json")["rows"]]
+    return f"predictions of {len(off)} settings are {min(off):.0%} to {max(off):.0%} off in the median"
+
+
+def uneven() -> str:
+    asked = ["zb-h1", 8, 0.6]
+    mine = [case[4:] for case in read("uneven/results.json")["cases"] if case[:3] == asked]
+    arrival, _, rules, *_ = (fmean(column) for column in zip(*mine, strict=True))
+    return (
+        f"a step of `zb-h1` over the mean work of a rank: {arrival:.2f} in order of arrival, {rules:.2f} in a "
+        "planned order (simulated)"
+    )
+
+
+def quoted(folder: str, pattern: str) -> str:
+    """The sentence of a folder's README that the pattern finds; there must be one."""
+    text = " ".join((FOLDER / folder / "README.md").read_text(encoding="utf-8").split())
+    (found,) = set(re.findall(pattern, text))
+    return str(found)
+
+
+GROUPS = {
+    "Are the numbers right?": (
+        Benchmark(
+            "fuzz",
+            "Do random models train as a plain loop does?",
+            fuzz,
+            "python benchmarks/fuzz/run.py --cases 2000 --out benchmarks/fuzz/one-process.json",
+        ),
+        Benchmark(
+            "compatibility",
+            "Does every feature work with every other?",
+            compatibility,
+            "python benchmarks/compatibility/run.py --out benchmarks/compatibility/results.json",
+        ),
+        Benchmark(
+            "mesh",
+            "Does every split into pipelines, replicas and shards train as one process does?",
+            mesh,
+            "python benchmarks/mesh/matrix.py --rounds 3 --out benchmarks/mesh/matrix.json",
+        ),
+        Benchmark(
+            "hf_families",
+            "Which families of Hugging Face models train at the prompt?",
+            hf_families,
+            ".venv/bin/python -m pytest tests/unit/test_hf_families.py",
+        ),
+        Benchmark(
+            "proofs",
+            "Are the planner's lower bounds true?",
+            proofs,
+            "python benchmarks/proofs/run.py --cases 2000 --out benchmarks/proofs/proofs.json",
+        ),
+        Benchmark(
+            "deciders",
+            "Does the one engine decide as the six deciders before it did?",
+            deciders,
+            "python benchmarks/deciders/run.py ../before --out benchmarks/deciders/results.json",
+        ),
+    ),
+    "What does the runtime cost?": (
+        Benchmark(
+            "runtime",
+            "What does running a schedule cost, beside torch's own pipelines?",
+            runtime,
+            "penstock bench runtime --blocks 6 --no-memory",
+        ),
+        Benchmark(
+            "split",
+            "How much longer does a backward take when it is split in two?",
+            split,
+            "penstock bench split --out benchmarks/split/results.json",
+        ),
+        Benchmark(
+            "rank_memory",
+            "How much memory does a rank need to load its part of a model?",
+            rank_memory,
+            "python benchmarks/rank_memory/run.py loading",
+        ),
+        Benchmark(
+            "delegate",
+            "What do messages cost by delegates, the processes that carry them beside a rank?",
+            delegate,
+            "python benchmarks/delegate/measure.py --out benchmarks/delegate/results.json",
+        ),
+        Benchmark(
+            "profiling",
+            "What does it cost to time every message and op?",
+            profiling,
+            "python -m penstock.bench.profiling --out results.json",
+        ),
+        Benchmark(
+            "pairs",
+            "Is a step shorter if the two ops of a pair run on two streams of a GPU?",
+            pairs,
+            "python benchmarks/pairs/run.py --out benchmarks/pairs/one-process.json",
+        ),
+        Benchmark(
+            "libraries",
+            "Would a library do better where we start ranks and read tensors ourselves?",
+            libraries,
+            "python benchmarks/libraries/run.py --out benchmarks/libraries/results.json",
+        ),
+    ),
+    "What do slow and failing links cost?": (
+        Benchmark(
+            "late_link",
+            "What does one late link cost, by dispatch and memory?",
+            late_link,
+            "python benchmarks/late_link/run.py --emulate",
+        ),
+        Benchmark(
+            "dispatch",
+            "Which order of ready ops is the fastest?",
+            dispatch,
+            "python benchmarks/dispatch/run.py --out benchmarks/dispatch/results.json",
+        ),
+        Benchmark(
+            "adapt",
+            "Does `--adapt` answer a late link, and leave a healthy one alone?",
+            adapt,
+            "python benchmarks/adapt/run.py --out runs/adapt",
+        ),
+        Benchmark(
+            "head_of_line",
+            "How much do messages cost that queue up behind a slow one?",
+            head_of_line,
+            "python -m penstock.bench.head_of_line --out threads.json",
+        ),
+        Benchmark(
+            "faults",
+            "Does a run go on after a rank is killed, a disk is full or a network is cut?",
+            faults,
+            "python benchmarks/faults/kill.py --out kill.json",
+        ),
+        Benchmark(
+            "lab",
+            "How long does training stand still after a fault?",
+            lab,
+            "python -m penstock.bench.faults --count 20 --faults interface --out benchmarks/lab/interface.json",
+        ),
+    ),
+    "How good and how fast are plans?": (
+        Benchmark(
+            "gaps",
+            "How far are plans from the best under tight memory?",
+            gaps,
+            "python benchmarks/gaps/run.py --numbers 0-19",
+        ),
+        Benchmark(
+            "peers",
+            "Are plans shorter than the schedules of other projects?",
+            peers,
+            "python benchmarks/peers/run.py --plan",
+        ),
+        Benchmark(
+            "plan",
+            "How good is a plan after a second, and how fast is what makes it?",
+            plan,
+            "penstock bench plan --only free --instances 200 --out benchmarks/plan/free.json",
+        ),
+        Benchmark(
+            "limits",
+            "Does a plan keep to its time limit?",
+            limits,
+            "python benchmarks/limits/run.py 8x32 warm",
+        ),
+        Benchmark(
+            "space",
+            "How long does the search over every placement and rule take?",
+            space,
+            "penstock bench space --repeats 1 --out benchmarks/space/results.json",
+        ),
+        Benchmark(
+            "engine",
+            "How long does a schedule of millions of ops take?",
+            engine,
+            "python benchmarks/engine/run.py 1024x4096",
+        ),
+        Benchmark(
+            "uneven",
+            "How much faster is a step if microbatches that differ are put in order?",
+            uneven,
+            "python benchmarks/uneven/run.py --out benchmarks/uneven/results.json",
+        ),
+    ),
+    "Are predictions true?": (
+        Benchmark(
+            "emulated",
+            "How close do emulated runs come to simulated ones?",
+            emulated,
+            "python -m penstock.bench.emulated --stretch 2 --out threads-stretch-2.json",
+        ),
+        Benchmark(
+            "tune",
+            "Does a step take as long as the tuner says?",
+            tune,
+            "penstock bench tune --rounds 3 --steps 20 --patience 5 --out FILE.json",
+        ),
+        Benchmark(
+            "analyze",
+            "Does `penstock analyze` find what a study's own tool found?",
+            analyze,
+            "python benchmarks/analyze/run.py data/trace-AR.parquet data/trace-ST.parquet data/trace-SE.parquet",
+        ),
+        Benchmark(
+            "play",
+            "How quick is the playground?",
+            play,
+            "python benchmarks/play/measure.py",
+        ),
+    ),
+}
+
+
+def benchmarks() -> Iterator[Benchmark]:
+    for each in GROUPS.values():
+        yield from each
+
+
+def tables() -> str:
+    """A table for each group, under its heading."""
+    lines: list[str] = []
+    for name, members in GROUPS.items():
+        lines += [f"## {name}", "", "| folder | question | headline | command |", "|---|---|---|---|"]
+        for each in members:
+            link = f"[{each.folder}]({each.folder}/README.md)"
+            headline = each.headline()
+            lines.append(f"| {link} | {each.question} | {headline[:1].upper()}{headline[1:]} | `{each.command}` |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    readme = FOLDER / "README.md"
+    head, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    readme.write_text(f"{head}{BEGIN}{tables()}{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
