@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 
 import penstock as ps
+from experiments.amdp.together import RunByRun, SumOfLosses, joined, stacked
 from experiments.common.results import Row
 from penstock.data import Batches, Corpus, MaskedText, open_corpus, validation_batches
 from penstock.models import BERTConfig, BERTLoss, CrossEntropy, GPTConfig
 from penstock.models.stage import bert_stage, gpt_stage
-from penstock.runtime import MuonAdamW
+from penstock.runtime import MuonAdamW, Stage
 from penstock.runtime.stage.microbatches import split
 from penstock.train.learning_rate import learning_rate
-from penstock.train.tasks.bert import Masked
+from penstock.train.tasks.bert import masked_batches
 
 NUM_STAGES = 8
 
@@ -124,37 +125,61 @@ def train(method: Method, task: Task, say: Callable[[str], None] = lambda text: 
     after each pass, on the newest weights, pipelines drained; `mismatch`, most updates between a forward and its
     backward; and `seconds`, of this process. A run that diverges ends there, with a `final` of None.
     """
+    return train_together([method], [task], say)[0]
+
+
+def train_together(
+    methods: Sequence[Method], tasks: Sequence[Task], say: Callable[[str], None] = lambda text: None
+) -> list[Row]:
+    """The rows of runs that differ in rates and seeds alone, trained as one model (`together.py`); of one, plainly.
+
+    The rows of several runs have their share of `seconds`, and no `losses`.
+
+    Raises:
+        ValueError: runs that differ in something else, or that can't go together (`goes_together`).
+    """
     torch.set_num_threads(1)
-    if method.samples is not None:
-        task = replace(task, samples=method.samples)
-    window = method.window or task.num_microbatches
+    first, task = methods[0], tasks[0]
+    if any(replace(each, peak=0.0, seed=None) != replace(first, peak=0.0, seed=None) for each in methods) or any(
+        replace(each, seed=0) != replace(task, seed=0) for each in tasks
+    ):
+        raise ValueError("runs of one model differ in rates and seeds alone; train these one by one")
+    if first.samples is not None:
+        tasks = [replace(each, samples=first.samples) for each in tasks]
+        task = tasks[0]
+    window = first.window or task.num_microbatches
     began = time.process_time()
     losses: list[float] = []
-    curve: list[tuple[int, float]] = []
-    with Passes(method, task, window) as passes:
+    curves: list[list[tuple[int, float]]] = [[] for _ in tasks]
+    with Passes(methods, tasks, window) as passes:
         for batches in _in_passes(task):
             losses += passes.train(batches)
-            curve.append((batches.stop, passes.evaluate()))
-            if not math.isfinite(curve[-1][1]):
-                curve.pop()
+            for curve, loss in zip(curves, passes.evaluate(), strict=True):
+                if math.isfinite(loss) and (not batches.start or (curve and curve[-1][0] == batches.start)):
+                    curve.append((batches.stop, loss))
+            if all(not curve or curve[-1][0] < batches.stop for curve in curves):
                 break
-            say(f"{method.name}: {batches.stop} of {task.num_batches} batches, loss {curve[-1][1]:.4f}")
+            now = ", ".join(f"{curve[-1][1]:.4f}" for curve in curves if curve)
+            say(f"{first.name}: {batches.stop} of {task.num_batches} batches, loss {now}")
         mismatch = passes.mismatch()
-    ended = bool(curve) and curve[-1][0] == task.num_batches
-    return {
-        "method": method.name,
-        "schedule": method.schedule,
-        "optimizer": method.optimizer,
-        "peak": method.peak,
-        "window": window,
-        "samples": task.samples,
-        "updates": task.num_batches * (-(-task.num_microbatches // window)),
-        "mismatch": mismatch,
-        "final": curve[-1][1] if ended else None,
-        "seconds": time.process_time() - began,
-        "curve": curve,
-        "losses": losses,
-    }
+    seconds = (time.process_time() - began) / len(tasks)
+    return [
+        {
+            "method": first.name,
+            "schedule": first.schedule,
+            "optimizer": first.optimizer,
+            "peak": method.peak,
+            "window": window,
+            "samples": task.samples,
+            "updates": task.num_batches * (-(-task.num_microbatches // window)),
+            "mismatch": mismatch,
+            "final": curve[-1][1] if curve and curve[-1][0] == task.num_batches else None,
+            "seconds": seconds,
+            "curve": curve,
+            **({"losses": losses} if len(tasks) == 1 else {}),
+        }
+        for method, curve in zip(methods, curves, strict=True)
+    ]
 
 
 def _in_passes(task: Task) -> Iterator[range]:
@@ -163,20 +188,28 @@ def _in_passes(task: Task) -> Iterator[range]:
 
 
 class Passes:
-    """A pipeline of a method over the task's text, which trains some batches at a time."""
+    """A pipeline of a method over the task's text, which trains some batches at a time; several runs as one model."""
 
-    def __init__(self, method: Method, task: Task, window: int) -> None:
-        self._method, self._task, self._window = method, task, window
+    def __init__(self, methods: Sequence[Method], tasks: Sequence[Task], window: int) -> None:
+        self._method, self._task, self._window = method, task, window = methods[0], tasks[0], window
         text = corpus()
-        order = task.seed if method.seed is None else method.seed
-        self._batches, self._held_out = data_of(task, text, order)
-        optimizer = functools.partial(OPTIMIZERS[method.optimizer], lr=method.peak, **method.optimizer_options)
-        is_bert = isinstance(task.config, BERTConfig)
+        orders = [
+            each.seed if method.seed is None else method.seed for method, each in zip(methods, tasks, strict=True)
+        ]
+        data = [data_of(each, text, order) for each, order in zip(tasks, orders, strict=True)]
+        self._batches = [batches for batches, _ in data]
+        self._held_out = [
+            tuple(map(joined, zip(*batches, strict=True)))
+            for batches in zip(*(each for _, each in data), strict=True)
+        ]
+        seeds = [each.seed for each in tasks]
+        loss_fn = BERTLoss() if isinstance(task.config, BERTConfig) else CrossEntropy()
+        self._sum = SumOfLosses(loss_fn, len(tasks)) if len(tasks) > 1 else None
         self._pipe = ps.Pipeline(
-            [_stage_of(task.config, part, task.seed) for part in cut(task.config)],
+            [functools.partial(_stage_of, task.config, part, seeds) for part in cut(task.config)],
             self._schedule(),
-            loss_fn=BERTLoss() if is_bert else CrossEntropy(),
-            optimizer=optimizer,
+            loss_fn=self._sum or loss_fn,
+            optimizer=_optimizer_of(methods),
             parallel=ps.ParallelOptions(
                 sharding="copies" if method.rule is None else "none"
             ),  # predictions are made on every copy
@@ -218,13 +251,15 @@ class Passes:
         """Inputs and targets of some batches, an entry a microbatch."""
         inputs: list[Any] = []
         targets: list[Any] = []
+        num = self._task.num_microbatches
         for batch in batches:
-            for parts, whole in zip((inputs, targets), self._batches(batch), strict=True):
-                parts += split(whole, self._task.num_microbatches, "samples")
+            of_runs = [[split(side, num, "samples") for side in own(batch)] for own in self._batches]
+            for parts, sides in zip((inputs, targets), zip(*of_runs, strict=True), strict=True):
+                parts += [joined(microbatch) for microbatch in zip(*sides, strict=True)]
         return inputs, targets
 
-    def evaluate(self) -> float:
-        """The mean over the text held out."""
+    def evaluate(self) -> list[float]:
+        """Each run's mean over the text held out."""
         inputs, targets = ([batch[side] for batch in self._held_out] for side in (0, 1))
         # As many at a time as the schedule has microbatches, which may be fewer.
         each = min(len(inputs), self._pipe.schedule.num_microbatches)
@@ -232,7 +267,7 @@ class Passes:
         for at in range(0, len(inputs), each):
             some = inputs[at : at + each], targets[at : at + each]
             total += float(self._pipe.evaluate(*some).loss) * len(some[0])
-        return total / len(inputs)
+        return [total / len(inputs)] if self._sum is None else self._sum.means()
 
     def mismatch(self) -> int:
         """Most updates between a forward and its backward in the last pass, as counted while it ran."""
@@ -267,14 +302,47 @@ def _tensors(batch: Any) -> Batch:
 
 
 def _masked(text: MaskedText, number: int, size: int) -> Batch:
-    example = Masked(text, size)[number]
+    example = masked_batches(text, size)[number]
     return example.inputs, example.targets
 
 
-def _stage_of(config: GPTConfig | BERTConfig, part: Sequence[int], seed: int) -> Callable[[], Any]:
-    if isinstance(config, BERTConfig):
-        return functools.partial(bert_stage, config, part, seed)
-    return functools.partial(gpt_stage, config, part, seed)
+def _stage_of(config: GPTConfig | BERTConfig, part: Sequence[int], seeds: Sequence[int]) -> Stage:
+    make = (
+        functools.partial(bert_stage, config)
+        if isinstance(config, BERTConfig)
+        else functools.partial(gpt_stage, config)
+    )
+    stages = [make(part, seed) for seed in seeds]
+    if len(stages) > 1:
+        for layers in zip(*(stage.in_order for stage in stages), strict=True):
+            stages[0].replace(layers[0], stacked(layers))
+    return stages[0]
+
+
+def _optimizer_of(methods: Sequence[Method]) -> Callable[..., torch.optim.Optimizer]:
+    """The optimizer of all runs: torch's own over whole stacks, but where it can't be."""
+    method = methods[0]
+    make = functools.partial(OPTIMIZERS[method.optimizer], **method.optimizer_options)
+    rates = {each.peak for each in methods}
+    if len(methods) == 1 or (len(rates) == 1 and method.optimizer != "Muon"):
+        return functools.partial(make, lr=method.peak)
+    if not goes_together(method, len(rates)):
+        raise ValueError(
+            f"{method.name} reads weights by a rule that asks for the optimizer itself; train its runs one by one"
+        )
+    return functools.partial(
+        RunByRun, make=make, lr=method.peak, factors=[each.peak / method.peak for each in methods]
+    )
+
+
+def goes_together(method: Method, num_rates: int = 1) -> bool:
+    """Whether runs of a method can be one model.
+
+    A rule that predicts reads the optimizer's state, and vNAG's asks for NAdam: of such a method only runs of one
+    rate go together, and of Muon none.
+    """
+    rule = method.rule or method.schedule
+    return rule not in ("xpipe", "spectrain", "vnag") or (num_rates == 1 and method.optimizer != "Muon")
 
 
 def cut(config: GPTConfig | BERTConfig) -> list[list[int]]:

@@ -124,7 +124,7 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Two batches of a BERT that is small."""
     small = {model: replace(config, width=16, num_heads=2) for model, config in MODELS.items()}
     monkeypatch.setattr(convergence, "MODELS", small)
-    row = run(Job("table 1", "BERT", name, 1, 1e-3), num_batches=2)
+    (row,) = run([Job("table 1", "BERT", name, 1, 1e-3)], num_batches=2)
     assert row["final"] > 1
     assert row["updates"] == (64 if "each" in name else 2)
     assert row["mismatch"] == (7 if "each" in name else 1)
