@@ -1,13 +1,17 @@
 """Each of two networks is cut during transfers while hosts train, on every transport: does training go on as it was?
 
-    python benchmarks/faults/links.py --count 20 --out benchmarks/faults/links.json
+    python benchmarks/faults/links.py --transport gloo --transport delegate --out benchmarks/faults/links.json
+    python benchmarks/faults/links.py --transport direct --transport late --out benchmarks/faults/bounded.json
+    python benchmarks/faults/links.py --readme        writes the README's table from bounded.json
 
 A cell is
 
-- a transport: "gloo", by which "host" goes between hosts too, or "delegate";
+- a transport: "gloo", by which "host" goes between hosts too, "delegate", "direct", or "late", which is gloo with
+  messages that arrive 20 ms later by injected conditions;
 - a mesh: pp (a rank on each of two hosts), or pp x dp (four ranks on two hosts, so that both the links of a pipeline
   and those between its replicas cross);
-- a network: 0, on which gloo meets, sums and agrees and "gloo" carries messages, or 1, which delegates prefer;
+- a network: 0, on which gloo meets, sums and agrees and all but "delegate" carry messages, or 1, which delegates
+  prefer;
 - how it is cut: "interface" (of one of the hosts, whose kernel knows at once) or "silent" (the network carries
   nothing, and nobody is told).
 
@@ -43,9 +47,13 @@ from typing import Any
 from penstock.bench.machine import machine
 from penstock.lab import HostProcess, Lab
 
-TRANSPORTS, MESHES, NETWORKS, HOWS = ("gloo", "delegate"), ("pp", "pp x dp"), (0, 1), ("interface", "silent")
-CARRYING = (("gloo", 0), ("delegate", 1))
+TRANSPORTS = ("gloo", "delegate", "direct", "late")
+MESHES, NETWORKS, HOWS = ("pp", "pp x dp"), (0, 1), ("interface", "silent")
+CARRYING = {"gloo": 0, "delegate": 1, "direct": 0, "late": 0}
 """Transports, and by which network their messages go."""
+LATE = {"pp": "0:1=latency:20ms", "pp x dp": "0:2=latency:20ms 1:3=latency:20ms"}
+"""Between the stages of each pipeline, over "late". Over replicas links join nodes, numbered rank * dp + replica."""
+FOLDER = Path(__file__).parent
 WIDTH, ROWS, MICROBATCHES, NUM_STEPS = 32, 2**14, 4, 4
 """A message is WIDTH * ROWS * 4 bytes: 2 MiB."""
 LINK = "bandwidth:200Mbit/s"
@@ -117,6 +125,7 @@ def train(job: LinkJob, run: int, rank: int) -> tuple[dict[str, Any], dict[str, 
     dp = 1 if job.mesh == "pp" else 2
     inputs = torch.randn(dp * MICROBATCHES * ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     targets = inputs.sum(1, keepdim=True)
+    links = ps.Links.parse(LATE[job.mesh])
     steps, losses = [], []
     with ps.Pipeline(
         stages,
@@ -125,7 +134,7 @@ def train(job: LinkJob, run: int, rank: int) -> tuple[dict[str, Any], dict[str, 
         optimizer=torch.optim.AdamW,
         mesh=None if dp == 1 else ps.runtime.device_mesh(ps.Mesh(pp=2, dp=2)),
         dispatch="dynamic",
-        transport=job.transport,
+        transport=ps.TransportOptions("gloo", links=links) if job.transport == "late" else job.transport,
         timeout=TIMEOUT,
     ) as pipe:
         for step in range(NUM_STEPS):
@@ -212,7 +221,7 @@ def cell(transport: str, mesh: str, network: int, how: str, count: int, seed: in
                 at, moving = 0, False
                 if run:
                     time.sleep(chance.uniform(0.0, 0.7 * usual))
-                    moving = (transport, network) in CARRYING and await_transfer(lab, network, 2 * usual)
+                    moving = CARRYING[transport] == network and await_transfer(lab, network, 2 * usual)
                     at = cut(lab, network, how, chance.randrange(2))
                 told = training.hear(run, "equal")
             except RuntimeError as failed:
@@ -293,16 +302,48 @@ def summary(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def table(cells: Sequence[dict[str, Any]]) -> str:
+    """The table of the README: times are seconds of a step."""
+    lines = [
+        "| transport | mesh | network | cut | right | in a transfer | usual step | median after the cut | longest |",
+        "|---|---|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in cells:
+        moving = row["in_transfer"] if CARRYING[row["transport"]] == row["network"] else ""
+        lines.append(
+            f"| {row['transport']} | {row['mesh']} | {row['network']} | {row['how']} | "
+            f"{row['equal']} of {row['runs']} | {moving} | {row['usual_step_s']:.2f} | "
+            f"{row['median_longest_step_s']:.2f} | {row['longest_step_s']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def fill_readme() -> None:
+    readme, end = FOLDER / "README.md", "<!-- end of results -->"
+    before, _, rest = readme.read_text().partition("<!-- results -->\n")
+    cells = json.loads((FOLDER / "bounded.json").read_text())["cells"]
+    readme.write_text(f"{before}<!-- results -->\n{table(cells)}\n{end}{rest.partition(end)[2]}")
+
+
+def commit() -> str:
+    words = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(words, cwd=FOLDER, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--readme", action="store_true", help="write the README's table, and run nothing")
     for name, choices in (("transport", TRANSPORTS), ("mesh", MESHES), ("network", NETWORKS), ("how", HOWS)):
         parser.add_argument(f"--{name}", type=type(choices[0]), choices=choices, action="append")
     given = parser.parse_args(argv)
     if given.rank:
         return rank_main(LinkJob(**json.loads(given.rank)))
+    if given.readme:
+        fill_readme()
+        return 0
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     found = json.loads(given.out.read_text())["cells"] if given.out and given.out.exists() else []
     cells = [
@@ -313,14 +354,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for how in given.how or HOWS
     ]
     for one in cells:
-        row = summary(cell(*one, given.count))
+        load = round(os.getloadavg()[0], 1)
+        row = {**summary(cell(*one, given.count)), "seed": 0, "load": load, "commit": commit()}
         found = [each for each in found if (each["transport"], each["mesh"], each["network"], each["how"]) != one]
         found.append(row)
         print(json.dumps(row), flush=True)
         if given.out:
-            given.out.write_text(
-                json.dumps({"machine": machine(), "count": given.count, "cells": found}, indent=1) + "\n"
-            )
+            command = " ".join(["python", *sys.argv])
+            said = {"command": command, "machine": machine(), "count": given.count, "cells": found}
+            given.out.write_text(json.dumps(said, indent=1) + "\n")
     return int(any(row["error"] or row["equal"] < row["runs"] for row in found))
 
 

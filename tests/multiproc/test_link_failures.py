@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import penstock as ps
-from link_runs import INTERFACES, LinkCase, trainings
+from link_runs import INTERFACES, TIMEOUT, LinkCase, trainings
 from processes import Outcome, appears, run_ranks
 from tiers import NIGHTLY
 
@@ -37,8 +37,9 @@ def check(cases: Sequence[LinkCase], outcomes: Sequence[Outcome]) -> None:
             usual = outcome.value[cases.index(case.uncut)]
             assert torch.equal(told["losses"], usual["losses"]), case
             assert all(map(torch.equal, told["state"], usual["state"])), case
-            assert (told["number"] >= 1) == bool(case.cuts), case
-            assert any("nothing was lost" in one for one in told["notices"]) == bool(case.cuts), case
+            changes = case != case.uncut
+            assert (told["number"] >= 1) == changes, case
+            assert any("nothing was lost" in one for one in told["notices"]) == changes, case
 
 
 @pytest.mark.slow
@@ -86,6 +87,61 @@ def test_replicas_go_on_where_a_connection_is_cut() -> None:
         replace(fsdp, cuts=((3, "summing", 8, False),)),
     ]
     run_and_check(4, cases, deadline=250)
+
+
+@pytest.mark.slow
+def test_bounded_channels_and_late_messages_go_on_where_a_connection_is_cut() -> None:
+    direct = LinkCase(transport="direct", depth=1, clip_norm=0.5, evaluates=True)
+    frozen = replace(direct, dispatch="frozen")
+    late = LinkCase(links="0:1=latency:10ms")
+    both = replace(direct, links="0:1=latency:10ms")
+    cases = [
+        direct,
+        replace(direct, cuts=((0, "sending", 9, False),)),
+        replace(direct, cuts=((1, "receiving", 14, True),)),
+        replace(direct, cuts=((1, "acknowledging", 6, False),)),
+        replace(direct, cuts=((0, "step ends", 2, False),)),
+        frozen,
+        replace(frozen, cuts=((0, "step begins", 3, False),)),
+        replace(frozen, cuts=((0, "asking for room", 8, True),)),
+        late,
+        replace(late, cuts=((0, "sending", 9, False),)),
+        replace(late, cuts=((1, "receiving", 14, True),)),
+        replace(late, cuts=((0, "step ends", 2, True),)),
+        both,
+        replace(both, cuts=((1, "sending", 12, True),)),
+        replace(both, cuts=((1, "acknowledging", 7, True),)),
+    ]
+    run_and_check(2, cases, deadline=250)
+
+
+@pytest.mark.slow
+def test_replicas_with_bounded_channels_go_on_where_a_connection_is_cut() -> None:
+    direct = LinkCase(transport="direct", depth=1, dp=2, sharding="zero1", links="0:2=latency:5ms")
+    cases = [
+        direct,
+        replace(direct, cuts=((0, "sending", 12, False),)),
+        replace(direct, cuts=((3, "acknowledging", 5, True),)),
+        replace(direct, cuts=((2, "summed", 13, True), (1, "summed", 20, False))),
+    ]
+    run_and_check(4, cases, deadline=250)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["dynamic", "frozen"])
+def test_a_rank_that_waits_for_what_is_never_acknowledged_goes_on_as_soon_as_another_way_is_there(
+    dispatch: str,
+) -> None:
+    """It waits for room in a channel, or at the end of its step for the last messages to arrive."""
+    usual = LinkCase(transport="direct", depth=1, dispatch=dispatch)
+    for_room, at_the_end = replace(usual, unanswered=6), replace(usual, unanswered=8)
+    outcomes = run_ranks(2, trainings, [usual, for_room, at_the_end], deadline=250)
+    check([usual, for_room, at_the_end], outcomes)
+    for outcome in outcomes:
+        assert max(told["longest"] for told in outcome.value) < TIMEOUT / 2, "it waited until its deadline"
+    _, waited, ended = outcomes[0].value
+    assert not waited["rooms"][-1], "there was room for what it sent last"
+    assert ended["rooms"][-1], "it waited for room before the end of its step"
 
 
 def killed(rank: int, folder: str) -> str:

@@ -1,23 +1,28 @@
-"""Links of a transport that fail, whichever it is (gloo's here are no other than NCCL's would be): what is left of
-the step goes by delegates, what came in before is not waited for again, and nothing goes by the base any more."""
+"""Links of a transport that fail, whichever it is: what is left of the step goes by delegates, what came in before is
+not waited for again, and nothing goes by the base any more."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import penstock as ps
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.collective import AllReduce, Reduce
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages
+from penstock.runtime.transport import choose
+from penstock.runtime.transport.bounded import BoundedTransport
+from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.failover.retried import RetriedGroup
-from penstock.runtime.transport.gloo import LeftMessages
+from penstock.runtime.transport.gloo import GlooTransport, LeftMessages
 from penstock.runtime.transport.inbox import Inbox
 from penstock.runtime.transport.routed import RoutedTransport
+from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Op
 
 PEER = 1
@@ -46,9 +51,10 @@ class FailingBase:
     rank = 0
 
     def has_room(self, target: int, depth: int) -> bool:
-        return True
+        return not self.is_full
 
     def __init__(self) -> None:
+        self.is_full = False
         self.inbox = Inbox()
         self.fails: Exception | None = None
         self.left = LeftMessages([], set(), [])
@@ -87,13 +93,20 @@ class FailingBase:
 
     def wake(self) -> None: ...
 
+    def end_waits(self) -> None: ...
+
 
 class CarryingDelegates:
     def __init__(self) -> None:
         self.steps = 0
         self.within: list[tuple[int, list[Edge]]] = []
         self.sent: list[tuple[int, Edge]] = []
-        self.has_room = True
+        self.is_full = False
+        self.depths: list[int] = []
+
+    def has_room(self, target: int, depth: int) -> bool:
+        self.depths.append(depth)
+        return True
 
     def also_watch(self, descriptor: int) -> None: ...
 
@@ -107,7 +120,7 @@ class CarryingDelegates:
         self.within.append((self.steps, [edge for one in expected for edge, _ in one.messages]))
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        if not self.has_room:
+        if self.is_full:
             return False
         self.sent.append((self.steps, edge))
         return True
@@ -116,7 +129,7 @@ class CarryingDelegates:
         return []
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
-        self.has_room = True
+        self.is_full = False
         return [backward(2)]
 
     def end(self) -> None: ...
@@ -179,10 +192,33 @@ def test_what_was_sent_in_a_step_that_ended_goes_once_more_where_ranks_go_anothe
 def test_while_delegates_have_no_room_for_what_is_sent_again_what_comes_in_is_kept() -> None:
     transport, base, delegates, _ = make()
     begin(transport)
-    base.fails, delegates.has_room = PeerLost("the network is gone"), False
+    base.fails, delegates.is_full = PeerLost("the network is gone"), True
     base.left = LeftMessages([], set(), [(forward(0), PEER, payload())])
     assert transport.arrivals() == [backward(2)]
     assert delegates.sent == [(1, forward(0))]
+
+
+def test_a_rank_that_waited_for_room_goes_on_by_delegates_where_the_bound_stays() -> None:
+    transport, base, delegates, guard = make()
+    bounded = BoundedTransport(transport, depth=3)
+    bounded.begin(EXPECTED, [""] * 3)
+    base.is_full = True
+    assert not bounded.send(forward(0), PEER, payload())
+    assert delegates.depths == []
+    guard.number = 1  # another rank says that links have failed; `Base.end_waits` ends this one's wait
+    assert bounded.wait([], str) == []
+    assert bounded.send(forward(0), PEER, payload())
+    assert (base.sent, delegates.sent, delegates.depths) == ([], [(1, forward(0))], [3])
+
+
+def test_messages_between_gpus_end_with_an_error_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of NCCL that was aborted looks like one that has received its message."""
+    monkeypatch.setattr(choose, "_lines", lambda *_: None)
+    schedule = ps.build("1f1b", 2, 4)
+    peers, failover = SimpleNamespace(group=Settled()), object()
+    choice: Any = ps.TransportOptions("nccl").choice(False)
+    made = choice.make(peers, Tags.of(schedule), 1.0, wire(schedule), torch.device("cpu"), None, failover)
+    assert isinstance(made, GlooTransport)
 
 
 def test_a_deadline_that_passed_is_no_link_that_failed() -> None:

@@ -61,6 +61,12 @@ class AcknowledgedLink:
         if self._lost:
             self._inbox.poll()  # raises what happened
 
+    def give_up(self) -> None:
+        """Ends `drain`: what is under way may never be acknowledged."""
+        with self._changed:
+            self._lost = True
+            self._changed.notify_all()
+
     def _work(self) -> None:
         buffer = torch.empty(1, dtype=torch.uint8)
         limit = timedelta(seconds=self._timeout * THREADS_WAIT)
@@ -93,24 +99,27 @@ class Acknowledgements:
     Args:
         timeout: seconds before a wait ends with DeadlineExceeded.
         depth: most messages that are under way to another rank: it has room for as many.
+        apart: a group of the same ranks for them alone, which others end; one is made here where not given.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float, depth: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float, depth: int, apart: Any = None) -> None:
         self.depth = depth
         self._rank, self._timeout = dist.get_rank(group), timeout
         members = dist.get_process_group_ranks(group)
-        self._may_end = len(members) == dist.get_world_size()
-        made = dist.new_group(
-            members,
-            timeout=timedelta(seconds=timeout),
-            backend="gloo",
-            use_local_synchronization=not self._may_end,
-        )
-        assert isinstance(made, dist.ProcessGroup)  # every rank of the group is in it
-        self._group = WeakGroup(made)
+        is_everyone = len(members) == dist.get_world_size()
+        self._may_end = apart is None and is_everyone
+        if apart is None:
+            apart = dist.new_group(
+                members,
+                timeout=timedelta(seconds=timeout),
+                backend="gloo",
+                use_local_synchronization=not is_everyone,
+            )
+            assert isinstance(apart, dist.ProcessGroup)  # every rank of the group is in it
+        self._group = WeakGroup(apart)
         self._links: dict[int, AcknowledgedLink] = {}
         self._answers: deque[tuple[Any, torch.Tensor]] = deque()
-        self._is_closed = False
+        self._is_closed = self._is_given_up = False
 
     def to(self, peer: int, inbox: Inbox) -> AcknowledgedLink:
         """The link to a rank. `inbox` is where it tells of room and of failures."""
@@ -130,7 +139,16 @@ class Acknowledgements:
     def end(self) -> None:
         """Ends a step: waits until all that was sent has arrived."""
         for link in self._links.values():
-            link.drain()
+            if not self._is_given_up:
+                link.drain()
+
+    def give_up(self) -> None:
+        """Has nothing wait any more for what arrived: connections broke, and messages go another way. Any thread may
+        call it.
+        """
+        self._is_given_up = True
+        for link in list(self._links.values()):
+            link.give_up()
 
     def flush(self) -> None:
         """Waits until what this rank answered has been taken."""

@@ -215,7 +215,7 @@ class TransportChoice:
 
         Args:
             failover: where there is another interface for what goes by gloo: messages then go on by delegates when
-                connections break.
+                connections break. Those of "nccl" do not, for the reasons in docs/runtime/failing-links.md.
 
         Raises:
             RuntimeFailure: "nccl" without a GPU, or with more lines than a GPU has queues for; a schedule that needs
@@ -246,16 +246,28 @@ class TransportChoice:
             made = open_shared_memory(peers.here[0], peers.num_ranks, peers.gather, tags, timeout)
             if made is not None:
                 return made
-        told = None if self.depth is None else Acknowledgements(peers.group, timeout, self.depth)
-        lines = _lines(peers.group, timeout, wiring, device) if self.name == "nccl" else None
-        if failover is not None and told is None:
-            kept = GlooTransport(failover.group(peers), tags, timeout, None, lines, keeps=True)
+        if failover is not None and self.name != "nccl":
+            told = self._acknowledgements(peers, timeout, failover)
+            kept = GlooTransport(failover.group(peers), tags, timeout, told, keeps=True)
             delegates = self._delegate(peers, tags, timeout, device, takes_over=True)
             return RoutedTransport(kept, delegates, guard=failover)
+        told = self._acknowledgements(peers, timeout, None)
+        lines = _lines(peers.group, timeout, wiring, device) if self.name == "nccl" else None
         base = GlooTransport(peers.group, tags, timeout, told, lines)
         if not self.has_delegates:
             return base
         return RoutedTransport(base, self._delegate(peers, tags, timeout, device))
+
+    def _acknowledgements(
+        self, peers: GroupPeers, timeout: float, failover: Failover | None
+    ) -> Acknowledgements | None:
+        """What tells senders which messages have arrived, where their number has a bound."""
+        if self.depth is None:
+            return None
+        if failover is None:
+            return Acknowledgements(peers.group, timeout, self.depth)
+        apart = failover.group_apart(peers, "acknowledgements")
+        return None if apart is None else Acknowledgements(peers.group, timeout, self.depth, apart)
 
     def _delegate(
         self, peers: GroupPeers, tags: Tags, timeout: float, device: torch.device, takes_over: bool = False

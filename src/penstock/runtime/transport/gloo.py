@@ -142,7 +142,7 @@ class GlooTransport:
         for incoming in self._incoming.values():
             incoming.received = 0
         if self._keeps:
-            self._release_all()
+            self._let_go()
         for key, _, messages in expected:
             channel = self._incoming[key]
             channel.waiting.extend(messages)
@@ -184,14 +184,12 @@ class GlooTransport:
         self._threads.clear()
         used = set(self._signatures)
         if not self._keeps:
-            self._release_all()
+            self._let_go()
         ends: list[Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
         for channel_end in ends:
             for signature, known in channel_end.known.items():
                 if signature not in used:
                     known.spare.clear()
-        if self._acknowledgements is not None:
-            self._acknowledgements.flush()
 
     def leave(self) -> LeftMessages:
         """Gives up: the group's connections are broken, and what is left of the step goes in another way.
@@ -327,7 +325,7 @@ class GlooTransport:
             known.spare.append(packet)
             channel.taken += 1
 
-    def _release_all(self) -> None:
+    def _let_go(self) -> None:
         """Lets go of all that was sent in a step, also where its links have failed since."""
         errors = []
         for channel in self._outgoing.values():
@@ -339,6 +337,8 @@ class GlooTransport:
             channel.taken = 0
         if errors:
             raise errors[0]
+        if self._acknowledgements is not None:
+            self._acknowledgements.flush()
 
     # Receiving.
 
@@ -370,6 +370,12 @@ class GlooTransport:
     def wake(self) -> None:
         """Ends this rank's wait, or the next one, in a step whose arrivals are reported; any thread may call it."""
         self.inbox.put(list)
+
+    def end_waits(self) -> None:
+        """Ends this rank's waits for what does not come this way any more; any thread may call it."""
+        if self._acknowledgements is not None:
+            self._acknowledgements.give_up()
+        self.wake()
 
     def take(self, edge: Edge) -> Payload:
         if self._window and edge.slot == 0 and (room := self._channels[edge].room) is not None:

@@ -73,6 +73,9 @@ class Base(Transport, Protocol):
     def leave(self) -> LeftMessages:
         """Gives up in the middle of a step; see `GlooTransport.leave`."""
 
+    def end_waits(self) -> None:
+        """Ends this rank's waits for what does not come this way any more; any thread may call it."""
+
 
 class LinkGuard(Protocol):
     """What knows whether a link that failed has another way, and is told when links fail elsewhere."""
@@ -116,7 +119,7 @@ class RoutedTransport:
         self._step: tuple[Sequence[ExpectedMessages], Sequence[str], int, Mapping[int, int]] = ((), (), 0, {})
         self.route(delegated)
         if guard is not None:
-            guard.at_change(self._go_over, self.wake)
+            guard.at_change(self._go_over, self._base.end_waits)
 
     def route(self, delegated: Collection[tuple[int, int]]) -> None:
         """Says, between two steps, which links go by delegates from now on. Every rank says the same."""

@@ -148,6 +148,35 @@ class Failover:
         assert isinstance(peers.retried, RetriedGroup)
         return peers.retried.group
 
+    def group_apart(self, peers: GroupPeers, name: str) -> Any:
+        """One more group of the same ranks, for what is not to queue behind their messages. When ranks change over it
+        is left like the others, and no other one takes its place. Every rank of `peers` must call it.
+
+        Args:
+            name: of what it is for; groups of the same ranks have different ones.
+
+        Returns:
+            None where ranks have changed over before all had it.
+
+        Raises:
+            PeerLost, DeadlineExceeded: as `lost`.
+        """
+        assert isinstance(peers.retried, RetriedGroup)
+        group, end = peers.retried, time.monotonic() + self._timeout
+        if self.number > 0:
+            return None
+        try:
+            device = GlooDevice(self._ends[self._me][self._place(0)][0])
+            store = self._store(f"0/{name} {' '.join(map(str, group.members))}/", 0, end)
+            made = device.group(store, group.rank, len(group.members), self._timeout)
+        except RuntimeError as error:
+            if isinstance(error, RuntimeFailure):
+                raise
+            self.lost(0, error)
+            return None
+        self._old.append(made)
+        return made
+
     # The rank's own thread.
 
     def settle(self) -> None:
@@ -310,16 +339,19 @@ class Failover:
         made: dict[str, Any] = {}
         for name in sorted(self._groups):
             group = self._groups[name]
-            prefix = f"{number}/{name}/"
-            store = ToldStore(
-                lambda key, value, prefix=prefix: beats.tell(prefix + key, value),  # type: ignore[misc]
-                lambda key, prefix=prefix: self._told(prefix + key, number, end),  # type: ignore[misc]
-            )
+            store = self._store(f"{number}/{name}/", number, end)
             made[name] = device.group(store, group.rank, len(group.members), self._timeout)
         for name, group in self._groups.items():
             those = {rank: said[process][name] for rank, process in enumerate(group.members)}
             self._old.append(made[name])
             group.adopt(number, made[name], those)
+
+    def _store(self, prefix: str, number: int, end: float) -> ToldStore:
+        """By which the ranks of a group find each other; waits for them as `_told` does."""
+        return ToldStore(
+            lambda key, value: self._beats.tell(prefix + key, value),
+            lambda key: self._told(prefix + key, number, end),
+        )
 
     def _told(self, key: str, number: int, end: float) -> Any:
         """Waits for what some process tells. Raises as `_make`."""
@@ -327,7 +359,9 @@ class Failover:
             while (found := self._beats.known(key)) is None:
                 if self._wanted > number or self._closed:
                     raise _NewerWanted
-                missing = [p for p in range(len(self._ends)) if self._beats.known(f"{number}/state {p}") is None]
+                everyone = range(len(self._ends))
+                # Who has said how far it is, and tells nothing of the group that is made then, may have ended since.
+                missing = [p for p in everyone if self._beats.known(f"{number}/state {p}") is None] or [*everyone]
                 if gone := sorted(self._beats.gone().intersection(missing)):
                     raise PeerLost(
                         f"rank {self._me} lost its connection to rank {gone[0]}, whose process has ended "
