@@ -5,6 +5,8 @@ torchrun --nproc-per-node 4 -m penstock.train --schedule zb-v --steps 100
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from pathlib import Path
 
@@ -19,5 +21,20 @@ def main(argv: list[str]) -> int:
     return run_command(argv)
 
 
+def _leave(codes: list[int]) -> None:
+    """Ends the process once all else that runs at its end has run.
+
+    A thread that waits inside gloo for a connection that broke ends the process by SIGABRT if it comes back while
+    Python shuts down, and torchrun takes a run that is done and written for one that failed.
+    """
+    if codes:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(codes[0])
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    codes: list[int] = []
+    atexit.register(_leave, codes)  # the first that is registered runs last
+    codes.append(main(sys.argv[1:]))
+    sys.exit(codes[0])
