@@ -23,8 +23,8 @@ The protocol, which changes for no result:
   the paper's ranks by simulation, against the fastest of the paper's four synchronous schedules, and against the best
   that the library has within AMDP's memory.
 
-How runs are carried out may change, as it changes no result but by rounding: runs of a row that are ready at once are
-trained as one model (`together.py`), which takes half the time.
+How runs are carried out may change where it changes results by rounding alone: runs of a row that are ready at once
+are trained as one model (`together.py`), and a window of a synchronous row is one microbatch, as in rates and tuning.
 
 What an earlier figure 7 did otherwise: one seed, half of the best rate (chosen once the gaps were seen), AdamW for
 every method but two. Its task had been changed too, from windows of 2d to 4d, after AMDP was 6 to 7% behind.
@@ -42,13 +42,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from experiments.amdp import RESULTS
-from experiments.amdp.figure7 import METHODS, reached
-from experiments.amdp.learning import Method, Task, goes_together, shown, train_together
+from experiments.amdp.figure7 import METHODS, SHOWN, chart_of, reached
+from experiments.amdp.learning import Method, Task, by_method, goes_together, shown, train_together
 from experiments.amdp.methods import simulate
 from experiments.amdp.synchronous import best_synchronous
 from experiments.amdp.timing import PAPER, batch_seconds
 from experiments.common.command import options
-from experiments.common.results import Row, known, save, table
+from experiments.common.results import Row, draw, facts, known, save, table
+from penstock.draw.chart import Axis, Figure
 from penstock.models import BERTConfig, GPTConfig
 
 SEEDS, HELD_OUT = (0, 1, 2), 100
@@ -219,6 +220,8 @@ def run(jobs: Sequence[Job], num_batches: int = 300) -> list[Row]:
                 method = replace(method, optimizer_options={"momentum_decay": 0.004 * LATER / num_batches})
         else:
             method = row_of(job.name, num_batches)
+            if method.is_synchronous and method.window is None:
+                method = replace(method, samples=32)
         if method.seed is not None:
             method = replace(method, seed=job.seed + 1)
         methods.append(replace(method, peak=job.peak))
@@ -230,18 +233,23 @@ def run(jobs: Sequence[Job], num_batches: int = 300) -> list[Row]:
     ]
 
 
-def lines(rows: Sequence[Row], timed: bool = False) -> Iterator[str]:
-    """Both tables, as far as they are there; with time to loss where that is to be simulated."""
+def lines(rows: Sequence[Row], times: Sequence[Row] = ()) -> Iterator[str]:
+    """Both tables, as far as they are there, with time to loss where that was simulated."""
     for model in MODELS:
         for part in ("table 1", "table 2"):
             mine = [row for row in rows if (row["model"], row["part"]) == (model, part)]
             if mine:
                 yield f"{model}, {part}: last validation loss, mean (spread) over seeds"
                 yield from _table(rows, mine, model)
-        if timed:
-            yield from _times([row for row in rows if (row["model"], row["part"]) == (model, "table 1")], model)
-    left = f"{sum(row['seconds'] for row in rows) / 60:.0f} minutes of one core so far"
-    yield f"{len(rows)} runs, {left}; {'the protocol is done' if next_job(rows) is None else 'not done'}"
+        if of_model := [row for row in times if row["model"] == model]:
+            yield f"{model}, table 1: to a loss of {of_model[0]['target']:.3f} on the paper's ranks, simulated"
+            body = [
+                [row["name"], f"{row['batches']:.0f}", f"{row['batch_seconds']:.3f}", f"{row['seconds']:.0f}"]
+                for row in of_model
+            ]
+            yield from table(["row", "batches", "s a batch", "s"], body)
+    spent = f"{sum(row['seconds'] for row in rows) / 60:.0f} minutes of one core"
+    yield f"{len(rows)} runs, {spent}; the protocol is {'done' if next_job(rows) is None else 'not done'}"
 
 
 def _table(rows: Sequence[Row], mine: Sequence[Row], model: str) -> Iterator[str]:
@@ -276,24 +284,64 @@ def _spread(finals: Sequence[float | None]) -> str:
     return f"{shown(statistics.mean(known_ones))} ({max(known_ones) - min(known_ones):.4f})"
 
 
-def _times(rows: Sequence[Row], model: str) -> Iterator[str]:
-    by = {name: [row for row in rows if row["name"] == name] for name in ("synchronous", "amdp")}
-    if not all(by.values()) or any(row["final"] is None for part in by.values() for row in part):
-        return
-    target = max(statistics.mean(row["final"] for row in part) for part in by.values())
-    setup = replace(PAPER, model=model)
-    best = best_synchronous(setup)
-    per_batch = setup.window * setup.tokens / best.ktokens(simulate(best)) / 1000
-    seconds = {"the paper's four": batch_seconds(row_of("synchronous"), setup), f"the best, {best.method}": per_batch}
-    taken = [reached(row, target) for row in by["synchronous"]]
-    if all(each is not None for each in taken):
-        for name, each in seconds.items():
-            yield f"{model}: to {target:.3f} synchronous, {name}: {statistics.mean(taken) * each:.0f} s"  # type: ignore[type-var, operator]
-    for name in DELAYED:
-        taken = [reached(row, target) for row in rows if row["name"] == name]
-        if taken and all(each is not None for each in taken):
-            each = batch_seconds(row_of(name), setup)
-            yield f"{model}: to {target:.3f} {name}: {statistics.mean(taken) * each:.0f} s"  # type: ignore[type-var, operator]
+def mean_curves(rows: Sequence[Row], model: str) -> list[Row]:
+    """Of each row of table 1 that ended on all seeds the mean over these of its losses and of its curve."""
+    found = []
+    for method in ROWS:
+        of_row = [row for row in rows if (row["part"], row["model"], row["name"]) == ("table 1", model, method.name)]
+        if of_row and all(row["final"] is not None for row in of_row):
+            places = zip(*(row["curve"] for row in of_row), strict=True)
+            curve = [(place[0][0], statistics.mean(loss for _, loss in place)) for place in places]
+            found.append(
+                {"method": method.name, "final": statistics.mean(r["final"] for r in of_row), "curve": curve}
+            )
+    return found
+
+
+def times_to_loss(rows: Sequence[Row]) -> list[Row]:
+    """How long rows of table 1 take on the paper's ranks to the worse of AMDP's and the synchronous loss, simulated.
+
+    Synchronous training is there twice: by the fastest of the paper's four schedules, and by the best that the
+    library has within AMDP's memory. Rows that never come to that loss are left out.
+    """
+    found: list[Row] = []
+    for model in MODELS:
+        by = by_method(mean_curves(rows, model))
+        if not {"synchronous", "amdp"} <= set(by):
+            continue
+        target = max(by[name]["final"] for name in ("synchronous", "amdp"))
+        setup = replace(PAPER, model=model)
+        best = best_synchronous(setup)
+        ways = {
+            "synchronous, the fastest of the paper's four": (
+                "synchronous",
+                batch_seconds(row_of("synchronous"), setup),
+            ),
+            f"synchronous, {best.method}": (
+                "synchronous",
+                setup.window * setup.tokens / best.ktokens(simulate(best)) / 1000,
+            ),
+            **{name: (name, batch_seconds(row_of(name), setup)) for name in DELAYED if name in by},
+        }
+        for name, (learns, seconds) in ways.items():
+            batches = reached(by[learns], target)
+            if batches is not None:
+                found.append(
+                    {"model": model, "target": target, "name": name, "batches": batches, "batch_seconds": seconds,
+                     "seconds": batches * seconds}
+                )  # fmt: skip
+    return found
+
+
+def chart(rows: Sequence[Row], model: str) -> Figure:
+    """Mean validation loss by batch of each method of the paper's figure, and of AMDP with Muon."""
+    return chart_of(
+        mean_curves(rows, model),
+        {**SHOWN, "amdp, Muon": ("navy", "dotted")},
+        title=f"Figure 7 by the protocol, {model}: loss by batch",
+        note=f"means over {len(SEEDS)} seeds; each with its paper's optimizer at the rate best without delay",
+        x=Axis("batches of 32 sequences"),
+    )
 
 
 def carry_out(rows: list[Row], minutes: float, processes: int) -> Iterator[list[Row]]:
@@ -319,7 +367,7 @@ def main() -> None:
     parser = options(__doc__, RESULTS, show=True)
     parser.add_argument("--minutes", type=float, default=4.0, help="begin no run after so many")
     parser.add_argument("--processes", type=int, default=1, help="runs at a time")
-    parser.add_argument("--times", action="store_true", help="simulate time to loss too: some minutes")
+    parser.add_argument("--times", action="store_true", help="simulate time to loss and draw: some minutes")
     given = parser.parse_args()
     rows = known(given.out, "convergence")
     if not given.show:
@@ -331,7 +379,11 @@ def main() -> None:
                     f"{shown(row['final'])}",
                     flush=True,
                 )
-    print("\n".join(lines(rows, given.times)))
+    if given.times:
+        save(given.out, "convergence", rows, seeds=(*SEEDS, HELD_OUT), times=times_to_loss(rows))
+        for model in MODELS:
+            draw(given.out, f"convergence-{model.lower()}", chart(rows, model))
+    print("\n".join(lines(rows, facts(given.out, "convergence").get("times", ()))))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +16,18 @@ from experiments.amdp.convergence import (
     DELAYED,
     FIRST,
     MODELS,
+    PAPER,
     ROWS,
     SEEDS,
     Job,
+    chart,
     lines,
+    mean_curves,
     next_job,
     ready_jobs,
     row_of,
     run,
+    times_to_loss,
 )
 
 pytestmark = pytest.mark.unit
@@ -116,6 +121,37 @@ def test_runs_that_end_in_another_order_are_the_same_runs() -> None:
     one_by_one = carried_out(loss)
     assert sorted(map(repr, rows)) == sorted(map(repr, one_by_one))
     assert list(lines(rows)) == list(lines(one_by_one))
+
+
+def curved(name: str, seed: int, *losses: float | None) -> dict[str, Any]:
+    curve = [(50 * (number + 1), loss) for number, loss in enumerate(losses) if loss is not None]
+    return done(Job("table 1", "GPT", name, seed, 1e-3), losses[-1]) | {"curve": curve}
+
+
+def test_times_are_batches_to_the_worse_loss_times_what_a_batch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        *(curved("synchronous", seed, 3.0, 2.0 + seed / 10) for seed in SEEDS),
+        *(curved("amdp", seed, 3.2, 2.2) for seed in SEEDS),
+        *(curved("xpipe", seed, 3.2, 2.4) for seed in SEEDS),
+        curved("vnag", 0, 2.9, 2.0),
+        curved("vnag", 1, 2.9, None),
+    ]
+    best = SimpleNamespace(method="dualpipe", ktokens=lambda timing: timing)
+    monkeypatch.setattr(convergence, "best_synchronous", lambda setup: best)
+    monkeypatch.setattr(convergence, "simulate", lambda trial: PAPER.tokens)
+    monkeypatch.setattr(convergence, "batch_seconds", lambda method, setup: 3.0 if method.name == "amdp" else 4.0)
+    found = times_to_loss(rows)
+    assert {row["target"] for row in found} == {2.2}
+    at = {row["name"]: (row["batches"], row["seconds"]) for row in found}
+    batches = 50 + 50 * (3.0 - 2.2) / (3.0 - 2.1)
+    assert at == {
+        "synchronous, the fastest of the paper's four": (pytest.approx(batches), pytest.approx(4 * batches)),
+        "synchronous, dualpipe": (pytest.approx(batches), pytest.approx(PAPER.window / 1000 * batches)),
+        "amdp": (pytest.approx(100.0), pytest.approx(300.0)),
+    }, "xpipe never comes to that loss, and vnag diverged on a seed"
+    assert "synchronous, dualpipe" in "\n".join(lines(rows, found))
+    assert [row["method"] for row in mean_curves(rows, "GPT")] == ["synchronous", "amdp", "xpipe"]
+    assert "xpipe" in str(chart(rows, "GPT"))
 
 
 @pytest.mark.slow
