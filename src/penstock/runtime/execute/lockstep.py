@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch.distributed as dist
 
 from penstock.dispatch import Dispatch, Dispatcher, Graph
 from penstock.runtime.mesh.peers import GroupPeers, groups_of_processes
-from penstock.runtime.mesh.process_group import WeakGroup, explain
+from penstock.runtime.mesh.process_group import WeakGroup, wait_for
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 
 _TAG = 1
@@ -95,13 +94,13 @@ class Lockstep:
 
     def _receive(self) -> int:
         decision = torch.zeros(1, dtype=torch.int64)
-        self._wait(self._group().recv([decision], 0, _TAG), 0, "its next decision")
+        wait_for(self._group().recv([decision], 0, _TAG), self._rank, 0, "its next decision", self._timeout)
         return int(decision)
 
     def end(self) -> None:
         """Ends a step: all decisions have been taken."""
         while self._sent:
-            self._wait(self._sent.popleft()[0], None, "decisions to be taken")
+            wait_for(self._sent.popleft()[0], self._rank, None, "decisions to be taken", self._timeout)
         self._heard = None
 
     def dispatcher(
@@ -110,12 +109,6 @@ class Lockstep:
         """One rank's decisions, in this process."""
         kind = Leading if self.is_first else Following
         return kind(self, graph, rank, dispatch, memory_change, cap)
-
-    def _wait(self, work: Any, peer: int | None, what: str) -> None:
-        try:
-            work.wait(timedelta(seconds=self._timeout))
-        except RuntimeError as error:
-            raise explain(error, self._rank, peer, what, self._timeout) from None
 
 
 def lockstep_of(mesh: ProcessMesh, has_updates: bool, timeout: float) -> Lockstep | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.collective import AllGather, AllReduce, Collective
-from penstock.runtime.mesh.process_group import WeakGroup, explain
+from penstock.runtime.mesh.process_group import WeakGroup, explain, wait_for
 from penstock.schedule import Schedule
 from penstock.schedule.text import ranks_together
 
@@ -36,11 +36,6 @@ class Peers(Protocol):
     def sum(self, values: Tensor) -> Tensor:
         """The sum of every process's `values`."""
 
-    def share(
-        self, tensors: Sequence[Tensor | None], likes: Sequence[Tensor | None], source: int, targets: Sequence[int]
-    ) -> list[Tensor | None]:
-        """What `source` has, for `targets`, who say by `likes` what shapes and one type it has; None for others."""
-
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value, by process; plain data of our own making."""
 
@@ -57,11 +52,6 @@ class LocalPeers:
 
     def sum(self, values: Tensor) -> Tensor:
         return values
-
-    def share(
-        self, tensors: Sequence[Tensor | None], likes: Sequence[Tensor | None], source: int, targets: Sequence[int]
-    ) -> list[Tensor | None]:
-        return list(tensors)
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -116,15 +106,16 @@ class GroupPeers:
 
     def sum(self, values: Tensor) -> Tensor:
         if self.retried is None:
-            self._wait(lambda: self.group.allreduce([values]), None, "a sum over all ranks")
+            self._wait(lambda: self.group.allreduce([values]), "a sum over all ranks")
             return values
         op = AllReduce(values.clone)
-        self._wait(lambda: self.start(op), None, "a sum over all ranks")
+        self._wait(lambda: self.start(op), "a sum over all ranks")
         return op.tensor.clone()
 
     def share(
         self, tensors: Sequence[Tensor | None], likes: Sequence[Tensor | None], source: int, targets: Sequence[int]
     ) -> list[Tensor | None]:
+        """What `source` has, for `targets`, who say by `likes` what shapes and one type it has; None for others."""
         rank = self.here[0]
         if rank == source:
             self._send_all(tensors, [target for target in targets if target != source])
@@ -186,7 +177,7 @@ class GroupPeers:
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.num_ranks)]
         mine = torch.nn.functional.pad(data, (0, longest - data.numel()))
         op = AllGather(mine, parts)
-        self._wait(lambda: self.start(op), None, "what all ranks tell")
+        self._wait(lambda: self.start(op), "what all ranks tell")
         sized = zip(op.parts, sizes.tolist(), strict=True)
         return [pickle.loads(part[:size].numpy().tobytes()) for part, size in sized]
 
@@ -209,8 +200,12 @@ class GroupPeers:
             elif (work := dist.irecv(tensor, group=self.group, group_src=source)) is not None:
                 work.wait(limit)
 
-    def _wait(self, start: Callable[[], Any], peer: int | None, what: str) -> None:
-        with self.explained(peer, what) as limit:
+    def wait_for(self, work: Any, what: str, peer: int | None = None) -> None:
+        """Waits for what was begun here, with one rank or all. Raises DeadlineExceeded, PeerLost, with `what`."""
+        wait_for(work, self.here[0], peer, what, self._timeout)
+
+    def _wait(self, start: Callable[[], Any], what: str) -> None:
+        with self.explained(None, what) as limit:
             start().wait(limit)
 
     @contextmanager

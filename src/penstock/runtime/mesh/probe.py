@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.mesh.process_group import explain
+from penstock.runtime.mesh.process_group import wait_for
 
 TRIPS = 3
 """Round trips of which the shortest counts."""
@@ -69,7 +68,4 @@ def _round_trip(begins: bool, other: int, timeout: float) -> float:
 
 
 def _wait(work: object, peer: int | None, timeout: float) -> None:
-    try:
-        work.wait(timedelta(seconds=timeout))  # type: ignore[attr-defined]
-    except RuntimeError as error:
-        raise explain(error, dist.get_rank(), peer, "a probe of a link", timeout) from None
+    wait_for(work, dist.get_rank(), peer, "a probe of a link", timeout)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
+from datetime import timedelta
 from types import FunctionType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -65,6 +67,18 @@ def is_of_a_group(error: Exception) -> bool:
 def is_late(error: Exception) -> bool:
     """Whether a wait ended because its deadline passed."""
     return any(word in str(error).lower() for word in _TIMEOUT_WORDS)
+
+
+def wait_for(work: Any, rank: int, peer: int | None, what: str, timeout: float) -> None:
+    """Waits for an op of a group; see `explain`.
+
+    Raises:
+        DeadlineExceeded, PeerLost: with who waited for what from whom.
+    """
+    try:
+        work.wait(timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise explain(error, rank, peer, what, timeout) from None
 
 
 def explain(error: Exception, rank: int, peer: int | None, what: str, timeout: float) -> RuntimeFailure:

@@ -196,12 +196,6 @@ def send_values(tensors: Iterable[Any], source: Callable[[Any], int], peers: Gro
     buckets = [ValueBucket(part, source(part[0])) for part in cut_into_buckets(tensors, source)]
     works = [peers.start(bucket.op) for bucket in buckets]
     for bucket, work in zip(buckets, works, strict=True):
-        wait_for(work, peers, "parameters of the replica that owns them")
+        peers.wait_for(work, "parameters of the replica that owns them")
         if bucket.source != peers.here[0]:
             bucket.unpack()
-
-
-def wait_for(work: Any, peers: GroupPeers, what: str) -> None:
-    """Raises DeadlineExceeded, PeerLost, with what was waited for."""
-    with peers.explained(None, what) as limit:
-        work.wait(limit)

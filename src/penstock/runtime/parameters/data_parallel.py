@@ -26,13 +26,7 @@ from penstock.passes.reduce import REDUCE, add_reductions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.parameters.buckets import (
-    GradientBucket,
-    SumBucket,
-    cut_into_buckets,
-    send_values,
-    wait_for,
-)
+from penstock.runtime.parameters.buckets import GradientBucket, SumBucket, cut_into_buckets, send_values
 from penstock.runtime.parameters.late_rings import LateRing, sleep_until
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.sharding import OwnedParameters, Unsharded
@@ -162,7 +156,7 @@ class Replicas:
         for parameters in self._late:
             self._reduce(parameters)
         for bucket, work, due in self._under_way:
-            wait_for(work, self._peers, SUM)
+            self._peers.wait_for(work, SUM)
             sleep_until(due)
             bucket.unpack()
         self._under_way.clear()
@@ -190,7 +184,7 @@ class Replicas:
             parameter.grad = None if gradient is None else as_shard(local(gradient), parameter)
         buckets = [GradientBucket(part, self._peers, None) for part in cut_into_buckets(parameters, lambda _: None)]
         for bucket, work in [(bucket, bucket.start()) for bucket in buckets]:
-            wait_for(work, self._peers, SUM)
+            self._peers.wait_for(work, SUM)
             bucket.unpack()
         found = [None if parameter.grad is None else local(parameter.grad) for parameter in parameters]
         for parameter in parameters:

@@ -29,7 +29,6 @@ from penstock.runtime.parameters.buckets import (
     as_real,
     cut_into_buckets,
     send_values,
-    wait_for,
 )
 from penstock.runtime.parameters.gradients import Gradients
 from penstock.runtime.stage.autograd import sees_gradients
@@ -262,7 +261,7 @@ class ShardedParameters(Unsharded):
         found = flat.new_empty(num * flat.numel())
         rows = found.view(num, -1)
         op = AllGather(as_real(flat), as_real(rows).unbind(0))
-        wait_for(self._peers.start(op), self._peers, "parts of a stage")
+        self._peers.wait_for(self._peers.start(op), "parts of a stage")
         if op.parts[0].data_ptr() != rows.data_ptr():  # it was done again, elsewhere
             as_real(rows).copy_(torch.stack(op.parts))
         start = 0
