@@ -14,8 +14,8 @@ folder, index, shard, writing, reader                 the files       plain, opt
 from penstock.runtime.checkpoint.folder import candidates, complete, latest, set_aside, step_of
 from penstock.runtime.checkpoint.index import JSON, VERSION
 from penstock.runtime.checkpoint.optimizer import optimizer_tensors, stage_optimizer
-from penstock.runtime.checkpoint.plain import AS_JSON, digest_of, pack, unpack
-from penstock.runtime.checkpoint.reader import Kind, Reader, TensorSource, match
+from penstock.runtime.checkpoint.plain import AS_JSON, digests_of, names_by_base, pack
+from penstock.runtime.checkpoint.reader import Kind, Reader, TensorSource, load_packed, match
 from penstock.runtime.checkpoint.writing import UNWRITTEN, export, write
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 
@@ -31,15 +31,16 @@ __all__ = [
     "TensorSource",
     "candidates",
     "complete",
-    "digest_of",
+    "digests_of",
     "export",
     "latest",
+    "load_packed",
     "match",
+    "names_by_base",
     "optimizer_tensors",
     "pack",
     "set_aside",
     "stage_optimizer",
     "step_of",
-    "unpack",
     "write",
 ]

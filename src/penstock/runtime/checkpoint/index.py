@@ -12,7 +12,6 @@ state of modules, no buffers beside those of a state dict and no state of the ca
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import stat
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.runtime.checkpoint.shard import DTYPES
+from penstock.runtime.checkpoint.shard import DTYPES, num_bytes_of
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 
 __all__ = ["INDEX", "JSON", "STEP", "IndexEntry", "Index", "compact", "read_regular", "shard_name"]
@@ -127,7 +126,7 @@ class Index:
         tensors = {name: _entry(name, entry, shards) for name, entry in _dict(index["tensors"], "tensors").items()}
         taken = dict.fromkeys(shards, 0)
         for entry in tensors.values():
-            taken[entry.shard] += _num_bytes(entry)
+            taken[entry.shard] += num_bytes_of(entry.shape, DTYPES[entry.dtype])
         for name, size in shards.items():
             if taken[name] > size:
                 raise _Malformed(f"tensors of {taken[name]} bytes are to lie in {name}, which has {size}")
@@ -164,10 +163,6 @@ def _entry(name: str, value: JSON, shards: Mapping[str, int]) -> IndexEntry:
     sizes = tuple(_count(size, f"a size of {what}") for size in shape)
     crc32 = _count(fields["crc32"], f"the checksum of {what}")
     return IndexEntry(shard, sizes, dtype, crc32)
-
-
-def _num_bytes(entry: IndexEntry) -> int:
-    return math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
 
 
 def _dict(value: JSON, what: str) -> dict[str, JSON]:

@@ -22,9 +22,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.checkpoint.index import JSON
-from penstock.runtime.checkpoint.plain import pack, unpack
-from penstock.runtime.checkpoint.reader import TensorSource
-from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
+from penstock.runtime.checkpoint.plain import pack
+from penstock.runtime.checkpoint.reader import TensorSource, load_packed
+from penstock.runtime.errors import CheckpointError
 from penstock.runtime.tensors.dtensor import local, own_shard
 
 __all__ = ["optimizer_tensors", "stage_optimizer"]
@@ -214,12 +214,7 @@ def _read_state(
         elif part == "json":
             full = f"{PREFIX}{name}/{base}"
             inner = [f"{PREFIX}{name}/{each}" for each in keys[name] if each.rpartition("#")[0] == base]
-            try:
-                state[base] = unpack(full, reader.load(inner), parameter.device)
-            except ValueError as error:
-                if isinstance(error, CheckpointError):
-                    raise
-                raise DamagedCheckpointError(f"checkpoint {reader.path}: {error}") from None
+            state[base] = load_packed(reader, full, inner, parameter.device)
     return state
 
 

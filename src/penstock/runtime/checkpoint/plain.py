@@ -14,7 +14,7 @@ import base64
 import hashlib
 import json
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from penstock.runtime.checkpoint.shard import as_bytes, check_tensor
 from penstock.runtime.errors import CheckpointError
 
-__all__ = ["AS_JSON", "digest_of", "pack", "unpack"]
+__all__ = ["AS_JSON", "digests_of", "names_by_base", "pack", "unpack"]
 
 AS_JSON = "#json"
 
@@ -79,14 +79,25 @@ def unpack(base: str, tensors: Mapping[str, Tensor], device: torch.device | None
         raise ValueError(f"{base} holds no plain data: {reason}") from None
 
 
-def digest_of(tensors: Mapping[str, Tensor], base: str) -> str:
-    """The same for the same packed value under any base."""
-    found = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        found.update(f"{name.removeprefix(base)} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(as_bytes(tensor))
-    return found.hexdigest()
+def digests_of(packed: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    """By base the digest of each packed value, which is the same under any base."""
+    digests = {}
+    for base, tensors in packed.items():
+        found = hashlib.sha256()
+        for name, tensor in sorted(tensors.items()):
+            found.update(f"{name.removeprefix(base)} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            found.update(as_bytes(tensor))
+        digests[base] = found.hexdigest()
+    return digests
+
+
+def names_by_base(names: Iterable[str], prefix: str) -> dict[str, list[str]]:
+    """By base the names of each packed value, of those names that begin with a prefix."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if name.startswith(prefix):
+            found.setdefault(name.rpartition("#")[0], []).append(name)
+    return found
 
 
 class _Unfit(Exception):

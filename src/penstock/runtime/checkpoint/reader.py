@@ -7,17 +7,18 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.runtime.checkpoint.index import INDEX, JSON, STEP, Index, IndexEntry, read_regular
+from penstock.runtime.checkpoint.plain import unpack
 from penstock.runtime.checkpoint.shard import DTYPES, checksum
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["Kind", "Reader", "TensorSource", "match", "problem_of"]
+__all__ = ["Kind", "Reader", "TensorSource", "load_packed", "match", "problem_of"]
 
 
 MOST_OPEN = 32
@@ -42,6 +43,18 @@ class TensorSource(Protocol):
 
     def load(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors by name, each with memory of its own."""
+
+
+def load_packed(source: TensorSource, base: str, names: Iterable[str], device: torch.device | None = None) -> Any:
+    """The value that was packed under a base, from the tensors with these names; see `plain.unpack`.
+
+    Raises `CheckpointError`.
+    """
+    tensors = source.load(names)
+    try:
+        return unpack(base, tensors, device)
+    except ValueError as error:
+        raise DamagedCheckpointError(f"checkpoint {source.path}: {error}") from None
 
 
 class Reader:

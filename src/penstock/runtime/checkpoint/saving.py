@@ -22,6 +22,7 @@ from penstock.runtime.checkpoint import (
     Reader,
     candidates,
     complete,
+    digests_of,
     export,
     latest,
     match,
@@ -34,14 +35,12 @@ from penstock.runtime.checkpoint.training_state import (
     MODEL,
     Staged,
     State,
-    extra_digests,
     extra_to_write,
 )
 from penstock.runtime.checkpoint.user_state import (
     ProcessPlace,
     StagedUserState,
     Stateful,
-    digests_of,
     packed,
     to_write,
 )
@@ -104,7 +103,7 @@ def save(
 
     found, error = _attempt(collect, f"checkpoint in {directory} could not be written")
     share, extra, states = found or (None, {}, {})
-    told = (share and share.optimizer, extra_digests(extra), digests_of(states), place)
+    told = (share and share.optimizer, digests_of(extra), digests_of(states), place)
     parts = _agree(peers, told, error)
     me = peers.here[0] if len(parts) > 1 else 0
     assert share is not None
@@ -237,15 +236,15 @@ def _load_one(
     loaded, staged, users = found
 
     def give() -> None:
-        staged.try_extra()
-        users.give()
+        staged.trial.give()
+        users.trial.give()
 
     _, error = _attempt(give, what)
     try:
         _agree(peers, None, error)
     except BaseException:
-        users.take_back()
-        staged.take_back()
+        users.trial.take_back()
+        staged.trial.take_back()
         raise
     return loaded, staged
 

@@ -9,6 +9,7 @@ and in memory at once, and gives no checksum. Here a tied, strided or CUDA tenso
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,17 @@ from torch import Tensor
 
 from penstock.runtime.errors import CheckpointError
 
-__all__ = ["DTYPES", "TensorSpec", "as_bytes", "by_alignment", "check_tensor", "checksum", "dtype_code", "write_file"]
+__all__ = [
+    "DTYPES",
+    "TensorSpec",
+    "as_bytes",
+    "by_alignment",
+    "check_tensor",
+    "checksum",
+    "dtype_code",
+    "num_bytes_of",
+    "write_file",
+]
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -53,12 +64,10 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
 
-    @property
-    def num_bytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * DTYPES[self.dtype].itemsize
+
+def num_bytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of a tensor's elements."""
+    return math.prod(shape) * dtype.itemsize
 
 
 def dtype_code(name: str, dtype: torch.dtype) -> str:
@@ -89,7 +98,7 @@ def write_file(
     header: dict[str, object] = {}
     end = 0
     for spec in specs:
-        begin, end = end, end + spec.num_bytes
+        begin, end = end, end + num_bytes_of(spec.shape, DTYPES[spec.dtype])
         header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "strict")
     text += b" " * (-len(text) % 8)

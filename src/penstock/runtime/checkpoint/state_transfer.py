@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.checkpoint import VERSION, CheckpointError, Kind
+from penstock.runtime.checkpoint.shard import num_bytes_of
 from penstock.runtime.checkpoint.training_state import MODEL, state_of
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
-from penstock.runtime.mesh.process_group import explain
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 
 
@@ -69,7 +68,7 @@ def sendings(told: Sequence[HeldAndWanted]) -> list[StateSending]:
                     "the same model and kind of optimizer only"
                 )
             source = min(holders[name], key=lambda process: (load[process], process))
-            load[source] += _num_bytes(told[source].held[name])
+            load[source] += num_bytes_of(*told[source].held[name])
             found.append(StateSending(name, source, target))
     return found
 
@@ -114,21 +113,16 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
     staged, said = None, None
     try:
         staged = after.stage(Carried(mine, meta), giver.num_updates)
-        staged.try_extra()
+        staged.trial.give()
     except CheckpointError as error:
         said = str(error)
     if refusals := [each for each in peers.gather(said) if each is not None]:
         if staged is not None:
-            staged.take_back()
+            staged.trial.take_back()
         raise RuntimeFailure(f"the pipeline after does not take what the one before has: {refusals[0]}")
     assert staged is not None
     staged.put()
-    return sum(map(_num_bytes, (known[name] for name in came)))
-
-
-def _num_bytes(kind: Kind) -> int:
-    shape, dtype = kind
-    return math.prod(shape) * dtype.itemsize
+    return sum(num_bytes_of(*known[name]) for name in came)
 
 
 def _require_shapes(told: Sequence[HeldAndWanted], known: dict[str, Kind]) -> None:
@@ -164,8 +158,5 @@ def _exchange(
             came[name] = torch.empty(shape, dtype=dtype)
             works.append((dist.irecv(came[name], group=group, group_src=source, tag=number), source, came[name]))
     for work, peer, _ in works:
-        try:
-            work.wait(timedelta(seconds=peers.timeout))
-        except RuntimeError as error:
-            raise explain(error, me, peer, "state that is handed over", peers.timeout) from None
+        peers.wait_for(work, "state that is handed over", peer)
     return came

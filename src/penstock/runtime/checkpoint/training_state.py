@@ -31,12 +31,13 @@ from penstock.runtime.checkpoint import (
     DamagedCheckpointError,
     Kind,
     TensorSource,
-    digest_of,
+    load_packed,
+    names_by_base,
     optimizer_tensors,
     pack,
     stage_optimizer,
-    unpack,
 )
+from penstock.runtime.checkpoint.user_state import StateToGive, StateTrial
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.parameters.updating import GRADIENTS, Updating
@@ -294,10 +295,7 @@ class State:
 
     def _stage_extras(self, source: TensorSource, there: set[str], notices: list[str]) -> list[tuple[Extra, Any]]:
         found: list[tuple[Extra, Any]] = []
-        by_base: dict[str, list[str]] = {}
-        for name in there:
-            if name.startswith(EXTRA):
-                by_base.setdefault(name.rpartition("#")[0], []).append(name)
+        by_base = names_by_base(there, EXTRA)
         for extra in self._extras:
             base = _base_of(extra, there)
             if base is None:
@@ -315,12 +313,7 @@ class State:
                     f"the extra state of {extra.name} differed between the pipelines, replicas or shards that "
                     f"{source.path} comes from, and had none for {extra.holder}: it has that of the first"
                 )
-            try:
-                found.append((extra, unpack(base, source.load(by_base[base]), self._model.device)))
-            except ValueError as error:
-                if isinstance(error, CheckpointError):
-                    raise
-                raise DamagedCheckpointError(f"checkpoint {source.path}: {error}") from None
+            found.append((extra, load_packed(source, base, by_base[base], self._model.device)))
         return found
 
     def _stage_gradients(self, source: TensorSource, names: Iterable[str]) -> list[tuple[Parameter, Tensor]]:
@@ -373,7 +366,7 @@ class Staged:
     """What a load will put in place: read, and found right.
 
     Attributes:
-        notices: what a person should know of it.
+        trial: whether modules take their extra state. notices: what a person should know of it.
     """
 
     def __init__(
@@ -388,28 +381,16 @@ class Staged:
     ) -> None:
         self._model, self._values, self._optimizer, self._gradients = model, values, optimizer, gradients
         self._updating, self._extras, self.notices = updating, extras, notices
-        self._before: list[tuple[Extra, Any]] = []
-
-    def try_extra(self) -> None:
-        """Gives every module its extra state, as only its own code can tell whether it takes it.
-
-        Raises CheckpointError; `take_back` then leaves modules as they were.
-        """
-        for extra, value in self._extras:
-            self._before.append((extra, copy.deepcopy(extra.module.get_extra_state())))
-            try:
-                extra.module.set_extra_state(copy.deepcopy(value))
-            except Exception as error:
-                raise CheckpointError(
-                    f"{extra.name} ({type(extra.module).__name__}) does not take its extra state: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-
-    def take_back(self) -> None:
-        """Undoes `try_extra`."""
-        while self._before:
-            extra, value = self._before.pop()
-            extra.module.set_extra_state(value)
+        self.trial = StateTrial(
+            StateToGive(
+                f"{name} ({type(module).__name__})",
+                "extra state",
+                copy.deepcopy(value),  # `put` gives it once more
+                module.get_extra_state,
+                module.set_extra_state,
+            )
+            for (name, _, module), value in extras
+        )
 
     def put(self) -> None:
         """Puts all in place. Every process must call it."""
@@ -430,11 +411,6 @@ class Staged:
             parameter.grad = gradient
         for extra, value in self._extras:  # last, as torch does it
             extra.module.set_extra_state(value)
-
-
-def extra_digests(extra: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
-    """By base the digest of what `State.extra` gave."""
-    return {base: digest_of(packed, base) for base, packed in extra.items()}
 
 
 def extra_to_write(

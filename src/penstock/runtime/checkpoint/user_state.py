@@ -9,20 +9,12 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from penstock.runtime.checkpoint import (
-    AS_JSON,
-    CheckpointError,
-    DamagedCheckpointError,
-    Reader,
-    digest_of,
-    pack,
-    unpack,
-)
+from penstock.runtime.checkpoint import AS_JSON, CheckpointError, Reader, load_packed, names_by_base, pack
 
 PREFIX = "state/"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
@@ -77,11 +69,6 @@ def packed(stateful: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def digests_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
-    """By base, the same where the state is the same."""
-    return {base: digest_of(each, base) for base, each in states.items()}
-
-
 def to_write(
     states: Mapping[str, Mapping[str, Tensor]],
     digests: Sequence[Mapping[str, str]],
@@ -127,11 +114,50 @@ def _listed(bases: Mapping[str, Any]) -> str:
     return ", ".join(sorted(base.removeprefix(PREFIX) for base in bases)) or "nothing"
 
 
+class StateToGive(NamedTuple):
+    """State of an object that its own code saves and loads.
+
+    Attributes:
+        owner, kind: in words, whose it is and what. value: to be given.
+        get, put: the object's code; what `get` gives, `put` takes.
+    """
+
+    owner: str
+    kind: str
+    value: Any
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
+
+
+class StateTrial:
+    """Gives objects their state, as only their own code can tell whether it takes it."""
+
+    def __init__(self, states: Iterable[StateToGive]) -> None:
+        self._states, self._before = tuple(states), list[tuple[StateToGive, Any]]()
+
+    def give(self) -> None:
+        """Raises CheckpointError; `take_back` then leaves objects as they were."""
+        for each in self._states:
+            self._before.append((each, copy.deepcopy(each.get())))
+            try:
+                each.put(each.value)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{each.owner} does not take its {each.kind}: {type(error).__name__}: {error}"
+                ) from error
+
+    def take_back(self) -> None:
+        """Undoes `give`."""
+        while self._before:
+            each, value = self._before.pop()
+            each.put(value)
+
+
 class StagedUserState:
     """The state of the caller's objects as a checkpoint has it: read, and not yet given to them.
 
     Attributes:
-        left: names in the checkpoint that nobody asked for.
+        trial: gives it to them. left: names in the checkpoint that nobody asked for.
 
     Raises:
         CheckpointError: there is none of an object, or it was another in each of other processes; damage.
@@ -139,15 +165,11 @@ class StagedUserState:
 
     def __init__(self, stateful: Mapping[str, Stateful], reader: Reader, place: ProcessPlace) -> None:
         require_stateful(stateful)
-        self._stateful, self._before = dict(stateful), dict[str, Any]()
-        parts: dict[str, list[str]] = {}
-        for name in reader.names():
-            if name.startswith(PREFIX):
-                parts.setdefault(name.rpartition("#")[0], []).append(name)
+        parts = names_by_base(reader.names(), PREFIX)
         there = {base.removeprefix(PREFIX).partition("@")[0] for base in parts}
         self.left = sorted(there - stateful.keys())
-        self._values: dict[str, Any] = {}
-        for name in stateful:
+        states = []
+        for name, each in stateful.items():
             if name not in there:
                 held = f"it has that of {', '.join(sorted(there))}" if there else "it has no state of the caller's"
                 raise CheckpointError(
@@ -162,33 +184,9 @@ class StagedUserState:
                     f"{place.replica} of {place.num_replicas}, process {place.process} of {place.num_processes}: run "
                     "as many, or leave it out of stateful="
                 )
-            try:
-                self._values[name] = unpack(base, reader.load(parts[base]))
-            except ValueError as error:
-                if isinstance(error, CheckpointError):
-                    raise
-                raise DamagedCheckpointError(f"checkpoint {reader.path}: {error}") from None
-
-    def give(self) -> None:
-        """Gives every object its state, as only it can tell whether it takes it.
-
-        Raises CheckpointError; `take_back` then leaves them as they were.
-        """
-        for name, value in self._values.items():
-            each = self._stateful[name]
-            self._before[name] = copy.deepcopy(each.state_dict())
-            try:
-                each.load_state_dict(value)
-            except Exception as error:
-                raise CheckpointError(
-                    f"{name} ({type(each).__name__}) does not take its state: {type(error).__name__}: {error}"
-                ) from error
-
-    def take_back(self) -> None:
-        """Undoes `give`."""
-        while self._before:
-            name, value = self._before.popitem()
-            self._stateful[name].load_state_dict(value)
+            owner, value = f"{name} ({type(each).__name__})", load_packed(reader, base, parts[base])
+            states.append(StateToGive(owner, "state", value, each.state_dict, each.load_state_dict))
+        self.trial = StateTrial(states)
 
 
 def _words(suffix: str) -> str:
