@@ -29,7 +29,7 @@ from penstock.models.stage import bert_stage, gpt_stage
 from penstock.runtime import MuonAdamW, Stage
 from penstock.runtime.stage.microbatches import split
 from penstock.train.learning_rate import learning_rate
-from penstock.train.tasks.bert import Masked
+from penstock.train.tasks.bert import masked_batches
 
 NUM_STAGES = 8
 
@@ -302,7 +302,7 @@ def _tensors(batch: Any) -> Batch:
 
 
 def _masked(text: MaskedText, number: int, size: int) -> Batch:
-    example = Masked(text, size)[number]
+    example = masked_batches(text, size)[number]
     return example.inputs, example.targets
 
 

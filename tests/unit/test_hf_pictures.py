@@ -63,7 +63,7 @@ def test_a_picture_shows_what_its_words_say() -> None:
 
 def test_the_targets_are_the_words_behind_the_picture() -> None:
     lesson = PictureLesson(FORM, ByteTokenizer(), "llava", 64, 4, 0)
-    inputs, targets = lesson.at(3)
+    inputs, targets = lesson.data.batches[3]
     tiles = TilePictures(3, 8, 0)
     for row in range(4):
         words = tiles.words(tiles.combination(3 * 4 + row)).encode()
@@ -176,4 +176,4 @@ def test_ranks_do_not_share_the_first_layer_of_a_model_that_sees(
     model_of("llava").save_pretrained(tmp_path / "model")
     line = f"train --model {tmp_path / 'model'} --schedule mllm --ranks 2 --out {tmp_path / 'run'} --in-process"
     assert main(line.split()) == 2
-    assert "mllm shares the first stage out over its ranks" in capfd.readouterr().err
+    assert "mllm has stages that several ranks share, which must be the embedding of words" in capfd.readouterr().err

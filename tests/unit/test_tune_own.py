@@ -159,7 +159,10 @@ def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> 
             "tune --model net.py:Net --data net.py:data --tflops 1 --ranks 2",
             "--tflops estimates from the sizes of a GPT",
         ),
-        ("tune --model net.py:Net --data net.py:data --depth 3", "--depth is for models of ours"),
+        (
+            "tune --model net.py:Net --data net.py:data --depth 3",
+            "net.py:Net is your own and takes its sizes by --model-options",
+        ),
         ('profile --model net.py:Net --data net.py:data --recompute --model-options {"norm":true}', "BatchNorm1d"),
         ("profile --model net.py:Net --data net.py:data --ranks 20", "Net has 9 layers, too few for 20 ranks"),
     ],

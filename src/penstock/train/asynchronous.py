@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from penstock.train.checks import SettingsError, is_schedule_file
+from penstock.train.checks import SettingsError, is_schedule_file, refuse_options
 from penstock.train.passes import usual_steps
 
 if TYPE_CHECKING:
@@ -107,7 +107,9 @@ def check_updates(settings: RunSettings) -> None:
     """Raises SettingsError for options about updates that do not go together, or with the schedule."""
     named = settings.schedule in ASYNCHRONOUS or is_schedule_file(settings.schedule)
     if not (named and settings.is_asynchronous):
-        _check_none(settings)
+        which = ", ".join(ASYNCHRONOUS)
+        why = f"it is for schedules with their updates among the other ops ({which}), not for {settings.schedule}"
+        refuse_options(settings, OPTIONS, why)
         return
     passes = settings.passes
     if not passes.fits:
@@ -119,14 +121,4 @@ def check_updates(settings: RunSettings) -> None:
             f"a window of {passes.window} microbatches neither divides the {whole} microbatches of a pass "
             f"({passes.steps} steps with {passes.microbatches} each) nor is a multiple of them; give --window "
             f"{' or '.join(map(str, best))}, or another --drain-every"
-        )
-
-
-def _check_none(settings: RunSettings) -> None:
-    given = [name for name in OPTIONS if getattr(settings, name) is not None]
-    if given:
-        option = given[0].replace("_", "-")
-        raise SettingsError(
-            f"--{option} {getattr(settings, given[0])} is for schedules that have their updates among the other ops "
-            f"({', '.join(ASYNCHRONOUS)}), not for {settings.schedule}; leave it out"
         )

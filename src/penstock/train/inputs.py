@@ -26,7 +26,6 @@ from penstock.schedule import Schedule
 from penstock.train.mesh_sizes import check_ties
 from penstock.train.planned_batches import recorded_batches
 from penstock.train.settings import Settings, SettingsError
-from penstock.train.shared_loss import SharedLoss
 from penstock.train.tasks.open import open_task
 from penstock.train.tasks.task import Data, Task
 
@@ -143,15 +142,15 @@ def _try(build: Callable[..., torch.optim.Optimizer], settings: Settings) -> Non
         ) from None
 
 
-def build_pipeline(inputs: Inputs, steering: AdaptOptions | None = None, mesh: DeviceMesh | None = None) -> Pipeline:
-    """The pipeline of a run, over torch.distributed where it is set up, or some mesh of its processes."""
+def build_pipeline(inputs: Inputs, steering: AdaptOptions | None = None) -> Pipeline:
+    """The pipeline of a run, over torch.distributed where it is set up."""
     settings, task = inputs.settings, inputs.task
     return Pipeline(
         task.stages(),
         inputs.schedule,
         loss_fn=loss_of(inputs),
         optimizer=over_trained(optimizer_class(settings)),
-        mesh=mesh or mesh_of(settings),
+        mesh=mesh_of(settings),
         dispatch=settings.dispatch,
         seed=settings.seed,
         timeout=settings.timeout,
@@ -181,6 +180,18 @@ def loss_of(inputs: Inputs) -> Callable[..., torch.Tensor]:
     num_passes = inputs.settings.passes.passes_a_window
     loss = inputs.task.loss
     return loss if num_passes == 1 else SharedLoss(loss, num_passes)
+
+
+class SharedLoss:
+    """A loss that counts for a part of its window, and is weighed the same: `loss / passes`."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor], passes: int) -> None:
+        self._loss, self._passes = loss, passes
+        if hasattr(loss, "weight"):
+            self.weight = loss.weight
+
+    def __call__(self, output: Any, targets: Any) -> torch.Tensor:
+        return self._loss(output, targets) / self._passes
 
 
 def device_of(settings: Settings) -> torch.device:

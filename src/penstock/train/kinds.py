@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.train.checks import SettingsError
+from penstock.train.checks import SettingsError, refuse_options
 from penstock.train.own_file import is_own, own_name
 from penstock.train.towers import MIXED, read_towers
 
@@ -150,7 +150,15 @@ def lora_of(settings: Settings) -> Mapping[str, Any] | str | None:
 def check_own(settings: Settings) -> None:
     """Raises SettingsError for options that do not go together with a model of one's own, or are for one alone."""
     own_data = is_own(settings.data)
-    if not is_own(settings.model):
+    if is_own(settings.model):
+        own_sizes = ("depth", "width", "heads", "dropout", "tied")
+        refuse_options(settings, own_sizes, f"{settings.model} is your own and takes its sizes by --model-options")
+        if settings.tp > 1:
+            raise SettingsError(
+                f"--tp {settings.tp} shares out layers that are known, and {settings.model} is your own; leave it "
+                "out, or give ps.ParallelOptions(parallelize=) in Python"
+            )
+    else:
         if settings.model_options:
             raise SettingsError(f"--model-options are for --model FILE.py:NAME; leave them out for {settings.model}")
         if own_data and not is_path(settings.model):
@@ -159,21 +167,7 @@ def check_own(settings: Settings) -> None:
                 f"--data {settings.data} makes batches for a model of your own or of Hugging Face's, and --model "
                 f"{settings.model} {reads}; add --model FILE.py:NAME or a folder, or leave --data out"
             )
-        for name in ("context", "tokenizer") if own_data else ():
-            if (value := getattr(settings, name)) is not None:
-                raise SettingsError(
-                    f"--{name} {value} is for text, and --data {settings.data} gives tokens already; leave it out"
-                )
-        return
-    taken = ["depth", "width", "heads", "dropout", "tied", *(["context", "tokenizer"] if own_data else [])]
-    for name in taken:
-        if getattr(settings, name) is not None:
-            why = "--data says what it learns from" if name in ("context", "tokenizer") else "give --model-options"
-            raise SettingsError(
-                f"--{name} is for models of ours, and {settings.model} is your own: {why}, and leave it out"
-            )
-    if settings.tp > 1:
-        raise SettingsError(
-            f"--tp {settings.tp} shares out layers that are known, and {settings.model} is your own; leave it out, "
-            "or give ps.ParallelOptions(parallelize=) in Python"
+    if own_data:
+        refuse_options(
+            settings, ("context", "tokenizer"), f"--data {settings.data} gives batches that are made already"
         )

@@ -26,8 +26,6 @@ from penstock.library.registry import TORCH_NAMES
 from penstock.train.checks import SettingsError
 from penstock.train.own_file import is_own
 
-SINGLE = ("1f1b", "gpipe")
-"""Schedules of which TorchTitan has one stage on each rank."""
 CONSTANT, FULL = "constant", "full"
 SECTIONS_ASIDE = ("job", "profiling", "metrics", "comm", "compile", "float8", "mx", "quantize", "memory_estimation")
 """Sections that change no number; that of float8 is for a converter, which is refused."""

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from penstock.runtime import Pipeline, RuntimeFailure
 from penstock.runtime.checkpoint import CheckpointError
+from penstock.runtime.execute.step_result import sum_in_order
 from penstock.runtime.stage.microbatches import split
 from penstock.schedule import count_mismatch
 from penstock.train.passes import Passes
@@ -109,7 +109,7 @@ class Training:
         self._check_mismatch()
         weights = self._of_all.weights([len(each) for each in inputs])
         shares = result.losses * torch.tensor(weights, dtype=result.losses.dtype) * passes.passes_a_window
-        return [float(_total(part)) for part in shares.split(self._of_all.microbatches)], None
+        return [float(sum_in_order(part)) for part in shares.split(self._of_all.microbatches)], None
 
     def evaluate(self, batch: Example) -> float:
         """The loss of a batch, cut as one of a step."""
@@ -158,11 +158,3 @@ def position(meta: Mapping[str, Any] | None, num_steps: int) -> tuple[int, int]:
             f"the checkpoint says steps {found[0]!r} and gathered {found[1]!r}, which are no counts"
         )
     return found
-
-
-def _total(losses: Tensor) -> Tensor:
-    """Summed one after another, as the pipeline sums those of a step."""
-    total = losses[0].clone()
-    for loss in losses[1:]:
-        total += loss
-    return total

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cost import CostError, Costs
 from penstock.cost.over_time import read_quantity
-from penstock.train.checks import SettingsError
+from penstock.train.checks import SettingsError, refuse_options
 
 if TYPE_CHECKING:
     from penstock.runtime.transport.choose import DelegateOptions
@@ -48,12 +48,9 @@ class Travel:
 
     def check_travel(self) -> None:
         """Raises SettingsError for options that do not go together."""
-        for name in ("delegates", "interfaces"):
-            if getattr(self, name) is not None and not self.may_delegate:
-                raise SettingsError(
-                    f"{name} {getattr(self, name)} are for --transport delegate or --adapt, not for "
-                    f"{self.transport}; leave them out"
-                )
+        if not self.may_delegate:
+            why = f"delegates are for --transport delegate or --adapt, not for {self.transport}"
+            refuse_options(self, ("delegates", "interfaces"), why)
         for name in ("store", "host_memory"):
             if getattr(self, name) is not None and not self.adapt:
                 raise SettingsError(f"{name} is for a run that adapts; add --adapt")

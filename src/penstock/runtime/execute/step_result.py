@@ -117,7 +117,7 @@ class StepEnd:
             rows = [told[first : first + size] for first in range(0, len(told), size)]
             following = helm.settle([Offer(*map(int, each)) for each in rows])
         replicas = self._replicas.num_ranks
-        sums = [_sum(losses[window.start * replicas : window.stop * replicas]) for window in batch.windows]
+        sums = [sum_in_order(losses[window.start * replicas : window.stop * replicas]) for window in batch.windows]
         windows = torch.stack(sums) if len(sums) > 1 else sums[0].reshape(1)
         total = windows.mean() if len(sums) > 1 else sums[0].clone()
         return StepResult(total, losses, window_losses=windows), None if following is None else following.made
@@ -164,7 +164,7 @@ def _values(losses: Sequence[Tensor]) -> list[float]:
     return values
 
 
-def _sum(losses: Tensor) -> Tensor:
+def sum_in_order(losses: Tensor) -> Tensor:
     """Their sum, in the order in which a plain loop adds them."""
     if losses.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.add.accumulate(losses.numpy())[-1:])[0]  # one after the other, in their type

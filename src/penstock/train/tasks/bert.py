@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -17,11 +17,11 @@ from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
-from penstock.train.tasks.chain import chain_bytes
-from penstock.train.tasks.layers import recomputed, stage_layers
-from penstock.train.tasks.sizes import changed, preset_of, require_shards
-from penstock.train.tasks.task import Data, Example
-from penstock.train.tasks.text import VALIDATION_BATCHES, tokenizer_of
+from penstock.train.tasks.layers import chain_bytes, recomputed, stage_layers
+from penstock.train.tasks.masked import judge_masked
+from penstock.train.tasks.sizes import changed, kept_sizes, preset_of, require_shards
+from penstock.train.tasks.task import VALIDATION_BATCHES, Data, Example, StepBatches
+from penstock.train.tasks.text import tokenizer_of
 
 NUM_SPECIAL = 3
 """Tokens that `MaskedText` puts behind the vocabulary."""
@@ -45,7 +45,7 @@ class BERTTask:
                 f"context {config.context}: a sample of two parts and three special tokens needs at least {LEAST}"
             )
         self.config = config
-        self.sizes = {name: value for name, value in dataclasses.asdict(config).items() if name != "dropout"}
+        self.sizes = kept_sizes(config)
         self.num_tokens = config.context
         self.loss = BERTLoss()
         self.tied = bert_tied_parameters(config)
@@ -54,11 +54,8 @@ class BERTTask:
         require_shards(settings, schedule, config, vocab_size)
 
     def stages(self) -> list[Callable[[], nn.Module]]:
-        return [self._builder(part) for part in self._parts]
-
-    def _builder(self, part: Sequence[int]) -> Callable[[], nn.Module]:
         wrap = recomputed if self._settings.recompute else None
-        return lambda: bert_stage(self.config, list(part), self._settings.seed, wrap=wrap)
+        return [partial(bert_stage, self.config, list(part), self._settings.seed, wrap=wrap) for part in self._parts]
 
     def message_bytes(self, schedule: Schedule) -> list[float]:
         return chain_bytes(self._settings, schedule.num_stages, self.config.context * self.config.width)
@@ -66,54 +63,31 @@ class BERTTask:
     def read(self, corpus: Corpus | None) -> Data:
         settings, context = self._settings, self.config.context
         corpus = corpus or open_corpus(settings.data, self._tokenizer)
-        batches = Masked(MaskedText(corpus.train, corpus.vocab_size, context, settings.seed), settings.batch)
+        batches = masked_batches(MaskedText(corpus.train, corpus.vocab_size, context, settings.seed), settings.batch)
         _ = batches[0]
-        fresh = Masked(MaskedText(corpus.validation, corpus.vocab_size, context, settings.seed + 1), settings.batch)
+        fresh = masked_batches(
+            MaskedText(corpus.validation, corpus.vocab_size, context, settings.seed + 1), settings.batch
+        )
         validation = [fresh[number] for number in range(VALIDATION_BATCHES)]
         return Data(corpus.description, corpus.digest, batches, validation, corpus)
 
     def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
-        """Beside a guess of each masked token by its frequency in the text, and of the second part by a coin."""
-        assert data.corpus is not None
-        wanted = torch.cat([example.targets["tokens"].flatten() for example in data.validation])
-        counts = np.bincount(data.corpus.train[:COUNTED], minlength=data.corpus.vocab_size) + 1.0
-        shares = counts / counts.sum()
-        labels = wanted[wanted != IGNORED].numpy()
-        unigram = float(-np.log(shares[labels]).mean())
-        chance = float((labels == shares.argmax()).mean())
-        accuracy = self._accuracy(pipe, next(iter(data.validation)))
-        bar = unigram + (math.log(2) if self.config.next_sentence else 0.0)
-        return Quality(
-            unit="nats a sample of the validation text: a masked token, and whether the parts follow each other",
-            beside=(
-                f"{'below' if loss < bar else 'not below'} {bar:.3f}, what frequencies of tokens and a coin give",
-                f"{accuracy:.1%} of the masked tokens guessed; {chance:.1%} by always saying the commonest",
-            ),
-            unigram=unigram,
-            accuracy=accuracy,
-            chance=chance,
+        return judge_masked(
+            pipe,
+            data,
+            loss,
+            "nats a sample of the validation text: a masked token, and whether the parts follow each other",
+            itemgetter("tokens"),
+            math.log(2) if self.config.next_sentence else 0.0,
         )
 
-    def _accuracy(self, pipe: Pipeline, example: Example) -> float:
-        """The share of masked tokens of a batch that come first among the model's guesses."""
-        said = torch.cat([part["tokens"].argmax(-1) for part in pipe.predict(example.inputs)])  # B, T
-        labels = example.targets["tokens"]
-        masked = labels != IGNORED
-        return float((said[masked] == labels[masked]).float().mean())
 
-
-IGNORED = -100
-COUNTED = 1 << 26
-"""Tokens of the text whose frequencies are counted."""
-
-
-class Masked:
+def masked_batches(text: MaskedText, batch: int) -> StepBatches:
     """Batches of masked text, as tensors."""
 
-    def __init__(self, text: MaskedText, batch: int) -> None:
-        self._text, self._batch = text, batch
-
-    def __getitem__(self, step: int) -> Example:
-        made = self._text.samples(range(step * self._batch, (step + 1) * self._batch))
-        tokens, segments, labels, follows = (torch.from_numpy(part) for part in made)
+    def made(step: int) -> Example:
+        rows = text.samples(range(step * batch, (step + 1) * batch))
+        tokens, segments, labels, follows = (torch.from_numpy(part) for part in rows)
         return Example({"tokens": tokens, "segments": segments}, {"tokens": labels, "next": follows})
+
+    return StepBatches(made)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,15 +23,14 @@ from penstock.models.costs import IMAGES, WORDS
 from penstock.planning.batches import Lengths, pack_in_turn
 from penstock.runtime import PartitionError, Pipeline, partition
 from penstock.schedule import Schedule
-from penstock.train.checks import SettingsError
+from penstock.train.checks import SettingsError, refuse_options
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import costs_by_length
-from penstock.train.tasks.layers import recomputed, require_chain, stage_layers
-from penstock.train.tasks.sizes import changed, preset_of, refuse, require_shards
-from penstock.train.tasks.task import BYTES, Data, Example
+from penstock.train.tasks.layers import recomputed, refuse_shared, require_chain, stage_layers
+from penstock.train.tasks.sizes import changed, kept_sizes, preset_of, require_shards
+from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Data, Example
 
-VALIDATION_BATCHES = 4
 FRESH = 1 << 40
 """From here on samples are never trained on."""
 LOOKED_AT = 256
@@ -46,12 +45,12 @@ class CaptionerTask:
     """
 
     def __init__(self, settings: Settings, schedule: Schedule) -> None:
-        refuse(settings, ("data", "tokenizer"), "a captioner learns from samples that are generated for it")
-        refuse(settings, ("tied",), "a captioner's words have one embedding and a head of its own")
+        refuse_options(settings, ("data", "tokenizer"), "a captioner learns from samples that are generated for it")
+        refuse_options(settings, ("tied",), "a captioner's words have one embedding and a head of its own")
         self._settings = settings
         config: CaptionerConfig = changed(preset_of(settings, captioner_presets), settings)
         self.config = config
-        self.sizes = {name: value for name, value in dataclasses.asdict(config).items() if name != "dropout"}
+        self.sizes = kept_sizes(config)
         self.num_tokens = None  # a sample has as many as its images have
         self.loss = CrossEntropy()
         self.tied: list[list[str]] = []
@@ -71,11 +70,9 @@ class CaptionerTask:
         return found
 
     def stages(self) -> list[Callable[[], nn.Module]]:
-        return [self._builder(part) for part in self._parts]
-
-    def _builder(self, part: Sequence[int]) -> Callable[[], nn.Module]:
         wrap = recomputed if self._settings.recompute else None
-        return lambda: captioner_stage(self.config, list(part), self._settings.seed, wrap=wrap)
+        seed = self._settings.seed
+        return [partial(captioner_stage, self.config, list(part), seed, wrap=wrap) for part in self._parts]
 
     def message_bytes(self, schedule: Schedule) -> list[float]:
         """Of a microbatch of mean samples."""
@@ -175,11 +172,7 @@ def tower_parts(
     """
     require_chain(schedule)
     num = schedule.num_stages
-    if schedule.placement.shared:
-        raise SettingsError(
-            f"{schedule.name} has stages that several ranks share, which is for an embedding of words alone at the "
-            "start; a captioner begins with images: give another schedule"
-        )
+    refuse_shared(schedule, "a captioner begins with images")
     if num < 2:
         raise SettingsError(
             "a captioner has two towers, each with stages of its own, and the schedule has 1; give --ranks 2 or more"

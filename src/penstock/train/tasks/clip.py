@@ -18,18 +18,17 @@ from penstock.models.block import TransformerBlock
 from penstock.models.clip_stages import CLIPStages
 from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
-from penstock.train.checks import SettingsError
+from penstock.train.checks import SettingsError, refuse_options
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.clip_schedule import counts_of, cut_of
 from penstock.train.tasks.layers import recomputed
-from penstock.train.tasks.sizes import preset_of, refuse, require_shards
-from penstock.train.tasks.task import BYTES, Data, Example
+from penstock.train.tasks.sizes import kept_sizes, preset_of, require_shards
+from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Data, Example
 from penstock.train.towers import CONTRAST
 
 SEEN = 152
 """Of the 216 combinations of factors those that are trained on; the other 64 tell whether it has understood them."""
-VALIDATION_BATCHES = 4
 
 
 class CLIPTask:
@@ -45,7 +44,7 @@ class CLIPTask:
         self._cut = cut_of(config, schedule)
         self._counts = counts_of(self._cut, schedule)
         self.sizes: Mapping[str, Any] = {
-            **{name: _without_dropout(tower) for name, tower in config.towers.items()},
+            **{name: kept_sizes(tower) for name, tower in config.towers.items()},
             "shared_width": config.shared_width,
         }
         self.num_tokens = sum(tower.context for tower in config.towers.values())
@@ -136,8 +135,10 @@ FRESH = 1 << 20
 
 def clip_config(settings: Settings) -> CLIPConfig:
     """The preset with what the settings change in every tower. Raises SettingsError."""
-    refuse(settings, ("context", "tied", "data", "tokenizer"), "a CLIP learns from samples that are generated for it")
-    refuse(settings, ("stages", "warmup", "cut"), "each tower has its own; --tower NAME=stages:N says so")
+    refuse_options(
+        settings, ("context", "tied", "data", "tokenizer"), "a CLIP learns from samples that are generated for it"
+    )
+    refuse_options(settings, ("stages", "warmup", "cut"), "each tower has its own; --tower NAME=stages:N says so")
     config: CLIPConfig = preset_of(settings, clip_presets)
     changes: dict[str, Any] = {
         name: value
@@ -165,10 +166,6 @@ def _form(tower: TowerConfig) -> TokenForm | VectorForm:
     if tower.vocab_size is not None:
         return TokenForm(tower.context, tower.vocab_size)
     return VectorForm(tower.context, tower.num_features or 1)
-
-
-def _without_dropout(tower: TowerConfig) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(tower).items() if name != "dropout"}
 
 
 def _recomputed(stage: nn.Module) -> nn.Module:

@@ -18,6 +18,7 @@ from penstock.models import CLIPConfig, clip_program, tower_costs
 from penstock.models.clip_stages import CLIPStages
 from penstock.program import Branch, Rules, breadth_first, depth_first, placements
 from penstock.runtime import partition
+from penstock.runtime.stage.branches import starts_of
 from penstock.schedule import Schedule, ScheduleError
 from penstock.train.checks import SettingsError, is_schedule_file, read_schedule
 from penstock.train.settings import Settings
@@ -66,7 +67,7 @@ def cut_of(config: CLIPConfig, schedule: Schedule) -> CLIPStages:
     """How many stages each tower has in a schedule. Raises SettingsError for one that is not of the towers."""
     graph, name, towers = schedule.graph, schedule.name, list(config.towers)
     require_one_end(graph, name)
-    starts = [stage for stage, sources in enumerate(graph.sources) if not sources]
+    starts = starts_of(graph)
     if len(starts) != len(towers):
         raise SettingsError(
             f"{name} begins with {'stage' if len(starts) == 1 else 'stages'} {', '.join(map(str, starts))}, and the "

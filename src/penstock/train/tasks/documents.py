@@ -16,9 +16,7 @@ from penstock.planning.batches import PackingError, pack_in_turn
 from penstock.train.checks import SettingsError
 from penstock.train.packing import MEASURED, SIZES
 from penstock.train.settings import Settings
-from penstock.train.tasks.task import Data, Example
-
-VALIDATION_BATCHES = 4
+from penstock.train.tasks.task import VALIDATION_BATCHES, Data, Example
 
 Form = Callable[[Tensor, Tensor], Any]
 """What a model takes of tokens[1, T] and the lengths[n] of the sequences that they are."""

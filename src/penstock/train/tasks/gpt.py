@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
@@ -21,10 +21,9 @@ from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
-from penstock.train.tasks.chain import chain_bytes
 from penstock.train.tasks.documents import packed_documents
-from penstock.train.tasks.layers import recomputed, stage_layers
-from penstock.train.tasks.sizes import changed, preset_of, require_shards
+from penstock.train.tasks.layers import chain_bytes, recomputed, stage_layers
+from penstock.train.tasks.sizes import changed, kept_sizes, preset_of, require_shards
 from penstock.train.tasks.task import Data
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 
@@ -39,7 +38,7 @@ class GPTTask:
     def __init__(self, settings: Settings, schedule: Schedule) -> None:
         self._settings, self._tokenizer = settings, tokenizer_of(settings)
         self.config = config = gpt_config(settings, self._tokenizer.vocab_size)
-        self.sizes = gpt_sizes(config)
+        self.sizes = kept_sizes(config)
         self.num_tokens = config.context
         self.loss = CrossEntropy()
         self.tied = tied_parameters(config)
@@ -48,11 +47,8 @@ class GPTTask:
         require_shards(settings, schedule, config, config.vocab_size)
 
     def stages(self) -> list[Callable[[], nn.Module]]:
-        return [self._builder(part) for part in self._parts]
-
-    def _builder(self, part: Sequence[int]) -> Callable[[], nn.Module]:
         wrap = recomputed if self._settings.recompute else None
-        return lambda: gpt_stage(self.config, list(part), self._settings.seed, wrap=wrap)
+        return [partial(gpt_stage, self.config, list(part), self._settings.seed, wrap=wrap) for part in self._parts]
 
     def message_bytes(self, schedule: Schedule) -> list[float]:
         return chain_bytes(self._settings, schedule.num_stages, self.config.context * self.config.width)
@@ -71,8 +67,3 @@ def gpt_config(settings: Settings, vocab_size: int) -> GPTConfig:
     """The preset with what the settings change in it. Raises SettingsError."""
     config: GPTConfig = changed(preset_of(settings, presets), settings, vocab_size=vocab_size)
     return config
-
-
-def gpt_sizes(config: GPTConfig) -> dict[str, object]:
-    """What a resumed run must share: all but dropout."""
-    return {name: value for name, value in dataclasses.asdict(config).items() if name != "dropout"}

@@ -21,18 +21,17 @@ from penstock.models.huggingface.pictures import IMAGES, picture_form, sees
 from penstock.runtime import Pipeline
 from penstock.runtime.checkpoint import Reader
 from penstock.schedule import Schedule
-from penstock.train.checks import SettingsError
+from penstock.train.checks import SettingsError, refuse_options
 from penstock.train.kinds import lora_of, place_of
 from penstock.train.own_file import is_own
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
-from penstock.train.tasks.chain import chain_bytes
 from penstock.train.tasks.documents import packed_documents
-from penstock.train.tasks.layers import recomputed, stage_layers
+from penstock.train.tasks.layers import chain_bytes, recomputed, refuse_shared, stage_layers
 from penstock.train.tasks.masked import judge_masked, mask_token, masked
 from penstock.train.tasks.own_data import own_data
 from penstock.train.tasks.pictures import PictureLesson
-from penstock.train.tasks.sizes import refuse, require_shards
+from penstock.train.tasks.sizes import require_shards
 from penstock.train.tasks.spans import SpanForm, judge_spans, span_form, spans
 from penstock.train.tasks.task import BYTES, Data
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
@@ -78,7 +77,7 @@ class DecoderTask:
     """
 
     def __init__(self, settings: Settings, schedule: Schedule) -> None:
-        refuse(
+        refuse_options(
             settings, ("depth", "width", "heads", "dropout", "tied"), "a model of Hugging Face's has it in its config"
         )
         self._settings, self._tokenizer = settings, tokenizer_of(settings)
@@ -96,18 +95,19 @@ class DecoderTask:
         self.tied = decoder.tied
         self.layer_costs = decoder.costs()
         if decoder.has_encoder:
-            require_whole(settings, schedule)
+            refuse_shared(schedule, f"{settings.model} has an encoder")
+            if settings.tp > 1:
+                raise SettingsError(
+                    f"--tp {settings.tp} shares layers out, which is known of models without an encoder, and "
+                    f"{settings.model} has one; leave it out"
+                )
             first = decoder.anatomy.first_block - 1
             read, written = self._lengths
             self.layer_costs = [
                 each * (read if index < first else written) for index, each in enumerate(self.layer_costs)
             ]
         elif decoder.anatomy.tower is not None:
-            if schedule.placement.shared:
-                raise SettingsError(
-                    f"{schedule.name} shares the first stage out over its ranks, which is known of an embedding of "
-                    f"words, and the first layer of {settings.model} cuts images into patches; give another schedule"
-                )
+            refuse_shared(schedule, f"the first layer of {settings.model} cuts images into patches")
             first, (read, _) = decoder.anatomy.first_block - 1, self._lengths
             share = self._num_seen / read  # what a tower takes for a token of text
             self.layer_costs[:first] = [max(1.0, share * each) for each in self.layer_costs[:first]]
@@ -266,7 +266,9 @@ class DecoderTask:
 
 def picture_lesson(decoder: Decoder, tokenizer: Tokenizer, settings: Settings, most: int | None) -> PictureLesson:
     """Generated pictures for a model that sees. Raises SettingsError for one that takes other ones."""
-    refuse(settings, ("context",), "pictures and their words are as long as they are; or give --data for text alone")
+    refuse_options(
+        settings, ("context",), "pictures and their words are as long as they are; or give --data for text alone"
+    )
     try:
         form = picture_form(decoder.model)
     except DecoderError as error:
@@ -285,16 +287,6 @@ def require_readable_tokenizer(folder: Path, settings: Settings) -> None:
             f"--model {settings.model} has a tokenizer in {found}, and no tokenizer.json, which alone is read; "
             f"AutoTokenizer.from_pretrained(FOLDER, use_fast=True).save_pretrained(FOLDER) of transformers writes "
             "one, or give another with --tokenizer"
-        )
-
-
-def require_whole(settings: Settings, schedule: Schedule) -> None:
-    """Raises SettingsError where ranks would share the stages of a model with an encoder."""
-    what = f"--tp {settings.tp}" if settings.tp > 1 else schedule.name if schedule.placement.shared else None
-    if what is not None:
-        raise SettingsError(
-            f"{what} shares stages out over several ranks, which is known of models without an encoder, and "
-            f"{settings.model} has one; give another schedule, and leave --tp out"
         )
 
 

@@ -1,7 +1,8 @@
-"""Layers into stages: by cost, by a given cut, alone where several ranks share the stage; and recomputed ones."""
+"""Layers into stages: by cost, by a given cut, alone where several ranks share the stage; what these send."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -10,8 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.runtime import PartitionError, partition
+from penstock.runtime.stage.branches import ends_of, is_plain
 from penstock.schedule import Schedule, StageGraph
 from penstock.train.checks import SettingsError
+from penstock.train.settings import Settings
+from penstock.train.tasks.task import BYTES
 
 
 def recomputed(layer: nn.Module) -> nn.Module:
@@ -69,22 +73,38 @@ def cut_layers(costs: Sequence[float], num_stages: int, shared_ends: bool) -> li
     return [range(1), *(range(part.start + 1, part.stop + 1) for part in inner), range(len(costs) - 1, len(costs))]
 
 
+def chain_bytes(settings: Settings, num_stages: int, numbers: int) -> list[float]:
+    """Bytes of a message of each stage of a chain: the last one sends nothing.
+
+    Args:
+        numbers: of a sample, between any two layers.
+    """
+    size = float(BYTES * numbers * math.ceil(settings.batch / (settings.dp * settings.microbatches)))
+    return [size] * (num_stages - 1) + [0.0]
+
+
 def require_chain(schedule: Schedule) -> None:
     """Raises SettingsError unless every stage feeds the next one alone, microbatch by microbatch."""
-    graph = schedule.graph
-    require_one_end(graph, schedule.name)
-    if graph.edges != StageGraph.chain(graph.num_stages).edges or set(graph.num_microbatches) - {
-        schedule.num_microbatches
-    }:
+    require_one_end(schedule.graph, schedule.name)
+    if not is_plain(schedule):
         raise SettingsError(
             f"the stages of {schedule.name} branch, and this model is a chain of layers; give a schedule whose "
             "stages are one, or --model clip"
         )
 
 
+def refuse_shared(schedule: Schedule, why: str) -> None:
+    """Raises SettingsError where several ranks share a stage; `why` says what the model has that can't be shared."""
+    if schedule.placement.shared:
+        raise SettingsError(
+            f"{schedule.name} has stages that several ranks share, which must be the embedding of words and the head "
+            f"of a known model, and {why}; give another schedule"
+        )
+
+
 def require_one_end(graph: StageGraph, name: str) -> None:
     """Raises SettingsError for a branch that does not lead to the loss."""
-    ends = [stage for stage, targets in enumerate(graph.targets) if not targets]
+    ends = ends_of(graph)
     if len(ends) > 1:
         raise SettingsError(
             f"{name}: stages {_listed(ends)} feed no other stage, and the loss is one stage's; lead every branch to "

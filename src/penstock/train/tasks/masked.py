@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from penstock.data import ByteTokenizer, Tokenizer
+from penstock.data.masked import IGNORED
 from penstock.data.tokenizer import FileTokenizer
 from penstock.runtime import Pipeline
 from penstock.train.checks import SettingsError
 from penstock.train.quality import Quality
-from penstock.train.tasks.task import Data, Example, TaskBatches
+from penstock.train.tasks.task import Data, Example, StepBatches
 
 SHARE = 0.15
 """Of the tokens that are to be guessed: of ten, eight are masked, one becomes another, one stays."""
 MASKS = ("[MASK]", "<mask>")
-IGNORED = -100
 COUNTED = 1 << 26
 """Tokens of the text whose frequencies are counted."""
 
@@ -45,19 +47,10 @@ def mask_token(tokenizer: Tokenizer, vocab_size: int, model: str) -> int:
 
 
 def masked(data: Data, mask: int, vocab_size: int, seed: int) -> Data:
-    """Text with some tokens masked, which are the targets."""
+    """Text with some tokens masked, which are the targets; which follows from the seed and the step's number."""
     validation = [_masked(each, mask, vocab_size, (seed, 1, number)) for number, each in enumerate(data.validation)]
-    return replace(data, batches=MaskedWindows(data.batches, mask, vocab_size, seed), validation=validation)
-
-
-class MaskedWindows:
-    """Batches of a text in which each step masks tokens that follow from the seed and its number."""
-
-    def __init__(self, batches: TaskBatches, mask: int, vocab_size: int, seed: int) -> None:
-        self._batches, self._mask, self._vocab_size, self._seed = batches, mask, vocab_size, seed
-
-    def __getitem__(self, step: int) -> Example:
-        return _masked(self._batches[step], self._mask, self._vocab_size, (self._seed, 0, step))
+    batches = StepBatches(lambda step: _masked(data.batches[step], mask, vocab_size, (seed, 0, step)))
+    return replace(data, batches=batches, validation=validation)
 
 
 def _masked(example: Example, mask: int, vocab_size: int, seed: tuple[int, ...]) -> Example:
@@ -73,23 +66,37 @@ def _masked(example: Example, mask: int, vocab_size: int, seed: tuple[int, ...])
     return Example(tokens, plain.long().masked_fill(~guessed, IGNORED))
 
 
-def judge_masked(pipe: Pipeline, data: Data, loss: float) -> Quality:
-    """Beside a guess of each masked token by its frequency in the text. Every rank must call it."""
+def judge_masked(
+    pipe: Pipeline,
+    data: Data,
+    loss: float,
+    unit: str = "nats a masked token of the validation text",
+    of_tokens: Callable[[Any], torch.Tensor] = lambda value: value,
+    coin: float = 0.0,
+) -> Quality:
+    """Beside a guess of each masked token by its frequency in the text. Every rank must call it.
+
+    Args:
+        unit: of the loss, in words. of_tokens: takes from targets, and from outputs, what is about tokens.
+        coin: nats of what else the model guesses, by a coin; 0 where it guesses nothing else.
+    """
     assert data.corpus is not None
     counts = np.bincount(data.corpus.train[:COUNTED], minlength=data.corpus.vocab_size) + 1.0
     shares = counts / counts.sum()
-    wanted = torch.cat([example.targets.flatten() for example in data.validation])
+    wanted = torch.cat([of_tokens(example.targets).flatten() for example in data.validation])
     labels = wanted[wanted != IGNORED].numpy()
     unigram, chance = float(-np.log(shares[labels]).mean()), float((labels == shares.argmax()).mean())
     first = next(iter(data.validation))
-    said = torch.cat([part.argmax(-1) for part in pipe.predict(first.inputs)])  # B, T
-    asked = first.targets != IGNORED
-    accuracy = float((said[asked] == first.targets[asked]).float().mean())
-    bar = "below" if math.isfinite(loss) and loss < unigram else "not below"
+    said = torch.cat([of_tokens(part).argmax(-1) for part in pipe.predict(first.inputs)])  # B, T
+    targets = of_tokens(first.targets)
+    asked = targets != IGNORED
+    accuracy = float((said[asked] == targets[asked]).float().mean())
+    bar = unigram + coin
     return Quality(
-        unit="nats a masked token of the validation text",
+        unit=unit,
         beside=(
-            f"{bar} {unigram:.3f}, what frequencies of tokens give",
+            f"{'below' if math.isfinite(loss) and loss < bar else 'not below'} {bar:.3f}, what frequencies of tokens "
+            f"{'and a coin ' if coin else ''}give",
             f"{accuracy:.1%} of the masked tokens guessed; {chance:.1%} by always saying the commonest",
         ),
         unigram=unigram,

@@ -26,7 +26,7 @@ from penstock.train.checks import SettingsError
 from penstock.train.own_file import called, find, is_own, made, own_name, seeded
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
-from penstock.train.tasks.layers import recomputed, require_chain
+from penstock.train.tasks.layers import recomputed, refuse_shared, require_chain
 from penstock.train.tasks.own_data import own_data, require_samples, tensors_of
 from penstock.train.tasks.paged_weights import PagedWeights
 from penstock.train.tasks.task import Data, Example
@@ -61,11 +61,7 @@ class OwnTask:
 
     def __init__(self, settings: Settings, schedule: Schedule) -> None:
         require_chain(schedule)
-        if schedule.placement.shared:
-            raise SettingsError(
-                f"{schedule.name} shares the first and the last stage out over several ranks, which is known of "
-                f"models of ours; {settings.model} is your own: give another schedule"
-            )
+        refuse_shared(schedule, f"{settings.model} is your own")
         self._settings, self._schedule = settings, schedule
         self._own = own_name(settings.model)
         self._module, _ = find(settings.model, "--model")

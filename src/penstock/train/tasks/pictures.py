@@ -14,14 +14,12 @@ import numpy as np
 import torch
 
 from penstock.data import TilePictures, Tokenizer
+from penstock.data.masked import IGNORED
 from penstock.models.huggingface.pictures import IMAGES, PictureForm
 from penstock.runtime import Pipeline
 from penstock.train.checks import SettingsError
 from penstock.train.quality import Quality
-from penstock.train.tasks.task import Data, Example
-
-IGNORED = -100
-VALIDATION_BATCHES = 4
+from penstock.train.tasks.task import VALIDATION_BATCHES, Data, Example, StepBatches
 
 
 class PictureLesson:
@@ -66,7 +64,8 @@ class PictureLesson:
     def data(self) -> Data:
         """Of all steps."""
         fresh = [self.samples(number * self._batch, True) for number in range(VALIDATION_BATCHES)]
-        return Data("generated pictures of coloured tiles", f"tiles-{self._seed}", PictureBatches(self), fresh)
+        batches = StepBatches(lambda step: self.samples(step * self._batch))
+        return Data("generated pictures of coloured tiles", f"tiles-{self._seed}", batches, fresh)
 
     def samples(self, first: int, fresh: bool = False) -> Example:
         """A batch from sample `first` on."""
@@ -81,10 +80,6 @@ class PictureLesson:
             targets[row, before - 1 : before - 1 + len(words)] = words
         pictures = torch.from_numpy(self._tiles.pictures(numbers, fresh))
         return Example({"input_ids": torch.from_numpy(tokens), IMAGES: pictures}, torch.from_numpy(targets))
-
-    def at(self, step: int) -> Example:
-        """The batch of a step."""
-        return self.samples(step * self._batch)
 
     def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
         """How often it says all that is on a picture. Every rank must call it."""
@@ -105,16 +100,6 @@ class PictureLesson:
             accuracy=accuracy,
             chance=chance,
         )
-
-
-class PictureBatches:
-    """The batches of the steps."""
-
-    def __init__(self, lesson: PictureLesson) -> None:
-        self._lesson = lesson
-
-    def __getitem__(self, step: int) -> Example:
-        return self._lesson.at(step)
 
 
 def _logits(part: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:

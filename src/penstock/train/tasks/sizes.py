@@ -40,13 +40,9 @@ def changed(config: Any, settings: Settings, **more: Any) -> Any:
         raise SettingsError(str(error)) from None
 
 
-def refuse(settings: Settings, names: tuple[str, ...], why: str) -> None:
-    """Raises SettingsError where one of these options is given."""
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and value is not False:
-            shown = f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')} {value}"
-            raise SettingsError(f"{shown}: {why}; leave it out")
+def kept_sizes(config: Any) -> dict[str, Any]:
+    """Of a config what a resumed run must share: all but dropout."""
+    return {name: value for name, value in dataclasses.asdict(config).items() if name != "dropout"}
 
 
 def require_shards(settings: Settings, schedule: Schedule, config: Any, vocab_size: int | None = None) -> None:

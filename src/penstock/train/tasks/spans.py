@@ -26,7 +26,7 @@ from penstock.runtime import Pipeline
 from penstock.train.checks import SettingsError
 from penstock.train.quality import Quality
 from penstock.train.tasks.masked import MASKS
-from penstock.train.tasks.task import Data, Example, TaskBatches
+from penstock.train.tasks.task import Data, Example, StepBatches
 
 SHARE, LENGTH = 0.15, 3
 """Of the tokens that are cut out, and the tokens of a span on average."""
@@ -135,17 +135,8 @@ def span_form(tokenizer: Tokenizer, length: int, vocab_size: int, model: str) ->
 def spans(data: Data, form: SpanForm, decoder: Decoder, seed: int) -> Data:
     """Texts of which spans are cut out; which follows from the seed, the step and the sample's place alone."""
     fixed = [_cut(each, form, decoder, (seed, 1, number)) for number, each in enumerate(data.validation)]
-    return replace(data, batches=SpanBatches(data.batches, form, decoder, seed), validation=fixed)
-
-
-class SpanBatches:
-    """Batches of a text in which each step cuts out spans."""
-
-    def __init__(self, batches: TaskBatches, form: SpanForm, decoder: Decoder, seed: int) -> None:
-        self._batches, self._form, self._decoder, self._seed = batches, form, decoder, seed
-
-    def __getitem__(self, step: int) -> Example:
-        return _cut(self._batches[step], self._form, self._decoder, (self._seed, 0, step))
+    batches = StepBatches(lambda step: _cut(data.batches[step], form, decoder, (seed, 0, step)))
+    return replace(data, batches=batches, validation=fixed)
 
 
 def _cut(example: Example, form: SpanForm, decoder: Decoder, seed: tuple[int, ...]) -> Example:

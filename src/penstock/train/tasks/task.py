@@ -20,6 +20,7 @@ from penstock.train.quality import Quality
 
 BYTES = 4
 """Of a number that passes between stages: sums along the model are kept in float32."""
+VALIDATION_BATCHES = 4
 
 
 class Example(NamedTuple):
@@ -33,6 +34,16 @@ class TaskBatches(Protocol):
     """The batch of each step, from 0 on; the same on every rank."""
 
     def __getitem__(self, step: int, /) -> Example: ...
+
+
+class StepBatches:
+    """The batch of each step as a function of the step's number makes it."""
+
+    def __init__(self, make: Callable[[int], Example]) -> None:
+        self._make = make
+
+    def __getitem__(self, step: int, /) -> Example:
+        return self._make(step)
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,10 @@ from penstock.models import sample
 from penstock.runtime import Pipeline
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
-from penstock.train.tasks.task import Data, Example
+from penstock.train.tasks.task import VALIDATION_BATCHES, Data, Example, StepBatches
 
 ENTROPY_TOKENS = 1 << 26
 """Tokens of either side from which the report's entropies are counted."""
-VALIDATION_BATCHES = 4
 
 
 def tokenizer_of(settings: Settings) -> Tokenizer:
@@ -40,24 +39,15 @@ def check_tokens(corpus: Corpus) -> None:
             entropies(tokens[:ENTROPY_TOKENS], tokens[:2], corpus.vocab_size)
 
 
-class NextTokens:
-    """Batches for a decoder, as tensors: the targets are the inputs one token on."""
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-
-    def __getitem__(self, step: int) -> Example:
-        return Example(*to_tensors(self._batches[step]))
-
-
 def next_tokens(settings: Settings, tokenizer: Tokenizer, context: int, corpus: Corpus | None) -> Data:
-    """Text for a decoder of some context. Raises DataError."""
+    """Text for a decoder of some context: the targets are the inputs one token on. Raises DataError."""
     corpus = corpus or open_corpus(settings.data, tokenizer)
     batches = Batches(corpus.train, settings.batch, context, settings.seed, corpus.vocab_size)
     _ = batches[0]
     fixed = validation_batches(corpus.validation, settings.batch, context, VALIDATION_BATCHES, corpus.vocab_size)
     validation = [Example(*to_tensors(batch)) for batch in fixed]
-    return Data(corpus.description, corpus.digest, NextTokens(batches), validation, corpus)
+    made = StepBatches(lambda step: Example(*to_tensors(batches[step])))
+    return Data(corpus.description, corpus.digest, made, validation, corpus)
 
 
 def judge_decoder(
