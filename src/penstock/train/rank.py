@@ -16,6 +16,7 @@ import torch.distributed as dist
 from penstock.control import Configuration
 from penstock.dispatch import Dispatch
 from penstock.planning.microbatch_order import DISPATCHES
+from penstock.planning.threads import num_cores
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.checkpoint import DamagedCheckpointError, Reader, set_aside
 from penstock.runtime.checkpoint.saving import export_model, find
@@ -37,7 +38,7 @@ from penstock.train.report import Report, TimingReport, timing_report
 from penstock.train.resume_checks import way_back
 from penstock.train.run_report import write_plan
 from penstock.train.run_settings import RunSettings
-from penstock.train.settings import Settings, num_cores
+from penstock.train.settings import Settings
 from penstock.train.steered import read_steered
 from penstock.train.stop import StopRequest
 from penstock.train.tasks.task import WritesFolder

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cost import Costs, Links
+from penstock.planning.threads import num_cores
 from penstock.schedule import Schedule
 from penstock.train.checks import (
     SettingsError,
@@ -212,11 +213,6 @@ class Settings(RunSettings):
     def host_units(self) -> float:
         """Host memory in activations. Raises SettingsError for bytes, as a model's activations are not measured."""
         return host_memory_of(self.host_memory, Costs.uniform(1))
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_settings(path: Path) -> dict[str, Any]:

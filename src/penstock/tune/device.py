@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from penstock.train.settings import Settings, num_cores
+from penstock.planning.threads import num_cores
+from penstock.train.settings import Settings
 
 
 def processor() -> str:

@@ -9,7 +9,8 @@ from statistics import fmean, median
 from typing import Any
 
 from penstock.formats.native import to_json
-from penstock.train.settings import Settings, num_cores
+from penstock.planning.threads import num_cores
+from penstock.train.settings import Settings
 from penstock.tune.device import others
 from penstock.tune.search import Ranked, TuneCandidate, settings_of
 from penstock.tune.tuned_model import TunedModel

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from penstock.planning.threads import num_cores
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch.ahead import WaitingServer
 from penstock.runtime.launch.failures import End, FailureKind, FailureReport, exit_code, explain, root_cause
@@ -466,5 +467,4 @@ def _check(program: Sequence[str], num_ranks: int) -> None:
 def _thread_share(environment: Mapping[str, str], num_ranks: int) -> dict[str, str]:
     if "OMP_NUM_THREADS" in environment:
         return {}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))}
+    return {"OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks))}

@@ -9,6 +9,7 @@ from statistics import median
 
 from penstock.cost import Costs
 from penstock.data import Corpus
+from penstock.planning.threads import num_cores
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.emulation.pipeline import EmulatedPipeline
 from penstock.runtime.mesh.peers import peers_of
@@ -23,7 +24,6 @@ from penstock.train.job import EmulatedJob
 from penstock.train.metrics import Metrics
 from penstock.train.progress import ProgressView
 from penstock.train.run_report import write_plan
-from penstock.train.settings import num_cores
 from penstock.train.steered import read_steered
 from penstock.train.stop import StopRequest
 
