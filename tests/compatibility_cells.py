@@ -119,15 +119,12 @@ class Cell:
     @property
     def combination(self) -> Combination:
         """What the table is asked about."""
-        pp, dp, tp = self.shape
+        pp, dp, _ = self.shape
         apart = pp > 1
         return Combination(
             self.schedule,
             dp,
-            tp,
             self.sharding,
-            self.dispatch,
-            "host" if not apart or self.transport == "late links" else self.transport,
             is_late=self.transport == "late links",
             device=self.device,
             one_process=not apart,

@@ -11,7 +11,7 @@ schedule --require_runnable--> options --require_compatible--> stages --ties: ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,18 +35,15 @@ class Combination:
     """What of a pipeline's features may exclude another.
 
     Attributes:
-        num_replicas, num_shards: of the mesh (dp, tp). sharding: see `ParallelOptions`.
-        dispatch: how ranks pick ops. transport: by its name. device: kind of device that stages lie on.
+        num_replicas: of the mesh (dp). sharding: see `ParallelOptions`.
+        device: kind of device that stages lie on.
         is_late: whether links are made late. one_process: whether all ranks of a pipeline are in this process.
         tied: by name the stages that share a parameter, ascending.
     """
 
     schedule: Schedule
     num_replicas: int = 1
-    num_shards: int = 1
     sharding: str = "copies"
-    dispatch: str = "frozen"
-    transport: str = "host"
     device: str = "cpu"
     is_late: bool = False
     one_process: bool = False
@@ -196,8 +193,8 @@ def require_compatible(combination: Combination) -> None:
         subject = f"{subject} (rule {schedule.updates.rule!r})"
     shared = ""
     if "tied" in row.other:
-        shared = "; ".join(f"{names} of stages {_listed(stages)}" for names, stages in combination.tied.items())
-        shared = f" ({shared})"
+        tied = (f"{names} of stages {', '.join(map(str, stages))}" for names, stages in combination.tied.items())
+        shared = f" ({'; '.join(tied)})"
     raise RuntimeFailure(
         f"{subject}: {row.one} and {row.other}{shared} exclude one another: {row.why}; {row.instead}"
     )
@@ -253,10 +250,6 @@ def require_runnable(schedule: Schedule) -> None:
     """Raises RuntimeFailure, naming the feature, for schedules that are proved and simulated but not yet run."""
     require_one_copy_a_rank(schedule.placement)
     require_matching(schedule.graph, schedule.num_microbatches)
-
-
-def _listed(values: Iterable[int]) -> str:
-    return ", ".join(map(str, values))
 
 
 def require_dense(

@@ -125,10 +125,7 @@ class LocalPipeline:
         self._combination = Combination(
             schedule,
             place.num_replicas,
-            place.num_shards,
             parallel.sharding,
-            chosen.value,
-            self.choice.name,
             is_late=links is not None,
             one_process=not apart,
         )
