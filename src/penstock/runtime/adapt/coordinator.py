@@ -26,7 +26,7 @@ from penstock.control.advice import Unanswered
 from penstock.control.log import event_line, header
 from penstock.cost import Costs, Mesh
 from penstock.runtime.adapt.options import AdaptOptions
-from penstock.runtime.adapt.report import RankReport, ReportCollector, lines_of
+from penstock.runtime.adapt.report import RankReport, ReportCollector, costs_of_ops, lines_of
 from penstock.runtime.adapt.run_log import RunLog
 from penstock.runtime.adapt.store import StoreClient
 from penstock.runtime.errors import RuntimeFailure
@@ -280,16 +280,8 @@ class MeasuredCosts:
         return self.costs() if self._num_seen >= FIRST + COUNT else None
 
     def costs(self) -> Costs:
-        """Milliseconds. Where a stage ran only full backwards, half of one counts for I and half for W."""
-        middle = {key: median(times) for key, times in self._times.items()}
-        stages = range(self._num_stages)
-        full = [middle.get(("B", s), middle.get(("I", s), 0.0) + middle.get(("W", s), 0.0)) for s in stages]
-        return Costs(
-            f=[middle.get(("F", s), 0.0) for s in stages],
-            i=[middle.get(("I", s), full[s] / 2) for s in stages],
-            w=[middle.get(("W", s), full[s] / 2) for s in stages],
-            b=full,
-        )
+        """Milliseconds, medians; see `costs_of_ops`."""
+        return costs_of_ops({key: median(times) for key, times in self._times.items()}, self._num_stages)
 
 
 END = 2.0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from penstock.control import Event
 from penstock.cost import Costs
 from penstock.cost.overlap import Overlap
 from penstock.runtime.adapt import MeasuredStep
+from penstock.runtime.adapt.report import costs_of_ops
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.transport.wiring import Wiring
@@ -73,11 +75,10 @@ def gathered_timeline(peers: Peers, wiring: Wiring, workers: Sequence[Worker]) -
 def measured_costs(timelines: Sequence[Timeline]) -> Costs:
     """Per stage the mean duration of each kind of op over some measured steps: means add up to the time spent.
 
-    Where a stage ran only full backwards, half of one counts for I and half for W; where it ran none, B is
-    I and W together. Forwards that ran again (R), updates on the owner of a stage (U) and registered kinds are among
-    the costs of other ops; updates on other copies are `take_over`. Pairs whose ops ran at the same time are
-    `overlap.measured`, by their stages, and none of the ops by themselves, unless a stage has no others: then each of
-    the two counts for half of the pair.
+    Backwards and their halves are as in `costs_of_ops`. Forwards that ran again (R), updates on the owner of a stage
+    (U) and registered kinds are among the costs of other ops; updates on other copies are `take_over`. Pairs whose
+    ops ran at the same time are `overlap.measured`, by their stages, and none of the ops by themselves, unless a
+    stage has no others: then each of the two counts for half of the pair.
     """
     num_stages = timelines[0].schedule.num_stages
     found: dict[tuple[str, int], list[float]] = {}
@@ -100,16 +101,8 @@ def measured_costs(timelines: Sequence[Timeline]) -> Costs:
             if key not in found and not (key[0] == BACKWARD and (INPUT, backward) in found):
                 found[key] = [ms / 2 for ms in values]
     mean = {key: statistics.fmean(values) for key, values in found.items()}
-    stages = range(num_stages)
-    full = [mean.get(("B", s), mean.get(("I", s), 0.0) + mean.get(("W", s), 0.0)) for s in stages]
-    costs = Costs(
-        f=[mean.get(("F", s), 0.0) for s in stages],
-        i=[mean.get(("I", s), full[s] / 2) for s in stages],
-        w=[mean.get(("W", s), full[s] / 2) for s in stages],
-        b=full,
-        take_over=[statistics.fmean(taken.get(s, [0.0])) for s in stages] if taken else (),
-        overlap=_overlap(num_stages, together),
-    )
+    take_over = [statistics.fmean(taken.get(s, [0.0])) for s in range(num_stages)] if taken else ()
+    costs = replace(costs_of_ops(mean, num_stages), take_over=take_over, overlap=_overlap(num_stages, together))
     other = {key: ms for key, ms in mean.items() if key[0] not in (*KINDS, *COMMUNICATION)}
     return costs.with_other(other) if other else costs
 

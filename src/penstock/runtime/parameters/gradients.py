@@ -20,13 +20,6 @@ Gradients = list[Tensor | None]
 """One for each parameter, in their order; None where there is none."""
 
 
-def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """A sum with one more part, neither of which is changed."""
-    if total is None or part is None:
-        return part if total is None else total
-    return total + part
-
-
 class Accumulators:
     """Sums of the gradients of some parameters, by number; one of them lies in `.grad`.
 
@@ -105,5 +98,5 @@ class WindowGradients(Accumulators):
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all elements of tensors that lie in this process."""
-    return sum(local(t).numel() * t.element_size() for t in tensors)
+    """Bytes of all elements that lie in this process, a tensor that is there twice counted once."""
+    return sum(local(t).numel() * t.element_size() for t in {id(t): t for t in tensors}.values())

@@ -7,7 +7,7 @@ Where updates are ops of the schedule, they have run by the time of `gather`, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -19,13 +19,13 @@ from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.clip import global_norm, scale_gradients
 from penstock.runtime.parameters.data_parallel import replicas_of
 from penstock.runtime.parameters.given_optimizer import optimizer_of
+from penstock.runtime.parameters.gradients import num_bytes
 from penstock.runtime.parameters.late_rings import LateRing
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.muon import mark_ends, require_whole_matrices
 from penstock.runtime.parameters.pipeline_copies import Copies
 from penstock.runtime.parameters.updating import Updating
 from penstock.runtime.stage.stage import Stage
-from penstock.runtime.tensors.dtensor import local
 from penstock.schedule import Schedule
 from penstock.schedule.updates import OWNER
 
@@ -198,7 +198,7 @@ def bytes_of(
     parameters = [p for stage in stages for p in stage.parameters()]
     if updating is None:
         stepped: list[Tensor] = [p for k, i in mine if k == OWNER or not zero for p in copies.here[k, i].parameters()]
-        versions, gradients = 0, _size(p for p in parameters if p.requires_grad)
+        versions, gradients = 0, num_bytes(p for p in parameters if p.requires_grad)
     else:
         held = [updating.weights[key] for key in mine]
         stepped = [*updating.replicas.owned(master for weights in held for master in weights.masters.values())]
@@ -210,10 +210,10 @@ def bytes_of(
         value for one in dict.fromkeys(stepped) for value in state.get(one, {}).values() if isinstance(value, Tensor)
     ]
     return {
-        "parameters": _size(parameters),
+        "parameters": num_bytes(parameters),
         "versions": versions,
         "gradients": gradients,
-        "optimizer": _size(kept),
+        "optimizer": num_bytes(kept),
     }
 
 
@@ -223,11 +223,6 @@ def gradient_bytes(stages: Mapping[int, Stage], peers: Peers, num_stages: int) -
     Args:
         stages: those here, as this process holds them.
     """
-    mine = {index: _size(p for p in stage.parameters() if p.requires_grad) for index, stage in stages.items()}
+    mine = {index: num_bytes(p for p in stage.parameters() if p.requires_grad) for index, stage in stages.items()}
     found = {index: size for part in peers.gather(mine) for index, size in part.items()}
     return tuple(float(found.get(stage, 0)) for stage in range(num_stages))
-
-
-def _size(tensors: Iterable[Tensor]) -> int:
-    """Bytes, a tensor that is there twice counted once."""
-    return sum(local(t).numel() * t.element_size() for t in {id(t): t for t in tensors}.values())

@@ -24,9 +24,9 @@ from torch.nn import Parameter
 
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.parameters.buckets import cut_into_buckets
-from penstock.runtime.parameters.gradients import added
 from penstock.runtime.parameters.pipeline_copies import Copies
 from penstock.runtime.parameters.ties import Tie, Ties
+from penstock.runtime.stage.autograd import added
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.dtensor import as_shard, local, memory
 from penstock.schedule import Placement

@@ -32,9 +32,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.parameters.gradients import added
 from penstock.runtime.parameters.ties import Tie, Ties
-from penstock.runtime.stage.autograd import run_backward
+from penstock.runtime.stage.autograd import added, run_backward
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, local
 from penstock.runtime.tensors.message import Edge, Payload

@@ -39,6 +39,13 @@ def _fits(output: Tensor, gradient: Tensor | None) -> bool:
     return type(gradient) is Tensor and gradient.shape == output.shape and gradient.dtype is output.dtype
 
 
+def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """A sum of gradients with one more part, neither of which is changed; None stands for none."""
+    if total is None or part is None:
+        return part if total is None else total
+    return total + part
+
+
 def sees_gradients(parameter: Tensor, *, when_added: bool = True) -> bool:
     """Whether a hook is to see the gradients of a parameter: one on itself, or on its node in autograd's graph.
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.stage.autograd import added
 from penstock.runtime.tensors.aliases import has_views, inner, num_graded, side_by_side
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.tensors.pytree import Skeleton
@@ -69,7 +70,7 @@ class Junctions:
                     f"stage {op.stage} got {len(part.leaves)} gradients of microbatch {op.microbatch} from one stage "
                     f"and {len(total.leaves)} from another"
                 )
-            total = Payload.gradients([_sum(a, b) for a, b in zip(total.leaves, part.leaves, strict=True)])
+            total = Payload.gradients([added(a, b) for a, b in zip(total.leaves, part.leaves, strict=True)])
         return total
 
     def share(self, edge: Edge, outcome: Payload) -> Payload:
@@ -198,9 +199,3 @@ def _shifted(skeleton: Skeleton, by: int) -> Skeleton:
     if kind == "dict":
         return [kind, [[key, _shifted(each, by)] for key, each in inside]]
     return [kind, [_shifted(each, by) for each in inside]]
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b

@@ -185,13 +185,8 @@ class StageRunner:
         if self._split is not None:
             self._split.begin(self)
         self.moved = Moved()
-        self._held.clear()
-        self._saved.clear()
-        self._kept.clear()
-        self._leaves.clear()
-        self._starts.clear()
         self._own = None
-        self._buffers.begin()
+        self._let_go()
         self.losses.clear()
         self.results.clear()
         if self._is_last and self._loss_fn is not None:
@@ -200,6 +195,9 @@ class StageRunner:
     def end(self) -> None:
         """Ends a step, however it went: lets go of the batch and of what was held."""
         self._settings = None
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._held.clear()
         self._saved.clear()
         self._kept.clear()

@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.clip import factor_of, norms_of
-from penstock.runtime.parameters.gradients import Gradients, WindowGradients, added, num_bytes
+from penstock.runtime.parameters.gradients import Gradients, WindowGradients, num_bytes
 from penstock.runtime.parameters.muon import marked_like
 from penstock.runtime.parameters.versions.rules import VersionRule
 from penstock.runtime.parameters.versions.versioned import VersionedParameters
+from penstock.runtime.stage.autograd import added
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard
 from penstock.schedule import Schedule, ScheduleError
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cost.cut import PartitionError, partition
-from penstock.runtime.stage.cut import require_stage
+from penstock.runtime.stage.cut import parameter_costs, require_stage
 from penstock.runtime.stage.partitioning.layers import opened_modules
 from penstock.runtime.stage.partitioning.place import Untraceable
 from penstock.runtime.stage.partitioning.program import Call, TracedProgram
@@ -155,7 +155,8 @@ def split(
             f"{len(costs)} costs given for {len(calls)} layers: {', '.join(call.path for call in calls)}"
         )
     if costs is None:
-        costs = _operations(tracing, calls) if example is not None else _sizes(model, calls)
+        layers = [model.get_submodule(call.path) for call in calls]
+        costs = _operations(tracing, calls) if example is not None else parameter_costs(layers)
     if at:
         starts = [0, *(_place(calls, name, tracing) for name in at), len(calls)]
         if any(a >= b for a, b in pairwise(starts)):
@@ -219,11 +220,6 @@ def _place(calls: Sequence[Call], name: str, tracing: Tracing) -> int:
         f"at= names {name!r}, which the forward does not call by itself; it calls "
         f"{', '.join(call.path for call in calls)}{why}"
     )
-
-
-def _sizes(model: nn.Module, calls: Sequence[Call]) -> list[float]:
-    """Of each call the layer's parameters, and a little for being there."""
-    return [1.0 + sum(p.numel() for p in model.get_submodule(call.path).parameters()) for call in calls]
 
 
 def _operations(tracing: Tracing, calls: Sequence[Call]) -> list[float]:

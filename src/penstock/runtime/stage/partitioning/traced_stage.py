@@ -51,11 +51,6 @@ class TracedStage(Stage):
             self._hold(path, alias.get(path, path), tensor)
 
     @property
-    def paths(self) -> list[str]:
-        """Of its layers, in the model."""
-        return list(self._calls)
-
-    @property
     def tensors_at(self) -> dict[str, Tensor]:
         """Path in the model -> the parameter or buffer that the forward itself uses here."""
         return {path: getattr(*where) for path, where in self._places.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context
 from typing import Any
@@ -190,7 +190,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.detach(), b.detach())
 
 
-def closed_paths(tracing: Tracing, names: Collection[str] = ()) -> list[str]:
+def closed_paths(tracing: Tracing) -> list[str]:
     """In words, which modules are kept whole, and why."""
     paths = {module: path for path, module in tracing.model.named_modules()}
     return [f"{paths[module]} is kept whole: {error}" for module, error in tracing.closed.items()]
