@@ -144,6 +144,75 @@ def test_a_rank_that_waits_for_what_is_never_acknowledged_goes_on_as_soon_as_ano
     assert ended["rooms"][-1], "it waited for room before the end of its step"
 
 
+def moves(rank: int) -> tuple[list[float], str]:
+    os.environ["PENSTOCK_INTERFACES"] = INTERFACES
+
+    def make(groups: Any) -> ps.Pipeline:
+        torch.manual_seed(1)
+        stages: list[torch.nn.Module] = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+        schedule = ps.build("1f1b", 2, 2)
+        return ps.Pipeline(
+            stages, schedule, loss_fn=torch.nn.MSELoss(), optimizer=torch.optim.SGD, mesh=groups, transport="gloo"
+        )
+
+    placed, x, losses, refused = ps.runtime.Placed(make, ps.Mesh(pp=2)), torch.ones(4, 4), [], ""
+    for step in range(3):
+        losses.append(float(placed.pipe.step(x, x[:, :1]).loss))
+        failover = placed.pipe._local.failover
+        assert failover is not None
+        if step == 1 and rank == 0:  # the other one may have yet to hear of it
+            failover.lost(0, ps.runtime.PeerLost("the test says so"))
+        if step == 0:
+            placed.move(ps.Mesh(pp=2, nodes=(1, 0)))
+        elif step == 1:
+            with pytest.raises(ps.runtime.RuntimeFailure) as caught:
+                placed.move(ps.Mesh(pp=2))
+            refused = str(caught.value)
+    placed.pipe.close()
+    return losses, refused
+
+
+def test_nodes_do_not_change_places_by_an_interface_that_was_lost() -> None:
+    outcomes = run_ranks(2, moves, deadline=60.0)
+    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
+    (losses, refused), other = (o.value for o in outcomes)
+    assert (losses, refused) == other
+    assert losses[0] > losses[1] > losses[2]
+    assert refused.startswith("nodes can't change places any more: connections have broken")
+
+
+def moves_by_itself(rank: int) -> tuple[list[float], str]:
+    """Nodes of a pipeline that change places by what `adapt` decided."""
+    os.environ["PENSTOCK_INTERFACES"] = INTERFACES
+    torch.manual_seed(1)
+    pipe = ps.Pipeline(
+        [torch.nn.Linear(4, 1)],
+        ps.build("1f1b", 1, 2),
+        loss_fn=torch.nn.MSELoss(),
+        optimizer=torch.optim.SGD,
+        mesh=ps.runtime.device_mesh(ps.Mesh(pp=1, dp=2)),
+    )
+    x, failover = torch.ones(4, 4), pipe._local.failover
+    assert failover is not None
+    losses = [float(pipe.step(x, x[:, :1]).loss)]
+    if rank == 1:
+        failover.lost(0, ps.runtime.PeerLost("the test says so"))
+    with pytest.raises(ps.runtime.RuntimeFailure) as caught:
+        pipe._move(replace(pipe.configuration, nodes=(1, 0)))
+    losses.append(float(pipe.step(x, x[:, :1]).loss))
+    pipe.close()
+    return losses, str(caught.value)
+
+
+def test_nodes_of_one_pipeline_stay_where_they_are_after_an_interface_was_lost() -> None:
+    outcomes = run_ranks(2, moves_by_itself, deadline=60.0)
+    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
+    (losses, refused), other = (o.value for o in outcomes)
+    assert (losses, refused) == other
+    assert losses[0] > losses[1]
+    assert "nodes can't change places any more" in refused
+
+
 def killed(rank: int, folder: str) -> str:
     os.environ["PENSTOCK_INTERFACES"] = INTERFACES
     stages: list[torch.nn.Module] = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]

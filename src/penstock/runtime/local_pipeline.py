@@ -223,6 +223,21 @@ class LocalPipeline:
         around = nodes.mesh.ring_links(links, self.peers.here[0])
         return LateRing(Ring() if self.adapt is None else self.adapt.ring, around, self.conditions)
 
+    def require_new_groups(self) -> None:
+        """What must hold before torch.distributed is asked for more groups. Every process must call it.
+
+        Raises:
+            RuntimeFailure: in every process, where connections have broken since this was built. torch makes groups
+                by the store and over the interface that it was set up with, and would wait for these.
+        """
+        # Every process has a guard, or none has.
+        if self.failover is not None and any(self.mesh.everyone.gather(self.failover.number)):
+            raise RuntimeFailure(
+                "nodes can't change places any more: connections have broken, what ranks sum goes by another "
+                "interface since, and torch.distributed makes groups only by the store and over the interface that "
+                "it was set up with; start again from the newest checkpoint"
+            )
+
     # What runs.
 
     def ready(self, configuration: Configuration) -> ActivePlan | Configuration:

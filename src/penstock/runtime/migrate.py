@@ -79,12 +79,14 @@ class Placed:
             The new pipeline; the old one is closed.
 
         Raises:
-            RuntimeFailure: a mesh of other sizes, or a pipeline of another model.
+            RuntimeFailure: a mesh of other sizes, a pipeline of another model, or connections that have broken and go
+                by another interface since.
         """
         if (then.pp, then.dp, then.tp) != (self.mesh.pp, self.mesh.dp, self.mesh.tp):
             raise RuntimeFailure(
                 f"from a mesh of {_sizes(self.mesh)} to one of {_sizes(then)}: nodes can change places, not sizes"
             )
+        self.pipe._local.require_new_groups()
         make, groups = make or self._make, device_mesh(then, self._device_type)
         pipe = None
         try:

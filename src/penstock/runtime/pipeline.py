@@ -228,11 +228,12 @@ class Pipeline:
 
         What runs there is built beside, is handed all state, and takes the place of what ran here.
         """
-        before, moved = self._local, None
+        before, moved, groups = self._local, None, None
         assert before.nodes is not None, "nodes that move are known"
         self._moving_to = None
-        groups = device_mesh_of(before.nodes.at(then.nodes).layout, before.model.device.type)
         try:
+            before.require_new_groups()
+            groups = device_mesh_of(before.nodes.at(then.nodes).layout, before.model.device.type)
             moved = LocalPipeline(self._given, groups, then.dispatch, self._life)
             moved.build()
             moved.note_nodes(then.nodes)
@@ -243,7 +244,8 @@ class Pipeline:
         except BaseException as error:
             if moved is not None:
                 moved.close()
-            end_groups(groups)
+            if groups is not None:
+                end_groups(groups)
             if type(error) is not RuntimeFailure or self._helm is None:
                 raise
             self._helm.end(f"nodes could not move: {error}")  # as on every process, and training goes on
