@@ -1,8 +1,10 @@
-"""The recipes for Slurm and Kubernetes over two hosts of a lab: processes die, and the run goes on."""
+"""The tutorial's lines, and the recipes for Slurm and Kubernetes, over two hosts of a lab: processes die, a network
+goes, and the run continues."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from documents import ROOT, blocks
 from labs import needs_lab, until
 from penstock.lab import Lab
 from train_runs import SMALL, losses
@@ -20,7 +23,8 @@ yaml = pytest.importorskip("yaml")
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone, pytest.mark.nightly, needs_lab, pytest.mark.timeout(600)]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
+TUTORIAL = ROOT / "docs" / "tutorials" / "several-machines.md"
 STEPS, SAVED = 24, 4
 WORDS = f"{SMALL} --schedule zb-h1 --steps {STEPS} --save-every {SAVED} --threads 1 --timeout 30".split()
 HOSTS = 2
@@ -70,8 +74,8 @@ class Hosts:
     def said(self) -> str:
         return "\n".join((self._folder / f"host{host}.txt").read_text()[-4000:] for host in range(HOSTS))
 
-    def wait_for_a_checkpoint(self, run: Path) -> None:
-        first = run / "checkpoints" / f"step-{SAVED:08}"
+    def wait_for_a_checkpoint(self, run: Path, step: int = SAVED) -> None:
+        first = run / "checkpoints" / f"step-{step:08}"
         until(lambda: first.exists() or any(each.poll() is not None for each in self.started), LATE)
         assert first.exists(), self.said()
         assert not (run / "report.json").exists(), "the run had ended before anything happened"
@@ -135,3 +139,75 @@ def test_kubernetes_job_goes_on_after_a_pod_was_taken_away(tmp_path: Path, undis
             os.kill(pid, signal.SIGKILL)
         hosts.end(restarts=6)
     assert losses(run) == undisturbed
+
+
+def line_of(name: str) -> str:
+    """The line of the tutorial whose run lies in `runs/NAME`."""
+    (found,) = [block.text for block in blocks(TUTORIAL) if f"--out runs/{name}" in block.text]
+    return found
+
+
+BESIDE = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+AT = 50
+"""The step of the first checkpoint of the tutorial's runs."""
+
+
+@pytest.fixture(scope="module")
+def on_one_machine(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the run that the tutorial compares with."""
+    folder = tmp_path_factory.mktemp("one")
+    subprocess.run(
+        ["bash", "-c", line_of("one")],
+        cwd=folder,
+        env=os.environ | BESIDE,
+        check=True,
+        capture_output=True,
+        timeout=200,
+    )
+    return losses(folder / "runs" / "one")
+
+
+def on_both(lab: Lab, folder: Path, name: str) -> Hosts:
+    """Both hosts at a line of the tutorial, whose run has its first checkpoint."""
+    hosts = Hosts(lab, folder, ["bash", "-c", f"cd {folder}\n{line_of(name)}"], BESIDE)
+    hosts.wait_for_a_checkpoint(folder / "runs" / name, AT)
+    return hosts
+
+
+def test_the_tutorial_s_line_goes_on_after_a_process_was_killed(tmp_path: Path, on_one_machine: list[float]) -> None:
+    with Lab(num_hosts=HOSTS) as lab:
+        hosts = on_both(lab, tmp_path, "two")
+        victim = rank_below(hosts.started[1].pid)
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        hosts.end()
+    assert losses(tmp_path / "runs" / "two") == on_one_machine
+    shown = re.findall(
+        r"^(?:host0 \| )?step (\d+)/200  loss (\S+)", TUTORIAL.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(shown) > 5
+    for step, loss in shown:
+        assert loss == f"{on_one_machine[int(step) - 1]:.3f}", step
+
+
+def test_the_tutorial_s_loop_goes_on_after_a_host_was_lost(tmp_path: Path, on_one_machine: list[float]) -> None:
+    with Lab(num_hosts=HOSTS) as lab:
+        hosts = on_both(lab, tmp_path, "loop")
+        shell = hosts.started[1].pid
+        for pid in [shell, *descendants(shell)]:
+            os.kill(pid, signal.SIGKILL)
+        assert until(lambda: hosts.started[1].poll() is not None, LATE)
+        hosts.started[1] = hosts.start(1)
+        hosts.end()
+        assert "PeerLost" in hosts.said()
+    assert losses(tmp_path / "runs" / "loop") == on_one_machine
+
+
+def test_the_tutorial_s_run_goes_on_over_the_other_network(tmp_path: Path, on_one_machine: list[float]) -> None:
+    """Both ranks end well, too: they ended by SIGABRT when all was done, as a thread of gloo still waited."""
+    with Lab(num_hosts=HOSTS) as lab:
+        hosts = on_both(lab, tmp_path, "nets")
+        lab.interface_down(1, 1)
+        hosts.end()
+        assert "goes by interface 10.90.0.1 now" in " ".join(hosts.said().replace("\n", " ").split())
+    assert losses(tmp_path / "runs" / "nets") == on_one_machine

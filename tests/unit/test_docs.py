@@ -24,7 +24,10 @@ OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md
 TORCHRUN = [block for page in [*PAGES, *OTHERS] for block in blocks(page) if block.more.startswith("torchrun=")]
 RUN_HERE = ("python", "sh", "console")
 EXAMPLES = [page for page in PAGES if any(each.language in RUN_HERE and not each.more for each in blocks(page))]
-NOT_LISTED = {"--help", "--help-all", "--update-golden", "--extra-index-url", "--max-restarts", "--minutes"}
+NOT_LISTED = {
+    "--help", "--help-all", "--update-golden", "--extra-index-url", "--minutes",
+    "--max-restarts", "--nproc-per-node", "--rdzv-endpoint",  # which torchrun has
+}  # fmt: skip
 
 every_page = pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: page.stem)
 
