@@ -325,6 +325,12 @@ def fill_readme() -> None:
     readme.write_text(f"{before}<!-- results -->\n{table(cells)}\n{end}{rest.partition(end)[2]}")
 
 
+def in_turn(row: dict[str, Any]) -> tuple[int, ...]:
+    """A cell's place among all."""
+    those = {"transport": TRANSPORTS, "mesh": MESHES, "network": NETWORKS, "how": HOWS}
+    return tuple(values.index(row[name]) for name, values in those.items())
+
+
 def commit() -> str:
     words = ["git", "rev-parse", "HEAD"]
     return subprocess.run(words, cwd=FOLDER, capture_output=True, text=True, check=True).stdout.strip()
@@ -355,13 +361,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     for one in cells:
         load = round(os.getloadavg()[0], 1)
-        row = {**summary(cell(*one, given.count)), "seed": 0, "load": load, "commit": commit()}
+        run_by = {"seed": 0, "load": load, "commit": commit(), "command": " ".join(["python", *sys.argv])}
+        row = {**summary(cell(*one, given.count)), **run_by}
         found = [each for each in found if (each["transport"], each["mesh"], each["network"], each["how"]) != one]
         found.append(row)
+        found.sort(key=in_turn)
         print(json.dumps(row), flush=True)
         if given.out:
-            command = " ".join(["python", *sys.argv])
-            said = {"command": command, "machine": machine(), "count": given.count, "cells": found}
+            said = {"machine": machine(), "count": given.count, "cells": found}
             given.out.write_text(json.dumps(said, indent=1) + "\n")
     return int(any(row["error"] or row["equal"] < row["runs"] for row in found))
 

@@ -42,6 +42,13 @@ def test_adapt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert results["holds"]
 
 
+def test_networks_cut_under_bounded_channels_and_late_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = json.loads((BENCHMARKS / "faults/bounded.json").read_text(encoding="utf-8"))["cells"]
+    assert script("faults", monkeypatch, "links.py").table(cells) in (BENCHMARKS / "faults/README.md").read_text()
+    assert all(cell["equal"] == cell["runs"] == cell["before_the_end"] and not cell["error"] for cell in cells)
+    assert all(cell["in_transfer"] == (cell["runs"] if cell["network"] == 0 else 0) for cell in cells)
+
+
 def test_fuzz() -> None:
     readme = (BENCHMARKS / "fuzz/README.md").read_text(encoding="utf-8")
     for name in ("one-process", "between"):
