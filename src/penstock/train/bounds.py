@@ -1,4 +1,4 @@
-"""How many updates fall between a microbatch's forward and its backward, in a number and in words."""
+"""Updates in words: how often they come, and how many fall between a microbatch's forward and its backward."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from penstock.schedule import Schedule, count_mismatch
 def bound(most: int) -> str:
     """`at most 1 update between F and B`."""
     return f"at most {most} update{'' if most == 1 else 's'} between F and B" if most else "no update between F and B"
+
+
+def one_every(window: int) -> str:
+    """`one every 4 microbatches`: how often updates come."""
+    return "one every microbatch" if window == 1 else f"one every {window} microbatches"
 
 
 def proved_mismatch(schedule: Schedule) -> int:

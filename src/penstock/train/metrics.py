@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from penstock.runtime.errors import RuntimeFailure
@@ -54,9 +53,7 @@ class Metrics:
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with contextlib.suppress(OSError):  # what `write` could not write is still in the buffer
             self._file.close()
         if self._board is not None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from penstock.data import Corpus
 from penstock.runtime.checkpoint import UNWRITTEN, CheckpointError
 from penstock.runtime.launch import WaitingServer, init_process, watch
-from penstock.train.bounds import bound, proved_mismatch
+from penstock.train.bounds import bound, one_every, proved_mismatch
 from penstock.train.emulated.run import CheckedEmulation
 from penstock.train.folder import RunFolder, check_place, is_folder
 from penstock.train.inputs import Inputs, gather_inputs
@@ -254,10 +254,9 @@ class CheckedTraining:
         if schedule.updates is None:
             return []
         passes = settings.passes
-        each = "microbatch" if passes.window == 1 else f"{passes.window} microbatches"
         return [
-            f"updates one every {each}, {bound(proved_mismatch(schedule))} (proved); {settings.steps} steps in "
-            f"passes of {passes.steps}, after which the pipeline drains"
+            f"updates {one_every(passes.window)}, {bound(proved_mismatch(schedule))} (proved); {settings.steps} "
+            f"steps in passes of {passes.steps}, after which the pipeline drains"
         ]
 
     def below(self, folder: RunFolder) -> str:

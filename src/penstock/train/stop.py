@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 
 from penstock.runtime.launch.parent import handled
 
@@ -34,9 +34,7 @@ class StopRequest:
         self._handled.enter_context(handled(self._note, signal.SIGINT, signal.SIGTERM))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._handled.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

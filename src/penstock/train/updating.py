@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.runtime import Pipeline
 from penstock.schedule import count_versions
-from penstock.train.bounds import bound, proved_mismatch
+from penstock.train.bounds import bound, one_every, proved_mismatch
 from penstock.train.settings import Settings
 
 
@@ -40,13 +40,12 @@ class UpdateReport:
         """Lines for people."""
         weights = "the newest weights" if self.rule == "none" else f"weights by the rule {self.rule}"
         held = "" if self.versions == 1 else f", {self.versions} versions held at most"
-        each = "microbatch" if self.window == 1 else f"{self.window} microbatches"
         if self.proved == self.measured:
             counted = f"{bound(self.proved)}: proved before the run, and counted in it"
         else:
             counted = f"{bound(self.proved)} proved before the run; {self.measured} counted in it"
         return [
-            ("updates", f"{self.num_updates}, one every {each}; drained every {self.drain_every} steps"),
+            ("updates", f"{self.num_updates}, {one_every(self.window)}; drained every {self.drain_every} steps"),
             ("mismatch", f"{counted} ({self.met:.0%} of them all meet one)" if self.met else counted),
             ("ops read", weights + held),
         ]

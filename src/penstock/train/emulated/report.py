@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, Self
 
 from penstock.simulation import Timeline
-from penstock.train.bounds import bound
+from penstock.train.bounds import bound, one_every
 from penstock.train.run_report import RunReport
 
 
@@ -91,8 +91,7 @@ class EmulatedReport(RunReport):
     def _of_updates(self) -> list[tuple[str, str]]:
         if self.window is None:
             return []
-        each = "microbatch" if self.window == 1 else f"{self.window} microbatches"
-        return [("updates", f"one every {each}, {bound(self.mismatch)} (proved)")]
+        return [("updates", f"{one_every(self.window)}, {bound(self.mismatch)} (proved)")]
 
 
 def _shown(held: float) -> str:

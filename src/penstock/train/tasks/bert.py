@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from operator import itemgetter
 
 import torch
-from torch import nn
 
 from penstock.data import Corpus, MaskedText, open_corpus
 from penstock.models import BERTConfig, BERTLoss, bert_costs, bert_presets, bert_stage, bert_tied_parameters
@@ -17,9 +14,9 @@ from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
-from penstock.train.tasks.layers import chain_bytes, recomputed, stage_layers
+from penstock.train.tasks.layers import LayerTask
 from penstock.train.tasks.masked import judge_masked
-from penstock.train.tasks.sizes import changed, kept_sizes, preset_of, require_shards
+from penstock.train.tasks.sizes import changed, preset_of
 from penstock.train.tasks.task import VALIDATION_BATCHES, Data, Example, StepBatches
 from penstock.train.tasks.text import tokenizer_of
 
@@ -29,7 +26,7 @@ LEAST = 5
 """Tokens of its shortest sample."""
 
 
-class BERTTask:
+class BERTTask(LayerTask):
     """See `Task`.
 
     Raises:
@@ -37,28 +34,15 @@ class BERTTask:
     """
 
     def __init__(self, settings: Settings, schedule: Schedule) -> None:
-        self._settings, self._tokenizer = settings, tokenizer_of(settings)
+        self._tokenizer = tokenizer_of(settings)
         vocab_size = self._tokenizer.vocab_size + NUM_SPECIAL
         config: BERTConfig = changed(preset_of(settings, bert_presets), settings, vocab_size=vocab_size)
         if config.context < LEAST:
             raise SettingsError(
                 f"context {config.context}: a sample of two parts and three special tokens needs at least {LEAST}"
             )
-        self.config = config
-        self.sizes = kept_sizes(config)
-        self.num_tokens = config.context
-        self.loss = BERTLoss()
-        self.tied = bert_tied_parameters(config)
-        self.layer_costs = bert_costs(config)
-        self._parts = stage_layers(self.layer_costs, schedule, settings.cut)
-        require_shards(settings, schedule, config, vocab_size)
-
-    def stages(self) -> list[Callable[[], nn.Module]]:
-        wrap = recomputed if self._settings.recompute else None
-        return [partial(bert_stage, self.config, list(part), self._settings.seed, wrap=wrap) for part in self._parts]
-
-    def message_bytes(self, schedule: Schedule) -> list[float]:
-        return chain_bytes(self._settings, schedule.num_stages, self.config.context * self.config.width)
+        tied = bert_tied_parameters(config)
+        super().__init__(settings, schedule, config, bert_costs(config), BERTLoss(), tied, bert_stage)
 
     def read(self, corpus: Corpus | None) -> Data:
         settings, context = self._settings, self.config.context

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from penstock.train.checks import SettingsError, refuse_options
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import costs_by_length
-from penstock.train.tasks.layers import recomputed, refuse_shared, require_chain, stage_layers
+from penstock.train.tasks.layers import refuse_shared, require_chain, stage_layers, stage_makers
 from penstock.train.tasks.sizes import changed, kept_sizes, preset_of, require_shards
 from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Data, Example
 
@@ -70,9 +69,7 @@ class CaptionerTask:
         return found
 
     def stages(self) -> list[Callable[[], nn.Module]]:
-        wrap = recomputed if self._settings.recompute else None
-        seed = self._settings.seed
-        return [partial(captioner_stage, self.config, list(part), seed, wrap=wrap) for part in self._parts]
+        return stage_makers(captioner_stage, self.config, self._parts, self._settings)
 
     def message_bytes(self, schedule: Schedule) -> list[float]:
         """Of a microbatch of mean samples."""

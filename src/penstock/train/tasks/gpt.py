@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
-from torch import nn
-
 from penstock.data import Corpus
 from penstock.models import (
     CrossEntropy,
@@ -22,13 +17,13 @@ from penstock.schedule import Schedule
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import packed_documents
-from penstock.train.tasks.layers import chain_bytes, recomputed, stage_layers
-from penstock.train.tasks.sizes import changed, kept_sizes, preset_of, require_shards
+from penstock.train.tasks.layers import LayerTask
+from penstock.train.tasks.sizes import changed, preset_of
 from penstock.train.tasks.task import Data
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 
 
-class GPTTask:
+class GPTTask(LayerTask):
     """See `Task`.
 
     Raises:
@@ -36,22 +31,10 @@ class GPTTask:
     """
 
     def __init__(self, settings: Settings, schedule: Schedule) -> None:
-        self._settings, self._tokenizer = settings, tokenizer_of(settings)
-        self.config = config = gpt_config(settings, self._tokenizer.vocab_size)
-        self.sizes = kept_sizes(config)
-        self.num_tokens = config.context
-        self.loss = CrossEntropy()
-        self.tied = tied_parameters(config)
-        self.layer_costs = gpt_costs(config)
-        self._parts = stage_layers(self.layer_costs, schedule, settings.cut)
-        require_shards(settings, schedule, config, config.vocab_size)
-
-    def stages(self) -> list[Callable[[], nn.Module]]:
-        wrap = recomputed if self._settings.recompute else None
-        return [partial(gpt_stage, self.config, list(part), self._settings.seed, wrap=wrap) for part in self._parts]
-
-    def message_bytes(self, schedule: Schedule) -> list[float]:
-        return chain_bytes(self._settings, schedule.num_stages, self.config.context * self.config.width)
+        self._tokenizer = tokenizer_of(settings)
+        config = gpt_config(settings, self._tokenizer.vocab_size)
+        tied = tied_parameters(config)
+        super().__init__(settings, schedule, config, gpt_costs(config), CrossEntropy(), tied, gpt_stage)
 
     def read(self, corpus: Corpus | None) -> Data:
         if self._settings.is_packed:

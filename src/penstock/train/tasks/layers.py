@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.runtime import PartitionError, partition
@@ -15,6 +16,7 @@ from penstock.runtime.stage.branches import ends_of, is_plain
 from penstock.schedule import Schedule, StageGraph
 from penstock.train.checks import SettingsError
 from penstock.train.settings import Settings
+from penstock.train.tasks.sizes import kept_sizes, require_shards
 from penstock.train.tasks.task import BYTES
 
 
@@ -81,6 +83,45 @@ def chain_bytes(settings: Settings, num_stages: int, numbers: int) -> list[float
     """
     size = float(BYTES * numbers * math.ceil(settings.batch / (settings.dp * settings.microbatches)))
     return [size] * (num_stages - 1) + [0.0]
+
+
+class LayerTask:
+    """What tasks have in common whose model is one of ours, a chain of layers over samples of `context` tokens.
+
+    Args:
+        config: of the model. costs: of its layers. loss, tied: see `Task`.
+        make_stage: of some layers, as `gpt_stage` takes them.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        schedule: Schedule,
+        config: Any,
+        costs: Sequence[float],
+        loss: Callable[..., Tensor],
+        tied: Sequence[Sequence[str]],
+        make_stage: Callable[..., nn.Module],
+    ) -> None:
+        self.config, self.sizes, self.num_tokens = config, kept_sizes(config), config.context
+        self.loss, self.tied, self.layer_costs = loss, tied, costs
+        self._settings, self._make_stage = settings, make_stage
+        self._parts = stage_layers(costs, schedule, settings.cut)
+        require_shards(settings, schedule, config, config.vocab_size)
+
+    def stages(self) -> list[Callable[[], nn.Module]]:
+        return stage_makers(self._make_stage, self.config, self._parts, self._settings)
+
+    def message_bytes(self, schedule: Schedule) -> list[float]:
+        return chain_bytes(self._settings, schedule.num_stages, self.config.context * self.config.width)
+
+
+def stage_makers(
+    make: Callable[..., nn.Module], config: Any, parts: Sequence[Sequence[int]], settings: Settings
+) -> list[Callable[[], nn.Module]]:
+    """What makes each stage of a model of ours, of the layers that are its part."""
+    wrap = recomputed if settings.recompute else None
+    return [partial(make, config, list(part), settings.seed, wrap=wrap) for part in parts]
 
 
 def require_chain(schedule: Schedule) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from penstock.data.tokenizer import FileTokenizer
 from penstock.runtime import Pipeline
 from penstock.train.checks import SettingsError
 from penstock.train.quality import Quality
-from penstock.train.tasks.task import Data, Example, StepBatches
+from penstock.train.tasks.task import Data, Draws, Example, redrawn
 
 SHARE = 0.15
 """Of the tokens that are to be guessed: of ten, eight are masked, one becomes another, one stays."""
@@ -47,14 +46,12 @@ def mask_token(tokenizer: Tokenizer, vocab_size: int, model: str) -> int:
 
 
 def masked(data: Data, mask: int, vocab_size: int, seed: int) -> Data:
-    """Text with some tokens masked, which are the targets; which follows from the seed and the step's number."""
-    validation = [_masked(each, mask, vocab_size, (seed, 1, number)) for number, each in enumerate(data.validation)]
-    batches = StepBatches(lambda step: _masked(data.batches[step], mask, vocab_size, (seed, 0, step)))
-    return replace(data, batches=batches, validation=validation)
+    """Text with some tokens masked, which are the targets."""
+    return redrawn(data, lambda example, draws: _masked(example, mask, vocab_size, draws), seed)
 
 
-def _masked(example: Example, mask: int, vocab_size: int, seed: tuple[int, ...]) -> Example:
-    draw = np.random.default_rng(seed)
+def _masked(example: Example, mask: int, vocab_size: int, draws: Draws) -> Example:
+    draw = np.random.default_rng(draws)
     plain = example.inputs
     shape = tuple(plain.shape)
     guessed = torch.from_numpy(draw.random(shape) < SHARE)
@@ -81,8 +78,27 @@ def judge_masked(
         coin: nats of what else the model guesses, by a coin; 0 where it guesses nothing else.
     """
     assert data.corpus is not None
-    counts = np.bincount(data.corpus.train[:COUNTED], minlength=data.corpus.vocab_size) + 1.0
-    shares = counts / counts.sum()
+    counts = np.bincount(data.corpus.train[:COUNTED], minlength=data.corpus.vocab_size)
+    return judge_guesses(pipe, data, loss, counts, unit, "of the masked tokens guessed", of_tokens, coin)
+
+
+def judge_guesses(
+    pipe: Pipeline,
+    data: Data,
+    loss: float,
+    counts: Any,
+    unit: str,
+    right: str,
+    of_tokens: Callable[[Any], torch.Tensor] = lambda value: value,
+    coin: float = 0.0,
+) -> Quality:
+    """Beside a guess of each token by how often it was counted. Every rank must call it.
+
+    Args:
+        counts: of each token, in what is trained on. right: in words, what of the tokens the model has right.
+        unit, of_tokens, coin: as in `judge_masked`.
+    """
+    shares = (counts + 1.0) / (counts + 1.0).sum()
     wanted = torch.cat([of_tokens(example.targets).flatten() for example in data.validation])
     labels = wanted[wanted != IGNORED].numpy()
     unigram, chance = float(-np.log(shares[labels]).mean()), float((labels == shares.argmax()).mean())
@@ -97,7 +113,7 @@ def judge_masked(
         beside=(
             f"{'below' if math.isfinite(loss) and loss < bar else 'not below'} {bar:.3f}, what frequencies of tokens "
             f"{'and a coin ' if coin else ''}give",
-            f"{accuracy:.1%} of the masked tokens guessed; {chance:.1%} by always saying the commonest",
+            f"{accuracy:.1%} {right}; {chance:.1%} by always saying the commonest",
         ),
         unigram=unigram,
         accuracy=accuracy,

@@ -12,8 +12,7 @@ marks. A tokenizer without such marks has one mask, which stands for any span (L
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,8 @@ from penstock.models.huggingface import Decoder
 from penstock.runtime import Pipeline
 from penstock.train.checks import SettingsError
 from penstock.train.quality import Quality
-from penstock.train.tasks.masked import MASKS
-from penstock.train.tasks.task import Data, Example, StepBatches
+from penstock.train.tasks.masked import MASKS, judge_guesses
+from penstock.train.tasks.task import Data, Draws, Example, redrawn
 
 SHARE, LENGTH = 0.15, 3
 """Of the tokens that are cut out, and the tokens of a span on average."""
@@ -133,14 +132,12 @@ def span_form(tokenizer: Tokenizer, length: int, vocab_size: int, model: str) ->
 
 
 def spans(data: Data, form: SpanForm, decoder: Decoder, seed: int) -> Data:
-    """Texts of which spans are cut out; which follows from the seed, the step and the sample's place alone."""
-    fixed = [_cut(each, form, decoder, (seed, 1, number)) for number, each in enumerate(data.validation)]
-    batches = StepBatches(lambda step: _cut(data.batches[step], form, decoder, (seed, 0, step)))
-    return replace(data, batches=batches, validation=fixed)
+    """Texts of which spans are cut out."""
+    return redrawn(data, lambda example, draws: _cut(example, form, decoder, draws), seed)
 
 
-def _cut(example: Example, form: SpanForm, decoder: Decoder, seed: tuple[int, ...]) -> Example:
-    draw = np.random.default_rng(seed)
+def _cut(example: Example, form: SpanForm, decoder: Decoder, draws: Draws) -> Example:
+    draw = np.random.default_rng(draws)
     pairs = [form.cut(text, draw) for text in example.inputs.numpy()]
     read, written = (torch.from_numpy(np.stack(each).astype(np.int64)) for each in zip(*pairs, strict=True))
     return Example(*decoder.inputs_and_targets({"input_ids": read, "labels": written}))
@@ -149,22 +146,7 @@ def _cut(example: Example, form: SpanForm, decoder: Decoder, seed: tuple[int, ..
 def judge_spans(pipe: Pipeline, data: Data, loss: float) -> Quality:
     """Beside a guess of each token to write by its frequency in what is written. Every rank must call it."""
     told = torch.cat([data.batches[step].targets.flatten() for step in range(COUNTED)])
-    wanted = torch.cat([example.targets.flatten() for example in data.validation])
-    counts = torch.bincount(told, minlength=int(torch.maximum(told.max(), wanted.max())) + 1) + 1.0
-    shares = counts / counts.sum()
-    unigram, chance = float(-shares[wanted].log().mean()), float((wanted == shares.argmax()).float().mean())
-    first = next(iter(data.validation))
-    said = torch.cat([part.argmax(-1) for part in pipe.predict(first.inputs)])
-    accuracy = float((said == first.targets).float().mean())
-    bar = "below" if math.isfinite(loss) and loss < unigram else "not below"
-    return Quality(
-        unit="nats a token that is written, on the validation text",
-        beside=(
-            f"{bar} {unigram:.3f}, what frequencies of tokens give",
-            f"{accuracy:.1%} of the tokens right, each after the right ones before it; {chance:.1%} by always saying "
-            "the commonest",
-        ),
-        unigram=unigram,
-        accuracy=accuracy,
-        chance=chance,
-    )
+    most = max(int(example.targets.max()) for example in data.validation)
+    counts = np.bincount(told.numpy(), minlength=most + 1)
+    unit = "nats a token that is written, on the validation text"
+    return judge_guesses(pipe, data, loss, counts, unit, "of the tokens right, each after the right ones before it")

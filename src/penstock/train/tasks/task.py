@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -44,6 +44,17 @@ class StepBatches:
 
     def __getitem__(self, step: int, /) -> Example:
         return self._make(step)
+
+
+Draws = tuple[int, ...]
+"""What a batch's random draws follow from."""
+
+
+def redrawn(data: Data, make: Callable[[Example, Draws], Example], seed: int) -> Data:
+    """Data each batch of which is made into another, by draws that follow from the seed and its number alone."""
+    batches = StepBatches(lambda step: make(data.batches[step], (seed, 0, step)))
+    fixed = [make(each, (seed, 1, number)) for number, each in enumerate(data.validation)]
+    return replace(data, batches=batches, validation=fixed)
 
 
 @dataclass(frozen=True)
