@@ -258,7 +258,7 @@ def test_a_name_that_is_there_twice(saved: tuple[Path, ps.Pipeline], tmp_path: P
     text = compact(index_of(path)).replace('"step":', '"step":9,"step":', 1)
     head = f'"format":"penstock-checkpoint","version":2,"crc32":{zlib.crc32(compact(json.loads(text)).encode())}'
     (path / "index.json").write_text(f'{{{head},"index":{text}}}')
-    with pytest.raises(CheckpointError, match=r"index\.json is damaged: not JSON \('step' is there twice\)"):
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged: not JSON \(field 'step' is given twice\)"):
         pipe.load(path)
 
 

@@ -153,7 +153,7 @@ def from_json(text: str) -> Schedule:
         True
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=without_repeats, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise ScheduleError(f"not JSON: {error}", rule="json") from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
@@ -322,7 +322,8 @@ def _is_amount(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_FLOAT
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object for `json.loads`, which would take the last of two. Raises ValueError for a field given twice."""
     value = dict(pairs)
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]

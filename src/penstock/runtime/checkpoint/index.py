@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock.formats.native import without_repeats
 from penstock.runtime.checkpoint.shard import DTYPES, num_bytes_of
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 
@@ -83,7 +84,7 @@ class Index:
         later format.
         """
         try:
-            value = json.loads(content.decode("utf-8"), object_pairs_hook=_without_repeats)
+            value = json.loads(content.decode("utf-8"), object_pairs_hook=without_repeats)
         except (ValueError, RecursionError) as error:
             raise DamagedCheckpointError(f"{path} is damaged: not JSON ({error})") from None
         if not isinstance(value, dict) or value.get("format") != FORMAT:
@@ -135,14 +136,6 @@ class Index:
 
 class _Malformed(Exception):
     """What an index says that cannot be."""
-
-
-def _without_repeats(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{_short(next(n for n in names if names.count(n) > 1))} is there twice")
-    return found
 
 
 def _entry(name: str, value: JSON, shards: Mapping[str, int]) -> IndexEntry:
