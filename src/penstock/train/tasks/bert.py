@@ -14,7 +14,7 @@ from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
-from penstock.train.tasks.layers import LayerTask
+from penstock.train.tasks.layers import ChainTask
 from penstock.train.tasks.masked import judge_masked
 from penstock.train.tasks.sizes import changed, preset_of
 from penstock.train.tasks.task import VALIDATION_BATCHES, Data, Example, StepBatches
@@ -26,7 +26,7 @@ LEAST = 5
 """Tokens of its shortest sample."""
 
 
-class BERTTask(LayerTask):
+class BERTTask(ChainTask):
     """See `Task`.
 
     Raises:

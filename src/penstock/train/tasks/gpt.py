@@ -17,13 +17,13 @@ from penstock.schedule import Schedule
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import packed_documents
-from penstock.train.tasks.layers import LayerTask
+from penstock.train.tasks.layers import ChainTask
 from penstock.train.tasks.sizes import changed, preset_of
 from penstock.train.tasks.task import Data
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 
 
-class GPTTask(LayerTask):
+class GPTTask(ChainTask):
     """See `Task`.
 
     Raises:

@@ -85,7 +85,7 @@ def chain_bytes(settings: Settings, num_stages: int, numbers: int) -> list[float
     return [size] * (num_stages - 1) + [0.0]
 
 
-class LayerTask:
+class ChainTask:
     """What tasks have in common whose model is one of ours, a chain of layers over samples of `context` tokens.
 
     Args:
