@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+import socket
 
 import pytest
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
+from penstock.runtime.launch import child
 from penstock.runtime.launch.child import report_failure
 from penstock.runtime.launch.failures import (
     End,
@@ -140,3 +142,22 @@ def test_ranks_in_words() -> None:
         "ranks 0 to 62",
         "ranks 0, 1, 2, 4, 5",
     ]
+
+
+def test_a_host_whose_name_stands_for_loopback_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two hosts of Debian ranks lost each other as they started, and nothing said why."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "host0")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert "host0, stands for 127.0.1.1" in child._advice()
+    assert "set GLOO_SOCKET_IFNAME" in child._advice()
+    with monkeypatch.context() as there:
+        there.setenv("LOCAL_WORLD_SIZE", "2")
+        assert child._advice() == "", "all ranks are on this host"
+    with monkeypatch.context() as there:
+        there.setenv("GLOO_SOCKET_IFNAME", "eth0")
+        assert child._advice() == ""
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.1")
+    assert child._advice() == ""

@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -211,10 +212,32 @@ def init_process(timeout: float) -> tuple[int, int]:
         if loss is None:
             raise
         if loss is LossKind.LATE:
-            raise DeadlineExceeded(f"rank {rank} waited {timeout:g} s for all {num_ranks} ranks to start") from None
-        raise PeerLost(f"rank {rank} lost another rank while all {num_ranks} started") from None
+            text = f"rank {rank} waited {timeout:g} s for all {num_ranks} ranks to start{_advice()}"
+            raise DeadlineExceeded(text) from None
+        raise PeerLost(f"rank {rank} lost another rank while all {num_ranks} started{_advice()}") from None
     atexit.register(_leave)
     return rank, num_ranks
+
+
+def _advice() -> str:
+    """What to do where other hosts can't reach this one.
+
+    gloo listens on the address of the host's name, which on Debian and Ubuntu is 127.0.1.1 until somebody changes it.
+    """
+    is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if is_one_host or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return f"; this host does not know its own name, {name}: set GLOO_SOCKET_IFNAME to its interface, like eth0"
+    if not address.startswith("127."):
+        return ""
+    return (
+        f"; the name of this host, {name}, stands for {address}, where no other host reaches it: on each host set "
+        "GLOO_SOCKET_IFNAME to the interface by which the others reach it, like eth0"
+    )
 
 
 def _write_whole_lines() -> None:
