@@ -13,8 +13,9 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.control import Configuration
@@ -23,6 +24,7 @@ from penstock.cost import Costs, LinkCondition, Links, Mesh, Ring
 from penstock.runtime.emulation.backend import sharpen_timers
 from penstock.runtime.emulation.pipeline import EmulatedPipeline, EmulatedStep
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.execute.executors import run_threads
 from penstock.runtime.mesh.peers import LocalPeers
 from penstock.runtime.parameters.late_rings import sleep_until
 from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
@@ -287,19 +289,11 @@ class EmulatedMesh:
         rings = [self._ring_of(rank) for rank in range(mesh.pp)]
         steps: dict[int, EmulatedStep] = {}
         nodes: dict[tuple[int, int], _NodeStep] = {}
-        errors: list[BaseException] = []
 
-        def guarded(work: Callable[..., None]) -> Callable[..., None]:
-            def run(*args: int) -> None:
-                try:
-                    work(*args)
-                except BaseException as error:
-                    errors.append(error)
-                    ended.lose()
-                    for ring in rings:
-                        ring.lose()
-
-            return run
+        def lose(_: int) -> None:
+            ended.lose()
+            for ring in rings:
+                ring.lose()
 
         def pipeline(replica: int) -> None:
             steps[replica] = self._replicas[replica].step(lambda op: ended.note(replica, op))
@@ -307,18 +301,9 @@ class EmulatedMesh:
         def node(rank: int, replica: int) -> None:
             nodes[rank, replica] = self._rings_and_update(rank, replica, last[rank], final[rank], ended, rings[rank])
 
-        threads = [threading.Thread(target=guarded(pipeline), args=(replica,)) for replica in range(mesh.dp)]
-        threads += [
-            threading.Thread(target=guarded(node), args=(rank, replica))
-            for rank in range(mesh.pp)
-            for replica in range(mesh.dp)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
+        works = [partial(pipeline, replica) for replica in range(mesh.dp)]
+        works += [partial(node, rank, replica) for rank in range(mesh.pp) for replica in range(mesh.dp)]
+        run_threads("penstock-node", works, lose)
         return self._measured(steps, nodes)
 
     def simulated(self) -> MeshTimeline:

@@ -9,9 +9,9 @@
     the step's last collective: step_result (losses, notices, what runs next); timeline (what was measured)
 
 worker         one rank at work                          async_ops   ops that run beside others
-executors      one process per rank, or all in turn      threads     all ranks here, with a thread each
+executors      ranks as processes, threads, or in turn   notices     what a person should know of a run, once
 torch_devices  the stages here, and their handlers       handlers/   torch, registered, updating, null
-enable_split   which stages defer W, and how much        notices     what a person should know of a run, once
+enable_split   which stages defer W, and how much
 
 The step executor does not know what an op is: `TorchDevices` and `EmulatedDevices` (`emulation/`) give it a table of
 handlers for each rank.

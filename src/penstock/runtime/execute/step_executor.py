@@ -10,12 +10,11 @@ from typing import Protocol
 
 from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime.execute.active_plan import ActivePlan
-from penstock.runtime.execute.executors import run_local, run_rank
+from penstock.runtime.execute.executors import RankThreads, run_local, run_rank
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import Backend
 from penstock.runtime.execute.lockstep import Lockstep
 from penstock.runtime.execute.plan import StepPlan
-from penstock.runtime.execute.threads import RankThreads
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.choose import TransportChoice

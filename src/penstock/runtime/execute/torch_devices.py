@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import OpTable
@@ -22,7 +21,7 @@ from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.updating import Updating
 from penstock.runtime.stage.branches import end_of, has_many_ends
 from penstock.runtime.stage.host_memory import HostMemory
-from penstock.runtime.stage.microbatches import Microbatches
+from penstock.runtime.stage.microbatches import LossFn, Microbatches
 from penstock.runtime.stage.ops import StageRunner, StepSettings
 from penstock.runtime.stage.registered_ops import Calls, Outputs
 from penstock.runtime.stage.split_backward import is_compiled
@@ -51,7 +50,7 @@ class TorchDevices:
         schedule: Schedule,
         model: LocalModel,
         ranks: tuple[int, ...],
-        loss_fn: Callable[..., Tensor] | None,
+        loss_fn: LossFn,
         autocast: torch.dtype | None,
         calls: Calls,
         updating: Updating | None,
