@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError
 from penstock.models.huggingface.export import copy_kept, folder_in_place
-from penstock.models.huggingface.pieces import place_at
 from penstock.models.seeded import generator_of
 from penstock.runtime.checkpoint import CheckpointError, Reader
+from penstock.runtime.stage.stage import place_at
 
 __all__ = ["AdapterError", "Adapters"]
 

@@ -30,6 +30,7 @@ from penstock.models.huggingface.frame import Arguments, Blank, Catcher, Stopped
 from penstock.models.huggingface.pictures import IMAGES, PictureForm
 from penstock.models.huggingface.routers import ROUTED, Routers
 from penstock.models.huggingface.shards import Shards
+from penstock.runtime.stage.stage import place_at
 from penstock.runtime.tensor_parallel import Sharding
 
 Value = dict[str, Any]
@@ -489,13 +490,3 @@ def _same(known: Sequence[Any], key: Sequence[Any]) -> bool:
     return len(known) == len(key) and all(
         a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b for a, b in zip(known, key, strict=True)
     )
-
-
-def place_at(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Puts a module at a path, under folders that hold nothing else."""
-    *folders, last = path.split(".")
-    for folder in folders:
-        if folder not in root._modules:
-            root.add_module(folder, nn.Module())
-        root = root.get_submodule(folder)
-    root.add_module(last, module)

@@ -102,12 +102,16 @@ class ProcessMesh:
         Args:
             shares_stages: whether ranks of a pipeline share stages.
         """
+        return any("nccl" not in config for config in self._backends(shares_stages))
+
+    def _backends(self, shares_stages: bool) -> list[str]:
+        """The backends of the groups that hold parts of a stage together."""
         groups = [] if self.shards is None else [self.shards.get_group()]
         if self.has_parts and isinstance(self.replicas, GroupPeers):
             groups.append(self.replicas.group)
         if shares_stages and isinstance(self.pipeline, GroupPeers):
             groups.append(self.pipeline.group)
-        return any("nccl" not in dist.get_backend_config(group) for group in groups)
+        return [dist.get_backend_config(group) for group in groups]
 
     def require_collectives(self, device: torch.device, cuts_shared: bool) -> None:
         """Raises RuntimeFailure, the same on every rank, where parts of parameters lie on a GPU and gloo would gather
@@ -119,12 +123,7 @@ class ProcessMesh:
         """
         if self.shards is None and not self.has_parts and not cuts_shared:
             return
-        groups = [] if self.shards is None else [self.shards.get_group()]
-        if self.has_parts and isinstance(self.replicas, GroupPeers):
-            groups.append(self.replicas.group)
-        if cuts_shared and isinstance(self.pipeline, GroupPeers):
-            groups.append(self.pipeline.group)
-        by_gloo = device.type == "cuda" and any("cuda:gloo" in dist.get_backend_config(each) for each in groups)
+        by_gloo = device.type == "cuda" and any("cuda:gloo" in config for config in self._backends(cuts_shared))
         if any(self.everyone.gather(by_gloo)):
             what = "tensor parallelism" if self.shards is not None else "a shared stage"
             if self.has_parts:

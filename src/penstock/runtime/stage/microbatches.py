@@ -31,6 +31,8 @@ from penstock.schedule import Schedule
 
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shapes and types of what goes into a microbatch: what stage outputs' shapes are expected to follow from."""
+LossFn = Callable[..., Tensor] | None
+"""(output, targets) -> the loss; None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -173,9 +175,7 @@ def num_entries(value: Any) -> int:
     return max(1, _num_samples(leaves, "inputs")) if leaves else 1
 
 
-def weigh(
-    inputs: Sequence[Any], targets: Sequence[Any], loss_fn: Callable[..., Tensor] | None, windows: Sequence[range]
-) -> list[float]:
+def weigh(inputs: Sequence[Any], targets: Sequence[Any], loss_fn: LossFn, windows: Sequence[range]) -> list[float]:
     """Each microbatch's share in the loss of its window.
 
     Raises:
@@ -209,12 +209,12 @@ def shares_of(weights: Sequence[Sequence[float]], windows: Sequence[range]) -> l
     return shares
 
 
-def adds_up(loss_fn: Callable[..., Tensor] | None) -> bool:
+def adds_up(loss_fn: LossFn) -> bool:
     """Whether a loss gives shares of the batch's, which are not weighed."""
     return getattr(loss_fn, "adds_up", False) is True
 
 
-def weights_of(targets: Sequence[Any], loss_fn: Callable[..., Tensor] | None) -> list[float] | None:
+def weights_of(targets: Sequence[Any], loss_fn: LossFn) -> list[float] | None:
     """What the loss counts in each microbatch's targets; None where it does not say."""
     weight = getattr(loss_fn, "weight", None)
     return [float(weight(target)) for target in targets] if callable(weight) else None
@@ -235,7 +235,7 @@ def cut_for(
     schedule: Schedule,
     inputs: Any,
     targets: Any,
-    loss_fn: Callable[..., Tensor] | None,
+    loss_fn: LossFn,
     windows: Sequence[range],
     num: int | None = None,
     replica: int = 0,
@@ -262,7 +262,7 @@ def cut_batch(
     inputs: Any,
     targets: Any,
     num_microbatches: int,
-    loss_fn: Callable[..., Tensor] | None,
+    loss_fn: LossFn,
     windows: Sequence[range] = (),
     starts: Mapping[int, int] | None = None,
     counts: Sequence[int] = (),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.autograd import GraphInputs, exits, run_backward
 from penstock.runtime.stage.host_memory import HostMemory, Moved, SavedTensors, copied_to
-from penstock.runtime.stage.microbatches import Microbatches, Signature
+from penstock.runtime.stage.microbatches import LossFn, Microbatches, Signature
 from penstock.runtime.stage.recompute import BufferHistory, copy_of, keeping_nothing
 from penstock.runtime.stage.split_backward import DeferredShare, SplitStage, Tape
 from penstock.runtime.stage.stage import Stage
@@ -111,7 +111,7 @@ class StageRunner:
         index: int,
         is_last: bool,
         device: torch.device,
-        loss_fn: Callable[..., Tensor] | None,
+        loss_fn: LossFn,
         autocast: torch.dtype | None,
         num_targets: int = 1,
         note_casts: Callable[[int, int, Any], None] | None = None,

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.branches import end_of, starts_of
 from penstock.runtime.stage.microbatches import (
+    LossFn,
     Microbatches,
     Signature,
     adds_up,
@@ -62,13 +61,7 @@ class ReplicaBatches:
         self._needs = {"inputs": hosts(self._start), "targets": hosts(end_of(schedule.graph))}
 
     def cut(
-        self,
-        inputs: Any,
-        targets: Any,
-        loss_fn: Callable[..., Tensor] | None,
-        windows: Sequence[range],
-        num: int,
-        fewer: bool = False,
+        self, inputs: Any, targets: Any, loss_fn: LossFn, windows: Sequence[range], num: int, fewer: bool = False
     ) -> Microbatches:
         """This replica's microbatches. Every process of the mesh must call it.
 
@@ -116,9 +109,7 @@ class ReplicaBatches:
             return Microbatches({}, cut.inputs[0], list, [], 0, (range(num),))
         return cut_batch(inputs, targets, num, None)
 
-    def _facts(
-        self, batch: Microbatches | None, inputs: Any, targets: Any, loss_fn: Callable[..., Tensor] | None
-    ) -> Facts:
+    def _facts(self, batch: Microbatches | None, inputs: Any, targets: Any, loss_fn: LossFn) -> Facts:
         facts: Facts = {"needs": [name for name, needed in self._needs.items() if needed]}
         if batch is None:
             return facts

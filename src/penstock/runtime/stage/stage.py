@@ -55,7 +55,7 @@ class Stage(nn.Module):
         super().__init__()
         self._calling = calling or with_one_argument
         for name, layer in layers.items():
-            self._place(name, layer)
+            place_at(self, name, layer)
         self._layers = tuple(layers.values())
         self._indices = tuple(indices)
 
@@ -72,16 +72,6 @@ class Stage(nn.Module):
                 if child is old:
                     parent._modules[name] = new
 
-    def _place(self, name: str, layer: nn.Module) -> None:
-        """Registers a layer so that its dotted name is its path."""
-        *folders, last = name.split(".")
-        parent: nn.Module = self
-        for folder in folders:
-            if folder not in parent._modules:
-                parent.add_module(folder, nn.Module())
-            parent = parent.get_submodule(folder)
-        parent.add_module(last, layer)
-
     def forward(self, value: Any, seed: int | None = None) -> Any:
         """Runs the layers; `seed` (of this step and microbatch) makes their random draws repeatable."""
         device = None if seed is None else _device_of(value)
@@ -90,6 +80,22 @@ class Stage(nn.Module):
                 seed_generators(mix(seed, index), device)
             value = self._calling(layer, value)
         return value
+
+
+def place_at(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Registers a module so that a dotted path is its name, under folders that may hold nothing else."""
+    holder, last = holder_of(root, path)
+    holder.add_module(last, module)
+
+
+def holder_of(root: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module that holds what a dotted path names, and the name there; folders that are missing are made."""
+    *folders, last = path.split(".")
+    for folder in folders:
+        if folder not in root._modules:
+            root.add_module(folder, nn.Module())
+        root = root.get_submodule(folder)
+    return root, last
 
 
 def _device_of(value: Any) -> torch.device:

@@ -129,15 +129,18 @@ class VersionRule:
             )
 
 
-def require_state_everywhere(rule: str, schedule: Schedule, zero: bool) -> None:
-    """Raises RuntimeFailure where copies without the optimizer's state would have to predict weights from it."""
-    num = schedule.placement.num_pipelines
-    if num > 1 and zero:
-        raise RuntimeFailure(
-            f"rule {rule!r} predicts weights from the optimizer's state, and of the {num} copies of each stage in "
-            f"{schedule.name} only one has it; give ps.ParallelOptions(sharding='none') (--sharding none), or "
-            "use rule 'none'"
-        )
+class Prediction(VersionRule):
+    """A rule by which ops read weights that are predicted from the optimizer's state."""
+
+    def require_schedule(self, schedule: Schedule, zero: bool) -> None:
+        super().require_schedule(schedule, zero)
+        num = schedule.placement.num_pipelines
+        if num > 1 and zero:
+            raise RuntimeFailure(
+                f"rule {self.name!r} predicts weights from the optimizer's state, and of the {num} copies of each "
+                f"stage in {schedule.name} only one has it; give ps.ParallelOptions(sharding='none') "
+                "(--sharding none), or use rule 'none'"
+            )
 
 
 class Newest(VersionRule):
@@ -216,7 +219,7 @@ class DoubleBuffer(VersionRule):
         return max(newest - 1, 0)
 
 
-class MomentumPrediction(VersionRule):
+class MomentumPrediction(Prediction):
     """Forward and backward read what the momentum predicts.
 
         reads W - s lr v,  s = floor(k/2) + N - k - 1 in the forward, floor(k/2) in the backward
@@ -267,12 +270,8 @@ class MomentumPrediction(VersionRule):
                 "'xpipe' with Adam or AdamW, or rule 'pipedream' with any optimizer"
             )
 
-    def require_schedule(self, schedule: Schedule, zero: bool) -> None:
-        super().require_schedule(schedule, zero)
-        require_state_everywhere(self.name, schedule, zero)
 
-
-class AdamPrediction(VersionRule):
+class AdamPrediction(Prediction):
     """The forward reads what Adam's moments, or Muon's, predict, the backward the newest weights.
 
         reads W - s lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)        what Adam steps
@@ -331,10 +330,6 @@ class AdamPrediction(VersionRule):
                 "torch.optim.Adam, AdamW or penstock's MuonAdamW, or rule 'spectrain' with SGD's momentum, or rule "
                 "'pipedream' with any optimizer"
             )
-
-    def require_schedule(self, schedule: Schedule, zero: bool) -> None:
-        super().require_schedule(schedule, zero)
-        require_state_everywhere(self.name, schedule, zero)
 
 
 def _predict_by_muon(

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.runtime.stage.partitioning.place import SourceLine, Untraceable, here, line_of_error
 from penstock.runtime.stage.partitioning.proxies import A_TENSOR, Answers, Traced, watching
+from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, unflatten
 
 MODEL = "model"
@@ -82,16 +83,7 @@ class Entry(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         skeleton, num_leaves = self.__dict__["_call"]
-        return called(self.model, unflatten([inputs[i] for i in range(num_leaves)], skeleton))
-
-
-def called(model: nn.Module, value: Any) -> Any:
-    """The model's output: a tuple holds positional arguments, a dict keyword arguments."""
-    if isinstance(value, tuple):
-        return model(*value)
-    if isinstance(value, dict):
-        return model(**value)
-    return model(value)
+        return with_arguments(self.model, unflatten([inputs[i] for i in range(num_leaves)], skeleton))
 
 
 class Recorder(fx.Tracer):

@@ -15,7 +15,7 @@ from penstock.runtime.stage.partitioning.place import Untraceable
 from penstock.runtime.stage.partitioning.program import TracedProgram, TracedStep, fill, kind_of
 from penstock.runtime.stage.partitioning.recorder import contents_of, own_lists
 from penstock.runtime.stage.partitioning.tracing import Tracing
-from penstock.runtime.stage.stage import Stage
+from penstock.runtime.stage.stage import Stage, holder_of
 from penstock.runtime.tensors.pytree import DTYPES, flatten
 from penstock.runtime.tensors.rng import mix, seed_generators
 
@@ -156,12 +156,7 @@ class TracedStage(Stage):
         return found
 
     def _hold(self, path: str, own: str, tensor: Tensor) -> None:
-        *folders, last = own.split(".")
-        holder: nn.Module = self
-        for folder in folders:
-            if folder not in holder._modules:
-                holder.add_module(folder, nn.Module())
-            holder = holder.get_submodule(folder)
+        holder, last = holder_of(self, own)
         if last not in holder._parameters and last not in holder._buffers:
             if isinstance(tensor, Parameter):
                 holder.register_parameter(last, tensor)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from penstock.runtime.stage.partitioning.layers import why_closed
 from penstock.runtime.stage.partitioning.place import Untraceable
 from penstock.runtime.stage.partitioning.program import Call, Part, TracedProgram
-from penstock.runtime.stage.partitioning.recorder import Recorder, called
+from penstock.runtime.stage.partitioning.recorder import Recorder
+from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, flatten, unflatten
 from penstock.runtime.tensors.rng import restored
 
@@ -133,7 +134,7 @@ class Tracing:
     def outputs(self) -> Any:
         """The model's own output for the example."""
         assert self._leaves is not None
-        return called(self.model, unflatten(list(self._leaves), self.skeleton))
+        return with_arguments(self.model, unflatten(list(self._leaves), self.skeleton))
 
 
 @contextmanager

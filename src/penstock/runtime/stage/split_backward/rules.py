@@ -49,6 +49,10 @@ class Workspace:
 
 REAL = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 COMPLEX = frozenset({torch.complex64, torch.complex128})
+Needs = tuple[bool, bool]
+"""Whether the gradient of the weight is wanted, and that of the bias."""
+Gradients = tuple[Tensor | None, Tensor | None]
+"""Of the weight, and of the bias."""
 
 
 class SplitRule(ABC):
@@ -113,17 +117,11 @@ class SplitRule(ABC):
 
     @abstractmethod
     def weight_grads(
-        self,
-        g: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        needs: tuple[bool, bool],
-        workspace: Workspace | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of weight and bias, each only if `needs` says so; the first in `workspace` if it may.
+        self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs, room: Workspace | None = None
+    ) -> Gradients:
+        """The gradients of weight and bias, each only if `needs` says so; the first in `room` if it may.
 
-        A workspace is given only outside autograd.
+        Room is given only outside autograd.
         """
 
 
@@ -185,20 +183,14 @@ class LinearRule(SplitRule):
         return _left_grad(_rows(g), _rows(x), weight).reshape(x.shape)
 
     def weight_grads(
-        self,
-        g: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        needs: tuple[bool, bool],
-        workspace: Workspace | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs, room: Workspace | None = None
+    ) -> Gradients:
         rows, g_rows = _rows(x), _rows(g)
         gw: Tensor | None = None
         if needs[0]:
             if weight.stride() == (weight.shape[1], 1):
-                room = None if workspace is None else workspace.like(weight)
-                gw = torch.mm(g_rows.t(), _conj(rows), out=room)
+                out = None if room is None else room.like(weight)
+                gw = torch.mm(g_rows.t(), _conj(rows), out=out)
             else:
                 gw = _conj(rows.t()).mm(g_rows).t()
         gb: Tensor | None = None
@@ -237,22 +229,16 @@ class Conv1DRule(SplitRule):
         return _left_grad(g.reshape(-1, weight.shape[1]), rows, weight.t()).view(x.shape)
 
     def weight_grads(
-        self,
-        g: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        needs: tuple[bool, bool],
-        workspace: Workspace | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs, room: Workspace | None = None
+    ) -> Gradients:
         rows, g_rows = x.view(-1, x.shape[-1]), g.reshape(-1, weight.shape[1])
         gw: Tensor | None = None
         if needs[0]:
             if weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]:
                 gw = g_rows.t().mm(_conj(rows)).t()
             else:
-                room = None if workspace is None else workspace.like(weight)
-                gw = torch.mm(_conj(rows.t()), g_rows, out=room)
+                out = None if room is None else room.like(weight)
+                gw = torch.mm(_conj(rows.t()), g_rows, out=out)
         return gw, g_rows.sum(0) if needs[1] else None
 
 
@@ -322,14 +308,8 @@ class ConvRule(SplitRule):
         return gx if x.dim() == self._batched_dim else gx.squeeze(0)
 
     def weight_grads(
-        self,
-        g: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        needs: tuple[bool, bool],
-        workspace: Workspace | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs, room: Workspace | None = None
+    ) -> Gradients:
         _, gw, gb = self._backward(g, x, weight, bias, [False, *needs])
         return (gw if needs[0] else None), (gb if needs[1] else None)
 
@@ -416,13 +396,7 @@ class EmbeddingRule(SplitRule):
         raise TypeError("the indices of an embedding have no gradient")
 
     def weight_grads(
-        self,
-        g: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        needs: tuple[bool, bool],
-        workspace: Workspace | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs, room: Workspace | None = None
+    ) -> Gradients:
         gw: Tensor = torch.ops.aten.embedding_dense_backward(g, x, weight.shape[0], self._padding, self._by_frequency)
         return gw, None
