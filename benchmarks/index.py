@@ -100,7 +100,7 @@ def engine() -> str:
 def faults() -> str:
     found = read("faults/results.json")["runs"].values()
     runs, wrong = (sum(each[name] for each in found) for name in ("runs", "wrong"))
-    cells = read("faults/links.json")["cells"]
+    cells = [cell for file in ("links", "bounded") for cell in read(f"faults/{file}.json")["cells"]]
     cut, right = (sum(each[name] for each in cells) for name in ("runs", "equal"))
     return f"{runs} runs killed or out of disk, {wrong} wrong; {right} of {cut} runs with a network cut are right"
 
