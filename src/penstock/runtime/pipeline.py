@@ -31,7 +31,7 @@ from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import state_of
 from penstock.runtime.checkpoint.user_state import Stateful
 from penstock.runtime.compatibility import why_nodes_stay
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.active_plan import ActivePlan, require_free
 from penstock.runtime.execute.enable_split import deferred_shares, little_deferred, stay_on_device
 from penstock.runtime.execute.step_result import StepEnd, StepResult
@@ -154,6 +154,8 @@ class Pipeline:
             adapt,
         )
         self._num_steps, self._seed, self._loss_fn = 0, seed, loss_fn
+        self._tell: Callable[[], Sequence[float]] | None = None
+        self.told: tuple[float, ...] = ()
         self._helm: Agent | None = None
         self._told_of_stays = False
         self._moving_to: Configuration | None = None
@@ -424,7 +426,16 @@ class Pipeline:
             if away and not self._told_of_stays:
                 local.notices.note(stay_on_device(local.devices.runners))
                 self._told_of_stays = True
-            result = self._result(batch, self._helm)
+            # On its way while the losses are: over a late link each sum takes as long as it is late, there and back.
+            clips = update and local.learner.updating is None and local.learner.clip_norm is not None
+            with local.mesh.waiting():
+                norm = local.learner.begin_norm() if clips else None
+            try:
+                result = self._result(batch, self._helm)
+            except RuntimeFailure as error:
+                if norm is not None and not isinstance(error, DeadlineExceeded | PeerLost):
+                    norm()  # all ranks began it
+                raise
         except BaseException as error:
             local.learner.fail(error)
             raise
@@ -433,7 +444,8 @@ class Pipeline:
         if local.learner.updating is not None:
             local.learner.count_updates(update)
         elif update:
-            result = replace(result, grad_norm=self.update())
+            with local.mesh.waiting():
+                result = replace(result, grad_norm=local.learner.update(norm))
         if self._helm is not None:
             with local.sharing("a probe of the links between nodes"):
                 self._helm.look_at_nodes()
@@ -536,10 +548,11 @@ class Pipeline:
     def _result(self, batch: Microbatches, helm: Agent | None = None) -> StepResult:
         """The losses, from whichever process ran them; then switches to what an agent says."""
         memory = self._local.transport if isinstance(self._local.transport, SharedMemoryTransport) else None
-        outcome = StepEnd(self._local.mesh, self._local.devices.last, memory)
+        tells = () if self._tell is None else self._tell()
+        outcome = StepEnd(self._local.mesh, self._local.devices.last, memory, tells)
         self._local.notices.note(self._helm.notices if self._helm is not None else ())
         self._local.notices.note(self._local.failover.notices if self._local.failover is not None else ())
-        result, following = outcome.share(batch, helm, self._local.notices)
+        result, self.told, following = outcome.share(batch, helm, self._local.notices)
         if following is not None:
             self._switch(following)
         return result
@@ -606,6 +619,17 @@ class Pipeline:
     def num_steps(self) -> int:
         """Steps run so far, those before a `load` included."""
         return self._num_steps
+
+    def tell_each_step(self, values: Callable[[], Sequence[float]]) -> None:
+        """Sums values of all processes at the end of each step and evaluation from now on, on the way of the losses.
+
+        The sums are then in `told`, the same everywhere: for decisions that all ranks must take alike. A sum of its
+        own (`agree`) would take as long again where a link is late. Every process must call it.
+
+        Args:
+            values: gives those of this process, as many in each.
+        """
+        self._tell = values
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """The sum of every process's values, the same everywhere: for decisions all ranks must take alike."""

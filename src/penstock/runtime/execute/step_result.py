@@ -68,18 +68,23 @@ class StepEnd:
         place: where this process lies in its mesh.
         last: the runners of the last stage's copies that are in this process.
         memory: the ranks' transport, where that is memory which they share, and sums too.
+        tells: this process's values, of which all processes' sums are wanted.
     """
 
     def __init__(
-        self, place: ProcessMesh, last: Sequence[StageRunner], memory: SharedMemoryTransport | None = None
+        self,
+        place: ProcessMesh,
+        last: Sequence[StageRunner],
+        memory: SharedMemoryTransport | None = None,
+        tells: Sequence[float] = (),
     ) -> None:
         self._peers, self._replicas, self._everyone = place.pipeline, place.replicas, place.everyone
-        self._last, self._memory = last, memory
+        self._last, self._memory, self._tells = last, memory, tells
 
     def share(
         self, batch: Microbatches, helm: Agent | None, notices: Notices
-    ) -> tuple[StepResult, ActivePlan | None]:
-        """The losses; and what to run from the next step on, where that changes.
+    ) -> tuple[StepResult, tuple[float, ...], ActivePlan | None]:
+        """The losses, the sums of what processes tell, and what to run from the next step on, where that changes.
 
         Args:
             helm: whose offer rides along; None where nothing may change.
@@ -89,8 +94,8 @@ class StepEnd:
             RuntimeFailure: ranks were given different batches, or ran different plans.
         """
         num_microbatches, num_ranks = len(batch), self._peers.num_ranks
-        digests, offers = num_microbatches + 2, num_microbatches + 2 + num_ranks
-        size = len(Offer._fields)
+        digests, tells = num_microbatches + 2, num_microbatches + 2 + num_ranks
+        offers, size = tells + len(self._tells), len(Offer._fields)
         row = [0.0] * (offers + (size * self._everyone.num_ranks if helm else 0))
         for runner in self._last:
             for m, value in zip(runner.losses, _values(list(runner.losses.values())), strict=True):
@@ -100,27 +105,30 @@ class StepEnd:
         row[num_microbatches + 1] = notices.num_new
         for rank in self._peers.here:
             row[digests + rank] = batch.digest
+        row[tells:offers] = self._tells
         if helm is not None:
             offer = helm.offer()
             for process in self._everyone.here:
                 row[offers + process * size : offers + (process + 1) * size] = offer
         row = self._summed(row)
-        given = row[digests:offers]
+        given = row[digests:tells]
         if given.count(given[0]) < num_ranks:
             require_same([{"batch": each} for each in given], "every rank must give the same inputs and targets")
         if row[num_microbatches + 1]:
             notices.share()
         dtype = _LOSS_TYPES[int(row[num_microbatches])]
-        losses, told = self._of_all(row[:num_microbatches], row[offers:], batch, dtype)
+        losses, summed = self._of_all(row[:num_microbatches], row[tells:], batch, dtype)
+        told, offered = tuple(summed[: len(self._tells)]), summed[len(self._tells) :]
         following = None
         if helm is not None:
-            rows = [told[first : first + size] for first in range(0, len(told), size)]
+            rows = [offered[first : first + size] for first in range(0, len(offered), size)]
             following = helm.settle([Offer(*map(int, each)) for each in rows])
         replicas = self._replicas.num_ranks
         sums = [sum_in_order(losses[window.start * replicas : window.stop * replicas]) for window in batch.windows]
         windows = torch.stack(sums) if len(sums) > 1 else sums[0].reshape(1)
         total = windows.mean() if len(sums) > 1 else sums[0].clone()
-        return StepResult(total, losses, window_losses=windows), None if following is None else following.made
+        result = StepResult(total, losses, window_losses=windows)
+        return result, told, None if following is None else following.made
 
     def _summed(self, row: list[float]) -> list[float]:
         """The sum of every rank's row."""
@@ -130,17 +138,17 @@ class StepEnd:
         return summed
 
     def _of_all(
-        self, losses: list[float], offers: list[float], batch: Microbatches, dtype: torch.dtype
+        self, losses: list[float], tells: list[float], batch: Microbatches, dtype: torch.dtype
     ) -> tuple[Tensor, list[float]]:
-        """The losses of all replicas' microbatches, in the order of the whole batch; and the offers of all processes,
-        where those of this pipeline's are given.
+        """The losses of all replicas' microbatches, in the order of the whole batch; and the sums over all processes
+        of what they tell and offer, where those over this pipeline's are given.
         """
         replicas, size = self._replicas.num_ranks, len(losses)
         if replicas == 1:
-            return torch.tensor(losses, dtype=dtype), self._of_shards(offers)
+            return torch.tensor(losses, dtype=dtype), self._of_shards(tells)
         mine = self._replicas.here[0]
-        shared = torch.zeros(replicas, size + 1 + len(offers), dtype=torch.float64)
-        shared[mine] = torch.tensor([*losses, batch.digest, *offers], dtype=torch.float64)
+        shared = torch.zeros(replicas, size + 1 + len(tells), dtype=torch.float64)
+        shared[mine] = torch.tensor([*losses, batch.digest, *tells], dtype=torch.float64)
         shared = self._replicas.sum(shared)
         require_same(
             [{"batch": each} for each in shared[:, size].tolist()], "every replica must give the whole batch"
@@ -148,12 +156,12 @@ class StepEnd:
         whole = torch.cat([shared[:, window.start : window.stop].reshape(-1) for window in batch.windows])
         return whole.to(dtype), self._of_shards(shared[:, size + 1 :].sum(0).tolist())
 
-    def _of_shards(self, offers: list[float]) -> list[float]:
-        """Those of all shards, where there are any offers: what shards have besides is the same in all of them."""
-        if offers and isinstance(self._everyone, MeshPeers):
+    def _of_shards(self, tells: list[float]) -> list[float]:
+        """Those of all shards, where there are any: what shards have besides is the same in all of them."""
+        if tells and isinstance(self._everyone, MeshPeers):
             for shards in self._everyone.along[2:]:
-                offers = shards.sum(torch.tensor(offers, dtype=torch.float64)).tolist()
-        return offers
+                tells = shards.sum(torch.tensor(tells, dtype=torch.float64)).tolist()
+        return tells
 
 
 def _values(losses: Sequence[Tensor]) -> list[float]:

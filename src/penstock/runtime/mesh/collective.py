@@ -126,8 +126,19 @@ class Broadcast:
         return dist.broadcast(given, group=group, group_src=self._root, async_op=True)
 
 
+FEW_BYTES = 1 << 20
+"""What a rank may send in all where it sends its values to each other rank by itself."""
+
+
 class AllGather:
     """Every rank's values for all.
+
+    Many values go round a ring, so that no rank sends more than all have. In a ring of n ranks each of n - 1 rounds
+    waits for the round before it, and one late link delays all of them. So few values go from each rank to each other
+    one directly, which that link delays once:
+
+        ring    0 -> 1 -> 2 -> 3 -> 0      with 0:1 late by 60 ms each way 370 ms, a sum 740 (4 ranks, gloo)
+        direct  0 -> 1, 2, 3 and so on     120 ms: gloo sends once the receiver has said that it is ready
 
     Args:
         mine: this rank's; a buffer that nothing else is done with.
@@ -139,8 +150,13 @@ class AllGather:
     def __init__(self, mine: Tensor, parts: Sequence[Tensor]) -> None:
         self._mine, self.parts = mine, list(parts)
 
+    @staticmethod
+    def is_direct(mine: Tensor, num_ranks: int) -> bool:
+        """Whether such values go directly from each rank to each other one."""
+        return mine.device.type == "cpu" and 0 < mine.numel() * mine.element_size() * num_ranks <= FEW_BYTES
+
     def start(self, group: Any) -> Any:
-        return dist.all_gather(self.parts, self._mine, group=group, async_op=True)
+        return self._begin(group, self.parts)
 
     def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
         if len(done) == num_ranks:
@@ -148,7 +164,26 @@ class AllGather:
         parts = [torch.empty_like(part) for part in self.parts]
         if group.rank() not in done:
             self.parts = parts
-        return dist.all_gather(parts, self._mine, group=group, async_op=True)
+        return self._begin(group, parts)
+
+    def _begin(self, group: Any, parts: Sequence[Tensor]) -> Any:
+        if not self.is_direct(self._mine, len(parts)):
+            return dist.all_gather(list(parts), self._mine, group=group, async_op=True)
+        sent = self._mine.reshape(1, -1).expand(len(parts), -1).contiguous()
+        came = torch.empty_like(sent)
+        return _DirectWork(group.alltoall_base(came, sent, [], []), came, parts)
+
+
+class _DirectWork:
+    """What comes from each rank directly."""
+
+    def __init__(self, work: Any, came: Tensor, parts: Sequence[Tensor]) -> None:
+        self._work, self._came, self._parts = work, came, parts
+
+    def wait(self, limit: timedelta) -> None:
+        self._work.wait(limit)
+        for part, row in zip(self._parts, self._came, strict=True):
+            part.copy_(row.view_as(part))
 
 
 class ReduceScatter:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from datetime import timedelta
+from functools import reduce
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,6 +21,8 @@ from penstock.runtime.mesh.process_group import WeakGroup, explain, wait_for
 from penstock.schedule import Schedule
 from penstock.schedule.text import ranks_together
 
+TOLD_AT_ONCE, _SIZE = 4096, 8
+"""Bytes that ranks tell one another without having said how many there are; and those that say it."""
 TIED = "a tied parameter"
 """What `share` sends, in errors."""
 
@@ -35,6 +38,9 @@ class Peers(Protocol):
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of every process's `values`."""
+
+    def begin_sum(self, values: Tensor) -> Callable[[], Tensor]:
+        """Begins the same; returns what waits for the sum. `values` stay as they are until then."""
 
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value, by process; plain data of our own making."""
@@ -52,6 +58,9 @@ class LocalPeers:
 
     def sum(self, values: Tensor) -> Tensor:
         return values
+
+    def begin_sum(self, values: Tensor) -> Callable[[], Tensor]:
+        return lambda: values
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -105,12 +114,27 @@ class GroupPeers:
         return op.start(self.group) if self.retried is None else self.retried.start(op)
 
     def sum(self, values: Tensor) -> Tensor:
-        if self.retried is None:
-            self._wait(lambda: self.group.allreduce([values]), "a sum over all ranks")
-            return values
+        return self.begin_sum(values)()
+
+    def begin_sum(self, values: Tensor) -> Callable[[], Tensor]:
+        what = "a sum over all ranks"
+        if AllGather.is_direct(values, self.num_ranks):
+            gathered = AllGather(values.clone(), [torch.empty_like(values) for _ in range(self.num_ranks)])
+            all_came = self._begun(gathered, what)
+
+            def added() -> Tensor:
+                all_came()
+                return reduce(torch.add, gathered.parts)  # in the order of ranks, on all of them
+
+            return added
         op = AllReduce(values.clone)
-        self._wait(lambda: self.start(op), "a sum over all ranks")
-        return op.tensor.clone()
+        is_done = self._begun(op, what)
+
+        def found() -> Tensor:
+            is_done()
+            return op.tensor.clone()
+
+        return found
 
     def share(
         self, tensors: Sequence[Tensor | None], likes: Sequence[Tensor | None], source: int, targets: Sequence[int]
@@ -169,17 +193,23 @@ class GroupPeers:
         )
 
     def gather(self, value: Any) -> list[Any]:
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = torch.zeros(self.num_ranks, dtype=torch.int64)
-        sizes[self.here[0]] = data.numel()
-        sizes = self.sum(sizes)
-        longest = int(sizes.max())
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.num_ranks)]
-        mine = torch.nn.functional.pad(data, (0, longest - data.numel()))
-        op = AllGather(mine, parts)
-        self._wait(lambda: self.start(op), "what all ranks tell")
-        sized = zip(op.parts, sizes.tolist(), strict=True)
-        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in sized]
+        data = pickle.dumps(value)
+        head = len(data).to_bytes(_SIZE, "little") + data[: TOLD_AT_ONCE - _SIZE]
+        parts = self._told(head.ljust(TOLD_AT_ONCE, b"\0"))
+        sizes = [int.from_bytes(part[:_SIZE], "little") for part in parts]
+        longest = max(sizes)
+        if longest <= TOLD_AT_ONCE - _SIZE:
+            parts = [part[_SIZE:] for part in parts]
+        else:
+            parts = self._told(data.ljust(longest, b"\0"))
+        return [pickle.loads(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+    def _told(self, data: bytes) -> list[bytes]:
+        """Everyone's data, of which all have as much."""
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        op = AllGather(mine, [torch.empty_like(mine) for _ in range(self.num_ranks)])
+        self._begun(op, "what all ranks tell")()
+        return [part.numpy().tobytes() for part in op.parts]
 
     def barrier(self) -> None:
         self.sum(torch.zeros(1))
@@ -204,9 +234,16 @@ class GroupPeers:
         """Waits for what was begun here, with one rank or all. Raises DeadlineExceeded, PeerLost, with `what`."""
         wait_for(work, self.here[0], peer, what, self._timeout)
 
-    def _wait(self, start: Callable[[], Any], what: str) -> None:
-        with self.explained(None, what) as limit:
-            start().wait(limit)
+    def _begun(self, op: Collective, what: str) -> Callable[[], None]:
+        """Begins an op; returns what waits for it. Both raise DeadlineExceeded, PeerLost, with `what`."""
+        with self.explained(None, what):
+            work = self.start(op)
+
+        def wait() -> None:
+            with self.explained(None, what) as limit:
+                work.wait(limit)
+
+        return wait
 
     @contextmanager
     def explained(self, peer: int | None, what: str, timeout: float | None = None) -> Iterator[timedelta]:
@@ -240,10 +277,17 @@ class MeshPeers(GroupPeers):
         super().__init__(group, timeout)
         self.along = tuple(along)
 
-    def sum(self, values: Tensor) -> Tensor:
-        for peers in self.along:
-            values = peers.sum(values)
-        return values
+    def begin_sum(self, values: Tensor) -> Callable[[], Tensor]:
+        first, *others = self.along
+        begun = first.begin_sum(values)
+
+        def found() -> Tensor:
+            total = begun()
+            for peers in others:
+                total = peers.sum(total)
+            return total
+
+        return found
 
 
 def peers_of(mesh: Any, num_ranks: int, timeout: float) -> Peers:

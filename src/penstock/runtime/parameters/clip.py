@@ -7,7 +7,7 @@ takes the norms of many gradients at once, by kernels that add up in another ord
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -43,7 +43,18 @@ def global_norm(
     peers: Peers,
     device: torch.device = CPU,
 ) -> Tensor:
-    """The norm of all gradients of the model.
+    """The norm of all gradients of the model; see `begin_norm`."""
+    return begin_norm(dtypes, held, owned, peers, device)()
+
+
+def begin_norm(
+    dtypes: Mapping[str, torch.dtype],
+    held: Mapping[str, Parameter],
+    owned: Collection[str],
+    peers: Peers,
+    device: torch.device = CPU,
+) -> Callable[[], Tensor]:
+    """Begins to work out the norm of all gradients of the model; returns what waits for it.
 
     Args:
         dtypes: of every parameter of the model, by name, in its order, each once.
@@ -67,7 +78,12 @@ def global_norm(
     if measured:  # all at once: each copy from a GPU waits for it
         values = torch.stack([norm.to(device, torch.float64) for norm in measured.values()]).cpu()
         norms[[places[name] for name in measured]] = values
-    norms = peers.sum(norms)
+    summed = peers.begin_sum(norms)
+    return lambda: _combined(summed(), dtypes, device)
+
+
+def _combined(norms: Tensor, dtypes: Mapping[str, torch.dtype], device: torch.device) -> Tensor:
+    """The norm of the whole, from the norm of each parameter's gradient."""
     # A norm has the real type of its gradient.
     present = [(norm, dtype) for norm, dtype in zip(norms, dtypes.values(), strict=True) if norm != _ABSENT]
     if not present:

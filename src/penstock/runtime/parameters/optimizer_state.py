@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.parameters.clip import global_norm, scale_gradients
+from penstock.runtime.parameters.clip import begin_norm, scale_gradients
 from penstock.runtime.parameters.data_parallel import replicas_of
 from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.gradients import num_bytes
@@ -120,15 +120,18 @@ class OptimizerState:
         if self.updating is not None and self._windows is not None:
             self.num_updates += len(self._windows.ranges) - (not update)
 
-    def update(self) -> Tensor | None:
+    def update(self, begun: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Clips, runs the optimizer and clears the gradients; returns the norm where clipping is on.
+
+        Args:
+            begun: the norm, where `begin_norm` began to work it out.
 
         Raises:
             RuntimeFailure: updates are ops of the schedule, and have run.
         """
         if self.updating is not None:
             raise RuntimeFailure(f"{self._name} has updates as ops of its order; step() runs them all")
-        norm = None if self.clip_norm is None else self.clip(self.clip_norm)
+        norm = None if self.clip_norm is None else self.clip(self.clip_norm, begun)
         if self.optimizer is not None:
             self.optimizer.step()
             self.replicas.share_stepped()
@@ -138,15 +141,23 @@ class OptimizerState:
         self.zero_grad()
         return norm
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Scales gradients so that the norm of all is at most `max_norm`; returns what it was."""
+    def clip(self, max_norm: float, begun: Callable[[], Tensor] | None = None) -> Tensor:
+        """Scales gradients so that the norm of all is at most `max_norm`; returns what it was.
+
+        Args:
+            begun: see `update`.
+        """
         if self.updating is not None:
             raise RuntimeFailure(f"{self._name} has updates as ops of its order; set PrecisionOptions(clip_norm=...)")
+        norm = (begun or self.begin_norm())()
+        scale_gradients(self.model.parameters, max_norm, norm)
+        return norm.cpu()
+
+    def begin_norm(self) -> Callable[[], Tensor]:
+        """Begins to work out the norm of all gradients; returns what waits for it. Every process must call both."""
         model = self.model
         told = [name for name, p in model.own.items() if self._answers_for(p)]
-        norm = global_norm(model.dtypes, model.named, told, self._mesh.everyone, model.device)
-        scale_gradients(model.parameters, max_norm, norm)
-        return norm.cpu()
+        return begin_norm(model.dtypes, model.named, told, self._mesh.everyone, model.device)
 
     def zero_grad(self) -> None:
         self.model.zero_grad()
