@@ -129,7 +129,7 @@ class VersionRule:
             )
 
 
-class Prediction(VersionRule):
+class PredictingRule(VersionRule):
     """A rule by which ops read weights that are predicted from the optimizer's state."""
 
     def require_schedule(self, schedule: Schedule, zero: bool) -> None:
@@ -219,7 +219,7 @@ class DoubleBuffer(VersionRule):
         return max(newest - 1, 0)
 
 
-class MomentumPrediction(Prediction):
+class MomentumPrediction(PredictingRule):
     """Forward and backward read what the momentum predicts.
 
         reads W - s lr v,  s = floor(k/2) + N - k - 1 in the forward, floor(k/2) in the backward
@@ -271,7 +271,7 @@ class MomentumPrediction(Prediction):
             )
 
 
-class AdamPrediction(Prediction):
+class AdamPrediction(PredictingRule):
     """The forward reads what Adam's moments, or Muon's, predict, the backward the newest weights.
 
         reads W - s lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)        what Adam steps
