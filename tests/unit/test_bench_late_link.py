@@ -67,3 +67,17 @@ def test_the_aims_were_met(bench: ModuleType, plans: Any, results: Any) -> None:
     assert halved["makespan"] == halved["lower_bound"] == 1090
     assert measured["replanned"] <= 1.06 * measured["undelayed"]
     assert freed["makespan"] == freed["lower_bound"] == 1150 > 1.06 * 1030
+
+
+def test_the_readme_has_what_the_end_of_a_step_costs() -> None:
+    spec = importlib.util.spec_from_file_location("bench_step_end", FOLDER / "step_end.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cells = json.loads((FOLDER / "step_end.json").read_text())["cells"]
+    assert module.tables(cells) in (FOLDER / "README.md").read_text()
+    assert {(each["ranks"], each["late_ms"]) for each in cells} == {(n, ms) for n in (2, 4, 8) for ms in (0, 20, 60)}
+    for each in cells:
+        ring, direct = (module.middle(each["sum"][way]) for way in (module.RING, module.DIRECT))
+        assert each["late_ms"] == 0 or ring > 1.5 * direct
