@@ -38,7 +38,7 @@ from penstock.models import (
 from penstock.models.clip_stages import contrast_stage
 from penstock.runtime import Stage, partition, split
 from penstock.runtime.mesh.peers import LocalPeers
-from penstock.runtime.parameters.clip import global_norm, scale_gradients
+from penstock.runtime.parameters.clip import begin_norm, scale_gradients
 from penstock.runtime.stage.autograd import GraphInputs
 from penstock.runtime.stage.microbatches import cut_batch
 from penstock.runtime.stage.ops import Purpose, StageRunner, StepSettings
@@ -358,7 +358,7 @@ class Chain:
         everywhere = here * self._num_layers // len(self._stages)
         names = {str(number): torch.float32 for number in range(everywhere)}
         start = time.perf_counter()
-        global_norm(names, {}, {}, LocalPeers(1))
+        begin_norm(names, {}, {}, LocalPeers(1))()
         return (time.perf_counter() - start) * 1e3
 
     def step(self, split: bool, times: Times | None) -> None:
@@ -417,7 +417,8 @@ class Chain:
             parameters = list(named.values())
             with self._timed(times, index, "update"):
                 if self._clip and named:
-                    norm = global_norm({name: p.dtype for name, p in named.items()}, named, named, LocalPeers(1))
+                    dtypes = {name: p.dtype for name, p in named.items()}
+                    norm = begin_norm(dtypes, named, named, LocalPeers(1))()
                     scale_gradients(parameters, self._clip, norm)
                 self._optimizers[index].step()
                 for parameter in parameters:

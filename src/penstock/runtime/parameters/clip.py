@@ -36,17 +36,6 @@ def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def global_norm(
-    dtypes: Mapping[str, torch.dtype],
-    held: Mapping[str, Parameter],
-    owned: Collection[str],
-    peers: Peers,
-    device: torch.device = CPU,
-) -> Tensor:
-    """The norm of all gradients of the model; see `begin_norm`."""
-    return begin_norm(dtypes, held, owned, peers, device)()
-
-
 def begin_norm(
     dtypes: Mapping[str, torch.dtype],
     held: Mapping[str, Parameter],
