@@ -24,7 +24,8 @@ The protocol, which changes for no result:
   that the library has within AMDP's memory.
 
 How runs are carried out may change where it changes results by rounding alone: runs of a row that are ready at once
-are trained as one model (`together.py`), and a window of a synchronous row is one microbatch, as in rates and tuning.
+are trained as one model (`together.py`), microbatches of a window that meet the same weights are one (`merging.py`),
+and a window of a synchronous row is one microbatch, as in rates and tuning.
 
 What an earlier figure 7 did otherwise: one seed, half of the best rate (chosen once the gaps were seen), AdamW for
 every method but two. Its task had been changed too, from windows of 2d to 4d, after AMDP was 6 to 7% behind.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import penstock as ps
+from experiments.amdp.merging import Merged, merged
 from experiments.amdp.together import RunByRun, SumOfLosses, joined, stacked
 from experiments.common.results import Row
 from penstock.data import Batches, Corpus, MaskedText, open_corpus, validation_batches
@@ -188,9 +189,13 @@ def _in_passes(task: Task) -> Iterator[range]:
 
 
 class Passes:
-    """A pipeline of a method over the task's text, which trains some batches at a time; several runs as one model."""
+    """A pipeline of a method over the task's text, which trains some batches at a time; several runs as one model.
 
-    def __init__(self, methods: Sequence[Method], tasks: Sequence[Task], window: int) -> None:
+    Microbatches of a window that meet the same weights are one (`merging.py`), unless `merges` is False; what a run
+    comes to differs by rounding.
+    """
+
+    def __init__(self, methods: Sequence[Method], tasks: Sequence[Task], window: int, merges: bool = True) -> None:
         self._method, self._task, self._window = method, task, window = methods[0], tasks[0], window
         text = corpus()
         orders = [
@@ -205,15 +210,23 @@ class Passes:
         seeds = [each.seed for each in tasks]
         loss_fn = BERTLoss() if isinstance(task.config, BERTConfig) else CrossEntropy()
         self._sum = SumOfLosses(loss_fn, len(tasks)) if len(tasks) > 1 else None
+        self._merged = self._schedules(merges)
         self._pipe = ps.Pipeline(
             [functools.partial(_stage_of, task.config, part, seeds) for part in cut(task.config)],
-            self._schedule(),
+            self._merged.schedule,
             loss_fn=self._sum or loss_fn,
             optimizer=_optimizer_of(methods),
             parallel=ps.ParallelOptions(
                 sharding="copies" if method.rule is None else "none"
             ),  # predictions are made on every copy
         )
+
+    def _schedules(self, merges: bool) -> Merged:
+        """What is run in place of the method's own schedule."""
+        schedule = self._schedule()
+        if merges and not self._method.is_synchronous and self._window > 1:
+            return merged(schedule)
+        return Merged(schedule, tuple((microbatch,) for microbatch in range(schedule.num_microbatches)))
 
     def _schedule(self) -> ps.Schedule:
         """Of a window where updates are no ops, of all batches of a pass where they are."""
@@ -229,7 +242,7 @@ class Passes:
         """Trains on them and returns the mean loss of each, as it was trained on."""
         num = self._task.num_microbatches
         inputs, targets = self._entries(batches)
-        starts = range(0, len(inputs), self._window)
+        starts = range(0, len(batches) * num, self._window)
         rates = [self._task.rate(batches.start + at // num, self._method.peak) for at in starts]
         if self._method.is_synchronous:
             losses = [
@@ -240,7 +253,8 @@ class Passes:
         else:
             losses = [float(loss) for loss in self._pipe.step(inputs, targets, rates=rates).losses]
         # Those of a window are weighed, and add up to its mean.
-        return [sum(losses[at : at + num]) * self._window / num for at in range(0, len(losses), num)]
+        each = len(losses) // len(batches)
+        return [sum(losses[at : at + each]) * self._window / num for at in range(0, len(losses), each)]
 
     def _update(self, inputs: list[Tensor], targets: list[Tensor], rate: float) -> list[float]:
         for group in self._pipe.optimizer.param_groups:
@@ -248,15 +262,26 @@ class Passes:
         return [float(loss) for loss in self._pipe.step(inputs, targets).losses]
 
     def _entries(self, batches: range) -> tuple[list[Any], list[Any]]:
-        """Inputs and targets of some batches, an entry a microbatch."""
-        inputs: list[Any] = []
-        targets: list[Any] = []
+        """Inputs and targets of some batches, an entry a microbatch of the schedule that is run."""
         num = self._task.num_microbatches
-        for batch in batches:
-            of_runs = [[split(side, num, "samples") for side in own(batch)] for own in self._batches]
-            for parts, sides in zip((inputs, targets), zip(*of_runs, strict=True), strict=True):
-                parts += [joined(microbatch) for microbatch in zip(*sides, strict=True)]
+        of_sides: tuple[list[list[Any]], list[list[Any]]] = ([], [])  # by run, then by the method's own microbatch
+        for own in self._batches:
+            found: tuple[list[Any], list[Any]] = ([], [])
+            for batch in batches:
+                for microbatches, side in zip(found, own(batch), strict=True):
+                    microbatches += split(side, num, "samples")
+            for runs, microbatches in zip(of_sides, found, strict=True):
+                runs.append(microbatches)
+        inputs, targets = (
+            [joined([run[m] for run in runs for m in group]) for group in self._groups(len(runs[0]))]
+            for runs in of_sides
+        )
         return inputs, targets
+
+    def _groups(self, num: int) -> Sequence[Sequence[int]]:
+        """The microbatches that are one, of so many; a synchronous schedule is of one window and runs often."""
+        members = self._merged.members
+        return [(m,) for m in range(num)] if self._method.is_synchronous else members
 
     def evaluate(self) -> list[float]:
         """Each run's mean over the text held out."""

@@ -36,7 +36,9 @@ class Accumulators:
         """Makes `.grad` that of a sum; of one that is not there yet, nothing."""
         if number == self._selected:
             return
-        self._aside[self._selected] = self._exchange(self._aside.pop(number, None))
+        before = self._exchange(self._aside.pop(number, None))
+        if any(gradient is not None for gradient in before):  # of a sum that was taken nothing is left
+            self._aside[self._selected] = before
         self._selected = number
 
     def take(self, number: int) -> Gradients:
