@@ -21,7 +21,7 @@ import numpy as np
 
 from penstock.analyze import analyze_trace
 from penstock.analyze.analysis_page import to_page
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.formats.traces import RunTrace, read_trace
 
 FOLDER = Path(__file__).resolve().parent

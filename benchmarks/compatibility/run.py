@@ -37,7 +37,7 @@ import penstock
 from compatibility_cells import FEATURES, Cell, read_cells, run_cell
 from fuzz_cases import Outcome
 from fuzz_runs import between_processes
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.runtime.compatibility import refusal_of
 from processes import forkserver
 

@@ -299,7 +299,7 @@ def commit_of(checkout: Path) -> str:
 
 
 def main() -> int:
-    from penstock.bench.machine import machine
+    from penstock.bench.record import machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="a checkout of commit 59f8f88")

@@ -17,7 +17,7 @@ import numpy as np
 import run as benchmark
 
 import penstock as ps
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.engine.network import Array
 from penstock.simulation.auto import choose, jittered
 from penstock.simulation.lowered import Order

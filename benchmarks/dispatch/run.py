@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import penstock as ps
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.control.configuration import digest_of
 from penstock.dispatch import Dispatch
 from penstock.formats.native import to_json

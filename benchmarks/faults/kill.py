@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from fault_runs import Fault, apart, filling, may_mount, points, undisturbed, without_delegates, wrong
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 
 
 def chosen(every: int, start: int, only: str) -> list[Fault]:

@@ -44,7 +44,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.lab import HostProcess, Lab
 
 TRANSPORTS = ("gloo", "delegate", "direct", "late")

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.lab import HostProcess, Lab
 
 SIZE = 16 << 20

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from fuzz_cases import PLANTED, Case, Outcome, draw, run, smaller
 from fuzz_runs import SHAPES, between_processes
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from processes import forkserver
 
 MOST_REFUSED = 0.1

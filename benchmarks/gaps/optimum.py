@@ -20,8 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from exact_solver import Instance, solve
-from penstock.bench.machine import machine
 from penstock.bench.plan import FAMILY_RANKS, PLACEMENTS, family_problem
+from penstock.bench.record import machine
 
 RESULTS = Path(__file__).parent / "optimum.json"
 SEED = 12

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.lab import Lab
 
 FOLDER = Path(__file__).resolve().parent

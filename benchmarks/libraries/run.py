@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
 import penstock
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.runtime.checkpoint.shard import checksum
 from penstock.runtime.launch import launch
 

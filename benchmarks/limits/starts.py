@@ -18,8 +18,8 @@ import numpy as np
 import run as benchmark
 
 import penstock as ps
-from penstock.bench.machine import machine
 from penstock.bench.plan import draw
+from penstock.bench.record import machine
 from penstock.engine.list_by_values import ListSpace
 from penstock.planning.in_step import in_step
 from penstock.planning.limits import limits_of

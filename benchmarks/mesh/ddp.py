@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZB
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 

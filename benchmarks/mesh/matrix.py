@@ -21,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 

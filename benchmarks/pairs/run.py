@@ -28,7 +28,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import penstock as ps
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from processes import run_ranks
 
 HERE = Path(__file__).parent

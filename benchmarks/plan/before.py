@@ -166,8 +166,8 @@ def same(before: Path) -> None:
     """Times list scheduling of both in this process, in alternation; see the module's docstring."""
     import numpy as np
 
-    from penstock.bench.machine import machine
     from penstock.bench.plan import draw, posed
+    from penstock.bench.record import machine
     from penstock.engine import list_by_values
     from penstock.engine.compiled import compiled
     from penstock.engine.list_by_values import ListSpace

@@ -21,7 +21,7 @@ from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.play import save
 
 FOLDER = Path(__file__).parent

@@ -33,7 +33,7 @@ import ortools
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from proof_cases import (
     GRAPHS,
     OFFLOADED,

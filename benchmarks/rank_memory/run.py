@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1])]
 
-from experiments.common.record import commit  # noqa: E402
 from experiments.common.results import known, save  # noqa: E402
 from experiments.common.results import load as stored  # noqa: E402
+from penstock.bench.record import commit  # noqa: E402
 
 NUM_RANKS = 4
 SEED = 0

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import penstock as ps
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.data import long_tailed
 from penstock.dispatch import Dispatch
 from penstock.simulation.runner import Runner

@@ -42,8 +42,8 @@ from numpy.typing import NDArray
 import penstock as ps
 from experiments.amdp import RESULTS
 from experiments.common.command import options
-from experiments.common.readme import markdown, write_between
 from experiments.common.results import Row, known, load, save, table
+from penstock.bench.readme import markdown, write_between
 from penstock.cost.presets import CostPreset, find_preset
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart, save_chart
 from penstock.simulation.memory import frozen_caps

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.common.record import record
+from penstock.bench.record import record
 from penstock.draw.chart import Figure, save_chart
 
 Row = dict[str, Any]
@@ -41,7 +41,7 @@ def save(
     if raw:
         rows, facts = _without_raw(folder, name, rows, raw), {**facts, "raw": _checksum(folder, name)}
     path = folder / f"{name}.json"
-    head = json.dumps(rounded({"name": name, **facts, "record": record(seeds)}))[:-1]
+    head = json.dumps(rounded({"name": name, **facts, "record": record() | {"seeds": list(seeds)}}))[:-1]
     body = ",\n ".join(json.dumps(rounded(row)) for row in rows)
     beside = path.with_suffix(".part")
     beside.write_text(f'{head}, "rows": [\n {body}\n]}}\n', encoding="utf-8")

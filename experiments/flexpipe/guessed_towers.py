@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.common.command import options
-from experiments.common.readme import markdown, write_between
 from experiments.common.results import Row, find, known, load, save, table
 from experiments.flexpipe import RESULTS
 from experiments.flexpipe.clip import AUDIO, CLIPS, LAUNCH_MS, TEXT, VIDEO, Tower
 from experiments.flexpipe.clip_methods import DISTMM, MOST_LAYOUTS, best_run
 from experiments.flexpipe.figure16 import PAPER
+from penstock.bench.readme import markdown, write_between
 
 NAME = "guessed_towers"
 METHODS = (DISTMM, "FlexPipe")

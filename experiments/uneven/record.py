@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from experiments.common.record import record
 from experiments.uneven import RESULTS
+from penstock.bench.record import record
 
 
 def read_cells(part: str) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from experiments.amdp.setups import Setup
 from experiments.claims import pages, quick
 from experiments.claims.claim import ROOT, Claim, facts_of, rows_of
 from experiments.claims.pages import FOLDER, PAPERS, REAL
-from experiments.common.record import command, record
 from experiments.common.results import find, load, save
 from experiments.flexpipe.setups import GPT_5B, GPT_16B
 from experiments.flexpipe.sweep import speedup
+from penstock.bench.record import command, record
 
 pytestmark = pytest.mark.unit
 
@@ -129,7 +129,7 @@ def test_a_record_says_what_was_run_and_where(tmp_path: Path) -> None:
     assert value["record"]["seeds"] == [0, 1]
     assert value["record"]["machine"]["num_processors"] >= 1
     assert len(value["record"]["load"]) == 3
-    assert set(record()) == {"commit", "command", "machine", "seeds", "load"}
+    assert set(record()) == {"commit", "command", "machine", "load"}
     script = str(EXPERIMENTS / "pipemorph" / "figure5.py")
     assert (
         command([script, "--out", "elsewhere", "--jobs", "2"]) == "python -m experiments.pipemorph.figure5 --jobs 2"

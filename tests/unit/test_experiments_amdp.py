@@ -12,7 +12,7 @@ import pytest
 
 import penstock as ps
 from experiments.common import results
-from experiments.common.readme import between
+from penstock.bench.readme import between
 
 pytestmark = pytest.mark.unit
 

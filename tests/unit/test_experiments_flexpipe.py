@@ -13,7 +13,7 @@ import pytest
 
 import penstock as ps
 from experiments.common import results
-from experiments.common.readme import between
+from penstock.bench.readme import between
 from tiers import sample
 
 pytestmark = pytest.mark.unit

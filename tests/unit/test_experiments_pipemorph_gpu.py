@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from experiments.claims import pages
-from experiments.claims.claim import Item
-from experiments.common.record import ROOT, commit
+from experiments.claims.claim import ROOT, Item
 from experiments.common.results import find, load
 from experiments.pipemorph import RESULTS, figure9, figure10, figure21_gpu, gpu, spans
 from experiments.pipemorph.spans import DeviceSpan, device_spans, drawn, inside, merged, overlap, tracks
@@ -315,11 +314,6 @@ def test_a_row_of_the_audit_becomes_what_it_says_once_its_results_are_there(
     path.write_text(json.dumps([{**row, "once": then}, {**row, "once": never}, row]), encoding="utf-8")
     monkeypatch.setattr(pages, "AUDIT", path)
     assert [each["state"] for each in pages.audited()] == ["on one GPU", "not run", "not run"]
-
-
-def test_the_commit_of_a_copy_without_git_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_COMMIT", "0123456789" * 4)
-    assert commit() == "0123456789" * 4
 
 
 @pytest.mark.results

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock as ps
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.runtime.launch import init_process, launch
 
 OP = 10.0

@@ -32,7 +32,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from penstock.bench.faults_rank import MICROBATCHES, FaultJob
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.lab import HostProcess, Lab
 
 NUM_STEPS = 4

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock as ps
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.cost.presets import PRESETS
 from penstock.runtime.emulation.emulated_run import Emulation
 from penstock.runtime.emulation.processes import emulate_processes

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.lab import Lab
 
 CONDITIONS = (

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 import penstock as ps
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.runtime.launch import init_process, launch
 
 OP = 10.0

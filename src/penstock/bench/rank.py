@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import penstock as ps
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.bench.sides import SIZES, Side, SideTask, builders
 
 WARM_UPS = 3

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from penstock.bench.machine import machine
+from penstock.bench.record import machine
 from penstock.library import build
 from penstock.runtime import partition
 from penstock.train.settings import Settings

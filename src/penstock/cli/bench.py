@@ -60,7 +60,7 @@ def split(
     import torch
 
     from penstock.bench import split as measured
-    from penstock.bench.machine import machine
+    from penstock.bench.record import machine
 
     torch.set_num_threads(1)
     rows = measured.run(width or (8, 128, 512), blocks or (1, 4, 16), repeats, batch, tokens, compiled)
@@ -187,7 +187,7 @@ def plan(
     import secrets
 
     from penstock.bench import plan as measured
-    from penstock.bench.machine import machine
+    from penstock.bench.record import machine
 
     if only not in (None, "speed", "free", "tight", "families"):
         raise Misuse(f"--only {only}: choose among speed, free, tight, families")
@@ -230,7 +230,7 @@ def space(
 ) -> None:
     """Time the search over placements, rules and traversals, and compare what it finds with known schedules."""
     from penstock.bench import space as measured
-    from penstock.bench.machine import machine
+    from penstock.bench.record import machine
 
     sizes = tuple(ranks or measured.SIZES)
     searches = measured.searches(sizes, repeats)
@@ -269,7 +269,7 @@ _NOT_ASKED = ("--out", "--json", "--resume")
 
 def _before(context: typer.Context, out: str | None) -> dict[str, Any] | None:
     """What this command has written to `--out` before; None where nothing is there yet."""
-    from penstock.bench.machine import machine
+    from penstock.bench.record import machine
 
     if out is None:
         raise Misuse("--resume goes on with the numbers in a file; give it with --out")

@@ -16,16 +16,26 @@ def between(page: str, name: str) -> str:
     _, start, rest = page.partition(f"<!-- {name} -->\n")
     inside, end, _ = rest.partition(f"<!-- end of {name} -->")
     if not (start and end):
-        raise ValueError(f"the page has no comments <!-- {name} --> and <!-- end of {name} -->, with a table between")
+        raise ValueError(
+            f"the page has no comments <!-- {name} --> and <!-- end of {name} -->, with a table between; put both, "
+            "each on a line of its own, where the table is to be"
+        )
     return inside
 
 
-def write_between(readme: Path, name: str, lines: Iterable[str]) -> None:
-    """Puts lines between the two comments of a page, in place of what is there."""
+def write_between(readme: Path, name: str, table: str | Iterable[str]) -> None:
+    """Puts a table between the two comments of a page, in place of what is there.
+
+    Args:
+        table: its text, or its lines.
+
+    Raises:
+        ValueError: the comments are not there.
+    """
     page = readme.read_text(encoding="utf-8")
     before, start, rest = page.partition(f"<!-- {name} -->\n")
     inside = between(page, name)
-    text = "".join(f"{line}\n" for line in lines)
+    text = "".join(f"{line}\n" for line in (table.splitlines() if isinstance(table, str) else table))
     readme.write_text(f"{before}{start}{text}{rest[len(inside) :]}", encoding="utf-8")
 
 
