@@ -254,28 +254,36 @@ def lines(rows: Sequence[Row], times: Sequence[Row] = ()) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Row], mine: Sequence[Row], model: str) -> Iterator[str]:
-    like = {"AdamW": "synchronous", "Adam": "synchronous", "NAdam": "synchronous, NAdam", "SGD": "synchronous, SGD",
-            "Muon": "synchronous, Muon"}  # fmt: skip
     body = []
     for name in (method.name for method in ROWS):
         if not (of_row := [row for row in mine if row["name"] == name]):
             continue
-        finals = [row["final"] for row in of_row]
-        optimizer = of_row[0]["optimizer"]
-        over = []
-        for row in of_row:
-            base = [
-                each["final"] for each in rows
-                if (each["part"], each["model"], each["name"], each["seed"])
-                == ("table 1", model, like[optimizer], row["seed"])
-            ]  # fmt: skip
-            if base and base[0] is not None and row["final"] is not None:
-                over.append(row["final"] / base[0] - 1)
+        over = over_synchronous(rows, model, of_row)
         body.append(
-            [name, optimizer, f"{of_row[0]['peak']:g}", str(of_row[0]["mismatch"]), _spread(finals),
-             f"{statistics.mean(over):+.2%}" if len(over) == len(finals) else "-", str(len(finals))]
+            [name, of_row[0]["optimizer"], f"{of_row[0]['peak']:g}", str(of_row[0]["mismatch"]),
+             _spread([row["final"] for row in of_row]), "-" if over is None else f"{over:+.2%}", str(len(of_row))]
         )  # fmt: skip
     yield from table(["row", "optimizer", "rate", "mismatch", "loss", "over its synchronous", "seeds"], body)
+
+
+LIKE = {"AdamW": "synchronous", "Adam": "synchronous", "NAdam": "synchronous, NAdam", "SGD": "synchronous, SGD",
+        "Muon": "synchronous, Muon"}  # fmt: skip
+"""By optimizer the row that a row is beside: whole batches of the same samples, at the rate that is best for them."""
+
+
+def over_synchronous(rows: Sequence[Row], model: str, of_row: Sequence[Row]) -> float | None:
+    """By how much a row's last losses are above the synchronous ones with the same optimizer, a mean over seeds.
+
+    None where one diverged, or has nothing beside it yet.
+    """
+    base = {
+        row["seed"]: row["final"]
+        for row in rows
+        if (row["part"], row["model"], row["name"]) == ("table 1", model, LIKE[of_row[0]["optimizer"]])
+    }
+    pairs = [(row["final"], base.get(row["seed"])) for row in of_row]
+    found = [own / beside - 1 for own, beside in pairs if own is not None and beside is not None]
+    return statistics.mean(found) if len(found) == len(pairs) else None
 
 
 def _spread(finals: Sequence[float | None]) -> str:
