@@ -15,8 +15,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from penstock.bench.readme import write_between
+
 FOLDER = Path(__file__).resolve().parent
-BEGIN, END = "<!-- results -->\n", "<!-- end of results -->"
 
 
 class Benchmark(NamedTuple):
@@ -500,10 +501,7 @@ def tables() -> str:
 
 
 def main() -> None:
-    readme = FOLDER / "README.md"
-    head, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    readme.write_text(f"{head}{BEGIN}{tables()}{END}{after}", encoding="utf-8")
+    write_between(FOLDER / "README.md", "results", tables())
 
 
 if __name__ == "__main__":

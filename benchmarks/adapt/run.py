@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import resource
 import shutil
 import subprocess
@@ -27,6 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from judge import judge
+
+from penstock.bench.record import commit, machine
 
 STEPS, LINKS = 150, ((0, 1), (1, 2), (2, 3))
 CELLS = tuple(
@@ -168,41 +169,6 @@ def run_seed(cell: str, seed: int, place: Path) -> dict[str, Any]:
             {name: found.get(name) for name in ("dropped", "seconds", "foreign_cores", "false_ok", "answered")}
         )
     return found | {"reruns": dropped}
-
-
-def commit() -> str:
-    """Of the repository, with a mark where files were changed."""
-    said = ["git", "-C", str(Path(__file__).parent)]
-    head = subprocess.run([*said, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    dirty = subprocess.run(
-        [*said, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
-    ).stdout
-    return head + ("+changes" if dirty.strip() else "")
-
-
-def machine() -> dict[str, Any]:
-    """What it ran on."""
-    models = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
-    try:
-        from importlib.metadata import version
-
-        torch = version("torch")
-    except ImportError:
-        torch = "none"
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch,
-        "system": platform.platform(),
-    }
-
-
-def _cpuinfo() -> Sequence[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ()
 
 
 def summary(folder: Path, command: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 
 from penstock.analyze import analyze_trace
 from penstock.analyze.analysis_page import to_page
-from penstock.bench.record import machine
+from penstock.bench.record import commit, machine
 from penstock.formats.traces import RunTrace, read_trace
 
 FOLDER = Path(__file__).resolve().parent
@@ -115,9 +114,8 @@ def main() -> None:
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=FOLDER / "results.json")
     options = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=FOLDER, capture_output=True, text=True).stdout.strip()
     found = {
-        "commit": commit,
+        "commit": commit(),
         "machine": machine(),
         "python": sys.version.split()[0],
         "traces": [one(path) for path in options.traces],

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -33,11 +32,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-import penstock
 from compatibility_cells import FEATURES, Cell, read_cells, run_cell
 from fuzz_cases import Outcome
 from fuzz_runs import between_processes
-from penstock.bench.record import machine
+from penstock.bench.record import record
 from penstock.runtime.compatibility import refusal_of
 from processes import forkserver
 
@@ -204,7 +202,7 @@ def report(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> dict[str, Any]
     kinds = Counter(o.kind for o in outcomes)
     trained = [(cell, o) for cell, o in zip(cells, outcomes, strict=True) if o.kind == "same"]
     return {
-        **_about(),
+        **record(),
         "cells": len(cells),
         "trained": len(trained),
         "bitwise": sum(o.detail == "bitwise" for _, o in trained),
@@ -218,12 +216,6 @@ def report(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> dict[str, Any]
         ],
         "outcomes": [o.detail if o.kind == "same" else o.kind for o in outcomes],
     }
-
-
-def _about() -> dict[str, Any]:
-    folder = Path(penstock.__file__).parent
-    commit = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    return {"command": " ".join(["python", *sys.argv]), "commit": commit.strip(), "machine": machine()}
 
 
 def main() -> None:

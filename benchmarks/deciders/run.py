@@ -293,13 +293,8 @@ def compared(before: Path, cases: int, first: int, seconds: float) -> dict[str, 
     }  # fmt: skip
 
 
-def commit_of(checkout: Path) -> str:
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude", "*"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def main() -> int:
-    from penstock.bench.record import machine
+    from penstock.bench.record import commit, machine  # here, as this file also runs with the package of BEFORE
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="a checkout of commit 59f8f88")
@@ -310,8 +305,8 @@ def main() -> int:
     given = parser.parse_args()
     head = {
         "command": f"python benchmarks/deciders/run.py BEFORE --cases {given.cases} --first {given.first}",
-        "before": commit_of(given.before),
-        "now": commit_of(NOW),
+        "before": commit(given.before),
+        "now": commit(NOW),
         "seeds": [given.first, given.first + given.cases - 1],
         "machine": machine(),
     }

@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from penstock.bench.record import record
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.delegate import DelegateTransport
@@ -292,7 +293,7 @@ def measure(rounds: int, idle_seconds: float) -> dict[str, Any]:
                 child.join(10)
                 child.kill()
     return {
-        "machine": {"cpus": os.cpu_count(), "system": platform.platform(), "torch": torch.__version__},
+        **record(),
         "python": platform.python_version(),
         "load_before_and_after": None,
         "rounds": rounds,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,14 +16,13 @@ import numpy as np
 import run as benchmark
 
 import penstock as ps
-from penstock.bench.record import machine
+from penstock.bench.record import record
 from penstock.engine.network import Array
 from penstock.simulation.auto import choose, jittered
 from penstock.simulation.lowered import Order
 from penstock.simulation.runner import Runner
 from penstock.simulation.transport import Decoupled
 
-FOLDER = Path(__file__).resolve().parent
 NUM_FRESH = 40
 """Draws of their own from which the expected makespan of each policy is known much better than auto knows it."""
 NAMES = tuple(benchmark.NAMES)
@@ -77,15 +75,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
+    known = record()
     found: dict[str, list[float]] = {}
     for given in benchmark.problems():
         for name, values in over_frozen(given).items():
             found.setdefault(name, []).extend(values)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=FOLDER, capture_output=True, text=True, check=True)
     results = {
-        "commit": commit.stdout.strip(),
-        "command": "python benchmarks/dispatch/by_sigma.py --out benchmarks/dispatch/by_sigma.json",
-        "machine": machine(),
+        **known,
         "fresh_draws": NUM_FRESH,
         "ways": {
             name: {"cases": len(values), "mean": round(float(np.mean(values)), 4), "worst": round(max(values), 4)}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import penstock as ps
-from penstock.bench.record import machine
+from penstock.bench.readme import write_between
+from penstock.bench.record import record
 from penstock.control.configuration import digest_of
 from penstock.dispatch import Dispatch
 from penstock.formats.native import to_json
@@ -300,18 +300,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     if asked.readme:
-        readme = FOLDER / "README.md"
-        before, _, rest = readme.read_text().partition("<!-- results -->\n")
-        _, end, after = rest.partition("<!-- end of results -->")
-        readme.write_text(f"{before}<!-- results -->\n{tables()}\n{end}{after}")
+        write_between(FOLDER / "README.md", "results", tables())
         return
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=FOLDER, capture_output=True, text=True, check=True)
-    found = {
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python", "benchmarks/dispatch/run.py", *sys.argv[1:]]),
-        "machine": machine(),
-        **(emulated() if asked.emulated else simulated()),
-    }
+    found = {**record(), **(emulated() if asked.emulated else simulated())}
     lines = json.dumps(found, indent=1) if asked.out is None else _compact(found)
     if asked.out is None:
         print(lines)

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from fault_runs import Fault, apart, filling, may_mount, points, undisturbed, without_delegates, wrong
-from penstock.bench.record import machine
+from penstock.bench.record import record
 
 
 def chosen(every: int, start: int, only: str) -> list[Fault]:
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     if not may_mount():
         print("no disk is filled: that needs tmpfs mounts", flush=True)
-    rows, expected = [], {}
+    known, rows, expected = record(), [], {}
     with tempfile.TemporaryDirectory(prefix="penstock-faults-") as name:
         for number, fault in enumerate(chosen(given.every, given.start, given.only)):
             if fault.phase not in expected:
@@ -49,8 +49,7 @@ def main(arguments: list[str]) -> int:
     num_wrong = sum(bool(row["wrong"]) for row in rows)
     print(f"{len(rows)} runs, {num_wrong} wrong; exit codes {dict(Counter(row['code'] for row in rows))}")
     if given.out is not None:
-        command = f"python benchmarks/faults/kill.py {' '.join(arguments)}".strip()
-        value = {"command": command, "machine": machine(), "wrong": num_wrong, "rows": rows}
+        value = {**known, "wrong": num_wrong, "rows": rows}
         Path(given.out).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     return 1 if num_wrong else 0
 

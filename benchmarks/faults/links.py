@@ -44,7 +44,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from penstock.bench.record import machine
+from penstock.bench.readme import write_between
+from penstock.bench.record import command, commit, machine
 from penstock.lab import HostProcess, Lab
 
 TRANSPORTS = ("gloo", "delegate", "direct", "late")
@@ -319,21 +320,14 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
 
 
 def fill_readme() -> None:
-    readme, end = FOLDER / "README.md", "<!-- end of results -->"
-    before, _, rest = readme.read_text().partition("<!-- results -->\n")
     cells = json.loads((FOLDER / "bounded.json").read_text())["cells"]
-    readme.write_text(f"{before}<!-- results -->\n{table(cells)}\n{end}{rest.partition(end)[2]}")
+    write_between(FOLDER / "README.md", "results", table(cells))
 
 
 def in_turn(row: dict[str, Any]) -> tuple[int, ...]:
     """A cell's place among all."""
     those = {"transport": TRANSPORTS, "mesh": MESHES, "network": NETWORKS, "how": HOWS}
     return tuple(values.index(row[name]) for name, values in those.items())
-
-
-def commit() -> str:
-    words = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(words, cwd=FOLDER, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -361,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     for one in cells:
         load = round(os.getloadavg()[0], 1)
-        run_by = {"seed": 0, "load": load, "commit": commit(), "command": " ".join(["python", *sys.argv])}
+        run_by = {"seed": 0, "load": load, "commit": commit(), "command": command(sys.argv)}
         row = {**summary(cell(*one, given.count)), **run_by}
         found = [each for each in found if (each["transport"], each["mesh"], each["network"], each["how"]) != one]
         found.append(row)

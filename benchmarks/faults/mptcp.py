@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.record import machine
+from penstock.bench.record import record
 from penstock.lab import HostProcess, Lab
 
 SIZE = 16 << 20
@@ -177,13 +177,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.receive or given.send:
         receive() if given.receive else send(given.send)
         return 0
-    cells = []
+    known, cells = record(), []
     for mode in MODES:
         for how in HOWS:
             cells.append(cell(mode, how, given.count))
             print(json.dumps(cells[-1]), flush=True)
             if given.out:
-                given.out.write_text(json.dumps({"machine": machine(), "cells": cells}, indent=1) + "\n")
+                given.out.write_text(json.dumps({**known, "cells": cells}, indent=1) + "\n")
     return int(any(each["right"] < each["runs"] for each in cells))
 
 

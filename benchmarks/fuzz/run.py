@@ -16,7 +16,7 @@ import argparse
 import json
 import math
 import os
-import subprocess
+import runpy
 import sys
 import threading
 import time
@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from fuzz_cases import PLANTED, Case, Outcome, draw, run, smaller
 from fuzz_runs import SHAPES, between_processes
-from penstock.bench.record import machine
 from processes import forkserver
 
 MOST_REFUSED = 0.1
@@ -229,12 +228,15 @@ def planted(out: Path | None) -> int:
 
 
 def about() -> dict[str, Any]:
-    """What was run on what: the commit is that of the source that `penstock` was imported from."""
+    """What was run on what: the commit is that of the source that `penstock` was imported from.
+
+    That may be an older one, so the module of records is this checkout's.
+    """
     import penstock
 
-    folder = Path(penstock.__file__).parent
-    commit = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    return {"command": " ".join(["python", *sys.argv]), "commit": commit.strip(), "machine": machine()}
+    module = runpy.run_path(str(Path(__file__).resolve().parents[2] / "src/penstock/bench/record.py"))
+    found: dict[str, Any] = module["record"](Path(penstock.__file__).resolve().parents[2])
+    return found
 
 
 if __name__ == "__main__":

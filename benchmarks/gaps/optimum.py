@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from exact_solver import Instance, solve
 from penstock.bench.plan import FAMILY_RANKS, PLACEMENTS, family_problem
-from penstock.bench.record import machine
+from penstock.bench.record import commit, machine
 
 RESULTS = Path(__file__).parent / "optimum.json"
 SEED = 12
@@ -64,10 +63,8 @@ def main() -> None:
         "seconds": round(time.perf_counter() - began, 1),
         "workers": given.workers,
         "machine": machine(),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-        ).stdout.strip(),
-    }  # fmt: skip
+        "commit": commit(),
+    }
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     rows = [each for each in rows if (each["family"], each["number"]) != (given.family, given.number)]
     order = list(PLACEMENTS)

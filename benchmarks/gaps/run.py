@@ -16,13 +16,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import penstock as ps
 from penstock.bench.plan import FAMILY_RANKS, FAMILY_SECONDS, PLACEMENTS, family_problem
+from penstock.bench.record import commit
 from penstock.planning import compile_ahead, exact
 from penstock.planning.bounds import work_bound
 from penstock.planning.destructive_bound import Destructive
@@ -83,11 +83,6 @@ def bound_again(family: str, number: int) -> None:
             better = {"bound": bound, "gap": row["value"] / bound - 1, "bound_commit": commit()}
             kept(row | better)
             print(f"{family} {number}: gap {row['gap']:.2%}, now {better['gap']:.2%}", flush=True)
-
-
-def commit() -> str:
-    said = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
-    return said.stdout.strip()
 
 
 def key(row: dict[str, Any]) -> tuple[int, bool, int]:

@@ -13,13 +13,14 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import penstock as ps
+from penstock.bench.readme import write_between
+from penstock.bench.record import commit
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -134,12 +135,12 @@ def table(plans: dict[str, Any], results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write(path: Path, option: str, commit: str, cases: dict[str, Any]) -> None:
+def write(path: Path, option: str, measured_at: str, cases: dict[str, Any]) -> None:
     """Writes cases over those in a file, and the commit of each."""
     before = json.loads(path.read_text()) if path.exists() else {"cases": {}, "commits": {}}
     found = {
         "command": f"python benchmarks/late_link/run.py {option}",
-        "commits": before["commits"] | dict.fromkeys(cases, commit),
+        "commits": before["commits"] | dict.fromkeys(cases, measured_at),
         "num_processors": os.cpu_count(),
         "stretch": STRETCH,
         "num_steps": NUM_STEPS,
@@ -154,19 +155,16 @@ def main() -> None:
     parser.add_argument("--emulate", nargs="*", choices=CASES, metavar="CASE")
     parser.add_argument("--readme", action="store_true")
     asked = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=FOLDER, capture_output=True, text=True, check=True)
+    measured_at = commit()
     plans, results = FOLDER / "plans.json", FOLDER / "results.json"
     if asked.plan is not None:
-        write(plans, "--plan", commit.stdout.strip(), planned(asked.plan or CASES))
+        write(plans, "--plan", measured_at, planned(asked.plan or CASES))
     if asked.emulate is not None:
         measured = emulated(json.loads(plans.read_text())["cases"], asked.emulate or CASES)
-        write(results, "--emulate", commit.stdout.strip(), measured)
+        write(results, "--emulate", measured_at, measured)
     if asked.readme:
-        readme = FOLDER / "README.md"
-        text, _, rest = readme.read_text().partition("<!-- results -->\n")
-        _, end, after = rest.partition("<!-- end of results -->")
         filled = table(json.loads(plans.read_text()), json.loads(results.read_text()))
-        readme.write_text(f"{text}<!-- results -->\n{filled}\n{end}{after}")
+        write_between(FOLDER / "README.md", "results", filled)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.record import machine
+from penstock.bench.readme import write_between
+from penstock.bench.record import record
 from penstock.lab import Lab
 
 FOLDER = Path(__file__).resolve().parent
@@ -142,15 +143,8 @@ def tables(cells: Sequence[dict[str, Any]]) -> str:
 
 
 def fill_readme() -> None:
-    readme, end = FOLDER / "README.md", "<!-- end of step end -->"
-    before, _, rest = readme.read_text().partition("<!-- step end -->\n")
     cells = json.loads((FOLDER / "step_end.json").read_text())["cells"]
-    readme.write_text(f"{before}<!-- step end -->\n{tables(cells)}\n{end}{rest.partition(end)[2]}")
-
-
-def commit() -> str:
-    words = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(words, cwd=FOLDER, capture_output=True, text=True, check=True).stdout.strip()
+    write_between(FOLDER / "README.md", "step end", tables(cells))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,15 +159,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.readme:
         fill_readme()
         return 0
-    load = [round(each, 2) for each in os.getloadavg()]
-    cells = []
+    known, cells = record(), []
     for num_ranks in RANKS:
         for late in LATE:
             cells.append(cell(num_ranks, late))
             print(tables(cells[-1:]).splitlines()[-1], flush=True)
-    said = {"commit": commit(), "command": " ".join(["python", *sys.argv]), "machine": machine(), "load": load}
     if given.out:
-        given.out.write_text(json.dumps({**said, "cells": cells}) + "\n")
+        given.out.write_text(json.dumps({**known, "cells": cells}) + "\n")
     return 0
 
 

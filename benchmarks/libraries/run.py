@@ -14,7 +14,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,8 +27,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
-import penstock
-from penstock.bench.record import machine
+from penstock.bench.readme import write_between
+from penstock.bench.record import record
 from penstock.runtime.checkpoint.shard import checksum
 from penstock.runtime.launch import launch
 
@@ -37,7 +36,6 @@ RANKS = 4
 RUNS = 5
 PROGRAM = "import penstock.runtime\n"
 README = Path(__file__).with_name("README.md")
-BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 
 
 def imports() -> None:
@@ -102,15 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     given = parser.parse_args()
-    folder = Path(penstock.__file__).parent
-    commit = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    result = {
-        "command": "python benchmarks/libraries/run.py",
-        "commit": commit.strip(),
-        "machine": machine(),
-        "slices, ms": slices(),
-        "processes, s": processes(),
-    }
+    result = {**record(), "slices, ms": slices(), "processes, s": processes()}
     print(json.dumps(result, indent=1))
     if given.out is not None:
         given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -123,10 +113,7 @@ def tell(result: dict[str, Any]) -> None:
     for name, runs in result["processes, s"].items():
         lines.append(f"| {RANKS} ranks have imported `penstock.runtime`: {name} | {runs} s | {median(runs):.1f} s |")
     lines += [f"| half of 64 MiB: {name} |  | {each:.0f} ms |" for name, each in result["slices, ms"].items()]
-    text = README.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
-    README.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
+    write_between(README, "results", lines)
 
 
 if __name__ == "__main__":

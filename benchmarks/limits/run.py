@@ -22,6 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.bench.readme import write_between
+from penstock.bench.record import commit
+
 FOLDER = Path(__file__).parent
 SIZES = ((8, 32), (32, 256), (128, 1024))
 LIMITS = (2.0, 10.0)
@@ -106,11 +109,9 @@ def main() -> None:
     parser.add_argument("--readme", action="store_true")
     asked = parser.parse_args()
     if asked.size and asked.cache:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-        ).stdout.strip()
+        measured_at = commit()
         made = rows(*sizes[asked.size], asked.cache, [asked.limit] if asked.limit else LIMITS)
-        new = {name_of(row): {**row, "commit": commit} for row in made}
+        new = {name_of(row): {**row, "commit": measured_at} for row in made}
         kept = {name_of(row): row for row in results["rows"]}
         results = {
             "command": "python benchmarks/limits/run.py SIZE CACHE",
@@ -121,10 +122,7 @@ def main() -> None:
         }
         path.write_text(json.dumps(results, indent=1) + "\n")
     if asked.readme:
-        readme = FOLDER / "README.md"
-        text, _, rest = readme.read_text().partition("<!-- results -->\n")
-        _, end, after = rest.partition("<!-- end of results -->")
-        readme.write_text(f"{text}<!-- results -->\n{table(results)}\n{end}{after}")
+        write_between(FOLDER / "README.md", "results", table(results))
 
 
 if __name__ == "__main__":

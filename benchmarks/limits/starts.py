@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import run as benchmark
 
 import penstock as ps
 from penstock.bench.plan import draw
-from penstock.bench.record import machine
+from penstock.bench.record import record
 from penstock.engine.list_by_values import ListSpace
 from penstock.planning.in_step import in_step
 from penstock.planning.limits import limits_of
@@ -27,7 +26,6 @@ from penstock.planning.problem import pose
 from penstock.planning.search import list_by_class, time_of
 from penstock.schedule import one_to_one
 
-FOLDER = Path(__file__).resolve().parent
 LIBRARY = ("1f1b", "zb-h1", "zb")
 
 
@@ -56,11 +54,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=FOLDER, capture_output=True, text=True, check=True)
     results: dict[str, Any] = {
-        "commit": commit.stdout.strip(),
-        "command": "python benchmarks/limits/starts.py --out benchmarks/limits/starts.json",
-        "machine": machine(),
+        **record(),
         "gaps": {f"{ranks}x{num}": over_bound(ranks, num) for ranks, num in benchmark.SIZES},
     }
     asked.out.write_text(json.dumps(results, indent=1) + "\n")

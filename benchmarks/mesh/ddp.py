@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZB
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
-from penstock.bench.record import machine
+from penstock.bench.record import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
@@ -143,8 +143,7 @@ def main() -> None:
     for row in rows:
         print(f"{row['schedule']:6} {row['side']:12} {row['between replicas']:.1e} {row['from one process']:.1e}")
     if given.out is not None:
-        command = "python benchmarks/mesh/ddp.py --out benchmarks/mesh/ddp.json"
-        given.out.write_text(json.dumps({"command": command, "machine": machine(), "rows": rows}, indent=1) + "\n")
+        given.out.write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

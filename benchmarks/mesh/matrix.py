@@ -21,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from penstock.bench.record import machine
+from penstock.bench.record import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
@@ -86,7 +86,7 @@ def main() -> None:
         sizes[str(num_processes)] = rows
         table(rows)
     if given.out is not None:
-        result = {"command": " ".join(["python", *sys.argv]), "machine": machine(), "tolerance": TOLERANCE}
+        result = {**record(), "tolerance": TOLERANCE}
         given.out.write_text(json.dumps({**result, "problems": problems, "jobs": sizes}, indent=1) + "\n")
     sys.exit(bool(problems))
 

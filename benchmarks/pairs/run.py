@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -28,7 +26,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import penstock as ps
-from penstock.bench.record import machine
+from penstock.bench.record import record
 from processes import run_ranks
 
 HERE = Path(__file__).parent
@@ -239,15 +237,7 @@ def run(kinds: Iterable[str], processes: bool, num_blocks: int) -> dict[str, Any
 
 
 def facts() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    return {
-        "commit": commit.stdout.strip() or None,
-        "command": " ".join(["python", *sys.argv]),
-        "seed": SEED,
-        "gpu": torch.cuda.get_device_name(0),
-        "machine": machine(),
-        "load": list(os.getloadavg()),
-    }
+    return {**record(), "seed": SEED, "gpu": torch.cuda.get_device_name(0)}
 
 
 def table() -> str:

@@ -16,7 +16,6 @@ import functools
 import importlib
 import io
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import penstock as ps
+from penstock.bench.record import commit
 from penstock.program.placements import bidirectional
 from penstock.schedule import Op, Placement, circular, declare_shown_order, one_to_one, v_shape
 
@@ -108,7 +108,7 @@ class Sail:
         made = functools.cache(lambda p, m, text, cap: self._by_block(p, m, json.loads(text), cap))
         self._by_block = blocks.schedule_by_building_block
         blocks.schedule_by_building_block = lambda p, m, block, cap: made(p, m, json.dumps(block), cap)
-        self.commit = _commit(checkout)
+        self.commit = commit(checkout, ["."])
 
     def _module(self, name: str) -> Any:
         return importlib.import_module(f"{self.SCHEDULER}.{name}")
@@ -181,7 +181,7 @@ class DualPipe:
 
     def __init__(self, checkout: Path) -> None:
         sys.path.insert(0, str(checkout))
-        self.commit = _commit(checkout)
+        self.commit = commit(checkout, ["."])
 
     def rows(self, setting: Setting) -> Rows:
         import torch
@@ -255,13 +255,6 @@ class DualPipe:
                 torch.stack = stacked
             rows.append(row)
         return rows
-
-
-def _commit(checkout: Path) -> str:
-    asked = subprocess.run(
-        ["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    )
-    return asked.stdout.strip()
 
 
 def schedule_of(setting: Setting, rows: Rows) -> ps.Schedule:

@@ -31,6 +31,9 @@ from statistics import fmean, median
 from types import ModuleType
 from typing import Any
 
+from penstock.bench.readme import write_between
+from penstock.bench.record import commit, machine
+
 FOLDER = Path(__file__).resolve().parent
 NOW = FOLDER.parent.parent
 ORDER = ("before", "now", "now", "before")
@@ -56,13 +59,11 @@ def results(part: str) -> Path:
 def ran(checkout: Path, part: str) -> dict[str, Any]:
     """What one run of a checkout measured."""
     environment = {**os.environ, "PYTHONPATH": str(checkout / "src")}
-    commit = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
     with tempfile.TemporaryDirectory() as folder:
         out, load = Path(folder) / "out.json", os.getloadavg()[0]
         command = [sys.executable, "-m", "penstock", "bench", *PARTS[part], "--out", str(out), "--json"]
         subprocess.run(command, env=environment, check=True, capture_output=True, cwd=folder)
-        said = subprocess.run(commit, check=True, capture_output=True, text=True).stdout.strip()
-        return {"part": part, "commit": said, "load": load, "result": json.loads(out.read_text())}
+        return {"part": part, "commit": commit(checkout), "load": load, "result": json.loads(out.read_text())}
 
 
 def measure(before: Path, part: str, most: int | None = None) -> None:
@@ -167,7 +168,6 @@ def same(before: Path) -> None:
     import numpy as np
 
     from penstock.bench.plan import draw, posed
-    from penstock.bench.record import machine
     from penstock.engine import list_by_values
     from penstock.engine.compiled import compiled
     from penstock.engine.list_by_values import ListSpace
@@ -203,19 +203,15 @@ def same(before: Path) -> None:
                 found[name].append(round((time.thread_time() - began) * 1e9 / network.num_ops, 2))
         rows.append({"size": [num_ranks, num_microbatches], "load": [load, os.getloadavg()[0]], "ns_an_op": found})
         print(same_table(rows), flush=True)
-    of = [["git", "-C", str(at), "rev-parse", "--short", "HEAD"] for at in (before, NOW)]
-    commits = [subprocess.run(each, check=True, capture_output=True, text=True).stdout.strip() for each in of]
     made = {
         "command": "python benchmarks/plan/before.py ../before same",
-        "commits": dict(zip(("before", "now"), commits, strict=True)),
+        "commits": {"before": commit(before), "now": commit(NOW)},
         "seed": 7,
         "machine": machine(),
         "rows": rows,
     }
     (FOLDER / "same.json").write_text(json.dumps(made, indent=1) + "\n")
-    readme, (begin, end) = FOLDER / "README.md", ("<!-- results -->\n", "<!-- end of results -->")
-    above, _, rest = readme.read_text().partition(begin)
-    readme.write_text(f"{above}{begin}{same_table(rows)}\n{end}{rest.partition(end)[2]}")
+    write_between(FOLDER / "README.md", "results", same_table(rows))
 
 
 def same_table(rows: list[dict[str, Any]]) -> str:

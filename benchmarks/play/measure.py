@@ -21,7 +21,8 @@ from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
-from penstock.bench.record import machine
+from penstock.bench.readme import write_between
+from penstock.bench.record import record
 from penstock.play import save
 
 FOLDER = Path(__file__).parent
@@ -59,7 +60,7 @@ def opened(browser: Any, url: str, width: int, scheme: str) -> tuple[Page, float
 
 
 def main() -> None:
-    rows = []
+    known, rows = record(), []
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
         file = Path(folder) / "play.html"
         save(file)
@@ -79,12 +80,9 @@ def main() -> None:
             rows.append({"width": width, "scheme": scheme, "first_ms": first, "frames_ms": frames})
         version = browser.version
         browser.close()
-    found = {"machine": machine(), "chromium": version, "rows": rows}
+    found = {**known, "chromium": version, "rows": rows}
     (FOLDER / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    readme = FOLDER / "README.md"
-    head, _, rest = readme.read_text(encoding="utf-8").partition("<!-- results -->\n")
-    end = rest.partition("<!-- end of results -->\n")[2]
-    readme.write_text(f"{head}<!-- results -->\n{table(rows)}<!-- end of results -->\n{end}", encoding="utf-8")
+    write_between(FOLDER / "README.md", "results", table(rows))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -100,7 +98,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"| {row['width']} px, {row['scheme']} | {median(first):.0f} ms | {max(first):.0f} ms "
             f"| {median(frames):.0f} ms | {most:.0f} ms | {frames[-1]:.0f} ms |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

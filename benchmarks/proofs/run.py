@@ -16,7 +16,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -33,7 +32,8 @@ import ortools
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from penstock.bench.record import machine
+from penstock.bench.readme import write_between
+from penstock.bench.record import commit, machine
 from proof_cases import (
     GRAPHS,
     OFFLOADED,
@@ -52,7 +52,6 @@ from proof_cases import (
 FOLDER = Path(__file__).resolve().parent
 RESULTS = {"plain": "proofs", "free": "free", "offload": "offload", "graphs": "graphs", "uneven": "uneven"}
 """By kind of case, the name of its files."""
-BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 
 
 @dataclass(frozen=True)
@@ -179,9 +178,7 @@ def found_all() -> dict[str, dict[str, Any]]:
 
 def write_readme() -> None:
     """Puts the tables between the two comments of README.md."""
-    readme = FOLDER / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
-    readme.write_text(f"{before}{BEGIN}\n{table(found_all())}\n{END}{rest.partition(END)[2]}")
+    write_between(FOLDER / "README.md", "results", table(found_all()))
 
 
 def kept(lines: Path, asked: Settings) -> list[dict[str, Any]]:
@@ -256,8 +253,7 @@ def main() -> int:
     if arguments.what == "readme":
         write_readme()
         return 0
-    said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    asked = Settings(arguments.kind, arguments.time, arguments.solver_seconds, said.strip())
+    asked = Settings(arguments.kind, arguments.time, arguments.solver_seconds, commit())
     if arguments.case is not None:
         pprint(_case_of(asked.kind, arguments.case))
         row = _judged((arguments.case, asked))

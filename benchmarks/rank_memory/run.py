@@ -30,6 +30,7 @@ sys.path[:0] = [str(HERE.parents[1])]
 
 from experiments.common.results import known, save  # noqa: E402
 from experiments.common.results import load as stored  # noqa: E402
+from penstock.bench.readme import write_between  # noqa: E402
 from penstock.bench.record import commit  # noqa: E402
 
 NUM_RANKS = 4
@@ -365,13 +366,8 @@ def shares(values: Sequence[float]) -> str:
 
 def write_readme() -> None:
     """Puts the tables between the lines of the README that name them."""
-    path = HERE / "README.md"
-    text = path.read_text(encoding="utf-8")
     for kind in ("loading", "folder", "own", "allocator"):
-        begin, end = f"<!-- {kind} -->\n", f"<!-- end of {kind} -->\n"
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}{table(kind, stored(HERE, kind))}\n{end}{rest.partition(end)[2]}"
-    path.write_text(text, encoding="utf-8")
+        write_between(HERE / "README.md", kind, table(kind, stored(HERE, kind)))
 
 
 if __name__ == "__main__":

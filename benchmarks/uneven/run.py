@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +20,8 @@ from typing import Any
 import numpy as np
 
 import penstock as ps
-from penstock.bench.record import machine
+from penstock.bench.readme import write_between
+from penstock.bench.record import record
 from penstock.data import long_tailed
 from penstock.dispatch import Dispatch
 from penstock.simulation.runner import Runner
@@ -197,18 +196,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     if asked.readme:
-        readme = FOLDER / "README.md"
-        before, _, rest = readme.read_text().partition("<!-- results -->\n")
-        _, end, after = rest.partition("<!-- end of results -->")
-        readme.write_text(f"{before}<!-- results -->\n{tables()}\n{end}{after}")
+        write_between(FOLDER / "README.md", "results", tables())
         return
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=FOLDER, capture_output=True, text=True, check=True)
-    found = {
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python", "benchmarks/uneven/run.py", *sys.argv[1:]]),
-        "machine": machine(),
-        **(assigned() if asked.assignment else timed() if asked.times else simulated()),
-    }
+    found = {**record(), **(assigned() if asked.assignment else timed() if asked.times else simulated())}
     cases = ",\n  ".join(json.dumps(case, separators=(",", ":")) for case in found["cases"])
     text = json.dumps({**found, "cases": []}, indent=1).replace('"cases": []', f'"cases": [\n  {cases}\n ]')
     if asked.out is None:

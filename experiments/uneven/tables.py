@@ -7,9 +7,9 @@ from statistics import fmean
 
 from experiments.uneven import protocol
 from experiments.uneven.record import read_cells
+from penstock.bench.readme import write_between
 
 README = Path(__file__).resolve().parent / "README.md"
-START, END = "<!-- results -->\n", "<!-- end of results -->\n"
 NOT_RUN = "not run"
 
 
@@ -215,9 +215,7 @@ def text() -> str:
 
 
 def main() -> None:
-    before, _, rest = README.read_text(encoding="utf-8").partition(START)
-    _, _, after = rest.partition(END)
-    README.write_text(f"{before}{START}\n{text()}{END}{after}", encoding="utf-8")
+    write_between(README, "results", f"\n{text()}")
 
 
 if __name__ == "__main__":
