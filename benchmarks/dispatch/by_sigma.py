@@ -1,6 +1,6 @@
 """How good a choice of policy can be that knows of jitter its sigma alone: see README.md.
 
-    python benchmarks/dispatch/by_sigma.py --out benchmarks/dispatch/by_sigma.json
+    python benchmarks/dispatch/by_sigma.py
 
 The cases are those of the row "jitter" in `run.py`: the same schedules, seeds and draws. It takes about two minutes.
 """
@@ -73,7 +73,7 @@ def over_frozen(given: benchmark.Problem) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("by_sigma.json"))
     asked = parser.parse_args()
     known = record()
     found: dict[str, list[float]] = {}

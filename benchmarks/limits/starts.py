@@ -1,6 +1,6 @@
 """Orders that need no machine code to be found, beside list scheduling, which does: see README.md.
 
-    python benchmarks/limits/starts.py --out benchmarks/limits/starts.json
+    python benchmarks/limits/starts.py
 
 The problems are those of `run.py`. Every makespan is simulated, and stands over the bound that `ps.plan` proves in
 ten seconds with machine code.
@@ -52,7 +52,7 @@ def over_bound(num_ranks: int, num_microbatches: int) -> dict[str, float | None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("starts.json"))
     asked = parser.parse_args()
     results: dict[str, Any] = {
         **record(),
