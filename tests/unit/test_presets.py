@@ -244,6 +244,8 @@ def test_wrong_texts(text: str, words: list[str]) -> None:
 
 
 def test_wrong_values() -> None:
+    with pytest.raises(ps.CostError, match='arguments of their own, such as device="a100"'):
+        costs_preset("gpt2-7b:device=a100", 4)
     with pytest.raises(ps.CostError, match="60 stages: it has 48 layers; give 1 to 48"):
         costs_preset("gpt2-14b", 60)
     with pytest.raises(ps.CostError, match="group_gb 0"):

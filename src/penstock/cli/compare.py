@@ -107,7 +107,8 @@ def compare(
         typer.Option(
             "--costs",
             metavar="NAME|FILE",
-            help=f"Simulate over {', '.join(PRESETS)}, or a file; else over what the model's layers take here.",
+            help=f"Simulate over {', '.join(PRESETS)}, with options as in gpt2-7b:device=a100, or over a file; else "
+            "over what the model's layers take here.",
         ),
     ] = None,
     database: options.DatabaseFile = None,

@@ -56,7 +56,8 @@ CostsSource = Annotated[
     typer.Option(
         "--costs",
         metavar="NAME|FILE",
-        help=f"All costs: {', '.join(PRESETS)}, or a file of costs or of a profile.",
+        help=f"All costs: {', '.join(PRESETS)}, with options as in gpt2-7b:device=a100, or a file of costs or of a "
+        "profile.",
     ),
 ]
 Link = Annotated[

@@ -279,5 +279,7 @@ def _print(
         ]
         for rank, (row, peak) in enumerate(zip(timeline.rows, timeline.peak_activations, strict=True))
     ]
-    print(table(["", "busy ms", "blocked ms", "peak activations", "whole microbatches"], rows), end="\n\n")
+    print(
+        table(["", "busy ms", "blocked ms", "peak activations", "of one microbatch in all stages"], rows), end="\n\n"
+    )
     print(to_terminal(timeline, color=in_colour()))

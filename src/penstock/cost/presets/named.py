@@ -197,6 +197,8 @@ def find_preset(name: str) -> CostPreset:
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=2, cutoff=0.6)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
+        if ":" in name:  # which the command line takes
+            hint = 'options of costs_preset are arguments of their own, such as device="a100"; '
         raise CostError(f"no costs named {name!r}; {hint}there are {', '.join(PRESETS)}")
     return PRESETS[name]
 
