@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = random.Random(1)
     (folder / "text.txt").write_text(" ".join(draw.choice(["rank", "stage", "op", "window"]) for _ in range(2000)))
     (folder / "costs.json").write_text('{"f": 1, "i": 1, "w": 1}')
+    ps.build("zb-h1", 4, 6).save(folder / "mine.json")
+    ps.build("zb-h1", 4, 6).save(folder / "1f1b.json")
+    ps.build("amdp", 4, 16, window=8).save(folder / "pass.json")
     return folder
 
 
@@ -111,6 +115,58 @@ def test_for_people(compare: Any) -> None:
     assert "note  microbatches that an update gathers: 1 in spectrain" in told
 
 
+def test_files_beside_names(compare: Any) -> None:
+    """Ranks and microbatches are the file's, and the file is what is simulated."""
+    code, out, err = compare("zb-h1 {place}/mine.json gpipe --steps 0 --costs gpt2-7b --json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert (found["ranks"], found["microbatches"]) == (4, 6)
+    rows = {row["name"]: row["simulated"] for row in found["schedules"]}
+    assert list(rows) == ["zb-h1", "mine", "gpipe"]
+    assert rows["mine"] == rows["zb-h1"] != rows["gpipe"]
+
+
+def test_a_file_with_updates_is_a_pass(compare: Any) -> None:
+    code, out, err = compare("1f1b {place}/pass.json --steps 0 --costs gpt2-7b --microbatches 8 --json")
+    assert (code, err) == (0, "")
+    first, own = json.loads(out)["schedules"]
+    assert (first["drain_every"], own["drain_every"]) == (1, 2)
+    assert own["simulated"]["mismatch"] == 1
+
+
+def test_links_and_dispatch_are_those_of_the_simulation(compare: Any) -> None:
+    names, costs = ("1f1b", "zb-v"), "--costs gpt2-7b"
+    line = f"{' '.join(names)} --steps 0 {costs} --microbatches 8 --link 1:2=20 --default-delay 1 --dispatch hinted"
+    code, out, err = compare(f"{line} --json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert (found["links"], found["dispatch"]) == (["1:2=latency:20ms"], "hinted")
+    for row in found["schedules"]:
+        schedule = ps.build(row["name"], 4, 8)
+        of_stages = ps.cost.costs_preset("gpt2-7b", schedule.num_stages)
+        links = ps.Links({(1, 2): 20.0}, default=1.0)
+        t = ps.simulate(schedule, of_stages, links, dispatch="hinted")
+        assert row["simulated"]["milliseconds"] >= t.makespan > ps.simulate(schedule, of_stages).makespan
+        held = ps.footprint(schedule, of_stages, links, dispatch="hinted")
+        assert row["simulated"]["memory"] == held.peak
+    told = compare(line)[1]
+    assert "links 1:2=latency:20ms, all others latency:1ms and hinted dispatch" in told
+
+
+def test_who_fits(compare: Any) -> None:
+    line = "1f1b gpipe zb-h1 zb-v --steps 0 --costs gpt2-7b --microbatches 12"
+    code, out, err = compare(f"{line} --memory-limit 35GiB --json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["memory_limit"] == 35 * 2**30
+    fits = {row["name"]: row["fits"] for row in found["schedules"]}
+    assert fits == {row["name"]: row["simulated"]["memory"] <= 35 * 2**30 for row in found["schedules"]}
+    assert fits == {"1f1b": True, "gpipe": False, "zb-h1": True, "zb-v": False}
+    assert "2 of 4 fit into 35,840.0 MiB, of which zb-h1 is the fastest" in compare(f"{line} --memory-limit 35GiB")[1]
+    assert "none fits into 1,024.0 MiB" in compare(f"{line} --memory-limit 1GiB")[1]
+    assert all(row["fits"] is None for row in json.loads(compare(f"{line} --json")[1])["schedules"])
+
+
 @pytest.mark.slow
 def test_costs_measured_here(compare: Any, tmp_path: Path) -> None:
     """Those of the model, with its updates and weights."""
@@ -146,6 +202,10 @@ def test_headline_names_the_fastest_and_what_it_costs() -> None:
     )
     assert of(row("a", 2.0, 4.0), row("b", 3.0, 4.0)).endswith("and its validation loss is the same.")
     assert of(row("a", 2.0, None), row("b", 1.0, None)) == "None is faster than a, which runs 2 microbatches/s."
+    simulated = Simulated(1.0, 1.0, 0.5, 3.0 * 2**20, 2.0, 0, 1, ps.simulate(ps.build("1f1b", 2, 2)))
+    alone = Comparison([Compared("a", 1, simulated), Compared("b", 1, simulated)], "costs", 0, 4, 2, 2)
+    assert headline(replace(alone, memory_limit=2.0**20)) == "None of them fits into 1.0 MiB."
+    assert headline(replace(alone, memory_limit=4.0 * 2**20)).startswith("None that fits is faster than a")
 
 
 def test_a_synchronous_step_ends_with_its_update() -> None:
@@ -172,7 +232,13 @@ def test_all_train_as_many_steps() -> None:
     [
         ("1f1b 1f1b", ["1f1b is named twice"]),
         ("1f1b zbv", ["no schedule named 'zbv'", "zb-v"]),
-        ("1f1b mine.json", ["mine.json is a file", "penstock simulate"]),
+        ("1f1b mine.json", ["mine.json: No such file"]),
+        ("1f1b {place}/mine.json", ["mine.json is for 4 ranks and 6 microbatches", "has 4 and 4"]),
+        ("1f1b {place}/1f1b.json", ["1f1b is named twice"]),
+        ("1f1b --costs {place}/costs.json --memory-limit 1GiB", ["do not say what weights take", "--memory-limit"]),
+        ("1f1b --memory-limit much", ["--memory-limit much", "2GiB"]),
+        ("1f1b --link 0:9=3", ["link 0:9", "0 to 3"]),
+        ("1f1b --dispatch best", ["best"]),
         ("1f1b zb-v --window 4", ["--window", "none is compared"]),
         ("1f1b amdp --ranks 3", ["amdp", "got 3"]),
         ("1f1b xpipe --optimizer SGD", ["--optimizer SGD", "Adam's two moments"]),

@@ -2,6 +2,7 @@
 
 penstock compare 1f1b amdp pipedream-2bw --ranks 4 --microbatches 8 --batch 16 --steps 64
 penstock compare --steps 0 --costs gpt2-14b --ranks 8 --microbatches 32
+penstock compare zb-h1 zb-v plan.json --steps 0 --costs gpt2-7b --link 1:2=20 --memory-limit 35GiB
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli import costs as costs_options
 from penstock.cli import tune as options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json
+from penstock.cli.options import Json, links_of, number_of_bytes
 from penstock.cli.output import print_json
 from penstock.cost.presets import PRESETS
 from penstock.train.compare.contenders import STEPS, USUAL, contenders
@@ -35,9 +37,12 @@ DEFAULTS = Settings()
 @app.command(short_help="Compare schedules: throughput, memory, loss.")
 def compare(
     schedules: Annotated[
-        list[str] | None, typer.Argument(metavar="[SCHEDULE]...", help=f"Library schedules. [{' '.join(USUAL)}]")
+        list[str] | None,
+        typer.Argument(metavar="[NAME|FILE]...", help=f"Library schedules, or files. [{' '.join(USUAL)}]"),
     ] = None,
-    ranks: Annotated[int, typer.Option("--ranks", help="Number of pipeline ranks.")] = DEFAULTS.ranks,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", help=f"Number of pipeline ranks. [{DEFAULTS.ranks}, or those of a file]")
+    ] = None,
     microbatches: Annotated[
         int | None,
         typer.Option(
@@ -111,6 +116,16 @@ def compare(
             "over what the model's layers take here.",
         ),
     ] = None,
+    link: costs_options.Link = None,
+    default_delay: costs_options.DefaultDelay = 0.0,
+    dispatch: Annotated[
+        str,
+        typer.Option("--dispatch", help="Simulated: how ranks choose their ops: frozen, hinted, dynamic or auto."),
+    ] = "frozen",
+    memory_limit: Annotated[
+        str | None,
+        typer.Option("--memory-limit", metavar="BYTES", help="Say who fits into so many bytes per rank: 35GiB."),
+    ] = None,
     database: options.DatabaseFile = None,
     seconds: options.Seconds = 1.0,
     fresh: options.Fresh = False,
@@ -143,8 +158,17 @@ def compare(
         return _measured(asked[0], options.database_path(database), seconds, fresh, json)
 
     from penstock.train.compare.run import compare as run
+    from penstock.train.compare.simulated import SimulatedRun
 
-    found, files = run(asked, steps > 0, source, None if out is None else Path(out), _silent if json else _say)
+    found, files = run(
+        asked,
+        steps > 0,
+        source,
+        None if out is None else Path(out),
+        _silent if json else _say,
+        SimulatedRun(links_of(link or [], default_delay), dispatch),
+        None if memory_limit is None else number_of_bytes("--memory-limit", memory_limit),
+    )
     if json:
         print_json({**found.to_json(), "files": files})
     else:

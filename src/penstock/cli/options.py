@@ -47,6 +47,10 @@ Out = Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write it
 
 _LINK = re.compile(r"(?P<source>[0-9]{1,9}):(?P<target>[0-9]{1,9})=(?P<delay>.+)")
 _CONDITION = re.compile(r"=.*[:+]|=-?[0-9.]+(?!e-?[0-9]+$)[A-Za-z]")
+_BYTES = re.compile(r"(?P<number>[0-9.]+)\s*(?P<unit>B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
 _TRANSPORT = re.compile(r"decoupled|blocking(?::(?P<depth>[0-9]{1,9}))?")
 
 
@@ -61,6 +65,18 @@ def _number(option: str, text: str, part: str) -> float:
 def numbers(option: str, text: str) -> list[float]:
     """Reads `10` or `10,12,10,10`."""
     return [_number(option, text, part) for part in text.split(",")]
+
+
+def number_of_bytes(option: str, text: str) -> float:
+    """Reads `2GiB`, `500MB` or `1000000`."""
+    match = _BYTES.fullmatch(text.strip())
+    try:
+        number = float(match["number"]) if match else float("nan")
+    except ValueError:
+        number = float("nan")
+    if match is None or number != number:
+        raise Misuse(f"{option} {text}: give bytes, like 2GiB, 500MB or 1000000")
+    return number * _UNITS[(match["unit"] or "B").lower()]
 
 
 def counts(option: str, text: str) -> list[int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json as json_module
 import os
-import re
 import shlex
 import signal
 import sys
@@ -21,7 +20,7 @@ import typer
 
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, counts
+from penstock.cli.options import Json, counts, number_of_bytes
 from penstock.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -77,11 +76,6 @@ Seconds = Annotated[
     float, typer.Option("--seconds", min=0.01, help="For how many seconds each microbatch size is measured.")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what the database has.")]
-
-_BYTES = re.compile(r"(?P<number>[0-9.]+)\s*(?P<unit>B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
-_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
 
 
 @app.command(short_help="Find the fastest way to train a model.")
@@ -280,18 +274,6 @@ def database_path(given: str | None) -> Path:
     from penstock.tune.database import default_path
 
     return default_path() if given is None else Path(given)
-
-
-def number_of_bytes(option: str, text: str) -> float:
-    """Reads `2GiB`, `500MB` or `1000000`."""
-    match = _BYTES.fullmatch(text.strip())
-    try:
-        number = float(match["number"]) if match else float("nan")
-    except ValueError:
-        number = float("nan")
-    if match is None or number != number:
-        raise Misuse(f"{option} {text}: give bytes, like 2GiB, 500MB or 1000000")
-    return number * _UNITS[(match["unit"] or "B").lower()]
 
 
 def _source(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -117,6 +118,26 @@ def _read_file(schedule: str, ranks: int, microbatches: int, window: int | None)
             f"{schedule} has {has}, the run asks for a window of {window}; leave out --window", rule="options"
         )
     return found
+
+
+def said_by_file(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a schedule file says itself of a run's settings: ranks and microbatches; nothing for a schedule by name.
+
+    With updates in it, it is a pass: a step is a window where those fill the pass, else the whole pass.
+    """
+    if not is_schedule_file(given["schedule"]):
+        return {}
+    path = os.path.abspath(given["schedule"])
+    schedule = load_schedule(path)
+    counts = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
+    if schedule.updates is not None:
+        window, whole = schedule.updates.window, schedule.num_microbatches
+        counts["microbatches"] = window if whole % window == 0 else whole
+        counts["window"] = window
+        microbatches = given.get("microbatches", counts["microbatches"])
+        if microbatches and whole % microbatches == 0:
+            counts["drain_every"] = whole // microbatches
+    return {"schedule": path} | {name: count for name, count in counts.items() if name not in given}
 
 
 def is_schedule_file(schedule: str) -> bool:

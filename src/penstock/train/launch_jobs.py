@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cost.presets import is_preset
-from penstock.formats import load
 from penstock.train.asynchronous import ASYNCHRONOUS, completed, usual_microbatches
-from penstock.train.checks import SettingsError, is_schedule_file
+from penstock.train.checks import SettingsError, said_by_file
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder, free_folder
 from penstock.train.job import EmulatedJob, TrainJob
@@ -41,7 +40,7 @@ def read_given(given: Mapping[str, Any]) -> dict[str, Any]:
             raise SettingsError(f"--pp {pp} and --ranks {given['ranks']} are the same thing; give one of them")
         given["ranks"] = pp
     if "schedule" in given:
-        given |= _schedule_file(given)
+        given |= said_by_file(given)
     return given
 
 
@@ -191,26 +190,6 @@ def _name_of(settings: Settings) -> str:
         model = path.parent.name if path.name == "config.json" else path.stem
     mesh = "" if settings.num_processes == settings.ranks else f"x{settings.dp}x{settings.tp}"
     return f"{model}-{Path(settings.schedule).stem}-{settings.ranks}{mesh}"
-
-
-def _schedule_file(given: dict[str, Any]) -> dict[str, Any]:
-    """A schedule file says itself for how many ranks and microbatches it is; nothing for a name.
-
-    With updates in it, it is a pass: a step is a window where those fill the pass, else the whole pass.
-    """
-    if not is_schedule_file(given["schedule"]):
-        return {}
-    path = os.path.abspath(given["schedule"])
-    schedule = load(path)
-    counts = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
-    if schedule.updates is not None:
-        window, whole = schedule.updates.window, schedule.num_microbatches
-        counts["microbatches"] = window if whole % window == 0 else whole
-        counts["window"] = window
-        microbatches = given.get("microbatches", counts["microbatches"])
-        if microbatches and whole % microbatches == 0:
-            counts["drain_every"] = whole // microbatches
-    return {"schedule": path} | {name: count for name, count in counts.items() if name not in given}
 
 
 def _cleared(given: dict[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock.train.asynchronous import ASYNCHRONOUS, completed, usual_microbatches
-from penstock.train.checks import SettingsError, is_schedule_file
+from penstock.train.checks import SettingsError, is_schedule_file, said_by_file
 from penstock.train.kinds import GPT, is_path, usual_of
 from penstock.train.settings import Settings
 
@@ -23,19 +24,19 @@ def contenders(names: Sequence[str], given: Mapping[str, Any]) -> list[Settings]
     """The settings of each, with the same number of steps: as many as asked for, or more, for whole passes of all.
 
     Args:
+        names: of library schedules, or files. All are of the ranks and microbatches of the first file, where there
+            is one and nothing is said.
         given: settings of a training run; None for those that were not given.
 
     Raises:
         SettingsError: a schedule named twice, options that none of them takes, settings that do not go together.
+        ScheduleError: a file that can't be read.
     """
     names, given = list(names or USUAL), {name: value for name, value in given.items() if value is not None}
-    if twice := [name for name in names if names.count(name) > 1]:
+    shown = [shown_name(name) for name in names]
+    if twice := [name for name in shown if shown.count(name) > 1]:
         raise SettingsError(f"{twice[0]} is named twice; a schedule is compared with others")
-    if files := [name for name in names if is_schedule_file(name)]:
-        raise SettingsError(
-            f"{files[0]} is a file; library schedules are compared by name, as all are built for the same ranks and "
-            "microbatches. penstock simulate and penstock train take files"
-        )
+    files = {name: said_by_file({"schedule": name}) for name in names if is_schedule_file(name)}
     asynchronous = [name for name in names if name in ASYNCHRONOUS]
     if not asynchronous and (extra := [name for name in OF_UPDATES if name in given]):
         raise SettingsError(
@@ -46,18 +47,25 @@ def contenders(names: Sequence[str], given: Mapping[str, Any]) -> list[Settings]
     batch, ranks = given.get("batch", Settings.batch), given.get("ranks", Settings.ranks)
     usual = [usual_microbatches(name, ranks, batch) for name in names]
     own["microbatches"] = max(filter(None, usual), default=own["microbatches"])
+    own |= next(({name: said[name] for name in _ALWAYS} for said in files.values()), {})
     if is_path(given.get("model", GPT)):
         own |= usual_of(given["model"], given.get("data"))
     found = []
     for name in names:
         alike = {k: v for k, v in given.items() if name in ASYNCHRONOUS or k not in OF_UPDATES}
-        settings = Settings.from_mapping(completed({**own, "steps": STEPS, **alike, "schedule": name}))
+        both = {**own, "steps": STEPS, **alike, "schedule": name}
+        settings = Settings.from_mapping(completed({**both, **said_by_file(both)}))
         found.append(dataclasses.replace(settings, threads=settings.num_threads))
     steps = _common_steps(found)
     return [dataclasses.replace(settings, steps=steps) for settings in found]
 
 
 _ALWAYS = ("ranks", "microbatches")
+
+
+def shown_name(schedule: str) -> str:
+    """What a schedule is called in a comparison: its name, or its file's."""
+    return Path(schedule).stem if is_schedule_file(schedule) else schedule
 
 
 def _common_steps(found: Sequence[Settings]) -> int:

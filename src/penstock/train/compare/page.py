@@ -59,11 +59,15 @@ def headline(found: Comparison) -> str:
     first = found.rows[0]
     if len(found.rows) == 1:
         return f"{first.name} runs {found.throughput(first)}."
-    best = max(found.rows, key=found.speedup)
+    best = found.best
+    if best is None:
+        return f"None of them fits into {(found.memory_limit or 0.0) / MIB:,.1f} MiB."
     if best is first or found.speedup(best) < 1.005:
-        said = f"None is faster than {first.name}, which runs {found.throughput(first)}"
+        none = "None" if found.memory_limit is None else "None that fits"
+        said = f"{none} is faster than {first.name}, which runs {found.throughput(first)}"
         return f"{said}."
-    said = f"{best.name} is {found.speedup(best):.2f} times as fast as {first.name}"
+    fits = "" if found.memory_limit is None else "fits and "
+    said = f"{best.name} {fits}is {found.speedup(best):.2f} times as fast as {first.name}"
     if best.trained is None or first.trained is None:
         return f"{said}: {found.throughput(best)} against {found.throughput(first)}."
     change = best.trained.loss / first.trained.loss - 1
@@ -73,7 +77,7 @@ def headline(found: Comparison) -> str:
 
 
 def _numbers(found: Comparison) -> list[PageNumber]:
-    best = max(found.rows, key=found.speedup)
+    best = found.best or max(found.rows, key=found.speedup)
     least = min(found.rows, key=found.held)
     numbers = [
         PageNumber(found.throughput(best), f"most: {best.name}", "saved"),
@@ -95,13 +99,15 @@ def _facts(found: Comparison) -> list[tuple[str, str]]:
         ("batch", str(found.batch)),
         ("steps trained", str(found.steps)),
         ("costs", found.costs),
+        ("network and dispatch", found.run.words()),
+        *([] if found.memory_limit is None else [("memory limit", f"{found.memory_limit / MIB:,.1f} MiB")]),
     ]
 
 
 def _sections(found: Comparison) -> list[str]:
     note = COLUMNS + (LEARNED if found.steps else "")
     parts = [section("Side by side", table(found.head(), map(found.cells, found.rows), (0,), "Side by side"), note)]
-    simulated = "Simulated, each rank a device of its own and links without delays."
+    simulated = escape(f"Simulated, each rank a device of its own, with {found.run.words()}.")
     parts.append(section("Throughput", inline(lambda width: _throughput(found, width)), simulated))
     parts.append(section("Memory", inline(lambda width: _memory(found, width)), f"Of the fullest rank. {simulated}"))
     parts += _timelines(found)

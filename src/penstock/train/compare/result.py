@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.train.compare.simulated import Simulated
+from penstock.train.compare.simulated import AS_PLANNED, Simulated, SimulatedRun
 from penstock.train.compare.trained import Trained
 
 MIB = 2**20
@@ -31,6 +31,8 @@ class Comparison:
         steps: that each trained; 0 for none.
         tokens: of a microbatch, where the costs are those of a model on text.
         notices: how the runs differ besides the schedule.
+        run: how they were simulated.
+        memory_limit: bytes that a rank may hold, where that was asked.
     """
 
     rows: Sequence[Compared]
@@ -41,6 +43,17 @@ class Comparison:
     ranks: int
     tokens: float | None = None
     notices: Sequence[str] = ()
+    run: SimulatedRun = AS_PLANNED
+    memory_limit: float | None = None
+
+    def fits(self, row: Compared) -> bool:
+        """Whether no rank holds more than the limit, where there is one."""
+        return self.memory_limit is None or (row.simulated.memory or 0.0) <= self.memory_limit
+
+    @property
+    def best(self) -> Compared | None:
+        """The fastest of those that fit; None where none does."""
+        return max(filter(self.fits, self.rows), key=self.speedup, default=None)
 
     @property
     def interrupted(self) -> bool:
@@ -87,6 +100,9 @@ class Comparison:
             "microbatches": self.microbatches,
             "ranks": self.ranks,
             "interrupted": self.interrupted,
+            "links": self.run.links.texts(),
+            "dispatch": self.run.dispatch,
+            "memory_limit": self.memory_limit,
             "schedules": [self._row_json(row) for row in self.rows],
             "notices": list(self.notices),
         }
@@ -100,6 +116,7 @@ class Comparison:
         return {
             "name": row.name,
             "drain_every": row.drain_every,
+            "fits": None if self.memory_limit is None else self.fits(row),
             "simulated": {
                 **row.simulated.to_json(),
                 "tokens_per_second": None if self.tokens is None else speed * self.tokens,
@@ -110,20 +127,22 @@ class Comparison:
 
     def head(self) -> list[str]:
         """The columns' names."""
-        held = "memory MiB" if self.in_bytes else "activations"
+        held = ["memory MiB" if self.in_bytes else "activations"]
+        held += [] if self.memory_limit is None else ["fits"]
         learned = ["weights MiB", "updates", "train loss", "validation", "to first"] if self.steps else []
-        return ["schedule", self.speed_unit, "speed", "busy", held, "mismatch", "versions", *learned]
+        return ["schedule", self.speed_unit, "speed", "busy", *held, "mismatch", "versions", *learned]
 
     def cells(self, row: Compared) -> list[str]:
         """A row's cells, as text."""
         found = row.simulated
-        held = f"{found.activations:.4g}" if found.memory is None else f"{self.held(row):,.1f}"
+        held = [f"{found.activations:.4g}" if found.memory is None else f"{self.held(row):,.1f}"]
+        held += [] if self.memory_limit is None else ["yes" if self.fits(row) else "no"]
         cells = [
             row.name,
             _throughput(self.per_second(row)),
             f"{self.speedup(row):.2f}x",
             f"{found.busy:.1%}",
-            held,
+            *held,
             str(found.mismatch),
             str(found.versions),
         ]
@@ -145,13 +164,22 @@ class Comparison:
         lines = [
             f"{self.ranks} ranks run {self.microbatches} microbatches per step, in batches of {self.batch}; "
             f"{trained}",
-            f"speed, busy and memory are simulated over {self.costs}, with a device per rank and no delays on links",
+            f"speed, busy and memory are simulated over {self.costs}, with a device per rank and {self.run.words()}",
         ]
+        if self.memory_limit is not None:
+            lines.append(self._said_of_memory())
         drained = {row.drain_every for row in self.rows if row.drain_every > 1}
         if drained:
             each = " or ".join(map(str, sorted(drained)))
             lines.append(f"asynchronous schedules drain every {each} steps, and the time that takes is counted")
         return lines
+
+    def _said_of_memory(self) -> str:
+        assert self.memory_limit is not None
+        limit, fit = f"{self.memory_limit / MIB:,.1f} MiB", sum(map(self.fits, self.rows))
+        if self.best is None:
+            return f"none fits into {limit}"
+        return f"{fit} of {len(self.rows)} fit into {limit}, of which {self.best.name} is the fastest"
 
 
 def _throughput(value: float) -> str:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
+from penstock.train.compare.contenders import shown_name
 from penstock.train.compare.page import write_page
 from penstock.train.compare.result import Compared, Comparison
-from penstock.train.compare.simulated import Costing, simulated
+from penstock.train.compare.simulated import AS_PLANNED, Costing, SimulatedRun, simulated
 from penstock.train.compare.trained import trained
 from penstock.train.folder import write_whole
 from penstock.train.inputs import Inputs, gather_inputs
@@ -32,7 +33,13 @@ class CostSource:
 
 
 def compare(
-    contenders: Sequence[Settings], trains: bool, source: Callable[[], CostSource], out: Path | None, say: Say
+    contenders: Sequence[Settings],
+    trains: bool,
+    source: Callable[[], CostSource],
+    out: Path | None,
+    say: Say,
+    run: SimulatedRun = AS_PLANNED,
+    memory_limit: float | None = None,
 ) -> tuple[Comparison, dict[str, str]]:
     """Compares; returns it and the files that were written.
 
@@ -41,6 +48,8 @@ def compare(
         trains: whether to train, or only to simulate.
         source: makes the costs, once everything is checked.
         out: a folder to be made, for the runs and the page; None to keep nothing.
+        run: how they are simulated.
+        memory_limit: bytes that a rank may hold, which says who fits.
 
     Raises:
         SettingsError, ScheduleError, PartitionError, DataError, CostError: before anything starts.
@@ -50,8 +59,14 @@ def compare(
         raise SettingsError(f"--out {out} is there already; give a folder that is not, or is empty")
     schedules = [settings.build_schedule() for settings in contenders]
     inputs = _gather(contenders) if trains else []
+    run.links.check_ranks(contenders[0].ranks)
     costs = source()
-    rows = [_simulated(settings, plan, costs) for settings, plan in zip(contenders, schedules, strict=True)]
+    rows = [_simulated(settings, plan, costs, run) for settings, plan in zip(contenders, schedules, strict=True)]
+    if memory_limit is not None and any(row.simulated.memory is None for row in rows):
+        raise SettingsError(
+            f"{costs.words} do not say what weights take, so that nobody knows what fits into --memory-limit; give "
+            "a preset, a profile, or a model"
+        )
     if trains:
         rows = _train(rows, inputs, out, say)
     first = contenders[0]
@@ -65,6 +80,8 @@ def compare(
         first.ranks,
         tokens,
         _notices(contenders, trains),
+        run,
+        memory_limit,
     )
     return found, {} if out is None else _write(found, out)
 
@@ -77,8 +94,9 @@ def _gather(contenders: Sequence[Settings]) -> list[Inputs]:
     return found
 
 
-def _simulated(settings: Settings, schedule: Schedule, costs: CostSource) -> Compared:
-    return Compared(settings.schedule, settings.passes.steps, simulated(settings, schedule, costs.costing(schedule)))
+def _simulated(settings: Settings, schedule: Schedule, costs: CostSource, run: SimulatedRun) -> Compared:
+    found = simulated(settings, schedule, costs.costing(schedule), run)
+    return Compared(shown_name(settings.schedule), settings.passes.steps, found)
 
 
 def _train(rows: Sequence[Compared], inputs: Sequence[Inputs], out: Path | None, say: Say) -> list[Compared]:
@@ -88,7 +106,7 @@ def _train(rows: Sequence[Compared], inputs: Sequence[Inputs], out: Path | None,
             if done and done[-1].trained is not None and done[-1].trained.interrupted:
                 break
             say(f"training {each.settings.steps} steps of {row.name}")
-            learned = trained(each, folder / Path(row.name).stem)
+            learned = trained(each, folder / row.name)
             say(f"  loss {learned.loss:.3f} on the validation data")
             done.append(Compared(row.name, row.drain_every, row.simulated, learned))
     return done
@@ -108,7 +126,7 @@ def _folder(out: Path | None) -> Iterator[Path]:
 def _notices(contenders: Sequence[Settings], trains: bool) -> list[str]:
     """In what else than the schedule they differ."""
     told = []
-    windows = {each.schedule: each.passes.window for each in contenders if each.is_asynchronous}
+    windows = {shown_name(each.schedule): each.passes.window for each in contenders if each.is_asynchronous}
     if any(window != contenders[0].microbatches for window in windows.values()):
         each = ", ".join(f"{window} in {name}" for name, window in windows.items())
         told.append(f"microbatches that an update gathers: {each}")
@@ -116,7 +134,7 @@ def _notices(contenders: Sequence[Settings], trains: bool) -> list[str]:
         return told
     optimizers = {(each.optimizer, json.dumps(dict(each.optimizer_options)), each.lr) for each in contenders}
     if len(optimizers) > 1:
-        each = ", ".join(f"{one.schedule} {one.optimizer} at {one.lr:g}" for one in contenders)
+        each = ", ".join(f"{shown_name(one.schedule)} {one.optimizer} at {one.lr:g}" for one in contenders)
         told.append(f"their optimizers differ: {each}")
     if contenders[0].clip and windows:
         told.append("asynchronous schedules clip each stage's gradient by itself, the others the whole model's")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from penstock.cost import Costs
+from penstock.cost import Costs, Links
 from penstock.schedule import Schedule, count_versions
 from penstock.schedule.op import UPDATE
 from penstock.schedule.updates import OWNER
@@ -17,6 +17,31 @@ from penstock.train.settings import Settings
 
 Costing = Callable[[Schedule], Costs]
 """The costs of a schedule's stages, from whatever is the same for all."""
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """How all schedules are run over the costs.
+
+    Attributes:
+        links: between the ranks; messages arrive at once where none is named.
+        dispatch: how ranks choose their ops.
+    """
+
+    links: Links = field(default_factory=Links)
+    dispatch: str = "frozen"
+
+    def words(self) -> str:
+        """Links and dispatch, in words that follow a comma."""
+        texts = self.links.texts()
+        if self.links.default is not None:
+            texts.append(f"{'all others' if texts else 'all'} {self.links.default}")
+        links = f"links {', '.join(texts)}" if texts else "no delays on links"
+        return links if self.dispatch == "frozen" else f"{links} and {self.dispatch} dispatch"
+
+
+AS_PLANNED = SimulatedRun()
+"""No delays, and every rank in its own order."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +72,21 @@ class Simulated:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "timeline"}
 
 
-def simulated(settings: Settings, schedule: Schedule, costs: Costs) -> Simulated:
+def simulated(settings: Settings, schedule: Schedule, costs: Costs, run: SimulatedRun = AS_PLANNED) -> Simulated:
     """Simulates a pass.
 
     A synchronous schedule updates after its last op, every rank the stages it owns, and the next step begins when the
     slowest has; an asynchronous one has its updates among the other ops.
     """
-    timeline = simulate(schedule, costs)
+    timeline = simulate(schedule, costs, run.links, dispatch=run.dispatch)
     after = [0.0] * schedule.num_ranks
     if schedule.updates is None:
         for stage in range(schedule.num_stages):
             after[schedule.rank_of(stage, OWNER)] += costs.duration(UPDATE, stage)
     whole = timeline.makespan + max(after)
-    held = footprint(schedule, costs, sharding=settings.sharding) if costs.weight_bytes else None
+    held = None
+    if costs.weight_bytes:
+        held = footprint(schedule, costs, run.links, dispatch=run.dispatch, sharding=settings.sharding)
     return Simulated(
         milliseconds=whole / settings.passes.steps,
         microbatches_per_second=schedule.num_microbatches / whole * 1e3 if whole else 0.0,
