@@ -169,3 +169,28 @@ def test_costs_without_weights_are_refused() -> None:
 def test_gradients_weigh_what_weights_do_where_nothing_is_said() -> None:
     costs = replace(ps.Costs.uniform(2), weight_bytes=[3, 4])
     assert [rank[:4] for rank in ps.footprint(ps.build("1f1b", 2, 2), costs).ranks] == [(3, 0, 3, 0), (4, 0, 4, 0)]
+
+
+def test_room_for_activations_is_what_the_rest_leaves() -> None:
+    for name in ("1f1b", "zb-v", "dualpipe"):
+        schedule = ps.build(name, 4, 8)
+        costs = ps.cost.costs_preset("gpt2-7b", schedule.num_stages)
+        held = ps.footprint(schedule, costs).ranks
+        room = ps.simulation.room_for_activations(schedule.placement, costs, 60 * 2**30)
+        for own, each in zip(room, held, strict=True):
+            assert own == pytest.approx(60 * 2**30 - (each.total - each.activations - each.messages), rel=1e-12)
+    limits = [1500, 2600, 3700]
+    placement = ps.build("1f1b", 3, 6).placement
+    assert ps.simulation.room_for_activations(placement, COSTS, limits) == (1500 - 1201, 2600 - 2402, 3700 - 3603)
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [([1, 2], "2 memory limits for 3 ranks"), (3000, "rank 2 holds .* in all; raise the limit")],
+)
+def test_no_room_is_refused(limits: list[float] | float, words: str) -> None:
+    placement = ps.build("1f1b", 3, 6).placement
+    with pytest.raises(ps.CostError, match=words):
+        ps.simulation.room_for_activations(placement, COSTS, limits)
+    with pytest.raises(ps.CostError, match="do not say what weights take"):
+        ps.simulation.room_for_activations(placement, ps.Costs.uniform(3), 3000)

@@ -9,6 +9,7 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
+from penstock.formats.costs import read_costs
 
 PLAN = ["plan", "--ranks", "4", "--microbatches", "12", "--f", "10", "--i", "10", "--w", "10", "--link", "0:1=20"]
 
@@ -93,3 +94,66 @@ def test_a_mean_over_delays(capsys: pytest.CaptureFixture[str]) -> None:
 def test_misuse_is_named(options: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, *options]) == code
     assert message in capsys.readouterr().err
+
+
+def test_a_limit_with_a_unit_counts_all_that_a_rank_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    given = ["plan", "--costs", "gpt2-7b", "--ranks", "4", "--microbatches", "12", "--link", "1:2=20", "--time", "1"]
+    costs, links = ps.cost.costs_preset("gpt2-7b"), ps.Links({(1, 2): 20.0})
+    assert main([*given, "--memory-limit", "35GiB", "--out", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    held = ps.footprint(ps.load(out), costs, links)
+    assert held.peak <= 35 * 2**30
+    room = ps.simulation.room_for_activations(ps.load(out).placement, costs, 35 * 2**30)
+    assert all(rank.activations <= each for rank, each in zip(held.ranks, room, strict=True))
+    assert found["lower_bound"] <= found["makespan"]
+
+
+def test_messages_count_too_and_the_bound_stays_that_of_activations_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With messages as large as activations the first plan does not fit, and the search begins again with less."""
+    path, out = tmp_path / "costs.json", tmp_path / "plan.json"
+    rows = {"f": 1, "i": 1, "w": 1, "activation": 10, "message_bytes": 10, "weight_bytes": 100}
+    path.write_text(json.dumps({name: [value] * 4 for name, value in rows.items()}))
+    costs = read_costs(str(path), 4)
+    given = ["plan", "--costs", str(path), "--ranks", "4", "--microbatches", "8", "--time", "1", "--out", str(out)]
+    made = []
+    for limit in ("250B", "1000B", "50"):
+        assert main([*given, "--memory-limit", limit, "--json"]) == 0
+        made.append((json.loads(capsys.readouterr().out), ps.load(out)))
+    (tight, plan), (wide, unlimited), (alone, _) = made
+    assert ps.footprint(plan, costs).peak <= 250 < ps.footprint(unlimited, costs).peak
+    assert tight["lower_bound"] == alone["lower_bound"] <= wide["makespan"] <= tight["makespan"]
+    assert main([*given, "--memory-limit", "211B"]) != 0
+    assert "no schedule fits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("verb", "limit", "words"),
+    [
+        (PLAN, "35GiB", "these costs do not say what weights take"),
+        (PLAN, "35GiB,7", "rank"),
+        (["search", "--ranks", "2", "--microbatches", "2"], "3GiB", "of activations alone"),
+        (["simulate", "1f1b", "--costs", "gpt2-7b", "--ranks", "4", "--microbatches", "8"], "35GiB", "not frozen"),
+        (
+            [
+                "simulate",
+                "zb-h1",
+                "--costs",
+                "gpt2-7b",
+                "--ranks",
+                "4",
+                "--microbatches",
+                "12",
+                "--dispatch",
+                "hinted",
+            ],
+            "34.88GiB",
+            "MiB more than --memory-limit",
+        ),
+    ],
+)
+def test_limits_that_are_refused(verb: list[str], limit: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*verb, "--memory-limit", limit]) != 0
+    assert words in capsys.readouterr().err

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.unit
 
 def test_a_sum_that_was_taken_leaves_nothing_behind() -> None:
     """Regression: of each update of a pass a list of None stayed until the pass ended, and was looked through again
-    at every later one; a pass of 1,600 updates spent half of its time so."""
+    at every later one, in time by the square of their number."""
     parameter = Parameter(torch.zeros(4))
     windows = WindowGradients([parameter])
     windows.begin()

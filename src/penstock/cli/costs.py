@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ import typer
 
 import penstock as ps
 from penstock.cli.failure import Misuse
-from penstock.cli.options import links_of, numbers
+from penstock.cli.options import limits_of, links_of, numbers
 from penstock.cost.presets import PRESETS
 from penstock.formats.costs import read_costs
 
@@ -79,6 +80,16 @@ LateLink = Annotated[
 ]
 DefaultDelay = Annotated[float, typer.Option("--default-delay", help="Delay of all other links, in ms.")]
 
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-limit",
+        metavar="SIZE",
+        help="Most that a rank may hold: 35GiB counts all of it; a plain number is of activations alone, in the unit "
+        "of --activation: 14. Or one per rank: 7,5.",
+    ),
+]
+
 ROWS = ("f", "i", "w", "b", "activation", "message_bytes")
 """What is given one per stage."""
 
@@ -133,6 +144,18 @@ class GivenCosts:
             raise Misuse(f"--costs {self.source} and {_option(given[0])} both give costs; use one of them")
         return read_costs(self.source, num_stages)
 
+    def activations(self, text: str | None, costs: ps.Costs, placement: ps.Placement) -> Any:
+        """--memory-limit as a limit of activations; of bytes, what weights, gradients and optimizer state leave."""
+        limits, in_bytes = limits_of("--memory-limit", text)
+        if limits is None or not in_bytes:
+            return limits
+        if not costs.weight_bytes:
+            raise Misuse(
+                f"--memory-limit {text} counts all that a rank holds, and these costs do not say what weights take; "
+                "give a number in the unit of --activation, or --costs with a preset or a profile"
+            )
+        return list(ps.simulation.room_for_activations(placement, costs, limits))
+
     def assumed(self, num_ranks: int, placement: ps.Placement) -> str | None:
         """What `read` had to assume, in words; None where all was given."""
         if self.source is not None:
@@ -185,3 +208,19 @@ def late_links(texts: list[str], default_delay: float) -> ps.Links:
                 "every condition"
             )
     return links
+
+
+def above_limit(text: str | None, held: Callable[[], ps.Footprint]) -> list[float]:
+    """By rank the bytes that a schedule with its messages holds above --memory-limit; nothing where none does, and
+    where the limit is one of activations alone.
+
+    Args:
+        held: what `ps.footprint` says, which takes a simulation.
+    """
+    limits, in_bytes = limits_of("--memory-limit", text)
+    if limits is None or not in_bytes:
+        return []
+    totals = held().totals
+    each = limits if isinstance(limits, list) else [limits] * len(totals)
+    over = [max(0.0, total - limit) for total, limit in zip(totals, each, strict=True)]
+    return over if any(over) else []

@@ -67,6 +67,16 @@ def numbers(option: str, text: str) -> list[float]:
     return [_number(option, text, part) for part in text.split(",")]
 
 
+def limits_of(option: str, text: str | None) -> tuple[float | list[float] | None, bool]:
+    """Reads `7`, `7,5` or `35GiB`: a limit or one a rank, and whether it is in bytes, of all that a rank holds."""
+    if text is None:
+        return None, False
+    parts = text.split(",")
+    in_bytes = any(part.strip().lower().endswith("b") for part in parts)
+    values = [number_of_bytes(option, part) for part in parts] if in_bytes else numbers(option, text)
+    return (values[0] if len(values) == 1 else values), in_bytes
+
+
 def number_of_bytes(option: str, text: str) -> float:
     """Reads `2GiB`, `500MB` or `1000000`."""
     match = _BYTES.fullmatch(text.strip())

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
+from functools import cache, partial
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +24,10 @@ from penstock.schedule import circular, one_to_one, v_shape
 
 PLACEMENTS = {"one-to-one": 1, "circular": 2, "v-shape": 2}
 """Placements by name, with the stages a rank hosts where --stages does not say."""
+
+MOST_AGAIN, SHARE_AGAIN = 6, 0.2
+"""Times that the search begins again with less room, where messages take more than a limit of bytes leaves, and the
+share of its time that each has at least."""
 
 _VARY = re.compile(r"(?P<source>[0-9]{1,9}):(?P<target>[0-9]{1,9})=(?P<low>[^.]+(?:\.[0-9]+)?)\.\.(?P<high>.+)")
 
@@ -47,14 +53,7 @@ def plan(
             help="Most stage activations that a rank may hold, each until B or W: 7, or one number per rank: 7,5.",
         ),
     ] = None,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            "--memory-limit",
-            metavar="UNITS",
-            help="Most memory for activations on a rank, in the unit of --activation: 14, or one per rank.",
-        ),
-    ] = None,
+    memory_limit: costs_options.MemoryLimit = None,
     placement: Annotated[str, typer.Option("--placement", help="one-to-one, circular or v-shape.")] = "one-to-one",
     stages: Annotated[
         int | None, typer.Option("--stages", help="Number of stages, for --placement circular.")
@@ -121,15 +120,17 @@ def plan(
     if vary and objective != "makespan":
         raise Misuse(f"--vary plans for the mean makespan; leave --objective {objective} out")
     goal = _expected(vary, links, samples, seed) if vary else objective
-    with ProgressLine(time_limit) as show:
-        found = ps.plan(
+    room = given.activations(memory_limit, chosen, where)
+
+    def search(show: ProgressLine, seconds: float) -> ps.planning.Plan:
+        return ps.plan(
             chosen,
             ranks,
             microbatches,
             links,
             max_in_flight=_limit("--max-in-flight", max_in_flight),
-            memory_limit=_limit("--memory-limit", memory_limit),
-            time_limit=time_limit,
+            memory_limit=room,
+            time_limit=seconds,
             objective=goal,
             dispatch=dispatch,
             placement=where,
@@ -141,6 +142,22 @@ def plan(
             stop_at_gap=stop_at_gap,
             progress=show,
         )
+
+    with ProgressLine(time_limit) as show:
+        found = search(show, time_limit)
+        bound, left = found.lower_bound, room  # of activations alone, so the bound holds for all that fits
+        messages = [0.0] * ranks
+        for again in range(1 + MOST_AGAIN):
+            held = cache(partial(ps.footprint, found.schedule, chosen, links, dispatch=dispatch))
+            if not costs_options.above_limit(memory_limit, held):
+                break
+            if again == MOST_AGAIN:
+                raise Misuse(f"messages take more than --memory-limit {memory_limit} leaves to them; raise it")
+            messages = [max(seen, rank.messages) for seen, rank in zip(messages, held().ranks, strict=True)]
+            room = [each - kept for each, kept in zip(left, messages, strict=True)]
+            found = replace(
+                search(show, max(time_limit - found.seconds, SHARE_AGAIN * time_limit)), lower_bound=bound
+            )
     if out is not None:
         from penstock.schedule.picture import save_either
 

@@ -12,7 +12,7 @@ import typer
 from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, Out
+from penstock.cli.options import Json, Out, limits_of
 from penstock.cli.output import in_colour, print_json
 from penstock.planning.program_search import Outcome, search_space
 from penstock.program.placements import circular
@@ -37,10 +37,11 @@ def search(
     link: costs_options.LateLink = None,
     default_delay: costs_options.DefaultDelay = 0.0,
     memory_limit: Annotated[
-        float | None,
+        str | None,
         typer.Option(
             "--memory-limit",
-            help="Most that a rank may hold, where a part's activation is 1 unless --costs says otherwise.",
+            metavar="UNITS",
+            help="Most activations that a rank may hold, where a part's is 1 unless --costs says otherwise.",
         ),
     ] = None,
     placement: Annotated[
@@ -78,12 +79,18 @@ def search(
     given = costs_options.GivenCosts(costs, f, i, w, of="part")
     chosen = given.read(ranks, model)
     links = costs_options.late_links(link or [], default_delay)
+    most, in_bytes = limits_of("--memory-limit", memory_limit)
+    if in_bytes or isinstance(most, list):
+        raise Misuse(
+            f"--memory-limit {memory_limit}: search takes one number, of activations alone, as placements differ in "
+            "what weights take; penstock tune counts all that a rank holds"
+        )
     outcome = search_space(
         chosen,
         ranks,
         microbatches,
         links=links,
-        memory_limit=memory_limit,
+        memory_limit=most,
         shapes=placement,
         shared_ends=shared_ends,
         split=split,

@@ -26,7 +26,6 @@ from penstock.cli.options import (
     Stages,
     Warmup,
     Window,
-    numbers,
 )
 from penstock.cli.output import in_colour, print_json, table
 from penstock.cost import LinkCondition
@@ -71,14 +70,7 @@ def simulate(
             "--transport", help="How messages travel: decoupled (they hold up no rank), blocking or blocking:DEPTH."
         ),
     ] = "decoupled",
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            "--memory-limit",
-            metavar="UNITS",
-            help="Unless frozen: most that a rank may hold, in the unit of --activation: 7, or 7,5 by rank.",
-        ),
-    ] = None,
+    memory_limit: costs_options.MemoryLimit = None,
     emulate: Annotated[
         str | None,
         typer.Option(
@@ -106,9 +98,13 @@ def simulate(
     assumed = given.assumed(plan.num_ranks, plan.placement)
     links = options.links_of(link or [], default_delay)
     mode = options.transport_of(transport)
-    timeline = ps.simulate(
-        plan, chosen, links=links, dispatch=dispatch, transport=mode, memory_limit=_cap(memory_limit, dispatch)
-    )
+    cap = _cap(given, memory_limit, chosen, plan, dispatch)
+    timeline = ps.simulate(plan, chosen, links=links, dispatch=dispatch, transport=mode, memory_limit=cap)
+    if over := costs_options.above_limit(memory_limit, lambda: ps.footprint(plan, chosen, links, dispatch=dispatch)):
+        raise Misuse(
+            f"rank {over.index(max(over))} holds {max(over) / 2**20:,.3g} MiB more than --memory-limit "
+            f"{memory_limit}, as its messages take room too; raise the limit by as much"
+        )
     emulation = None
     if emulate is not None:
         if mode != ps.simulation.Decoupled():
@@ -118,7 +114,7 @@ def simulate(
             chosen,
             links=links,
             dispatch=dispatch,
-            memory_limit=_cap(memory_limit, dispatch),
+            memory_limit=cap,
             num_steps=3 if steps is None else steps,
             stretch=1.0 if stretch is None else stretch,
         )
@@ -150,15 +146,12 @@ def _emulate(ranks: str) -> Callable[..., Emulation]:
     raise Misuse(f"--emulate {ranks}: write threads or processes")
 
 
-def _cap(text: str | None, dispatch: str) -> float | list[float] | None:
-    if text is None:
-        return None
-    if dispatch == "frozen":
+def _cap(given: costs_options.GivenCosts, text: str | None, costs: ps.Costs, plan: ps.Schedule, dispatch: str) -> Any:
+    if text is not None and dispatch == "frozen":
         raise Misuse(
             "--memory-limit caps a run that is not frozen; add --dispatch hinted, dynamic or auto, or leave it out"
         )
-    caps = numbers("--memory-limit", text)
-    return caps[0] if len(caps) == 1 else caps
+    return given.activations(text, costs, plan.placement)
 
 
 def _as_json(

@@ -1,6 +1,6 @@
 """Drives the decision core over a cost model: timeline, bubbles, memory, slow links."""
 
-from penstock.simulation.memory_footprint import Footprint, RankFootprint, footprint
+from penstock.simulation.memory_footprint import Footprint, RankFootprint, footprint, room_for_activations
 from penstock.simulation.mesh import MeshTimeline, TimedReduction, simulate_mesh
 from penstock.simulation.simulator import Blocking, Decoupled, simulate
 from penstock.simulation.timeline import Message, TimedOp, Timeline
@@ -16,6 +16,7 @@ __all__ = [
     "TimedReduction",
     "Timeline",
     "footprint",
+    "room_for_activations",
     "simulate",
     "simulate_mesh",
 ]

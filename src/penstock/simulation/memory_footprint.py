@@ -10,17 +10,18 @@ A rank has the weights of every copy of every stage it hosts. Of the copies of a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from numbers import Real
 from typing import NamedTuple
 
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Dispatch
 from penstock.engine import memory
 from penstock.renamed import refuse_old
-from penstock.schedule import Schedule, count_versions
+from penstock.schedule import Placement, Schedule, count_versions
 from penstock.schedule.op import BACKWARD, UPDATE, WEIGHT
 from penstock.schedule.short_repr import short_repr
 from penstock.schedule.updates import OWNER
@@ -142,6 +143,58 @@ def footprint(
     References:
         AMDP, section 3.4: optimizer state over several pipelines.
     """
+    _require_weights(costs, sharding)
+    timeline = simulate(schedule, costs, links=links, dispatch=dispatch)
+    versions, buffers = count_versions(schedule), count_buffers(schedule)
+    if masters and schedule.updates is not None and schedule.updates.rule in PREDICTING:
+        versions = dict.fromkeys(versions, 1)
+    state = _state(schedule.placement, schedule.num_ranks, costs, sharding, versions, buffers)
+    peaks = zip(state, timeline.peak_activations, _message_peaks(timeline, costs), strict=True)
+    return Footprint(tuple(mine._replace(activations=held, messages=messages) for mine, held, messages in peaks))
+
+
+def room_for_activations(
+    placement: Placement, costs: Costs, memory_limit: float | Sequence[float], *, sharding: str = "copies"
+) -> tuple[float, ...]:
+    """What is left to each rank for activations where it may hold so much in all; messages are not taken off.
+
+    That is the limit less weights, gradients and optimizer state, of a schedule whose updates are no ops. It is what
+    `ps.plan` and `ps.simulate` take as `memory_limit`. `footprint` says what messages take besides.
+
+    Args:
+        memory_limit: in bytes, of all ranks alike or of each.
+        sharding: as for `footprint`.
+
+    Raises:
+        CostError: costs without weights, limits for another number of ranks, or a rank with no room.
+
+    Examples:
+        >>> import penstock as ps
+        >>> placement = ps.build("1f1b", 4, 8).placement
+        >>> room = ps.simulation.room_for_activations(placement, ps.cost.costs_preset("gpt2-7b"), 35 * 2**30)
+        >>> [f"{each / 1e9:.2f}" for each in room]
+        ['8.11', '7.35', '7.35', '8.28']
+    """
+    _require_weights(costs, sharding)
+    num_ranks = 1 + max(rank for _, _, rank in _copies(placement))
+    limits = [float(memory_limit)] * num_ranks if isinstance(memory_limit, Real) else list(memory_limit)
+    if len(limits) != num_ranks:
+        raise CostError(f"{len(limits)} memory limits for {num_ranks} ranks; give one, or one for each")
+    copies = {(stage, k): 1 for k in range(placement.num_pipelines) for stage in range(placement.num_stages)}
+    found = []
+    for rank, (limit, mine) in enumerate(
+        zip(limits, _state(placement, num_ranks, costs, sharding, copies, copies), strict=True)
+    ):
+        if limit <= mine.total:
+            raise CostError(
+                f"rank {rank} holds {mine.total / 2**30:,.2f} GiB of weights, gradients and optimizer state, and may "
+                f"hold {limit / 2**30:,.2f} GiB in all; raise the limit, or take more ranks"
+            )
+        found.append(limit - mine.total)
+    return tuple(found)
+
+
+def _require_weights(costs: Costs, sharding: str) -> None:
     if sharding not in ("none", "copies", "zero1", "fsdp"):
         raise CostError(f"no sharding {sharding!r}; choose none, copies, zero1 or fsdp")
     if not costs.weight_bytes:
@@ -149,14 +202,23 @@ def footprint(
             "the costs do not say what weights take; give weight_bytes (and gradient_bytes, optimizer_bytes), or "
             "take the costs of a preset (ps.cost.costs_preset)"
         )
-    timeline = simulate(schedule, costs, links=links, dispatch=dispatch)
-    versions, buffers = count_versions(schedule), count_buffers(schedule)
-    if masters and schedule.updates is not None and schedule.updates.rule in PREDICTING:
-        versions = dict.fromkeys(versions, 1)
+
+
+def _state(
+    placement: Placement,
+    num_ranks: int,
+    costs: Costs,
+    sharding: str,
+    versions: Mapping[tuple[int, int], int],
+    buffers: Mapping[tuple[int, int], int],
+) -> list[RankFootprint]:
+    """What each rank holds all the time, given versions and gradient buffers of each copy, (stage, pipeline)."""
+    if costs.num_stages != placement.num_stages:
+        raise CostError(f"costs of {costs.num_stages} stages for a placement of {placement.num_stages}")
+    assert costs.weight_bytes
     gradients, optimizer = costs.gradient_bytes or costs.weight_bytes, costs.optimizer_bytes
-    peaks = zip(timeline.peak_activations, _message_peaks(timeline, costs), strict=True)
-    ranks = [RankFootprint(0.0, 0.0, 0.0, 0.0, held, messages) for held, messages in peaks]
-    for stage, pipeline, rank in _copies(schedule):
+    ranks = [RankFootprint(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)] * num_ranks
+    for stage, pipeline, rank in _copies(placement):
         mine, copy = ranks[rank], (stage, pipeline)
         has_state = optimizer and (pipeline == OWNER or sharding == "none")
         ranks[rank] = mine._replace(
@@ -165,7 +227,7 @@ def footprint(
             gradients=mine.gradients + gradients[stage] * buffers[copy],
             optimizer=mine.optimizer + (optimizer[stage] if has_state else 0.0),
         )
-    return Footprint(tuple(ranks))
+    return ranks
 
 
 def count_buffers(schedule: Schedule) -> dict[tuple[int, int], int]:
@@ -202,9 +264,8 @@ def count_buffers(schedule: Schedule) -> dict[tuple[int, int], int]:
     return most
 
 
-def _copies(schedule: Schedule) -> Iterator[tuple[int, int, int]]:
+def _copies(placement: Placement) -> Iterator[tuple[int, int, int]]:
     """(stage, pipeline, rank) of each copy of each stage, on each rank that hosts it."""
-    placement = schedule.placement
     shared = {stage for stage, _ in placement.shared}
     for pipeline in range(placement.num_pipelines):
         for stage in range(placement.num_stages):
