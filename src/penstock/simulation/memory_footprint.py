@@ -173,7 +173,7 @@ def room_for_activations(
         >>> placement = ps.build("1f1b", 4, 8).placement
         >>> room = ps.simulation.room_for_activations(placement, ps.cost.costs_preset("gpt2-7b"), 35 * 2**30)
         >>> [f"{each / 1e9:.2f}" for each in room]
-        ['8.11', '7.35', '7.35', '8.28']
+        ['8.12', '7.38', '7.38', '8.29']
     """
     _require_weights(costs, sharding)
     num_ranks = 1 + max(rank for _, _, rank in _copies(placement))
