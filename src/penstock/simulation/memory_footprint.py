@@ -162,6 +162,8 @@ def room_for_activations(
     `ps.plan` and `ps.simulate` take as `memory_limit`. `footprint` says what messages take besides.
 
     Args:
+        placement: which rank hosts which stage.
+        costs: of its stages, with `weight_bytes`.
         memory_limit: in bytes, of all ranks alike or of each.
         sharding: as for `footprint`.
 
