@@ -71,6 +71,15 @@ def test_a_profile_stands_for_costs(tmp_path: Path) -> None:
     assert (costs.f, costs.i, costs.w, costs.b) == ((5, 6), (4, 6), (4, 5), (7, 10))
     assert (costs.activation, costs.message_bytes, costs.freed_by_input) == ((50, 50), (64, 0), 0.75)
     assert load_costs(path, 4).f == (1, 4, 4, 2)
+    assert (costs.weight_bytes, costs.optimizer_bytes, costs.duration("U", 1)) == ((2, 2), (4, 4), 0.0)
+    assert ps.footprint(ps.build("1f1b", 2, 4), costs).ranks[0][:5] == (2, 0, 2, 4, 100)
+
+
+def test_a_profile_of_old_says_nothing_of_weights(tmp_path: Path) -> None:
+    old = {name: value for name, value in profile().items() if name not in ("weight", "state", "update")}
+    assert load_costs(written(tmp_path, old), 2).weight_bytes == ()
+    with pytest.raises(ps.CostError, match="a profile's state is None"):
+        load_costs(written(tmp_path, {**old, "weight": [1.0] * 4}), 2)
 
 
 def test_of_several_profiles_the_fitting_one(tmp_path: Path) -> None:

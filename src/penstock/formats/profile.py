@@ -16,6 +16,8 @@ from penstock.cost.cut import PartitionError, partition
 FORMAT, VERSION = "penstock-profile", 1
 
 _ROWS = ("b", "f_split", "i", "w", "activation", "held", "output")
+_STATE = ("weight", "state", "update")
+"""Bytes of weights and of what the optimizer keeps for them, and ms of an update; files of old may have none."""
 
 
 def is_profile(value: Any) -> bool:
@@ -26,7 +28,8 @@ def is_profile(value: Any) -> bool:
 def costs_of_profile(value: Mapping[str, Any], num_stages: int) -> Costs:
     """Costs of `num_stages` stages of the profiled model.
 
-    F is that of a stage whose backward is split. Of several profiles the one without recompute is taken, with as
+    F is that of a stage whose backward is split. Where the profile has them, the bytes of weights and optimizer state
+    are there too, and what an update takes on the copy that owns a stage. Of several profiles the one without recompute is taken, with as
     many ranks side by side as there are stages, or the next fewer.
 
     Raises:
@@ -37,9 +40,10 @@ def costs_of_profile(value: Mapping[str, Any], num_stages: int) -> Costs:
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION:
         raise CostError(f"a profile of version {version!r}: this Penstock reads up to {VERSION}")
     profile = _chosen(value.get("profiles"), num_stages)
-    rows = {name: _row(profile, name) for name in _ROWS}
+    has_state = any(name in profile for name in _STATE)
+    rows = {name: _row(profile, name) for name in (*_ROWS, *(_STATE if has_state else ()))}
     if len({len(row) for row in rows.values()}) != 1:
-        raise CostError(f"the profile's lists have different lengths; each of {', '.join(_ROWS)} has one per layer")
+        raise CostError(f"the profile's lists have different lengths; each of {', '.join(rows)} has one per layer")
     layers = [f + i + w for f, i, w in zip(rows["f_split"], rows["i"], rows["w"], strict=True)]
     try:
         parts = partition(layers, num_stages)
@@ -52,6 +56,10 @@ def costs_of_profile(value: Mapping[str, Any], num_stages: int) -> Costs:
         return [sum(rows[name][layer] for layer in part) + more for part in parts]
 
     kept, held = sum(rows["activation"]), sum(rows["held"])
+    state: dict[str, Any] = {}
+    if has_state:
+        state = {"weight_bytes": total("weight"), "optimizer_bytes": total("state"), "update_bytes": total("weight")}
+        state["other"] = {("U", stage): ms for stage, ms in enumerate(total("update"))}
     return Costs(
         f=total("f_split"),
         i=total("i"),
@@ -60,6 +68,7 @@ def costs_of_profile(value: Mapping[str, Any], num_stages: int) -> Costs:
         activation=total("activation"),
         freed_by_input=max(0.0, 1 - held / kept) if kept else 0.0,
         message_bytes=[rows["output"][part[-1]] for part in parts[:-1]] + [0.0],
+        **state,
     )
 
 
