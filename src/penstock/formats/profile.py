@@ -29,8 +29,8 @@ def costs_of_profile(value: Mapping[str, Any], num_stages: int) -> Costs:
     """Costs of `num_stages` stages of the profiled model.
 
     F is that of a stage whose backward is split. Where the profile has them, the bytes of weights and optimizer state
-    are there too, and what an update takes on the copy that owns a stage. Of several profiles the one without recompute is taken, with as
-    many ranks side by side as there are stages, or the next fewer.
+    are there too, and what an update takes on the copy that owns a stage. Of several profiles the one without
+    recompute is taken, with as many ranks side by side as there are stages, or the next fewer.
 
     Raises:
         CostError: another version, profiles of several microbatch sizes, a field that is missing or damaged, more
