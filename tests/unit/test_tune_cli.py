@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import penstock as ps
 import tune_models
@@ -167,6 +168,14 @@ def test_a_program_goes_to_a_file_so_that_the_line_trains(
     named = told(capsys, "tune", *deep, "--microbatch-size", "1", "--no-programs")
     assert not any(each["program"] for each in named["best"])
     assert named["best"][0]["step_ms"] >= result["best"][0]["step_ms"]
+
+
+def test_what_is_estimated_for_gpus_needs_none_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = told(capsys, "tune", *FAST, "--ranks", "2", "--batch", "8", "--no-programs", "--device", "cuda")
+    assert "--device cuda" in result["train"]
 
 
 def test_a_cut_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -313,7 +313,7 @@ def _tune_estimated(
     asked: Asked, source: Estimating, num_ranks: int, progress: Callable[[SearchFound], None] | None
 ) -> TuneOutcome:
     settings = asked.settings
-    model = tuned_model(settings)
+    model = tuned_model(settings, runs_here=False)
     if (config := model.config) is None:
         raise TuneError(
             f"--tflops estimates from the sizes of a GPT, and {model.name} is not a GPT; leave it out to measure"

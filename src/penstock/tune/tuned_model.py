@@ -68,14 +68,15 @@ class TunedModel:
             raise TuneError(f"--recompute: {self.not_again}; leave it out")
 
 
-def tuned_model(settings: Settings) -> TunedModel:
-    """The model that the settings ask for, checked with its optimizer and device.
+def tuned_model(settings: Settings, runs_here: bool = True) -> TunedModel:
+    """The model that the settings ask for, checked with its optimizer and, where it runs here, its device.
 
     Raises:
         TuneError: a model of a kind that is not tuned.
         SettingsError, DataError, PartitionError: what the run itself would raise.
     """
-    device_of(settings)
+    if runs_here:
+        device_of(settings)
     optimizer_class(settings)
     if is_own(settings.model):
         return _own(settings)
