@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Annotated, Any
@@ -122,7 +123,7 @@ def plan(
     goal = _expected(vary, links, samples, seed) if vary else objective
     room = given.activations(memory_limit, chosen, where)
 
-    def search(show: ProgressLine, seconds: float) -> ps.planning.Plan:
+    def search(show: Callable[[Progress], None], seconds: float) -> ps.planning.Plan:
         return ps.plan(
             chosen,
             ranks,
