@@ -178,7 +178,7 @@ def room_for_activations(
     """
     _require_weights(costs, sharding)
     num_ranks = 1 + max(rank for _, _, rank in _copies(placement))
-    limits = [float(memory_limit)] * num_ranks if isinstance(memory_limit, int | float) else list(memory_limit)
+    limits = list(memory_limit) if isinstance(memory_limit, Sequence) else [float(memory_limit)] * num_ranks
     if len(limits) != num_ranks:
         raise CostError(f"{len(limits)} memory limits for {num_ranks} ranks; give one, or one for each")
     copies = {(stage, k): 1 for k in range(placement.num_pipelines) for stage in range(placement.num_stages)}
