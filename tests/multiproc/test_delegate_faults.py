@@ -207,7 +207,11 @@ def other_interface(rank: int, gather: Any) -> dict[str, Any]:
     try:
         came = exchange(transport, chain, rank, 0, lambda m: (100,))
         gather(None)
-        return {"came": came, "events": [str(one) for one in transport.link_events()]}
+        return {
+            "came": came,
+            "events": [str(one) for one in transport.link_events()],
+            "notices": transport.notices,
+        }
     finally:
         transport.close()
 
@@ -218,6 +222,10 @@ def test_an_interface_that_never_answers_is_left_for_the_next() -> None:
     assert len(first["events"]) == 1
     assert "LinkDown" in first["events"][0]
     assert "(0, 1)" in first["events"][0]
+    assert first["notices"] == [
+        "messages of rank 0 to rank 1 go from 127.0.0.3 to 127.0.0.3, as 127.0.0.2 to 127.0.0.2 did not carry them"
+        ": nothing was lost"
+    ]
 
 
 def told_of_a_dead_interface(rank: int, gather: Any) -> dict[str, Any]:

@@ -552,6 +552,7 @@ class Pipeline:
         outcome = StepEnd(self._local.mesh, self._local.devices.last, memory, tells)
         self._local.notices.note(self._helm.notices if self._helm is not None else ())
         self._local.notices.note(self._local.failover.notices if self._local.failover is not None else ())
+        self._local.notices.note(self._local.choice.notices(self._local.transport))
         result, self.told, following = outcome.share(batch, helm, self._local.notices)
         if following is not None:
             self._switch(following)

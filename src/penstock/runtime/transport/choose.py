@@ -177,6 +177,15 @@ class TransportChoice:
                 return list(layer.link_events())
         return []
 
+    def notices(self, transport: Transport | None) -> list[str]:
+        """What a person should know of the interfaces that messages go by."""
+        return [
+            notice
+            for layer in layers_of(transport)
+            if isinstance(layer, DelegateTransport)
+            for notice in layer.notices
+        ]
+
     def require_schedule(self, schedule: Schedule, delegated: Collection[tuple[int, int]] = ()) -> None:
         """Raises RuntimeFailure where a schedule could come to a standstill in channels of this depth, or where links
         are to be delegated and nothing is there for it.

@@ -63,6 +63,7 @@ class Health:
         self._ways: dict[Lane, LaneState] = {}
         self._down: set[int] = set()
         self.events: list[LinkDown | LinkUp] = []
+        self.notices: list[str] = []
 
     def learn(self, note: Descriptor) -> None:
         """Takes in a note about a connection."""
@@ -80,6 +81,8 @@ class Health:
                 counters.resent += note.number
                 self._compare(way, path)
                 self._mark(lane.target, up=path == (0, 0))
+                if path != (0, 0):
+                    self._tell(lane, path, way.why)
             way.path, way.stands, way.why, way.refused, way.silent = path, True, None, False, False
         elif what is Note.CUT:
             way.stands, way.why, way.silent = False, Why(note.number), False
@@ -103,6 +106,17 @@ class Health:
             self._counters.failbacks += 1
         else:
             self._counters.failovers += 1
+
+    def _tell(self, lane: Lane, path: tuple[int, int], why: Why | None) -> None:
+        """For a person: which interfaces carry a link's messages, where that is not the first of each."""
+        pairs = (path, (0, 0))
+        now, first = (f"{self._addresses(lane.source)[a]} to {self._addresses(lane.target)[b]}" for a, b in pairs)
+        notice = (
+            f"messages of rank {lane.source} to rank {lane.target} go from {now}, as {first} did not carry them"
+            f"{f' ({why})' if why is not None else ''}: nothing was lost"
+        )
+        if notice not in self.notices:
+            self.notices.append(notice)
 
     def _mark(self, target: int, up: bool) -> None:
         """Notes whether the link's own interfaces carry it."""

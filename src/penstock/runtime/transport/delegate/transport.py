@@ -337,6 +337,11 @@ class DelegateTransport:
             found, self._health.events = self._health.events, []
             return found
 
+    @property
+    def notices(self) -> list[str]:
+        """What a person should know of interfaces that were left for others."""
+        return self._health.notices
+
     def fileno(self) -> int:
         """A descriptor that is ready to be read when something may have come, for use in a poll."""
         return self._fleet.fileno()
