@@ -65,7 +65,7 @@ def test_no_wait_where_the_order_waits_anyway() -> None:
         (
             one_rank("F0 F1 OFFLOAD0 OFFLOAD1 RELOAD0 RELOAD1 F2 OFFLOAD2 RELOAD2 B0 B1 B2", ", at most 2 in flight"),
             "memory",
-            "the rank would hold 3 stage activations, the limit is 2",
+            "the rank would hold 3 stage activations, the limit is 2; let a backward run before it",
         ),
     ],
 )

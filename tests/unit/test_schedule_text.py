@@ -65,11 +65,21 @@ def test_a_memory_limit_is_a_number_above_0(limit: float) -> None:
         ("2 ranks,", "two ranks,", "line 1, column 1: expected 'schedule NAME: R ranks, S stages, N microbatches'"),
         ("3 microbatches", "99999999999 microbatches", "line 1, column 1: expected 'schedule NAME:"),
         ("3 microbatches", "3 microbatches, at most 1.2.3 in flight", "line 1, column 1: expected 'schedule NAME:"),
+        (
+            "3 microbatches",
+            "3 microbatches, memory 2",
+            "line 1, column 1: expected 'schedule NAME: R ranks, S stages, N microbatches' (after it, where there is "
+            "a limit, ', at most K in flight'), or a row like 'rank 0 | F0 B0', got 'schedule 1f1b: 2 ranks",
+        ),
         ("2 stages,", "3 stages,", "line 1, column 1: the header says 3 stages, pipeline 0 places 2"),
         ("ranks 0 1", "ranks 0 2", "line 1, column 1: pipeline 0 names rank 2, but there are 2 ranks"),
         ("ranks 0 1", "ranks 0 1, microbatches 0 1", "line 1, column 1: each of the 3 microbatches must be in one"),
         ("pipeline 0", "pipeline 1", "line 1, column 1: pipelines must be numbered from 0, got [1]"),
-        ("pipeline 0: stages on ranks 0 1\n", "", "line 1, column 1: pipelines must be numbered from 0, got []"),
+        (
+            "pipeline 0: stages on ranks 0 1\n",
+            "",
+            "line 1, column 1: no line says where stages lie; add one below, like 'pipeline 0: stages on ranks 0 1'",
+        ),
         ("schedule 1f1b:", "schedule a/b:", "schedule name 'a/b': use letters, digits and ._+- only"),
     ],
 )
@@ -123,7 +133,11 @@ def test_rows_alone_are_a_schedule() -> None:
     ("text", "message"),
     [
         ("rank 0 | 0F0 1F0\nrank 1 | 1F0", "line 2, column 1: stage 1 stands on ranks 0 and 1: rows alone"),
-        ("rank 0 | 0F0 2F0", "the rows have stages [0, 2]: stages are numbered from 0"),
+        ("rank 0 | 0F0 2F0", "the cells name stages [0, 2]: stages are numbered from 0"),
+        (
+            "rank 0 | F0\nrank 1 | 2F0",
+            "the cells name stages [2]: stages are numbered from 0, and each has an op; where",
+        ),
         ("rank 0 | F0\nrank 2 | F0", "there are rows of 2 ranks, the rows are for ranks [0, 2]"),
         ("rank 0 | F0 X", "line 1, column 13"),
         ("rank 0 | F0\nschedule late: 1 rank, 1 stage, 1 microbatch", "line 2, column 1: expected 'pipeline K"),

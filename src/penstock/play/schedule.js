@@ -181,8 +181,8 @@ const schedules = (() => {
         const old = /memory limit (\S+)/.exec(line);
         if (old) fail(number, 1, `${quoted(old[0])} is 'at most ${old[1]} in flight' since 0.2`);
         if (!PIPELINE.test(line) && !ROW.test(line) && !line.startsWith("updates every "))
-          fail(number, 1, "expected 'schedule NAME: R ranks, S stages, N microbatches', or a row like 'rank 0 | F0 B0', " +
-            `got ${quoted(line.slice(0, 60))}`);
+          fail(number, 1, "expected 'schedule NAME: R ranks, S stages, N microbatches' (after it, where there is a limit, " +
+            `', at most K in flight'), or a row like 'rank 0 | F0 B0', got ${quoted(line.slice(0, 80))}`);
       }
       let match;
       if ((match = PIPELINE.exec(line))) {
@@ -212,7 +212,10 @@ const schedules = (() => {
     if (numbers.length !== count || numbers.some((rank, at) => rank !== at))
       fail(1, 1, `${head ? "the header says" : "there are rows of"} ${count} ranks, the rows are for ranks ${list(numbers)}`);
     const indices = [...pipelines.keys()].sort((a, b) => a - b);
-    if (!indices.length || indices.some((k, at) => k !== at))
+    if (!indices.length)
+      fail(1, 1, "no line says where stages lie; add one below, like 'pipeline 0: stages on ranks " +
+        `${range(Math.min(stages, 16)).map((stage) => stage % Math.max(1, count)).join(" ")}'`);
+    if (indices.some((k, at) => k !== at))
       fail(1, 1, `pipelines must be numbered from 0, got ${list(indices)}`);
     for (const [k, ranks] of pipelines) {
       if (ranks.length !== stages) fail(1, 1, `the header says ${stages} stages, pipeline ${k} places ${ranks.length}`);
@@ -268,7 +271,8 @@ const schedules = (() => {
     }
     const stages = [...hosts.keys()].sort((a, b) => a - b);
     if (stages.some((stage, at) => stage !== at))
-      fail(1, 1, `the rows have stages ${list(stages)}: stages are numbered from 0, and each has an op`);
+      fail(1, 1, `the cells name stages ${list(stages)}: stages are numbered from 0, and each has an op; where one cell ` +
+        "names its stage, as 2F0 does, all do");
     return stages.map((stage) => hosts.get(stage));
   }
 
@@ -347,7 +351,7 @@ const schedules = (() => {
         if (!at(f)) throw missing(s, f, at(b) || at(i) || at(w));
         if (at(b)) continue;
         if (!at(i) && !at(w))
-          throw missing(s, b, at(f), `${nameOf(b)} is missing, and so are ${shortName(i)} and ${shortName(w)}`);
+          throw missing(s, b, at(f), `${nameOf(b)} is missing, with no ${shortName(i)} and ${shortName(w)} in its place`);
         if (!at(i) || !at(w)) throw missing(s, at(i) ? w : i, at(at(i) ? i : w));
       }
     }
@@ -461,7 +465,8 @@ const schedules = (() => {
     s.order.forEach((row, rank) => levels(row).forEach((held, step) => {
       if (!is_within(held, s.maxInFlight))
         throw errorAt(s, "memory", rank, step, row[step],
-          `the rank would hold ${general(held)} stage activations, the limit is ${general(s.maxInFlight)}`);
+          `the rank would hold ${general(held)} stage activations, the limit is ${general(s.maxInFlight)}; let a backward run ` +
+            "before it, or raise the limit");
     }));
   }
 

@@ -302,8 +302,8 @@ def parse(text: str) -> Schedule:
                 _fail(
                     number,
                     1,
-                    f"expected 'schedule NAME: R ranks, S stages, N microbatches', or a row like 'rank 0 | F0 B0', "
-                    f"got {line[:60]!r}",
+                    "expected 'schedule NAME: R ranks, S stages, N microbatches' (after it, where there is a limit, "
+                    f"', at most K in flight'), or a row like 'rank 0 | F0 B0', got {line[:80]!r}",
                 )
         if match := _PIPELINE.fullmatch(line):
             index = int(match["index"])
@@ -374,7 +374,10 @@ def parse(text: str) -> Schedule:
     if sorted(rows) != list(range(num_ranks)):
         says = "the header says" if head is not None else "there are rows of"
         _fail(1, 1, f"{says} {num_ranks} ranks, the rows are for ranks {sorted(rows)}")
-    if not pipelines or sorted(pipelines) != list(range(len(pipelines))):
+    if not pipelines:
+        example = " ".join(str(stage % max(1, num_ranks)) for stage in range(min(num_stages, 16)))
+        _fail(1, 1, f"no line says where stages lie; add one below, like 'pipeline 0: stages on ranks {example}'")
+    if sorted(pipelines) != list(range(len(pipelines))):
         _fail(1, 1, f"pipelines must be numbered from 0, got {sorted(pipelines)}")
     for k, ranks in pipelines.items():
         if len(ranks) != num_stages:
@@ -424,7 +427,12 @@ def _hosts_of(rows: Mapping[int, tuple[int, str, int]]) -> tuple[int, ...]:
                     "and a line like 'pipeline 0: stages on ranks 0 1' for each",
                 )
     if sorted(hosts) != list(range(len(hosts))):
-        _fail(1, 1, f"the rows have stages {sorted(hosts)}: stages are numbered from 0, and each has an op")
+        _fail(
+            1,
+            1,
+            f"the cells name stages {sorted(hosts)}: stages are numbered from 0, and each has an op; where one cell "
+            "names its stage, as 2F0 does, all do",
+        )
     return tuple(hosts[stage] for stage in range(len(hosts)))
 
 

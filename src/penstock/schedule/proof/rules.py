@@ -324,7 +324,7 @@ def _check_coverage(schedule: Schedule) -> None:
                 continue
             if i not in spot and w not in spot:
                 raise _missing(
-                    schedule, b, spot[f], f"{name_of(b)} is missing, and so are {i.short()} and {w.short()}"
+                    schedule, b, spot[f], f"{name_of(b)} is missing, with no {i.short()} and {w.short()} in its place"
                 )
             if i not in spot or w not in spot:
                 raise _missing(schedule, i if i not in spot else w, spot[w if i not in spot else i])
@@ -420,9 +420,11 @@ def _check_memory(schedule: Schedule, limit: float) -> None:
         levels, _ = walk_memory(schedule, row, schedule.max_in_flight)
         for step, (op, held) in enumerate(zip(row, levels, strict=True)):
             if not is_within(held, limit):
-                message = f"the rank would hold {held:g} stage activations, the limit is {limit:g}"
+                message = f"the rank would hold {held:g} stage activations, the limit is {limit:g}; "
                 if schedule.asynchronous and schedule.max_in_flight is None and not _is_over(schedule, row, limit):
-                    message += "; give the schedule that max_in_flight, so that ops wait for what is given back"
+                    message += "give the schedule that max_in_flight, so that ops wait for what is given back"
+                else:
+                    message += "let a backward run before it, or raise the limit"
                 raise error_at(schedule, "memory", rank, step, op, message)
 
 
