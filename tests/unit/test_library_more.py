@@ -183,7 +183,16 @@ def test_amdp_reads_two_microbatches_and_a_floor_of_the_ratio_ahead(ratio: float
             "stage on one rank"),
         ("amdp", 4, 8, {"b": 0.0}, "amdp: b is 0.0; give a time above 0"),
         ("amdp", 4, 8, {"f": float("nan")}, "amdp: f is nan; give a time above 0"),
-        ("v-half", 4, 8, {"num_stages": 8}, "v-half has no option 'num_stages'; it takes costs"),
+        ("v-half", 4, 8, {"num_stages": 8}, "v-half has no option 'num_stages'; it takes costs. "
+            "Of the library, interleaved-1f1b, looped-bfs have it"),
+        ("1f1b", 4, 8, {"window": 4}, "1f1b has no option 'window'; it takes no options. "
+            "Of the library, pipedream, pipedream-2bw, spectrain, xpipe, vnag, amdp have it"),
+        ("dualpipe", 4, 8, {"overlap": "no"}, "dualpipe: overlap is 'no'; give True or False, on the command line "
+            "overlap=true or overlap=false"),
+        ("dualpipe-v", 4, 8, {"overlap": "no"}, "dualpipe-v: overlap is 'no'; give True or False, on the command "
+            "line overlap=true or overlap=false"),
+        ("distmm", 4, 8, {"overlap": 2}, "distmm: overlap is 2; give True or False, on the command line "
+            "overlap=true or overlap=false"),
     ],
 )  # fmt: skip
 def test_wrong_options_say_what_was_given_and_the_rule(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from penstock.library.options import at_least, whole_multiple, whole_number
+from penstock.library.options import at_least, whole_multiple, whole_number, yes_or_no
 from penstock.schedule import Needs, Op, Registered, Schedule, ScheduleError, StageGraph, one_to_one
 
 _MOST_A_GATHER = 4
@@ -46,6 +46,7 @@ def distmm(
         gather_every: k, a divisor of N; by default the largest up to 4.
         overlap: whether gathers run beside the computation.
     """
+    yes_or_no("distmm", "overlap", overlap)
     at_least("distmm", "ranks", num_ranks, 2)
     if branches is not None and not isinstance(branches, Sequence):
         raise ScheduleError(f"distmm: branches is {branches!r}; give the number of ranks of each", rule="options")

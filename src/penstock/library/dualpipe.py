@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
-from penstock.library.options import at_least, whole_multiple
+from penstock.library.options import at_least, whole_multiple, yes_or_no
 from penstock.schedule import Op, Placement, Schedule, v_shape
 from penstock.schedule.pairs import of_steps
 
@@ -36,6 +36,7 @@ def dualpipe(num_ranks: int, num_microbatches: int, overlap: bool = False) -> Sc
     Args:
         overlap: whether forwards and backwards are pairs where the original overlaps them.
     """
+    yes_or_no("dualpipe", "overlap", overlap)
     whole_multiple("dualpipe", "ranks", num_ranks, "pipelines", 2)
     whole_multiple("dualpipe", "microbatches", num_microbatches, "pipelines", 2)
     at_least(f"dualpipe over {num_ranks} ranks", "microbatches", num_microbatches, 2 * num_ranks)
@@ -73,6 +74,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, overlap: bool = False) -> 
     Args:
         overlap: whether forwards and backwards are pairs where the original overlaps them.
     """
+    yes_or_no("dualpipe-v", "overlap", overlap)
     at_least(f"dualpipe-v over {num_ranks} ranks", "microbatches", num_microbatches, 2 * num_ranks)
     rows = []
     for rank in range(num_ranks):

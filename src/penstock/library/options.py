@@ -14,6 +14,15 @@ def whole_number(name: str, what: str, count: object) -> None:
         raise ScheduleError(f"{name}: the number of {what} is {count!r}; give a whole number", rule="options")
 
 
+def yes_or_no(name: str, what: str, value: object) -> None:
+    """Raises ScheduleError unless `value` is True or False: any text but the empty one would count as True."""
+    if not isinstance(value, Integral) or value not in (0, 1):
+        raise ScheduleError(
+            f"{name}: {what} is {value!r}; give True or False, on the command line {what}=true or {what}=false",
+            rule="options",
+        )
+
+
 def whole_multiple(name: str, what: str, count: int, of: str, unit: int) -> None:
     """Raises ScheduleError unless `count` is a positive multiple of `unit`."""
     whole_number(name, what, count)

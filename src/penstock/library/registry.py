@@ -121,7 +121,11 @@ def build(
         options["max_in_flight"] = max_in_flight
     if unknown := [key for key in options if key not in known]:
         takes = f"takes {', '.join(known)}" if known else "takes no options"
-        raise ScheduleError(f"{name} has no option {unknown[0]!r}; it {takes}", rule="options")
+        others = [other for other, each in SCHEDULES.items() if unknown[0] in inspect.signature(each).parameters]
+        elsewhere = (
+            f". Of the library, {', '.join(others)} {'has' if len(others) == 1 else 'have'} it" if others else ""
+        )
+        raise ScheduleError(f"{name} has no option {unknown[0]!r}; it {takes}{elsewhere}", rule="options")
     schedule = function(num_ranks, num_microbatches, **options)
     check(schedule, max_in_flight=max_in_flight)
     return schedule
