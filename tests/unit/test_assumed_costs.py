@@ -70,6 +70,22 @@ def test_simulate_says_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> No
     assert found(capsys, "simulate", "1f1b", *counts, "--f", "10", "--b", "20")["assumed"] == "I = W = half of B"
 
 
+def test_simulate_names_the_kinds_that_no_costs_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words, file = ("simulate", "distmm", "--ranks", "4", "--microbatches", "8"), tmp_path / "costs.json"
+    assert found(capsys, *words)["untimed"] == ["GATHER"]
+    said = 'GATHER takes 0 ms; a file for --costs gives its time, as "other": {"GATHER": 2.5}'
+    assert f"untimed       {said}\n" in run(capsys, *words)
+    file.write_text('{"f": 1, "i": 1, "w": 1, "other": {"GATHER": 2.5}}', encoding="utf-8")
+    assert found(capsys, *words, "--costs", str(file))["untimed"] == []
+    assert "untimed" not in run(capsys, *words, "--costs", str(file))
+    file.write_text('{"f": 1, "i": 1, "w": 1, "other": {"GATHER": 0}}', encoding="utf-8")
+    assert found(capsys, *words, "--costs", str(file))["untimed"] == []
+    amdp = ("simulate", "amdp", "--ranks", "4", "--microbatches", "16")
+    assert found(capsys, *amdp)["untimed"] == []
+    assert found(capsys, *amdp, "--window", "8")["untimed"] == ["U"]
+    assert found(capsys, *amdp, "--window", "8", "--costs", "amdp-gpt")["untimed"] == []
+
+
 def test_memory_of_schedules_with_more_stages_compares(capsys: pytest.CaptureFixture[str]) -> None:
     # ZB-V holds as much as 1F1B's first rank, in twice as many activations of stages half as large.
     for name, held in [("1f1b", "4                1.00"), ("zb-v", "8                1.00")]:

@@ -51,6 +51,23 @@ def test_a_long_timeline_is_scaled_with_a_note() -> None:
     assert "makespan 309 ms" in text
 
 
+def test_a_kind_that_has_no_room_is_cut_and_moves_nothing() -> None:
+    # Whole names pushed the rest of their row to the right, out of the axis below it.
+    offload = ps.NewOp("STASH", 0, {("F", 0): 1}, holds=-1, time=1.0, asynchronous=True)
+    fetch = ps.NewOp("FETCH", 0, {("STASH", 0): 1, ("F", 1): 1}, {("B", 0): 1}, holds=1, time=1.0)
+    program = ps.Program(ps.placements.one_to_one(2), 16, ps.Rules(max_in_flight=2), ops=[offload, fetch])
+    t = ps.simulate(program.build(), program.all_costs)
+    text = to_terminal(t, color=False, width=80)
+    beside = [line for line in text.splitlines() if line.startswith("beside")]
+    assert len(beside) == 1
+    assert {line.index("|", 8) for line in [*rows(text), *beside]} == {74}
+    assert set(beside[0][8:74]) == {"s", "."}
+    assert "f" in rows(text)[0]
+    assert "(small letters begin the name of a kind that has no room)" in text
+    assert "small letters" not in to_terminal(t, color=False, width=1000)
+    assert "small letters" not in to_terminal(t, color=True, width=80)
+
+
 def test_equal_ops_get_equal_bars() -> None:
     t = ps.simulate(ps.build("zb", 4, 12, warmup=[7, 5, 3, 1]), ps.Costs.uniform(4, f=10, i=10, w=10))
     text = to_terminal(t, color=False, width=140)

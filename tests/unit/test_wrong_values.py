@@ -27,7 +27,7 @@ NEEDED = "a ps.Schedule is needed here, got "
         (TIMELINE, "a ps.Schedule is written here, not a Timeline: give its .schedule, or its .executed()"),
         (ps.plan(COSTS, 2, 2, time_limit=0.05), f"{NEEDED}Plan: give its .schedule"),
         (ps.Program(ps.placements.one_to_one(2), 2), f"{NEEDED}Program: give what its .build() returns"),
-        (COSTS, f"{NEEDED}Costs: ps.build("),
+        (COSTS, "a ps.Schedule is written here, not Costs: penstock.formats.costs.costs_to_json(costs)"),
         (None, f"{NEEDED}NoneType: ps.build("),
         ("1f1b", f"{NEEDED}str: ps.build("),
         ([SCHEDULE], f"{NEEDED}list: ps.build("),

@@ -112,13 +112,18 @@ def _bars(panel: Panel, color: bool, width: int) -> list[str]:
     scale = _columns_per_ms(panel, room)
     length = max(1, min(room, round(timeline.makespan * scale)))
     lines = [f"{panel.title}: {', '.join(panel.facts())}"]
+    bodies = []
     for rank, row in enumerate(panel.rows):
         body = _bar_row(panel, row, length, scale, color)
+        bodies.append(body)
         lines.append(f"rank {rank}".ljust(label - 2) + " |" + body + f"|{100 * panel.busy_shares[rank]:4.0f}%")
         if panel.streams[rank]:
             body = _bar_row(panel, panel.streams[rank], length, scale, color)
+            bodies.append(body)
             lines.append("beside".ljust(label - 2)[: label - 2] + " |" + body + "|")
     lines += _axis(panel, label, length, scale)
+    if not color and any(letter.islower() for body in bodies for letter in body):
+        lines.append("(small letters begin the name of a kind that has no room)")
     drawn = [timed for row in (*panel.rows, *panel.streams) for timed in row]
     narrow = sum(1 for t in drawn if (t.end - t.start) * scale < 1)
     if narrow:
@@ -171,7 +176,9 @@ def _bar_row(panel: Panel, row: Sequence[TimedOp], length: int, scale: float, co
             out.append(_paint(_placed(text, size), op, panel.chunk(row[index].rank, op), panel.num_chunks, size > 1))
         else:
             text = str(op) if panel.num_chunks > 1 and len(str(op)) < size else op.short()
-            out.append((text if len(text) <= size else op.kind).ljust(size, "-"))
+            if len(text) > size:
+                text = op.kind if len(op.kind) <= size else op.kind[:size].lower()
+            out.append(text.ljust(size, "-"))
     return "".join(out)
 
 

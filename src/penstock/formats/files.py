@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 
+from penstock.cost import Costs
 from penstock.formats.native import from_json, to_json
 from penstock.formats.torch_csv import from_torch_csv
 from penstock.formats.torch_csv_write import Form, to_torch_csv
@@ -55,6 +56,12 @@ def save(schedule: Schedule, path: str | Path, dialect: str | None = None) -> No
         raise ScheduleError(
             "a ps.Schedule is written here, not a Timeline: give its .schedule, or its .executed() for the order in "
             "which it ran; penstock.draw.save_picture draws a timeline or writes its trace",
+            rule="options",
+        )
+    if isinstance(schedule, Costs):
+        raise ScheduleError(
+            "a ps.Schedule is written here, not Costs: penstock.formats.costs.costs_to_json(costs) is the text of a "
+            "file for --costs",
             rule="options",
         )
     require_schedule(schedule)
