@@ -9,6 +9,8 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
+from penstock.cli.search import WORDS
+from penstock.planning.program_search import CONSTRUCTED, Found, placements_of, rules_of
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -40,6 +42,39 @@ def test_json_holds_all_of_it_and_out_writes_a_valid_schedule(
     assert ps.parse(value["grid"]) == best
     assert value["found"][0]["makespan"] == value["makespan"] == 12
     assert {found["placement"] for found in value["found"]} >= {"one-to-one", "v-shape+bidirectional"}
+
+
+def test_each_name_is_explained_where_it_stands_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--ranks", "2", "--microbatches", "4")
+    code, out, _ = run(capsys, *few, "--placement", "one-to-one", "--placement", "one-to-one+bidirectional")
+    listed = "".join(line for line in out.splitlines() if " ms  bubble" in line)
+    explained = [line.split("  ")[0] for line in out.rpartition("\n\n")[2].splitlines()]
+    assert code == 0
+    assert {"one-to-one", "+bidirectional", "F, B", "breadth-first", "peak"} <= set(explained)
+    assert not {"wave", "circular", "v-shape", "shared-ends", "zb-v"} & set(explained)
+    assert all(word in listed for word in explained if word != "F, B")
+    _, out, _ = run(capsys, *few, "--placement", "wave", "--shared-ends")
+    assert {"wave", "shared-ends"} <= {line.split("  ")[0] for line in out.splitlines()}
+
+
+def test_there_is_no_name_that_is_not_explained() -> None:
+    kinds, traversals = set(), set()
+    for name, placement in placements_of(4, 16).items():
+        assert set(name.replace("+", " +").split()) <= WORDS.keys()
+        for rules in rules_of(name, placement, 4, 8, None, ps.Costs.uniform(16), True):
+            program = ps.Program(placement, 8, rules)
+            _, kind, forward, backward = Found(name, program, 0.0).name.split(", ")
+            kinds.add(kind)
+            traversals |= {each[2:].removesuffix(" by 4") for each in (forward, backward)}
+    assert kinds | traversals | set(CONSTRUCTED) <= WORDS.keys()
+    assert len(kinds) == 3
+    assert len(traversals) == 4
+
+
+def test_the_peak_is_below_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--ranks", "2", "--microbatches", "4", "--memory-limit", "6", "--json")
+    peaks = [found["peak_activations"] for found in json.loads(out)["found"]]
+    assert 0 < max(peaks) <= 6
 
 
 @pytest.mark.parametrize(

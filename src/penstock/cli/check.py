@@ -138,7 +138,7 @@ def _sentence(found: dict[str, Any]) -> str:
         f"{plural(found['num_microbatches'], 'microbatch', 'microbatches')}: "
         "each once, in place, after what it needs.",
         f"  No deadlock{_channels(found)}.",
-        f"  Peak in flight {max(peaks)} stage activations ({_shortened(peaks)} by rank)"
+        f"  Peak in flight {max(peaks)} stage activations, each from its F to its B or W ({_shortened(peaks)} by rank)"
         + (f", limit {found['max_in_flight']:g}." if found["max_in_flight"] is not None else ", no limit."),
     ]
     if declared := found["declared_orders"]:
@@ -178,8 +178,13 @@ def _ranges(numbers: list[int]) -> str:
 
 def _channels(found: dict[str, Any]) -> str:
     needed, asked = found["needed_channel_depth"], found["channel_depth"]
-    with_depth = f" with channels of depth {asked}" if asked is not None else ""
-    return with_depth + (f"; depth {needed} is enough" if needed is not None else "")
+    with_depth = f" with channels of {plural(asked, 'message')}" if asked is not None else ""
+    room = (
+        f"; each channel between two ranks needs room for {plural(needed, 'message')}"
+        if needed and found["num_ranks"] > 1
+        else ""
+    )
+    return with_depth + room
 
 
 def _shortened(peaks: tuple[int, ...]) -> str:

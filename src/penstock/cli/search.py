@@ -5,6 +5,7 @@ penstock search --ranks 8 --microbatches 32 --memory-limit 32
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -14,12 +15,34 @@ from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, Out, limits_of
 from penstock.cli.output import in_colour, print_json
-from penstock.planning.program_search import Outcome, search_space
+from penstock.planning.program_search import Found, Outcome, search_space
 from penstock.program.placements import circular
 from penstock.program.placements import shared_ends as with_shared_ends
 
 PARTS_A_RANK = 4
 """What divides among one, two and four stages per rank."""
+
+WORDS = {
+    "one-to-one": "one stage per rank",
+    "circular": "two stages per rank, twice around: on four ranks 0 1 2 3 0 1 2 3",
+    "v-shape": "two stages per rank, down the ranks and back up: on four ranks 0 1 2 3 3 2 1 0",
+    "wave": "four stages per rank, the V twice",
+    "+bidirectional": "besides, a second copy of the model from the last rank to the first, for odd microbatches",
+    "shared-ends": "besides, a first and a last stage that all ranks run together",
+    "backward-first": "of what is ready, a backward goes before a forward; a W runs where neither is ready",
+    "forward-first": "of what is ready, a forward goes before a backward; a W runs where neither is ready",
+    "interleaved": "of what is ready, the kind goes first that did not run last; a W runs where neither is ready",
+    "F, B": "among forwards, and among backwards, which of its stages a rank runs first:",
+    "breadth-first": "the one nearest the model's front; by 8: eight ops of a stage, then the next stage's turn",
+    "depth-first": "the one nearest the model's end; by 8: eight ops of a stage, then the next stage's turn",
+    "earliest-first": "the one that has been ready longest",
+    "by microbatch": "the one with the lowest microbatch",
+    "zb-v": "the library's schedule of that name, over a V",
+    "v-half": "the library's schedule of that name, over a V",
+    "v-min": "the library's schedule of that name, over a V",
+    "peak": "the most that a rank holds, in activations of a part (of --costs, in their unit)",
+}
+"""What the names of placements, rules and traversals mean, in the order in which they are explained."""
 
 
 @app.command(short_help="Search placements, rules and traversals for the shortest schedule.")
@@ -67,7 +90,7 @@ def search(
 ) -> None:
     """Simulate every placement, rule and traversal; list the shortest of each placement, and draw the best.
 
-    Costs are those of the parts.
+    Costs are those of a part; stages are made of consecutive parts. Names are explained below the list.
     """
     num_parts = PARTS_A_RANK * ranks + (2 if shared_ends else 0) if parts is None else parts
     if num_parts < 1:
@@ -108,11 +131,32 @@ def search(
     print(to_terminal(outcome.best.schedule, color=in_colour()))
     if assumed := given.assumed(ranks, model):
         print(f"\nassumed  {assumed}")
-    print(f"\n{outcome.num_tried} programs tried, {outcome.num_stuck} of them cannot run within the limits.\n")
+    stuck = f", {outcome.num_stuck} of which cannot run within the limits" if outcome.num_stuck else ""
+    print(f"\n{outcome.num_tried} programs tried{stuck}.\n")
     for found in outcome.found:
-        print(f"{found.makespan:>10.6g} ms  bubble {found.bubble_ratio:6.1%}  {found.name}")
+        print(f"{found.makespan:>10.6g} ms  bubble {found.bubble_ratio:6.1%}  peak {_peak(found):<7.6g} {found.name}")
+    print()
+    words = _words_of([found.name for found in outcome.found], shared_ends)
+    width = max(map(len, words))
+    for word in words:
+        print(f"{word.ljust(width)}  {WORDS[word]}")
     if out is not None:
         print(f"wrote {out}")
+
+
+def _peak(found: Found) -> float:
+    return max(found.timeline.peak_activations)
+
+
+def _words_of(names: Sequence[str], shared_ends: bool) -> list[str]:
+    """Which words to explain: those that the names have, and what the names of placements leave out."""
+    said = " ".join(names)
+    absent = {word for word in WORDS if word not in said} - {"peak"}
+    if shared_ends:
+        absent -= {"shared-ends"}
+    if not absent >= {"breadth-first", "depth-first", "earliest-first", "by microbatch"}:
+        absent -= {"F, B"}
+    return [word for word in WORDS if word not in absent]
 
 
 def _as_json(outcome: Outcome, ranks: int, microbatches: int, assumed: str | None, out: str | None) -> dict[str, Any]:
@@ -129,6 +173,7 @@ def _as_json(outcome: Outcome, ranks: int, microbatches: int, assumed: str | Non
                 "program": found.name,
                 "makespan": found.makespan,
                 "bubble_ratio": found.bubble_ratio,
+                "peak_activations": _peak(found),
             }
             for found in outcome.found
         ],
