@@ -42,6 +42,50 @@ def raises(view: ps.program.View, op: ps.Op) -> bool:
 
 
 CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
+    # what is no op, no table, no yes or no
+    "an op that is no list": (
+        lambda: build(ops=ps.NewOp("X", 0, {("F", 0): 1})),
+        "options",
+        r"ops is NewOp\(.*\): give a list of ps.NewOp",
+    ),
+    "an op of branches that is no list": (
+        lambda: ps.Program.of_branches({"text": branch()}, ops=ps.NewOp("X", 0, {("F", 0): 1})),
+        "options",
+        r"ops is NewOp\(.*\): give a list of ps.NewOp",
+    ),
+    "ops by their names": (lambda: build(ops=["OFFLOAD"]), "options", "ops has 'OFFLOAD': give a list of ps.NewOp"),
+    "a group without a stage": (
+        lambda: one_op("X", 0, {"F": 1}),
+        "dependencies",
+        r"op kind X: after has 'F'; give how many of which kind and stage, like \{\(\"F\", 0\): 1\}",
+    ),
+    "groups without a number": (
+        lambda: one_op("X", 0, {("F", 0): 1}, [("B", 0)]),
+        "dependencies",
+        r"op kind X: before has \[\('B', 0\)\]; give how many",
+    ),
+    "one stage where several are asked": (
+        lambda: one_op("X", 0, {("F", 0): 1}, on=0),
+        "kind",
+        r"op kind X: on is 0; give a tuple of stages, like \(0, 1\)",
+    ),
+    "a time in words": (lambda: one_op("X", 0, {("F", 0): 1}, time="2"), "kind", "takes '2' ms and 0.0 of memory"),
+    "a split in words": (
+        lambda: build(split="no"),
+        "options",
+        "split is 'no': give True, False or a function of the stage",
+    ),
+    "a table of one row without its brackets": (
+        lambda: table([0, 1, 0, 1]),
+        "placement",
+        r"row 0 of the table is 0: give each pipeline a list of ranks, \[\[0, 1, 0, 1\]\] for one pipeline",
+    ),
+    "an offload that nothing brings back": (
+        lambda: one_op("OFFLOAD", 0, {("F", 0): 1}, {("B", 0): 1}, holds=-1),
+        "memory",
+        "gives back 1 stage activations more than stage 0 holds; an op that holds as much again belongs before the "
+        "backward, as RELOAD after OFFLOAD",
+    ),
     # limits
     "cap below one microbatch": (
         lambda: build(ps.Rules(max_in_flight=0)),
@@ -372,3 +416,15 @@ def test_numpy_numbers_are_numbers() -> None:
     same = ps.Rules(warmup=[2, 1], max_in_flight=2)
     assert ps.Program(one_to_one(2), np.int64(4), rules).build() == build(same)
     assert build(ps.Rules(check=lambda view, op: np.bool_(True))) == build()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"links": {(0, 1): 5.0}}, "links are dict: give ps.Links"),
+        ({"costs": {"f": 1}}, "costs are dict: give ps.Costs"),
+    ],
+)
+def test_costs_and_links_that_are_none_are_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ps.CostError, match=message):
+        build(**more)

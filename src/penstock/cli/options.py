@@ -68,7 +68,7 @@ def numbers(option: str, text: str) -> list[float]:
 
 
 def limits_of(option: str, text: str | None) -> tuple[float | list[float] | None, bool]:
-    """Reads `7`, `7,5` or `35GiB`: a limit or one a rank, and whether it is in bytes, of all that a rank holds."""
+    """Reads `7`, `7,5` or `35GiB`: a limit or one per rank, and whether it is in bytes, of all that a rank holds."""
     if text is None:
         return None, False
     parts = text.split(",")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from penstock.program.rules import Rules
@@ -74,6 +76,20 @@ class NewOp:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
+        for name in ("after", "before"):
+            groups = getattr(self, name)
+            keys = list(groups) if isinstance(groups, Mapping) else [groups]
+            if wrong := [key for key in keys if not (isinstance(key, tuple) and len(key) == 2)]:
+                raise ScheduleError(
+                    f"op kind {self.kind}: {name} has {reprlib.repr(wrong[0])}; give how many of which kind and "
+                    'stage, like {("F", 0): 1}',
+                    rule="dependencies",
+                )
+        if not isinstance(self.on, tuple):
+            raise ScheduleError(
+                f"op kind {self.kind}: on is {reprlib.repr(self.on)}; give a tuple of stages, like (0, 1)",
+                rule="kind",
+            )
         if not self.after and not self.before and self.num_ops is None:
             raise ScheduleError(
                 f"op kind {self.kind}: say what comes before or after it, or how many there are (num_ops)",
@@ -86,9 +102,10 @@ class NewOp:
                 )
         if self.num_ops is not None and (not isinstance(self.num_ops, int) or self.num_ops < 1):
             raise ScheduleError(f"op kind {self.kind} has {self.num_ops!r} ops: give at least 1", rule="kind")
-        if not 0 <= self.time < math.inf or not math.isfinite(self.memory):
+        numbers = isinstance(self.time, Real) and isinstance(self.memory, Real)
+        if not numbers or not 0 <= self.time < math.inf or not math.isfinite(self.memory):
             raise ScheduleError(
-                f"op kind {self.kind} takes {self.time} ms and {self.memory} of memory: give finite numbers, "
+                f"op kind {self.kind} takes {self.time!r} ms and {self.memory!r} of memory: give finite numbers, "
                 "milliseconds of at least 0",
                 rule="kind",
             )

@@ -85,10 +85,16 @@ def multi_directional(num_ranks: int) -> Placement:
 def table(rows: Iterable[Sequence[int | None]]) -> Placement:
     """Any placement: of each pipeline, the rank of every stage.
 
-    Raises ScheduleError for a stage that is nowhere (None) and for a rank that hosts no stage.
+    Raises ScheduleError for a row that is no list, a stage that is nowhere (None) and a rank that hosts no stage.
     """
     pipelines = []
     for k, row in enumerate(rows):
+        if not isinstance(row, Sequence) or isinstance(row, str):
+            raise ScheduleError(
+                f"row {k} of the table is {row!r}: give each pipeline a list of ranks, [[0, 1, 0, 1]] "
+                "for one pipeline",
+                rule="placement",
+            )
         for stage, rank in enumerate(row):
             if rank is None or not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
                 raise ScheduleError(

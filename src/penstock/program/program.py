@@ -19,6 +19,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from penstock.cost import CostError, Costs, Links
+from penstock.cost.costs import require_costs
 from penstock.dispatch.queues import QueueGraph, queue_graph
 from penstock.engine.rule_tables import BACKWARD, FORWARD, INFINITY, NUM_CLASSES, WEIGHT, SlotRecord, Tables
 from penstock.program.new_op import Branch, NewOp, StageName
@@ -87,6 +88,14 @@ class Program:
                 f"a program of {self.num_microbatches!r} microbatches: give a whole number of at least 1",
                 rule="options",
             )
+        if not isinstance(self.split, bool) and not callable(self.split):
+            raise ScheduleError(
+                f"split is {reprlib.repr(self.split)}: give True, False or a function of the stage", rule="options"
+            )
+        _require_ops(self.ops)
+        Links.of(self.links)
+        if self.costs is not None:
+            require_costs(self.costs)
         check_all_used(self.placement)
         by_rank = dict(self.rules) if isinstance(self.rules, Mapping) else {0: self.rules}
         if unknown := [rank for rank in by_rank if not (isinstance(rank, int) and 0 <= rank < self.num_ranks)]:
@@ -179,7 +188,7 @@ class Program:
             costs,
             links,
             graph,
-            tuple(ops),
+            _require_ops(ops),
             None,
             where,
             name,
@@ -460,3 +469,12 @@ def _joined(some: Rules, more: Rules) -> Rules:
     if isinstance(some.max_in_flight, Mapping) and isinstance(more.max_in_flight, Mapping):
         return replace(some, max_in_flight={**some.max_in_flight, **more.max_in_flight})
     return some
+
+
+def _require_ops(ops: object) -> tuple[NewOp, ...]:
+    """The registered ops. Raises ScheduleError for what is no list of them."""
+    if not isinstance(ops, Sequence):
+        raise ScheduleError(f"ops is {reprlib.repr(ops)}: give a list of ps.NewOp", rule="options")
+    if wrong := [op for op in ops if not isinstance(op, NewOp)]:
+        raise ScheduleError(f"ops has {reprlib.repr(wrong[0])}: give a list of ps.NewOp", rule="options")
+    return tuple(ops)

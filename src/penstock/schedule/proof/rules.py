@@ -445,6 +445,8 @@ def _check_given_back(schedule: Schedule) -> None:
             held[op.stage] = held.get(op.stage, 0.0) + activations_added(op, again, schedule.graph.holds)
             if held[op.stage] < -slack(1):
                 message = f"it gives back {-held[op.stage]:g} stage activations more than stage {op.stage} holds"
+                if schedule.graph.holds:
+                    message += "; an op that holds as much again belongs before the backward, as RELOAD after OFFLOAD"
                 raise error_at(schedule, "memory", rank, step, op, message)
     graph = schedule.stage_graph
     if graph is None or not any(name in schedule.asynchronous for name in graph.holds):
