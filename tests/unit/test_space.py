@@ -63,7 +63,7 @@ def test_shared_ends_are_laid_on_all_ranks() -> None:
     [
         (6, {}, ps.CostError, "6 parts, which do not divide among 4 ranks"),
         (8, {"shapes": ["spiral"]}, ps.ScheduleError, "no placement named 'spiral' here: there are one-to-one"),
-        (8, {"memory_limit": 0.5}, ps.ScheduleError, "can run within a memory of 0.5; raise the limit"),
+        (8, {"memory_limit": 0.5}, ps.ScheduleError, "can run within a memory of 0.5: one microbatch takes 2 on a"),
     ],
 )
 def test_refusals(parts: int, changes: dict, error: type, message: str) -> None:

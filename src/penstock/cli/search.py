@@ -40,7 +40,7 @@ WORDS = {
     "zb-v": "the library's schedule of that name, over a V",
     "v-half": "the library's schedule of that name, over a V",
     "v-min": "the library's schedule of that name, over a V",
-    "peak": "the most that a rank holds, in activations of a part (of --costs, in their unit)",
+    "peak": "the most that a rank holds: an activation of a part is 1, or what --costs says",
 }
 """What the names of placements, rules and traversals mean, in the order in which they are explained."""
 
@@ -133,8 +133,10 @@ def search(
         print(f"\nassumed  {assumed}")
     stuck = f", {outcome.num_stuck} of which cannot run within the limits" if outcome.num_stuck else ""
     print(f"\n{outcome.num_tried} programs tried{stuck}.\n")
-    for found in outcome.found:
-        print(f"{found.makespan:>10.6g} ms  bubble {found.bubble_ratio:6.1%}  peak {_peak(found):<7.6g} {found.name}")
+    peaks = [f"{_peak(found):.6g}" for found in outcome.found]
+    for found, peak in zip(outcome.found, peaks, strict=True):
+        room = max(map(len, peaks))
+        print(f"{found.makespan:>10.6g} ms  bubble {found.bubble_ratio:6.1%}  peak {peak:>{room}}  {found.name}")
     print()
     words = _words_of([found.name for found in outcome.found], shared_ends)
     width = max(map(len, words))

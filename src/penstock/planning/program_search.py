@@ -216,9 +216,11 @@ def search_space(
     if not best and below < inf:
         return Outcome((), tried, stuck)
     if not best:
+        alone = max(fold(costs, num_ranks + 2 * shared_ends, shared_ends).activation)
         raise ScheduleError(
-            f"no program over {num_ranks} ranks can run within a memory of {memory_limit:g}; raise the limit or give "
-            "the model in more parts",
+            f"no program over {num_ranks} ranks can run within a memory of {memory_limit:g}: one microbatch takes "
+            f"{alone:g} on a rank, and one in each direction twice as much; raise the limit, in the unit of the "
+            "parts' activations",
             rule="memory",
         )
     every = [found for of_placement in best.values() for found in of_placement]
