@@ -57,8 +57,8 @@ CostsSource = Annotated[
     typer.Option(
         "--costs",
         metavar="NAME|FILE",
-        help=f"All costs: {', '.join(PRESETS)}, with options as in gpt2-7b:device=a100, or a file of costs or of a "
-        "profile.",
+        help=f"All costs: {', '.join(PRESETS)}, with options as in gpt2-7b:device=a100; a file, like "
+        '{"f": 10, "i": 10, "w": [10, 12]}; or one that penstock profile wrote.',
     ),
 ]
 Link = Annotated[
