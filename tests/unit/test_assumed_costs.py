@@ -109,6 +109,9 @@ def test_a_drawn_schedule_says_what_it_is_drawn_with(tmp_path: Path) -> None:
     assert "F = I = W = 0.5 per stage" in to_svg(ps.build("zb-v", 4, 8))
     assert "makespan 25.5" in to_svg(ps.build("zb-v", 4, 8))
     assert "F = I = W = 1, U = 0.5" in to_svg(ps.build("amdp", 4, 8, window=4))
+    gathers = to_svg(ps.build("distmm", 4, 8))  # ops of own kinds took no time, so no picture showed them
+    assert "F = I = W = 1, GATHER = 0.5" in gathers
+    assert "<title>1GATHER0: rank 1, 5 to 5.5</title>" in gathers
     save_picture(ps.build("zb-v", 4, 8), tmp_path / "page.html")
     assert "F = I = W = 0.5 per stage" in (tmp_path / "page.html").read_text(encoding="utf-8")
 

@@ -1,7 +1,8 @@
 """A panel: one timeline made ready for drawing, whatever it came from.
 
 A schedule has no times of its own, so it is drawn as it would run where each rank's share of the model takes
-F = I = W = 1 and B = 2 (`Costs.assumed`), and U half as long as F on every copy; the caption says so.
+F = I = W = 1 and B = 2 (`Costs.assumed`), and U on every copy and ops of registered kinds half as long as F;
+the caption says so.
 A measured timeline may start anywhere; on a picture time starts with its first op.
 """
 
@@ -24,8 +25,8 @@ Drawable = Schedule | Timeline
 COPY = "'"
 """Marks the number of an update that a copy takes over from its owner."""
 
-_UPDATE_SHARE = 0.5
-"""Of a forward: what an update takes where a schedule is drawn without times, so that it is seen."""
+_OTHER_SHARE = 0.5
+"""Of a forward: what updates and registered ops take in a schedule that is drawn without times; they are seen then."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ class Panel:
         """What a bare schedule is drawn with."""
         each = Costs.assumed(self.schedule.num_ranks, self.schedule.placement).f[0]
         said = f"F = I = W = {short(each)}" + (" per stage" if each != 1 else "")
-        return said + (f", U = {short(each * _UPDATE_SHARE)}" if self.schedule.updates is not None else "")
+        others = _other_kinds(self.schedule)
+        return said + (f", {' = '.join(others)} = {short(each * _OTHER_SHARE)}" if others else "")
 
     def sentence(self, timed: TimedOp) -> str:
         """All that is known of one op, for a tooltip."""
@@ -177,10 +179,17 @@ def _in_halves(row: list[TimedOp], backward_of: dict[Op, Op]) -> list[TimedOp]:
     return drawn
 
 
+def _other_kinds(schedule: Schedule) -> list[str]:
+    """The kinds of op that no costs are assumed for: registered ones and updates."""
+    registered = {each.kind for each in schedule.graph.registered}
+    return sorted(registered) + ([UPDATE] if schedule.updates is not None else [])
+
+
 def _in_units(schedule: Schedule) -> Timeline:
-    if schedule.updates is None:
+    kinds = _other_kinds(schedule)
+    if not kinds:
         return simulate(schedule)
     costs = Costs.assumed(schedule.num_ranks, schedule.placement)
-    update = costs.f[0] * _UPDATE_SHARE
-    half = [update] * schedule.num_stages
-    return simulate(schedule, replace(costs, other={UPDATE: update}, take_over=half))
+    other = costs.f[0] * _OTHER_SHARE
+    take_over = [other] * schedule.num_stages if schedule.updates is not None else []
+    return simulate(schedule, replace(costs, other=dict.fromkeys(kinds, other), take_over=take_over))
