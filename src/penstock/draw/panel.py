@@ -26,7 +26,7 @@ COPY = "'"
 """Marks the number of an update that a copy takes over from its owner."""
 
 _OTHER_SHARE = 0.5
-"""Of a forward: what updates and registered ops take in a schedule that is drawn without times; they are seen then."""
+"""Of a forward: what updates and registered ops take where a schedule is drawn without times, to be seen at all."""
 
 
 @dataclass(frozen=True)
