@@ -10,6 +10,8 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
+from penstock.cli.check import READS
+from penstock.schedule.updates import NEWEST, RULES
 
 pytestmark = pytest.mark.unit
 
@@ -46,8 +48,13 @@ def test_check_tells_the_mismatch_and_the_versions(penstock: Any) -> None:
     assert out.splitlines()[-2:] == [
         "  8 updates of 1 microbatch. At most 2 between a forward and its backward (bound 2); "
         "it meets microbatch 0 of a window.",
-        "  Ops read weights by pipedream, of which a stage holds at most 3 versions (3 2 1 by stage).",
+        "  Ops read weights by pipedream (a forward the newest, its backward the same again), of which a stage "
+        "holds at most 3 versions (3 2 1 by stage).",
     ]
+
+
+def test_every_rule_is_said_in_words() -> None:
+    assert {*READS, NEWEST} == set(RULES)
 
 
 def test_amdp_is_made_for_the_bound_it_is_given(penstock: Any) -> None:

@@ -150,7 +150,7 @@ CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "one unit": (lambda: ps.Rules(units=2), "rules", "units 2: give how many forwards"),  # type: ignore[arg-type]
     "interval of 0": (lambda: ps.breadth_first(0), "rules", "interval is 0: give at least 1, or None"),
     "interval of a half": (lambda: ps.depth_first(0.5), "rules", "interval is 0.5"),  # type: ignore[arg-type]
-    "traversal by name": (lambda: ps.Rules(forward="depth-first"), "rules", "give ps.breadth_first"),  # type: ignore[arg-type]
+    "traversal by name": (lambda: ps.Rules(forward="depth-first"), "rules", r"or ps.program.by_microbatch\(\)"),  # type: ignore[arg-type]
     "patience": (lambda: ps.Rules(patience=-1), "rules", "patience is -1"),
     "check that is none": (lambda: ps.Rules(check=3), "rules", "check is 3: give a function"),  # type: ignore[arg-type]
     "rules by name": (lambda: build("1f1b"), "rules", "the rules of rank 0 are '1f1b': give ps.Rules"),

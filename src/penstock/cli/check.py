@@ -27,9 +27,21 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import plural, print_json
 from penstock.schedule import needed_channel_depth, peak_in_flight
+from penstock.schedule.updates import NEWEST
 
 COUNT_DEPTH_BELOW = 20_000
 """Ops below which the channels' needed depth is found out too; the search runs the order several times."""
+
+READS = {
+    "pipedream": "a forward the newest, its backward the same again",
+    "pipedream-lr": "a forward the newest, its backward the same again, at lower learning rates",
+    "pipedream-2bw": "a forward and its backward those of t - 1 updates in window t",
+    "spectrain": "forwards and backwards those that momentum predicts",
+    "vnag": "a forward the newest, its backward the same again, with NAdam",
+    "xpipe": "a forward those that Adam's step predicts, its backward the newest",
+    "xpipe-lr": "a forward those that Adam's step predicts, its backward the newest, at lower learning rates",
+}
+"""Which weights ops read by the rules of `Updates.rule`, other than the newest for all of them."""
 
 
 @app.command(short_help="Prove that schedules can run.")
@@ -138,7 +150,8 @@ def _sentence(found: dict[str, Any]) -> str:
         f"{plural(found['num_microbatches'], 'microbatch', 'microbatches')}: "
         "each once, in place, after what it needs.",
         f"  No deadlock{_channels(found)}.",
-        f"  Peak in flight {max(peaks)} stage activations, each from its F to its B or W ({_shortened(peaks)} by rank)"
+        f"  Peak in flight {max(peaks)} stage activations, each from its F to its B or W "
+        f"({_shortened(peaks)} by rank)"
         + (f", limit {found['max_in_flight']:g}." if found["max_in_flight"] is not None else ", no limit."),
     ]
     if declared := found["declared_orders"]:
@@ -155,7 +168,7 @@ def _updates_said(
     bound = "no bound" if max_mismatch is None else f"bound {max_mismatch}"
     noun = "microbatch" if len(mismatched) == 1 else "microbatches"
     which = f"; it meets {noun} {_ranges(mismatched)} of a window" if mismatched else ""
-    read = "the newest weights" if rule == "none" else f"weights by {rule}"
+    read = "the newest weights" if rule == NEWEST else f"weights by {rule} ({READS[rule]})"
     held = f" ({_shortened(tuple(versions_by_stage))} by stage)" if versions > 1 else ""
     return [
         f"  {plural(num_updates, 'update')} of {plural(window, 'microbatch', 'microbatches')}. "

@@ -163,7 +163,8 @@ class Rules:
         units: how many forwards, and how many backwards, follow one another at one go.
         strict: where kinds are interleaved, whether a rank waits for the kind whose turn it is while any of it is
             left.
-        forward, backward: traversals of the stages that a rank hosts. Weight gradients follow that of backwards.
+        forward, backward: which of a rank's stages goes first: `ps.breadth_first()` (by default), `ps.depth_first()`,
+            `ps.program.earliest_first()` or `ps.program.by_microbatch()`. Weight gradients follow that of backwards.
         warmup: forwards that a rank runs before anything else: one count for all, or one for each rank.
         max_in_flight: most forwards that a rank may hold whose B (or W) has not run: one number, one for each rank, a
             mapping from stages to limits of their own, or a function of (view, the F asked for). Limits of ranks
@@ -218,7 +219,8 @@ class Rules:
         for name in ("forward", "backward"):
             if not isinstance(getattr(self, name), Traversal):
                 raise ScheduleError(
-                    f"{name} is {getattr(self, name)!r}: give ps.breadth_first(...) or ps.depth_first(...)",
+                    f"{name} is {getattr(self, name)!r}: give ps.breadth_first(), ps.depth_first(), "
+                    "ps.program.earliest_first() or ps.program.by_microbatch()",
                     rule="rules",
                 )
         if not isinstance(self.patience, Real) or not 0 <= self.patience < math.inf:
