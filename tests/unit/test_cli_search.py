@@ -86,6 +86,7 @@ def test_the_peak_is_below_the_limit(capsys: pytest.CaptureFixture[str]) -> None
         (["--placement", "spiral"], "no placement named 'spiral' here"),
         (["--memory-limit", "0.1"], "raise the limit"),
         (["--link", "0:5=3"], "ranks go from 0 to 1"),
+        (["--out", "best.csv", "--placement", "wave+bidirectional"], "name placements without +bidirectional"),
     ],
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:

@@ -73,7 +73,11 @@ def test_a_memory_limit_is_a_number_above_0(limit: float) -> None:
         ),
         ("2 stages,", "3 stages,", "line 1, column 1: the header says 3 stages, pipeline 0 places 2"),
         ("ranks 0 1", "ranks 0 2", "line 1, column 1: pipeline 0 names rank 2, but there are 2 ranks"),
-        ("ranks 0 1", "ranks 0 1, microbatches 0 1", "line 1, column 1: each of the 3 microbatches must be in one"),
+        (
+            "ranks 0 1",
+            "ranks 0 1, microbatches 0 1",
+            "line 1, column 1: each of the 3 microbatches must be in one pipeline's list, as in 'pipeline 0: ",
+        ),
         ("pipeline 0", "pipeline 1", "line 1, column 1: pipelines must be numbered from 0, got [1]"),
         (
             "pipeline 0: stages on ranks 0 1\n",

@@ -122,6 +122,11 @@ def search(
     if out is not None:
         from penstock.schedule.picture import save_either
 
+        if out.endswith(".csv") and outcome.best.program.placement.num_pipelines > 1:
+            raise Misuse(
+                f"--out {out}: torch's pipelining lacks several pipelines, and the best is {outcome.best.placement}; "
+                "name placements without +bidirectional, like --placement v-shape, or write .json"
+            )
         save_either(outcome.best.schedule, outcome.best.timeline, out)
     if json:
         print_json(_as_json(outcome, ranks, microbatches, given.assumed(ranks, model), out))

@@ -226,7 +226,8 @@ const schedules = (() => {
     if (pipelines.size > 1 || mine.get(0).length) {
       const listed = [...mine.values()].flat().sort((a, b) => a - b);
       if (listed.length !== microbatches || listed.some((m, at) => m !== at))
-        fail(1, 1, `each of the ${microbatches} microbatches must be in one pipeline's list, got ${list(listed)}`);
+        fail(1, 1, `each of the ${microbatches} microbatches must be in one pipeline's list, as in 'pipeline 0: stages ` +
+          `on ranks 0 1, microbatches 0 2', got ${list(listed)}`);
       for (const [k, found] of mine) for (const m of found) pipelineOf[m] = k;
     }
     if (!/^[A-Za-z0-9][A-Za-z0-9._+-]*$/.test(name))
@@ -266,7 +267,7 @@ const schedules = (() => {
         if (hosts.get(stage) !== rank)
           fail(rows.get(rank).line, 1, `stage ${stage} stands on ranks ${hosts.get(stage)} and ${rank}: rows alone do not say ` +
             "which pipelines there are; head them with 'schedule NAME: R ranks, S stages, N microbatches' " +
-            "and a line like 'pipeline 0: stages on ranks 0 1' for each");
+            "and a line like 'pipeline 0: stages on ranks 0 1, microbatches 0 2' for each");
       }
     }
     const stages = [...hosts.keys()].sort((a, b) => a - b);

@@ -397,7 +397,8 @@ def parse(text: str) -> Schedule:
             _fail(
                 1,
                 1,
-                f"each of the {num_microbatches} microbatches must be in one pipeline's list, got {listed}",
+                f"each of the {num_microbatches} microbatches must be in one pipeline's list, as in 'pipeline 0: "
+                f"stages on ranks 0 1, microbatches 0 2', got {listed}",
             )
         for k, found in mine.items():
             for m in found:
@@ -424,7 +425,7 @@ def _hosts_of(rows: Mapping[int, tuple[int, str, int]]) -> tuple[int, ...]:
                     1,
                     f"stage {stage} stands on ranks {hosts[stage]} and {rank}: rows alone do not say "
                     "which pipelines there are; head them with 'schedule NAME: R ranks, S stages, N microbatches' "
-                    "and a line like 'pipeline 0: stages on ranks 0 1' for each",
+                    "and a line like 'pipeline 0: stages on ranks 0 1, microbatches 0 2' for each",
                 )
     if sorted(hosts) != list(range(len(hosts))):
         _fail(
