@@ -45,8 +45,8 @@ def simulate(
 
     Args:
         schedule: what runs. It need not be proved before.
-        costs: of each stage; by default F = I = W = 1 ms for each rank's share of the model (`Costs.assumed`). Updates
-            and ops of registered kinds take no time where these do not name them; a program's `all_costs` do.
+        costs: of each stage; by default F = I = W = 1 ms for each rank's share of the model (`Costs.assumed`).
+            Updates and ops of registered kinds take no time where these do not name them; a program's `all_costs` do.
         links: delays in ms (pure latency), or conditions: latency, occupancy, bandwidth and loss that may change
             over time; by default messages arrive at once. `Lines` continue from the messages that an earlier run left
             on them. `Lines`, losses and random delays are not compiled: a million ops take some ten seconds.
