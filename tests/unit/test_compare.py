@@ -153,6 +153,14 @@ def test_links_and_dispatch_are_those_of_the_simulation(compare: Any) -> None:
     assert "links 1:2=latency:20ms, all others latency:1ms and hinted dispatch" in told
 
 
+def test_what_takes_no_time_is_told(compare: Any, place: Path) -> None:
+    ps.build("distmm", 4, 8).save(place / "towers.json")
+    code, out, err = compare("{place}/towers.json --steps 0 --costs {place}/costs.json --microbatches 8")
+    assert (code, err) == (0, "")
+    assert "note  simulated in 0 ms, as the costs do not name them: GATHER of towers" in out
+    assert "0 ms" not in compare("1f1b --steps 0 --costs {place}/costs.json")[1]
+
+
 def test_who_fits(compare: Any) -> None:
     line = "1f1b gpipe zb-h1 zb-v --steps 0 --costs gpt2-7b --microbatches 12"
     code, out, err = compare(f"{line} --memory-limit 35GiB --json")

@@ -30,7 +30,7 @@ from penstock.cli.options import (
 from penstock.cli.output import in_colour, print_json, table
 from penstock.cost import LinkCondition
 from penstock.formats.costs import uneven_json
-from penstock.schedule.op import UPDATE
+from penstock.simulation.simulator import untimed_kinds
 
 if TYPE_CHECKING:
     from penstock.runtime import Emulation
@@ -184,18 +184,9 @@ def _as_json(
         }
         | {"uneven": uneven_json(costs)},
         "assumed": assumed,
-        "untimed": _untimed(plan, costs),
+        "untimed": untimed_kinds(plan, costs),
         "links": _links_json(links),
     }
-
-
-def _untimed(plan: ps.Schedule, costs: ps.Costs) -> list[str]:
-    """Kinds of op that take no time because the costs do not name them: registered ones, and updates."""
-    ops = {(registered.kind, registered.stage) for registered in plan.graph.registered}
-    if plan.updates is not None:
-        ops |= {(UPDATE, stage) for stage in range(plan.num_stages)}
-    known = {kind for kind, *_ in costs.other_entries} | {kind for kind, stage in ops if costs.duration(kind, stage)}
-    return sorted({kind for kind, _ in ops} - known)
 
 
 def _links_json(links: ps.Links) -> dict[str, Any]:
@@ -261,7 +252,7 @@ def _print(
 
     if assumed is not None:
         print(f"assumed       {assumed}")
-    if untimed := _untimed(timeline.schedule, costs):
+    if untimed := untimed_kinds(timeline.schedule, costs):
         times = 'its time, as "other"' if len(untimed) == 1 else 'their times, as "other"'
         print(
             f"untimed       {' and '.join(untimed)} take{'s' * (len(untimed) == 1)} 0 ms; a file for --costs gives "

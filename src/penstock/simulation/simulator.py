@@ -11,6 +11,7 @@ from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, Policy
 from penstock.renamed import refuse_old
 from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.op import UPDATE
 from penstock.schedule.send_recv import remove_communication
 from penstock.simulation.auto import choose
 from penstock.simulation.memory import frozen_caps, frozen_peaks, memory_changes
@@ -144,3 +145,12 @@ def as_dispatch(value: Dispatch | str) -> Dispatch:
             "which knows when each op is due",
             rule="dispatch",
         ) from None
+
+
+def untimed_kinds(schedule: Schedule, costs: Costs) -> list[str]:
+    """Kinds of op that take no time because the costs do not name them: registered ones, and updates."""
+    ops = {(registered.kind, registered.stage) for registered in schedule.graph.registered}
+    if schedule.updates is not None:
+        ops |= {(UPDATE, stage) for stage in range(schedule.num_stages)}
+    known = {kind for kind, *_ in costs.other_entries} | {kind for kind, stage in ops if costs.duration(kind, stage)}
+    return sorted({kind for kind, _ in ops} - known)

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.cost import Costs
 from penstock.schedule import Schedule
+from penstock.simulation.simulator import untimed_kinds
 from penstock.train.checks import SettingsError
 from penstock.train.compare.contenders import shown_name
 from penstock.train.compare.page import write_page
@@ -61,7 +63,12 @@ def compare(
     inputs = _gather(contenders) if trains else []
     run.links.check_ranks(contenders[0].ranks)
     costs = source()
-    rows = [_simulated(settings, plan, costs, run) for settings, plan in zip(contenders, schedules, strict=True)]
+    rows, untimed = [], []
+    for settings, plan in zip(contenders, schedules, strict=True):
+        of_stages = costs.costing(plan)
+        rows.append(_simulated(settings, plan, of_stages, run))
+        if kinds := untimed_kinds(plan, of_stages):
+            untimed.append(f"{' and '.join(kinds)} of {rows[-1].name}")
     if memory_limit is not None and any(row.simulated.memory is None for row in rows):
         raise SettingsError(
             f"{costs.words} do not say what weights take, so that nobody knows what fits into --memory-limit; give "
@@ -79,7 +86,7 @@ def compare(
         first.microbatches,
         first.ranks,
         tokens,
-        _notices(contenders, trains),
+        [*_notices(contenders, trains), *_said_of_times(untimed)],
         run,
         memory_limit,
     )
@@ -94,9 +101,16 @@ def _gather(contenders: Sequence[Settings]) -> list[Inputs]:
     return found
 
 
-def _simulated(settings: Settings, schedule: Schedule, costs: CostSource, run: SimulatedRun) -> Compared:
-    found = simulated(settings, schedule, costs.costing(schedule), run)
+def _simulated(settings: Settings, schedule: Schedule, costs: Costs, run: SimulatedRun) -> Compared:
+    found = simulated(settings, schedule, costs, run)
     return Compared(shown_name(settings.schedule), settings.passes.steps, found)
+
+
+def _said_of_times(untimed: Sequence[str]) -> list[str]:
+    """Of ops that look faster than they are, as the costs do not name them."""
+    if not untimed:
+        return []
+    return [f"simulated in 0 ms, as the costs do not name them: {', '.join(untimed)}"]
 
 
 def _train(rows: Sequence[Compared], inputs: Sequence[Inputs], out: Path | None, say: Say) -> list[Compared]:
