@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
+import penstock as ps
 from penstock.runtime.transport.choose import NAMES
 from penstock.train import run_job
 from penstock.train.checks import SettingsError
@@ -246,3 +247,11 @@ def refuse(given: dict[str, Any]) -> None:
 def test_a_run_takes_every_transport_that_a_pipeline_has() -> None:
     assert ROUTES == NAMES
     assert [Settings(transport=name).transport for name in ROUTES] == list(NAMES)
+
+
+def test_ops_with_a_function_of_somebodys_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    look = ps.NewOp("LOOK", stage=0, after={("B", 0): 2})
+    path = tmp_path / "look.json"
+    ps.Program(ps.placements.one_to_one(2), 4, ops=[look]).build().save(path)
+    with pytest.raises(SettingsError, match=r"ops of kind LOOK.*ps\.Pipeline\(\.\.\., ops=\{'LOOK': function\}\)"):
+        gather_inputs(Settings(schedule=str(path), ranks=2, microbatches=4, preset="nano"))

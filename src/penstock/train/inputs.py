@@ -16,13 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.data import Corpus
 from penstock.models import parallelize
+from penstock.passes.reduce import REDUCE
 from penstock.runtime import MuonAdamW, Pipeline, RuntimeFailure
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
 from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.versions.rules import rule_of
+from penstock.runtime.stage.registered_ops import offloads
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
+from penstock.schedule.offload import OFFLOAD, RELOAD
 from penstock.train.mesh_sizes import check_ties
 from penstock.train.planned_batches import recorded_batches
 from penstock.train.settings import Settings, SettingsError
@@ -52,6 +55,7 @@ def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
         SettingsError, ScheduleError, PartitionError, DataError, DecoderError: in one or two lines.
     """
     schedule = settings.build_schedule()
+    _check_ops(settings, schedule)
     _check_transport(settings, device_of(settings))
     _check_rule(settings, schedule, optimizer_class(settings))
     task = open_task(settings, schedule)
@@ -68,6 +72,16 @@ def mesh_of(settings: Settings) -> DeviceMesh | None:
         return None
     sizes = settings.ranks, settings.dp, settings.tp
     return init_device_mesh(device_of(settings).type, sizes, mesh_dim_names=("pp", "dp", "tp"))
+
+
+def _check_ops(settings: Settings, schedule: Schedule) -> None:
+    """Raises SettingsError for ops that run a function of somebody's, which no option gives."""
+    known = {REDUCE, *((OFFLOAD, RELOAD) if offloads(schedule, ()) else ())}
+    if own := sorted({registered.kind for registered in schedule.graph.registered} - known):
+        raise SettingsError(
+            f"--schedule {settings.schedule} has ops of kind {own[0]}; penstock train does not know what they do: "
+            f"train it from a script, with ps.Pipeline(..., ops={{{own[0]!r}: function}})"
+        )
 
 
 def _check_transport(settings: Settings, device: torch.device) -> None:
