@@ -36,6 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = random.Random(1)
     (folder / "text.txt").write_text(" ".join(draw.choice(["rank", "stage", "op", "window"]) for _ in range(2000)))
     (folder / "costs.json").write_text('{"f": 1, "i": 1, "w": 1}')
+    (folder / "stages.json").write_text('{"f": [1, 1, 1, 1], "i": 1, "w": 1}')
     ps.build("zb-h1", 4, 6).save(folder / "mine.json")
     ps.build("zb-h1", 4, 6).save(folder / "1f1b.json")
     ps.build("amdp", 4, 16, window=8).save(folder / "pass.json")
@@ -251,6 +252,8 @@ def test_all_train_as_many_steps() -> None:
         ("1f1b amdp --ranks 3", ["amdp", "got 3"]),
         ("1f1b xpipe --optimizer SGD", ["--optimizer SGD", "Adam's two moments"]),
         ("--costs {place}/costs.json zb-v 1f1b", ["costs.json has times per stage", "1f1b has 4 stages"]),
+        ("--costs {place}/stages.json 1f1b zb-v", ["stages.json has times per stage", "zb-v has 8"]),
+        ("--costs {place}/stages.json zb-v 1f1b", ["field 'f' has 4 entries; give one per stage, 8"]),
         ("--costs nowhere", ["nowhere", "neither a file nor a preset"]),
         ("--batch 3", ["batch of 3"]),
         ("--steps -1", ["--steps"]),

@@ -188,7 +188,6 @@ def _given(costs: str) -> CostSource:
     stages: dict[int, str] = {}
 
     def costing(schedule: Schedule) -> Costs:
-        read = read_costs(costs, schedule.num_stages)
         stages.setdefault(schedule.num_stages, schedule.name)
         if len(stages) > 1 and not are_of_a_model(costs):
             (few, one), (many, other) = sorted(stages.items())
@@ -197,7 +196,7 @@ def _given(costs: str) -> CostSource:
                 "would be of unequal size. Give a preset or a profile, whose layers are cut for each "
                 "schedule, or compare schedules with as many stages"
             )
-        return read
+        return read_costs(costs, schedule.num_stages)
 
     return CostSource(f"the costs of {costs}", None, costing)
 
