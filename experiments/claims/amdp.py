@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
 
-from experiments.amdp import table1, table3, table4, table5
+from experiments.amdp import convergence, table1, table3, table4, table5
 from experiments.amdp.command import simulated_row
 from experiments.amdp.methods import trial_of
 from experiments.amdp.setups import Setup
@@ -67,6 +67,16 @@ def over_synchronous(method: str) -> Value:
             return None
         by = {row["method"]: row["final"] for row in rows}
         return by[method] / by["synchronous"] - 1 if method in by and by[method] is not None else None
+
+    return value
+
+
+def by_protocol(model: str, method: str) -> Value:
+    """The final loss over the synchronous one's with the same optimizer, a mean over seeds, by training."""
+
+    def value(rows: Sequence[Row], how: str) -> float | None:
+        of_row = [row for row in rows if (row["part"], row["model"], row["name"]) == ("table 1", model, method)]
+        return None if how == "simulated" or not of_row else convergence.over_synchronous(rows, model, of_row)
 
     return value
 
@@ -149,6 +159,28 @@ CLAIMS = (
             ("pipedream", None),
         )
     ),
+    *(
+        Claim(
+            "Figure 7 by protocol",
+            f"final loss over the synchronous one, {method}, {model}, three seeds",
+            paper,
+            "amdp/convergence",
+            by_protocol(model, method),
+            "amdp/convergence",
+            digits=4,
+            show="{:+.2%}",
+        )
+        for model in ("GPT", "BERT")
+        for method, paper in (
+            ("amdp", 0.007),
+            ("amdp, predicting", None),
+            ("amdp, Muon", None),
+            ("pipedream-2bw", None),
+            ("xpipe", None),
+            ("pipedream", None),
+            ("vnag", None),
+        )
+    ),
 )
 
 
@@ -156,4 +188,12 @@ def _learning(rows: Sequence[Row]) -> Iterable[str]:
     return table5.lines(rows, facts_of("amdp/table5")["throughput"])
 
 
-PAPER = read_paper("amdp", CLAIMS, {"Table 5": _learning, "Figure 9": table5.curve_lines})
+def _by_protocol(rows: Sequence[Row]) -> Iterable[str]:
+    return convergence.lines(rows, facts_of("amdp/convergence").get("times", ()))
+
+
+PAPER = read_paper(
+    "amdp",
+    CLAIMS,
+    {"Table 5": _learning, "Figure 9": table5.curve_lines, "Figure 7 by protocol": _by_protocol},
+)
