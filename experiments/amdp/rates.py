@@ -7,7 +7,7 @@ Figure 7's task. The synchronous loss is that of whole batches as one microbatch
 With Adam a mode of the loss begins to oscillate where its curvature (preconditioned) times the rate is above
 2 (1 + b1) / (1 - b1), 38 at b1 = 0.9; where a share s of the gradient is one update late, above 1/s if that is less.
 Training comes to that edge by itself (Cohen et al. 2022, arXiv 2207.14484), the sooner the higher the rate. In
-windows of 4d microbatches s is a quarter on AMDP's first stages. So a delay costs most at the rate that is best
+windows of 4d microbatches s is a quarter on AMDP's first stages. So a delay costs most above the rate that is best
 without it, and little where a low rate or a noisy gradient keeps training away from the edge.
 """
 
