@@ -157,3 +157,15 @@ def test_messages_count_too_and_the_bound_stays_that_of_activations_alone(
 def test_limits_that_are_refused(verb: list[str], limit: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*verb, "--memory-limit", limit]) != 0
     assert words in capsys.readouterr().err
+
+
+def test_what_is_held_above_the_limit_is_that_of_the_capped_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: messages were added to activations of a run with another cap, so that a rank could hold more."""
+    given = ["simulate", "1f1b", "--costs", "gpt2-7b", "--ranks", "4", "--microbatches", "12", "--link", "1:2=40"]
+    schedule, costs, links = ps.build("1f1b", 4, 12), ps.cost.costs_preset("gpt2-7b"), ps.Links({(1, 2): 40.0})
+    room = ps.simulation.room_for_activations(schedule.placement, costs, 44 * 2**30)
+    held = ps.footprint(schedule, costs, links, dispatch="hinted", memory_limit=room)
+    assert held.peak > ps.footprint(schedule, costs, links, dispatch="hinted").peak
+    for limit, code in ((44 * 2**30, 0), (int(held.peak) + 1, 0), (int(held.peak) - 1, 2)):
+        assert main([*given, "--dispatch", "hinted", "--memory-limit", f"{limit}B", "--json"]) == code
+    assert "MiB more than --memory-limit" in capsys.readouterr().out

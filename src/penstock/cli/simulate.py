@@ -6,6 +6,7 @@ penstock simulate zb --ranks 4 --microbatches 12 --warmup 7,5,3,1 --f 10 --i 10 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -101,7 +102,8 @@ def simulate(
     mode = options.transport_of(transport)
     cap = _cap(given, memory_limit, chosen, plan, dispatch)
     timeline = ps.simulate(plan, chosen, links=links, dispatch=dispatch, transport=mode, memory_limit=cap)
-    if over := costs_options.above_limit(memory_limit, lambda: ps.footprint(plan, chosen, links, dispatch=dispatch)):
+    held = partial(ps.footprint, plan, chosen, links, dispatch=dispatch, memory_limit=cap)
+    if over := costs_options.above_limit(memory_limit, held):
         raise Misuse(
             f"rank {over.index(max(over))} holds {max(over) / 2**20:,.3g} MiB more than --memory-limit "
             f"{memory_limit}, as its messages take room too; raise the limit by as much"

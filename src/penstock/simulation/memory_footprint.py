@@ -108,6 +108,7 @@ def footprint(
     links: Links | None = None,
     *,
     dispatch: Dispatch | str = "frozen",
+    memory_limit: float | Sequence[float] | None = None,
     sharding: str = "copies",
     masters: bool = False,
 ) -> Footprint:
@@ -122,6 +123,7 @@ def footprint(
         costs: of its stages, with `weight_bytes`.
         links: delays or conditions of the run; messages arrive at once where not given.
         dispatch: of the run.
+        memory_limit: of activations in the run, as for `simulate`.
         sharding: "copies": only the copy that owns a stage has the optimizer's state, and sends the parameters of
             each update to the others (ZeRO; AMDP, section 3.4). "none": each copy has it. "zero1" and
             "fsdp" are about replicas, of which a schedule knows none, and count as "copies".
@@ -143,7 +145,7 @@ def footprint(
         AMDP, section 3.4: optimizer state over several pipelines.
     """
     _require_weights(costs, sharding)
-    timeline = simulate(schedule, costs, links=links, dispatch=dispatch)
+    timeline = simulate(schedule, costs, links=links, dispatch=dispatch, memory_limit=memory_limit)
     versions, buffers = count_versions(schedule), count_buffers(schedule)
     if masters and schedule.updates is not None and schedule.updates.rule in PREDICTING:
         versions = dict.fromkeys(versions, 1)
