@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import penstock as ps
-from experiments.amdp.merging import Merged, merged
+from experiments.amdp.merging import merged
 from experiments.amdp.together import RunByRun, SumOfLosses, joined, stacked
 from experiments.common.results import Row
 from penstock.data import Batches, Corpus, MaskedText, open_corpus, validation_batches
@@ -210,23 +210,21 @@ class Passes:
         seeds = [each.seed for each in tasks]
         loss_fn = BERTLoss() if isinstance(task.config, BERTConfig) else CrossEntropy()
         self._sum = SumOfLosses(loss_fn, len(tasks)) if len(tasks) > 1 else None
-        self._merged = self._schedules(merges)
+        schedule = self._schedule()
+        self._members: Sequence[Sequence[int]] | None = None
+        """Of each microbatch that is run those of the method's own; None where they are the same."""
+        if merges and not method.is_synchronous and window > 1:
+            found = merged(schedule)
+            schedule, self._members = found.schedule, found.members
         self._pipe = ps.Pipeline(
             [functools.partial(_stage_of, task.config, part, seeds) for part in cut(task.config)],
-            self._merged.schedule,
+            schedule,
             loss_fn=self._sum or loss_fn,
             optimizer=_optimizer_of(methods),
             parallel=ps.ParallelOptions(
                 sharding="copies" if method.rule is None else "none"
             ),  # predictions are made on every copy
         )
-
-    def _schedules(self, merges: bool) -> Merged:
-        """What is run in place of the method's own schedule."""
-        schedule = self._schedule()
-        if merges and not self._method.is_synchronous and self._window > 1:
-            return merged(schedule)
-        return Merged(schedule, tuple((microbatch,) for microbatch in range(schedule.num_microbatches)))
 
     def _schedule(self) -> ps.Schedule:
         """Of a window where updates are no ops, of all batches of a pass where they are."""
@@ -272,16 +270,9 @@ class Passes:
                     microbatches += split(side, num, "samples")
             for runs, microbatches in zip(of_sides, found, strict=True):
                 runs.append(microbatches)
-        inputs, targets = (
-            [joined([run[m] for run in runs for m in group]) for group in self._groups(len(runs[0]))]
-            for runs in of_sides
-        )
+        groups = self._members or [(m,) for m in range(len(of_sides[0][0]))]
+        inputs, targets = ([joined([run[m] for run in runs for m in group]) for group in groups] for runs in of_sides)
         return inputs, targets
-
-    def _groups(self, num: int) -> Sequence[Sequence[int]]:
-        """The microbatches that are one, of so many; a synchronous schedule is of one window and runs often."""
-        members = self._merged.members
-        return [(m,) for m in range(num)] if self._method.is_synchronous else members
 
     def evaluate(self) -> list[float]:
         """Each run's mean over the text held out."""

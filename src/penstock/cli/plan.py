@@ -149,7 +149,7 @@ def plan(
         bound, left = found.lower_bound, room  # of activations alone, so the bound holds for all that fits
         messages = [0.0] * ranks
         for again in range(1 + MOST_AGAIN):
-            held = cache(partial(ps.footprint, found.schedule, chosen, links, dispatch=dispatch))
+            held = cache(partial(ps.footprint, found.schedule, chosen, links, dispatch=dispatch, memory_limit=room))
             if not costs_options.above_limit(memory_limit, held):
                 break
             if again == MOST_AGAIN:

@@ -19,6 +19,7 @@ from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.op import UPDATE
 from penstock.schedule.updates import OWNER
 from penstock.simulation import TimedOp, Timeline, simulate
+from penstock.simulation.simulator import untimed_kinds
 
 Drawable = Schedule | Timeline
 
@@ -181,8 +182,7 @@ def _in_halves(row: list[TimedOp], backward_of: dict[Op, Op]) -> list[TimedOp]:
 
 def _other_kinds(schedule: Schedule) -> list[str]:
     """The kinds of op that no costs are assumed for: registered ones and updates."""
-    registered = {each.kind for each in schedule.graph.registered}
-    return sorted(registered) + ([UPDATE] if schedule.updates is not None else [])
+    return untimed_kinds(schedule, Costs.assumed(schedule.num_ranks, schedule.placement))
 
 
 def _in_units(schedule: Schedule) -> Timeline:
