@@ -13,7 +13,7 @@ import torch
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import OpTable
 from penstock.runtime.execute.handlers.registered import RegisteredOps
-from penstock.runtime.execute.handlers.torch_ops import TorchOps
+from penstock.runtime.execute.handlers.torch_ops import TorchOps, with_inputs_on
 from penstock.runtime.execute.handlers.updating import UpdatingOps
 from penstock.runtime.execute.launched_ops import AHEAD, DeviceQueue, LaunchedOps, lanes_of, queue_of
 from penstock.runtime.execute.plan import StepPlan
@@ -148,6 +148,8 @@ class TorchDevices:
         launched = None if self._queue is None else self._launched_ops(self._queue, schedule)
         if self._updating is not None and training:
             handlers = UpdatingOps(handlers, self._updating, rank, plan.wiring.tied_values, meeting).handlers
+        if model.device.type != "cpu":
+            handlers = {kind: with_inputs_on(model.device, handler) for kind, handler in handlers.items()}
         if not schedule.graph.registered:
             return OpTable(handlers, launched=launched)
         select = model.copies.select if training else None

@@ -67,7 +67,7 @@ class Cast:
 
     def gradient(self, part: Tensor) -> Tensor:
         """A gradient of the cast as one of `root`."""
-        return part.to(self.root.device, self.root.dtype).reshape(self.root.shape)
+        return part.to(self.root.dtype).reshape(self.root.shape)
 
     def take(self) -> None:
         """From now on the cast's gradient goes to `taken` and not to the parameter."""
@@ -407,12 +407,12 @@ class TiedGradients:
                 continue
             if slot not in stand_ins:
                 for part in came.apart:
-                    run_backward([parameter], [as_shard(part.to(parameter.device), parameter)])
+                    run_backward([parameter], [as_shard(part, parameter)])
             direct = came.direct
             if slot not in stand_ins and cast is None:
                 direct = came.whole()
             if direct is not None:
-                starts.append((parameter, as_shard(direct.to(parameter.device), parameter)))
+                starts.append((parameter, as_shard(direct, parameter)))
             if came.cast is not None and cast is not None:
                 starts.append((cast.root, cast.gradient(came.cast)))
         for slot in stand_ins:

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.aliases import storage_of
+from penstock.runtime.tensors.message import Payload
 
 _LEAST_COVERED = 0.5
 """The share of a tensor's memory that must be saved for all of it to be moved."""
@@ -131,11 +132,22 @@ class HostMemory:
 
 
 def copied_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """A tensor on another device. From host memory to a GPU it is copied behind what the GPU runs, by way of pinned
-    memory, as the host would have to wait for a copy from any other."""
+    """A tensor on a device; itself, where it lies there.
+
+    From host memory to a GPU it is copied behind what the GPU runs, by way of pinned memory, as the host would have
+    to wait for a copy from any other.
+    """
     if device.type != "cuda" or tensor.is_cuda or tensor.requires_grad or not tensor.is_contiguous():
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def on_device(device: torch.device, payload: Payload) -> Payload:
+    """A payload whose tensors lie on a device; the same one where all of them do."""
+    if all(leaf is None or leaf.device == device for leaf in payload.leaves):
+        return payload
+    leaves = [None if leaf is None else copied_to(device, leaf) for leaf in payload.leaves]
+    return Payload(leaves, payload.skeleton, payload.needs_grad)
 
 
 class HostCopy:

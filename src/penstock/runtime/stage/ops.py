@@ -95,7 +95,7 @@ class StepSettings:
 
 
 class StageRunner:
-    """One stage on this rank.
+    """One stage on this rank. What it receives lies on its device.
 
     Args:
         is_last: whether its output is what the loss takes.
@@ -225,9 +225,6 @@ class StageRunner:
             self._forward_keeping_all(m, self._kept.pop(m))
 
     def _forward_keeping_input(self, m: int, received: Payload | None) -> Payload:
-        if received is not None:
-            leaves = [None if leaf is None else leaf.to(self._device) for leaf in received.leaves]
-            received = Payload(leaves, received.skeleton, received.needs_grad)
         value, _, kept = self._input(m, received, copied=True)
         with self._buffers.noted(m), self._casting(), keeping_nothing():
             output = self._call(value, m)
@@ -304,7 +301,7 @@ class StageRunner:
             # Microbatches cut from one tensor count its changes together: one in place would look like one in all.
             given = [leaf if leaf.requires_grad else leaf.data for leaf in leaves]
             return unflatten(given, skeleton), _NO_ENTRY, _NOTHING_KEPT
-        leaves = [self._moved(leaf) for leaf in received.leaves if leaf is not None]
+        leaves = [leaf for leaf in received.leaves if leaf is not None]
         if copied:
             leaves = [copy_of(leaf) for leaf in leaves]
         elif received.skeleton == 0 and received.needs_grad == _WANTED and self.settings.training:  # most stages
@@ -327,11 +324,7 @@ class StageRunner:
 
     def _on_device(self, value: Any) -> Any:
         leaves, skeleton = flatten(value)
-        return unflatten([self._moved(leaf) for leaf in leaves], skeleton)
-
-    def _moved(self, leaf: Tensor) -> Tensor:
-        """A tensor on the stage's device."""
-        return leaf if leaf.device == self._device else copied_to(self._device, leaf)
+        return unflatten([copied_to(self._device, leaf) for leaf in leaves], skeleton)
 
     def _call(self, value: Any, m: int) -> Any:
         seed = self.settings.seed
@@ -465,7 +458,7 @@ class StageRunner:
                     if changed and output._is_view():
                         torch.autograd.graph.increment_version(output)
             outputs = [output for output, g in zip(outputs, received.leaves, strict=True) if g is not None]
-            gradients = [self._moved(g) for g in received.leaves if g is not None]
+            gradients = [g for g in received.leaves if g is not None]
         if also:
             outputs = [*outputs, *(tensor for tensor, _ in also)]
             gradients += [gradient for _, gradient in also]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
@@ -12,12 +13,26 @@ from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import Handler
 from penstock.runtime.parameters.tied_gradients import TiedGradients
 from penstock.runtime.stage.branches import Junctions, is_plain
+from penstock.runtime.stage.host_memory import on_device
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.wiring import Station
 from penstock.schedule import Op, Schedule
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
+
+
+def with_inputs_on(device: torch.device, handler: Handler) -> Handler:
+    """A handler whose op finds all that came on the stages' device.
+
+    Most transports bring it into host memory, and what an op adds it to, or joins it with, may never have left the
+    device.
+    """
+
+    def handle(station: Station, inputs: Sequence[Payload]) -> Sequence[Payload]:
+        return handler(station, [on_device(device, payload) for payload in inputs])
+
+    return handle
 
 
 class TorchOps:
