@@ -384,13 +384,20 @@ class LateLines:
     """What NCCL's lines ask of a device and of torch.distributed, over gloo: a wait for a message returns at once, as
     NCCL's does for the host, and only a look at it tells whether it has come.
 
-    Whoever posts a receive elsewhere than on its stream, or into a buffer that is still in use, is found out.
+    Whoever posts a receive elsewhere than on its stream, or into a buffer that is still in use, is found out; and so
+    is who takes a message of a line that was aborted for one that has come: it counts as completed, with no error and
+    with nonsense in it, as NCCL's does.
+
+    Args:
+        fails_at: the receive whose line fails by itself, as where a connection is reset; None for none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fails_at: int | None = None) -> None:
         self._here = threading.local()
         self._in_use: set[int] = set()
-        self.num_waits = self.num_looks = 0
+        self._messages: list[LateMessage] = []
+        self.fails_at = fails_at
+        self.num_waits = self.num_looks = self.num_receives = self.num_aborts = 0
 
     # The streams.
 
@@ -420,21 +427,51 @@ class LateLines:
         return getattr(dist, name)
 
     def isend(self, buffer: Tensor, **ends: Any) -> LateMessage:
-        return LateMessage(self, dist.isend(buffer, **ends))
+        return self._under_way(LateMessage(self, dist.isend(buffer, **ends), ends["group"]))
 
     def irecv(self, buffer: Tensor, **ends: Any) -> LateMessage:
         assert self._here.stream == "receives", "posted where it waits for what computes"
         assert buffer.data_ptr() not in self._in_use, "posted into a buffer that is still read"
-        return LateMessage(self, dist.irecv(buffer, **ends))
+        self.num_receives += 1
+        fails = self.num_receives == self.fails_at
+        work = None if fails else dist.irecv(buffer, **ends)
+        return self._under_way(LateMessage(self, work, ends["group"], buffer))
+
+    def _under_way(self, message: LateMessage) -> LateMessage:
+        self._messages.append(message)
+        return message
+
+    def abort(self, group: Any) -> None:
+        """What a group of the lines does in the place of torch's own."""
+        self.num_aborts += 1
+        for message in self._messages:
+            if message.group is group:
+                message.abort()
 
 
 class LateMessage:
-    """A message under way."""
+    """A message under way.
 
-    def __init__(self, lines: LateLines, work: Any) -> None:
-        self._lines, self._come = lines, threading.Event()
+    Args:
+        work: of gloo's; None where the line fails.
+        into: the buffer of a receive.
+    """
+
+    def __init__(self, lines: LateLines, work: Any, group: Any, into: Tensor | None = None) -> None:
+        self._lines, self._come, self.group, self._into = lines, threading.Event(), group, into
         self._error: BaseException | None = None
-        threading.Thread(target=self._wait_for, args=(work,), daemon=True).start()
+        if work is None:
+            self._error = dist.DistBackendError("NCCL error: remote process exited or there was a network error")
+            self._come.set()
+        else:
+            threading.Thread(target=self._wait_for, args=(work,), daemon=True).start()
+
+    def abort(self) -> None:
+        """It counts as completed."""
+        if not self._come.is_set():
+            if self._into is not None:
+                self._into.fill_(119)
+            self._come.set()
 
     def _wait_for(self, work: Any) -> None:
         try:

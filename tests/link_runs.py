@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock as ps
+from device_queues import LateLines
+from penstock.runtime.transport import choose, nccl
 from penstock.runtime.transport.acknowledgements import Acknowledgements
 from penstock.runtime.transport.failover.retried import RetriedGroup
 from penstock.runtime.transport.gloo import GlooTransport
@@ -27,6 +30,8 @@ SILENCE = 1.0
 """Seconds from when a network goes silent to when it is known: a rank comes to wait meanwhile for what won't come."""
 POINTS = {
     "sending": (GlooTransport, "_isend"),
+    "sending by a line": (nccl.DeviceLines, "send"),
+    "receiving by a line": (nccl.DeviceLines, "receive"),
     "receiving": (GlooTransport, "_accept"),
     "acknowledging": (Acknowledgements, "answer"),
     "asking for room": (GlooTransport, "has_room"),
@@ -45,10 +50,12 @@ class LinkCase:
     cuts: (rank, point, which call of it, whether after it); none: nothing is cut.
     unanswered: from which of rank 1's acknowledgements on none leaves, as where a network goes silent; some SILENCE
         later all ranks leave it. None: all leave.
+    fails_at: which receive of rank 1 by a line between devices fails by itself; None: none.
     """
 
     cuts: tuple[tuple[int, str, int, bool], ...] = ()
     unanswered: int | None = None
+    fails_at: int | None = None
     dp: int = 1
     sharding: str = "none"
     dispatch: str = "dynamic"
@@ -61,7 +68,7 @@ class LinkCase:
 
     @property
     def uncut(self) -> LinkCase:
-        return replace(self, cuts=(), unanswered=None)
+        return replace(self, cuts=(), unanswered=None, fails_at=None)
 
 
 def trainings(rank: int, cases: Sequence[LinkCase]) -> list[dict[str, Any]]:
@@ -70,7 +77,29 @@ def trainings(rank: int, cases: Sequence[LinkCase]) -> list[dict[str, Any]]:
     return [training(rank, case) for case in cases]
 
 
+@contextmanager
+def lines_over_gloo(rank: int, case: LinkCase) -> Iterator[LateLines]:
+    """Lines between devices that are gloo's, as there is no GPU; they are aborted as NCCL's are."""
+    lines = LateLines(case.fails_at if rank == 1 else None)
+
+    def made(group: Any, timeout: float, wiring: Any, device: torch.device) -> nccl.DeviceLines:
+        return nccl.DeviceLines(group, nccl.lines_of(wiring), "gloo", timeout, device, lines)
+
+    with pytest_patch() as patch:
+        patch(choose, "_lines", made)
+        patch(nccl, "dist", lines)
+        patch(dist.ProcessGroup, "abort", lambda group: lines.abort(group))
+        yield lines
+
+
 def training(rank: int, case: LinkCase) -> dict[str, Any]:
+    with lines_over_gloo(rank, case) as lines:
+        told = _training(rank, case)
+    assert (lines.num_aborts > 0) == (case.transport == "nccl" and case != case.uncut), case
+    return told
+
+
+def _training(rank: int, case: LinkCase) -> dict[str, Any]:
     torch.manual_seed(0)
     first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     if case.tied:

@@ -2,16 +2,17 @@
 
     python benchmarks/faults/links.py --transport gloo --transport delegate --out benchmarks/faults/links.json
     python benchmarks/faults/links.py --transport direct --transport late --out benchmarks/faults/bounded.json
-    python benchmarks/faults/links.py --readme        writes the README's table from bounded.json
+    python benchmarks/faults/links.py --transport nccl --out benchmarks/faults/nccl.json      needs a GPU
+    python benchmarks/faults/links.py --readme        writes the README's tables from bounded.json and nccl.json
 
 A cell is
 
-- a transport: "gloo", by which "host" goes between hosts too, "delegate", "direct", or "late", which is gloo with
-  messages that arrive 20 ms later by injected conditions;
+- a transport: "gloo", by which "host" goes between hosts too, "delegate", "direct", "late", which is gloo with
+  messages that arrive 20 ms later by injected conditions, or "nccl", with all ranks on one GPU of which each thinks
+  that it is another host's, so that NCCL goes by a network of the lab;
 - a mesh: pp (a rank on each of two hosts), or pp x dp (four ranks on two hosts, so that both the links of a pipeline
   and those between its replicas cross);
-- a network: 0, on which gloo meets, sums and agrees and all but "delegate" carry messages, or 1, which delegates
-  prefer;
+- a network: 0, on which gloo meets, sums and agrees and carries messages, or 1, by which "delegate" and "nccl" do;
 - how it is cut: "interface" (of one of the hosts, whose kernel knows at once) or "silent" (the network carries
   nothing, and nobody is told).
 
@@ -48,9 +49,9 @@ from penstock.bench.readme import write_between
 from penstock.bench.record import command, commit, machine
 from penstock.lab import HostProcess, Lab
 
-TRANSPORTS = ("gloo", "delegate", "direct", "late")
+TRANSPORTS = ("gloo", "delegate", "direct", "late", "nccl")
 MESHES, NETWORKS, HOWS = ("pp", "pp x dp"), (0, 1), ("interface", "silent")
-CARRYING = {"gloo": 0, "delegate": 1, "direct": 0, "late": 0}
+CARRYING = {"gloo": 0, "delegate": 1, "direct": 0, "late": 0, "nccl": 1}
 """Transports, and by which network their messages go."""
 LATE = {"pp": "0:1=latency:20ms", "pp x dp": "0:2=latency:20ms 1:3=latency:20ms"}
 """Between the stages of each pipeline, over "late". Over replicas links join nodes, numbered rank * dp + replica."""
@@ -87,8 +88,15 @@ def rank_main(job: LinkJob) -> int:
     import torch.distributed as dist
 
     from penstock.runtime.launch import init_process
+    from penstock.runtime.mesh.interfaces import names_of
 
     torch.set_num_threads(1)
+    if job.transport == "nccl":  # before CUDA or NCCL have read the environment
+        interface = os.environ["PENSTOCK_INTERFACES"].split(",")[0]  # that which delegates prefer
+        os.environ |= {
+            "NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "=" + names_of(interface)[0],
+            "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1",
+        }  # fmt: skip
     rank, _ = init_process(TIMEOUT)
     reference: Any = None
     for run in range(job.num_runs):
@@ -123,8 +131,8 @@ def train(job: LinkJob, run: int, rank: int) -> tuple[dict[str, Any], dict[str, 
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)),
     ]
-    dp = 1 if job.mesh == "pp" else 2
-    inputs = torch.randn(dp * MICROBATCHES * ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    dp, device = 1 if job.mesh == "pp" else 2, "cuda:0" if job.transport == "nccl" else "cpu"
+    inputs = torch.randn(dp * MICROBATCHES * ROWS, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
     targets = inputs.sum(1, keepdim=True)
     links = ps.Links.parse(LATE[job.mesh])
     steps, losses = [], []
@@ -137,18 +145,25 @@ def train(job: LinkJob, run: int, rank: int) -> tuple[dict[str, Any], dict[str, 
         dispatch="dynamic",
         transport=ps.TransportOptions("gloo", links=links) if job.transport == "late" else job.transport,
         timeout=TIMEOUT,
+        parallel=ps.ParallelOptions(device=device),
     ) as pipe:
         for step in range(NUM_STEPS):
             begin = time.perf_counter_ns()
             losses.append(pipe.step(inputs, targets).losses)
             steps.append([begin, time.perf_counter_ns()])
             say({"run": run, "rank": rank, f"step {step}": steps[-1][1]})
-        state = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
-        state["losses"] = torch.cat(losses)
+        state = {name: parameter.detach().cpu().clone() for name, parameter in pipe.named_parameters()}
+        state["losses"] = torch.cat(losses).cpu()
         told = {"run": run, "rank": rank, "steps": steps, "notices": pipe.notices}
         counters = getattr(pipe._local.transport, "counters", None)
         told["counters"] = {} if counters is None else {key: n for key, n in asdict(counters).items() if n}
     return told, state
+
+
+def gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 def say(what: dict[str, Any]) -> None:
@@ -320,8 +335,9 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
 
 
 def fill_readme() -> None:
-    cells = json.loads((FOLDER / "bounded.json").read_text())["cells"]
-    write_between(FOLDER / "README.md", "results", table(cells))
+    for name, mark in (("bounded.json", "results"), ("nccl.json", "results over NCCL")):
+        cells = json.loads((FOLDER / name).read_text())["cells"]
+        write_between(FOLDER / "README.md", mark, table(cells))
 
 
 def in_turn(row: dict[str, Any]) -> tuple[int, ...]:
@@ -362,7 +378,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found.sort(key=in_turn)
         print(json.dumps(row), flush=True)
         if given.out:
-            said = {"machine": machine(), "count": given.count, "cells": found}
+            gpu = {"gpu": gpu_name()} if any(row["transport"] == "nccl" for row in found) else {}
+            said = {"machine": machine() | gpu, "count": given.count, "cells": found}
             given.out.write_text(json.dumps(said, indent=1) + "\n")
     return int(any(row["error"] or row["equal"] < row["runs"] for row in found))
 

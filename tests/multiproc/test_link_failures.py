@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import penstock as ps
-from link_runs import INTERFACES, TIMEOUT, LinkCase, trainings
+from link_runs import INTERFACES, TIMEOUT, LinkCase, lines_over_gloo, trainings
 from processes import Outcome, appears, run_ranks
 from tiers import NIGHTLY
 
@@ -24,9 +25,9 @@ pytestmark = pytest.mark.multiproc
 def run_and_check(num_ranks: int, cases: Sequence[LinkCase], deadline: float) -> None:
     """All cases at night; else those with no cut, and of those with cuts every other one and the last."""
     if not NIGHTLY:
-        cut = [case for case in cases if case.cuts]
+        cut = [case for case in cases if case != case.uncut]
         by_day = [*cut[::2], *cut[-1:]]
-        cases = [case for case in cases if not case.cuts or case in by_day]
+        cases = [case for case in cases if case == case.uncut or case in by_day]
     check(cases, run_ranks(num_ranks, trainings, cases, deadline=deadline))
 
 
@@ -116,6 +117,47 @@ def test_bounded_channels_and_late_messages_go_on_where_a_connection_is_cut() ->
 
 
 @pytest.mark.slow
+def test_lines_between_devices_are_given_up_where_a_connection_is_cut() -> None:
+    """What an aborted line was carrying counts as completed, with nonsense in it, and is not taken."""
+    usual = LinkCase(transport="nccl", clip_norm=0.5, evaluates=True)
+    frozen, tied = replace(usual, dispatch="frozen"), LinkCase(transport="nccl", tied=True)
+    bounded = replace(usual, depth=1, links="0:1=latency:5ms")
+    cases = [
+        usual,
+        replace(usual, cuts=((0, "sending by a line", 7, True),)),
+        replace(usual, cuts=((1, "receiving by a line", 9, True),)),
+        replace(usual, fails_at=6),
+        replace(usual, cuts=((0, "receiving by a line", 5, False),)),
+        replace(usual, cuts=((0, "sending", 9, False),)),
+        replace(usual, cuts=((0, "step ends", 2, True),)),
+        replace(usual, cuts=((1, "summed", 8, True),)),
+        replace(usual, fails_at=11, cuts=((0, "summed", 9, True),)),
+        frozen,
+        replace(frozen, cuts=((1, "sending by a line", 6, True),)),
+        replace(frozen, fails_at=7),
+        replace(frozen, cuts=((0, "step begins", 3, False),)),
+        tied,
+        replace(tied, cuts=((0, "receiving by a line", 4, True),)),
+        bounded,
+        replace(bounded, cuts=((0, "receiving by a line", 8, True),)),
+        replace(bounded, fails_at=9),
+    ]
+    run_and_check(2, cases, deadline=250)
+
+
+@pytest.mark.slow
+def test_replicas_whose_messages_go_by_lines_go_on_where_a_connection_is_cut() -> None:
+    usual = LinkCase(transport="nccl", dp=2, sharding="zero1", clip_norm=0.5)
+    cases = [
+        usual,
+        replace(usual, cuts=((0, "receiving by a line", 6, True),)),
+        replace(usual, cuts=((3, "summing", 15, True),)),
+        replace(usual, cuts=((2, "summed", 13, True), (1, "summed", 20, False))),
+    ]
+    run_and_check(4, cases, deadline=250)
+
+
+@pytest.mark.slow
 def test_replicas_with_bounded_channels_go_on_where_a_connection_is_cut() -> None:
     direct = LinkCase(transport="direct", depth=1, dp=2, sharding="zero1", links="0:2=latency:5ms")
     cases = [
@@ -142,6 +184,53 @@ def test_a_rank_that_waits_for_what_is_never_acknowledged_goes_on_as_soon_as_ano
     _, waited, ended = outcomes[0].value
     assert not waited["rooms"][-1], "there was room for what it sent last"
     assert ended["rooms"][-1], "it waited for room before the end of its step"
+
+
+def spare_interface_dies(rank: int, transport: str) -> tuple[list[float], int, list[str]]:
+    """gloo goes by the last interface; by the first one delegates and, perhaps, lines between devices."""
+    os.environ["PENSTOCK_INTERFACES"] = INTERFACES
+    torch.manual_seed(1)
+    stages: list[torch.nn.Module] = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+    with (
+        lines_over_gloo(rank, LinkCase(transport=transport)),
+        ps.Pipeline(
+            stages,
+            ps.build("1f1b", 2, 2),
+            loss_fn=torch.nn.MSELoss(),
+            optimizer=torch.optim.SGD,
+            transport=transport,
+            timeout=TIMEOUT,
+        ) as pipe,
+    ):
+        x, failover = torch.ones(4, 4), pipe._local.failover
+        assert failover is not None
+        losses = [float(pipe.step(x, x[:, :1]).loss)]
+        if rank == 0:
+            with failover._beats._lock:
+                failover._beats._down.add((1, 0))
+            failover._look()
+        if transport == "nccl":
+            end = time.monotonic() + TIMEOUT
+            while failover.number < 1:
+                assert time.monotonic() < end, "an interface died by which lines may go, and nothing changed"
+                time.sleep(0.01)
+        losses += [float(pipe.step(x, x[:, :1]).loss) for _ in range(2)]
+        return losses, failover.number, pipe.notices
+
+
+def test_an_interface_by_which_lines_between_devices_may_go_dies() -> None:
+    """It carries no sums: where messages go by gloo, nothing changes."""
+    usual = run_ranks(2, spare_interface_dies, "gloo", deadline=100.0)
+    outcomes = run_ranks(2, spare_interface_dies, "nccl", deadline=100.0)
+    texts = "\n".join(o.text for o in (*usual, *outcomes))
+    assert [o.code for o in (*usual, *outcomes)] == [0] * 4, texts
+    for before, after in zip(usual, outcomes, strict=True):
+        assert before.value[0] == after.value[0]
+        assert before.value[1:] == (0, [])
+        assert after.value[1] >= 1
+        assert any("messages by delegates: nothing was lost" in notice for notice in after.value[2])
+    said = next(notice for notice in outcomes[0].value[2] if "nothing was lost" in notice)
+    assert "interface 127.0.0.3, by which NCCL may go, reaches not everyone any more" in said
 
 
 def moves(rank: int) -> tuple[list[float], str]:

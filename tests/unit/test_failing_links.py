@@ -19,7 +19,7 @@ from penstock.runtime.transport import choose
 from penstock.runtime.transport.bounded import BoundedTransport
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.failover.retried import RetriedGroup
-from penstock.runtime.transport.gloo import GlooTransport, LeftMessages
+from penstock.runtime.transport.gloo import LeftMessages
 from penstock.runtime.transport.inbox import Inbox
 from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.wiring import wire
@@ -211,14 +211,22 @@ def test_a_rank_that_waited_for_room_goes_on_by_delegates_where_the_bound_stays(
     assert (base.sent, delegates.sent, delegates.depths) == ([], [(1, forward(0))], [3])
 
 
-def test_messages_between_gpus_end_with_an_error_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel of NCCL that was aborted looks like one that has received its message."""
-    monkeypatch.setattr(choose, "_lines", lambda *_: None)
-    schedule = ps.build("1f1b", 2, 4)
-    peers, failover = SimpleNamespace(group=Settled()), object()
+def test_lines_between_gpus_are_guarded_by_what_changes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = SimpleNamespace(give_up=lambda: None, may_use=lambda address: True)
+    monkeypatch.setattr(choose, "_lines", lambda *_: lines)
+    monkeypatch.setattr(choose.TransportChoice, "_delegate", lambda *_, takes_over: CarryingDelegates())
+    schedule, guard, guarded = ps.build("1f1b", 2, 4), Guard(), []
+    peers = SimpleNamespace(group=Settled())
+    failover = SimpleNamespace(
+        group=lambda of: of.group,
+        at_change=guard.at_change,
+        guard_lines=lambda *given: guarded.append(given),
+    )
     choice: Any = ps.TransportOptions("nccl").choice(False)
     made = choice.make(peers, Tags.of(schedule), 1.0, wire(schedule), torch.device("cpu"), None, failover)
-    assert isinstance(made, GlooTransport)
+    assert isinstance(made, RoutedTransport)
+    assert guarded == [(lines.give_up, lines.may_use)]
+    assert len(guard.hooks) == 1
 
 
 def test_a_deadline_that_passed_is_no_link_that_failed() -> None:

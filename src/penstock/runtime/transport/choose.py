@@ -223,8 +223,7 @@ class TransportChoice:
         """One rank's end, with link conditions where they are given. Every rank must call it.
 
         Args:
-            failover: where there is another interface for what goes by gloo: messages then go on by delegates when
-                connections break. Those of "nccl" do not, for the reasons in docs/runtime/failing-links.md.
+            failover: where there is another interface: messages then go on by delegates when connections break.
 
         Raises:
             RuntimeFailure: "nccl" without a GPU, or with more lines than a GPU has queues for; a schedule that needs
@@ -255,13 +254,15 @@ class TransportChoice:
             made = open_shared_memory(peers.here[0], peers.num_ranks, peers.gather, tags, timeout)
             if made is not None:
                 return made
-        if failover is not None and self.name != "nccl":
+        lines = _lines(peers.group, timeout, wiring, device) if self.name == "nccl" else None
+        if failover is not None:
             told = self._acknowledgements(peers, timeout, failover)
-            kept = GlooTransport(failover.group(peers), tags, timeout, told, keeps=True)
+            kept = GlooTransport(failover.group(peers), tags, timeout, told, lines, keeps=True)
             delegates = self._delegate(peers, tags, timeout, device, takes_over=True)
+            if lines is not None:
+                failover.guard_lines(lines.give_up, lines.may_use)
             return RoutedTransport(kept, delegates, guard=failover)
         told = self._acknowledgements(peers, timeout, None)
-        lines = _lines(peers.group, timeout, wiring, device) if self.name == "nccl" else None
         base = GlooTransport(peers.group, tags, timeout, told, lines)
         if not self.has_delegates:
             return base

@@ -197,6 +197,7 @@ class GlooTransport:
         Raises:
             RuntimeFailure: a message came in that was not expected.
         """
+        self._give_up_lines()
         self._threads.clear()  # what they wait for does not come this way any more, and gloo ends no wait
         came: list[Edge] = []
         while True:
@@ -373,9 +374,14 @@ class GlooTransport:
 
     def end_waits(self) -> None:
         """Ends this rank's waits for what does not come this way any more; any thread may call it."""
+        self._give_up_lines()
         if self._acknowledgements is not None:
             self._acknowledgements.give_up()
         self.wake()
+
+    def _give_up_lines(self) -> None:
+        if self._lines is not None:
+            self._lines.give_up()
 
     def take(self, edge: Edge) -> Payload:
         if self._window and edge.slot == 0 and (room := self._channels[edge].room) is not None:
@@ -390,6 +396,8 @@ class GlooTransport:
         """Nothing is left behind: a step's threads end with it."""
         if self._acknowledgements is not None:
             self._acknowledgements.close()
+        if self._lines is not None:
+            self._lines.close()
         self.inbox.close()
 
     def _next(self, channel: Incoming) -> Posted:
@@ -429,11 +437,11 @@ class GlooTransport:
         elif posted.arrived is not None:
             size = packet.spec.carried_bytes
             self._log.add(channel.peer, self._rank, size, sent, posted.since, posted.arrived)
+        if channel.answered is not None:
+            self._release(channel.answered, received)  # may fail where links do: this one then counts as not come
         channel.received += 1
         self._ready[posted.edge] = packet.unpack()
         posted.known.spare.append(posted.packet)
-        if channel.answered is not None:
-            self._release(channel.answered, received)
         return [posted.edge]
 
     def _post(self, channel: Incoming, wait_for_headers: bool, follows: bool = False) -> None:

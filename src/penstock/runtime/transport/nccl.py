@@ -14,14 +14,22 @@ their first step.
 NCCL's own wait makes a stream wait, with all the compute that is queued on it, and lets the host go on. A rank that
 picks its ops must know instead which messages are there. So a thread asks whether a receive has ended, and the
 stream that computes never waits for a message: an op is launched when what it needs has come.
+
+Where a link fails, a kernel that waits for it stays on its GPU, and holds up what computes, until the line is
+aborted. So all lines of a rank are given up at once, by a thread that waits for no GPU. An aborted receive counts
+as completed, and NCCL says nothing of an error: no message counts as come from the moment on at which lines are given
+up, though some of them may have been whole.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.interfaces import names_of
 from penstock.runtime.mesh.peers import groups_of
 from penstock.runtime.mesh.process_group import WeakGroup, explain
 from penstock.runtime.transport.channel import ChannelKey, Incoming, Outgoing
@@ -37,6 +46,14 @@ from penstock.runtime.transport.wiring import Wiring
 
 FIRST_LOOK, LONGEST_LOOK = 20e-6, 500e-6
 """Seconds between two looks at whether a message has come, at first and at most."""
+POSTING = 1.0
+"""Seconds that what is being posted gets before its line is aborted: it may wait for a GPU that stands still."""
+LEAVING = 2.0
+"""Seconds that what is under way gets to end when a pipeline is closed."""
+WITHOUT_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""What lines are made with. Else torch's watchdog would end the process where one fails, after a minute in which no group
+can be destroyed."""
+GIVEN_UP = "NCCL: the lines of this rank were given up, as a link had failed"
 
 
 class NcclChannel(NamedTuple):
@@ -180,9 +197,14 @@ class DeviceLines:
         streams: LineStreams | None = None,
     ) -> None:
         self._rank, self._device, self._streams = dist.get_rank(group), device, streams
+        self._timeout = timeout
         self._lines: dict[tuple[ChannelKey, bool], WeakGroup] = {}
         """By channel and whether this rank sends: with several pipelines it may be at either end of like ones."""
-        groups = groups_of({line: _ends(line) for line in channels}, group, timeout, backend)
+        self._posting, self._giving_up = threading.Lock(), threading.Lock()
+        self._is_given_up = threading.Event()
+        self._under_way: deque[OnALine] = deque()
+        with _environment(WITHOUT_WATCHDOG):
+            groups = groups_of({line: _ends(line) for line in channels}, group, timeout, backend)
         for line, made in groups.items():
             if made is not None:
                 self._lines[line.key, self._rank == line.source] = WeakGroup(made)
@@ -205,29 +227,110 @@ class DeviceLines:
 
     def send(self, channel: Outgoing, packet: Packet, timeout: float) -> Any:
         """Starts to send; the error of a line that failed names the other end."""
-        line, end = self._lines[channel.key, True](), self._end(channel.peer)
+        end = self._end(channel.peer)
         try:
-            return self._under_way(dist.isend(packet.buffer, group=line, group_dst=end))
+            with self._at_line(channel.key, sends=True) as line:
+                return self._begun(dist.isend(packet.buffer, group=line, group_dst=end))
         except RuntimeError as error:
             raise explain(error, self._rank, channel.peer, "a message to leave", timeout) from None
 
     def receive(self, channel: Incoming, packet: DevicePacket, timeout: float) -> Any:
         """Starts to receive, likewise."""
-        line, end = self._lines[channel.key, False](), self._end(channel.peer)
+        end = self._end(channel.peer)
         try:
-            if self._streams is None:
-                return self._under_way(dist.irecv(packet.buffer, group=line, group_src=end))
-            with self._streams.receiving(packet.free):
-                return self._under_way(dist.irecv(packet.buffer, group=line, group_src=end))
+            with self._at_line(channel.key, sends=False) as line:
+                if self._streams is None:
+                    return self._begun(dist.irecv(packet.buffer, group=line, group_src=end))
+                with self._streams.receiving(packet.free):
+                    return self._begun(dist.irecv(packet.buffer, group=line, group_src=end))
         except RuntimeError as error:
             raise explain(error, self._rank, channel.peer, "a message", timeout) from None
 
-    def _under_way(self, work: Any) -> Any:
-        return work if self._streams is None else OnALine(work, self._streams)
+    @contextmanager
+    def _at_line(self, key: ChannelKey, sends: bool) -> Iterator[dist.ProcessGroup]:
+        """Around the posting of a message: a line that was aborted meanwhile would try to connect again."""
+        with self._posting:
+            if self._is_given_up.is_set():
+                raise RuntimeError(GIVEN_UP)
+            yield self._lines[key, sends]()
+
+    def _begun(self, work: Any) -> Any:
+        if self._streams is None:
+            return work
+        while self._under_way and self._under_way[0].has_ended:
+            self._under_way.popleft()
+        begun = OnALine(work, self._streams, self._is_given_up)
+        self._under_way.append(begun)
+        return begun
 
     def _end(self, peer: int) -> int:
         """The peer's rank in a line: its ends are in ascending order."""
         return int(peer > self._rank)
+
+    def may_use(self, address: str) -> bool:
+        """Whether lines may go by the interface of this host that has an address."""
+        return may_use(address, os.environ.get("NCCL_SOCKET_IFNAME", ""))
+
+    def give_up(self) -> None:
+        """Aborts all lines: the device lets go of what is under way, none of which comes or leaves any more. Any
+        thread may call it; it returns when that is done, which needs nothing of the device or of another rank.
+        """
+        with self._giving_up:
+            if self._is_given_up.is_set():
+                return
+            self._is_given_up.set()
+            held = self._posting.acquire(timeout=POSTING)
+            try:
+                # Side by side: each may take half a second.
+                groups = [line() for line in self._lines.values() if line.is_alive]
+                threads = [threading.Thread(target=each.abort, daemon=True) for each in groups]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join(self._timeout)
+            finally:
+                if held:
+                    self._posting.release()
+
+    def close(self) -> None:
+        """Gives up lines on which something is under way still, as when a step failed: who ends a process, or its
+        groups, would wait for the device, and that for what never comes.
+        """
+        until = time.monotonic() + LEAVING
+        try:
+            for each in list(self._under_way):
+                each.wait(timedelta(seconds=max(0.0, until - time.monotonic())))
+        except RuntimeError:
+            self.give_up()
+
+
+def may_use(address: str, names: str) -> bool:
+    """Whether NCCL may go by the interface of this host that has an address.
+
+    Args:
+        names: what NCCL_SOCKET_IFNAME says: beginnings of names, apart by commas; "=" before them asks for whole
+            names, "^" excludes. Empty: any interface.
+    """
+    excludes, exact = names.startswith("^"), names.lstrip("^").startswith("=")
+    patterns = [name + ("" if exact else "*") for name in names.lstrip("^=").split(",") if name]
+    here = names_of(address)
+    matches = any(fnmatch.fnmatchcase(name, pattern) for name in here for pattern in patterns)
+    return not patterns or not here or matches != excludes
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """What groups of torch's read where they are made, and the environment as it was afterwards."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class AnnouncedReceive:
@@ -247,22 +350,33 @@ class AnnouncedReceive:
 
 
 class OnALine:
-    """A message under way whose end the host can wait for, where the backend's own wait stops a stream instead."""
+    """A message under way whose end the host can wait for, where the backend's own wait stops a stream instead.
 
-    def __init__(self, work: Any, streams: LineStreams) -> None:
-        self._work, self._streams = work, streams
+    Args:
+        given_up: set before lines are aborted.
+
+    Attributes:
+        has_ended: whether it is known to have come or left.
+    """
+
+    def __init__(self, work: Any, streams: LineStreams, given_up: threading.Event) -> None:
+        self._work, self._streams, self._given_up = work, streams, given_up
+        self.has_ended = False
 
     def wait(self, limit: timedelta) -> None:
         """Returns once it has come, or has left.
 
         Raises:
-            RuntimeError: it has not within the limit ("timed out"), or the line failed.
+            RuntimeError: it has not within the limit ("timed out"), or the line failed or was given up.
         """
         pause, until = FIRST_LOOK, time.monotonic() + limit.total_seconds()
-        while not self._work.is_completed():
+        while not self._given_up.is_set() and not self._work.is_completed():
             if time.monotonic() > until:
                 raise RuntimeError(f"timed out after {limit.total_seconds():g} s")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_LOOK)
+        if self._given_up.is_set():  # asked last: an aborted message counts as completed
+            raise RuntimeError(GIVEN_UP)
         with self._streams.ending():
             self._work.wait()  # returns at once, and raises what went wrong
+        self.has_ended = True

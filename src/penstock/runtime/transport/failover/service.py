@@ -90,6 +90,8 @@ class Failover:
         self.notices: list[str] = []
         self._hooks: list[Callable[[], None]] = []
         self._wakes: list[Callable[[], None]] = []
+        self._lines: list[Callable[[], None]] = []
+        self._lines_by: set[int] = set()
         self.number = self._wanted = -1
         self._owner, self._settled = threading.get_ident(), 0
         self._error: RuntimeFailure | None = None
@@ -142,6 +144,20 @@ class Failover:
         self._wakes.append(wake)
         if self._settled > 0:
             hook()
+
+    def guard_lines(self, give_up: Callable[[], None], may_use: Callable[[str], bool]) -> None:
+        """Has ranks change over, too, where an interface dies by which lines between GPUs may go.
+
+        Args:
+            give_up: gives the lines up; called by the service's thread before it changes anything, as a rank may be
+                waiting for a GPU that they hold up.
+            may_use: whether lines may go by the interface that has an address.
+        """
+        self._lines.append(give_up)
+        self._lines_by |= {place for place, (address, _) in enumerate(self._ends[self._me]) if may_use(address)}
+        if self.number > 0 or self._wanted > 0:
+            give_up()
+        self._look()
 
     def group(self, peers: GroupPeers) -> Any:
         """The group that there is now, for messages."""
@@ -222,8 +238,12 @@ class Failover:
         if beats.heard > self._wanted:
             self._want(beats.heard, "another rank said so")
         number = self.number
-        if number >= 0 and number == self._wanted and self._place(number) in beats.down():
-            self._want(number + 1, f"{self._interface(number)} reaches not everyone any more")
+        if number >= 0 and number == self._wanted and (down := beats.down()):
+            if self._place(number) in down:
+                self._want(number + 1, f"{self._interface(number)} reaches not everyone any more")
+            elif number == 0 and (places := sorted(self._lines_by & down)):
+                address, _ = self._ends[self._me][places[0]]
+                self._want(1, f"interface {address}, by which NCCL may go, reaches not everyone any more")
         with self._changed:
             self._changed.notify_all()
 
@@ -291,6 +311,8 @@ class Failover:
 
     def _change(self) -> None:
         before, begun = self.number, time.monotonic()
+        for give_up in self._lines if before >= 0 else ():
+            give_up()
         states = {name: group.freeze() for name, group in self._groups.items()}
         while not self._closed:
             number = self._wanted
@@ -303,16 +325,18 @@ class Failover:
                     raise
                 if time.monotonic() > begun + self._timeout:
                     raise self._late(number, range(len(self._ends))) from None
-                self._want(number + 1, str(error).partition("\n")[0])
+                self._want(number + 1, "")  # what broke first is told, not this
                 time.sleep(AGAIN)
                 continue
             break
         else:
             return
         if before >= 0 and self._notes:
+            ours, now = self._interface(before), self._interface(number)
+            broke = f"connections by {ours} of rank 0" if now != ours else "a link"
             self.notices.append(
-                f"connections by {self._interface(before)} of rank 0 broke ({self._why}); what ranks sum "
-                f"and agree on goes by {self._interface(number)} now, and messages by delegates: nothing was lost"
+                f"{broke} broke ({self._why}); what ranks sum and agree on goes by {now} now, and messages by "
+                "delegates: nothing was lost"
             )
         with self._changed:
             self.number = number
