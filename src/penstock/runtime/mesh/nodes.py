@@ -7,6 +7,7 @@ Nodes count by their lowest process, so that each keeps its number wherever it l
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.cost import Mesh
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.process_mesh import PIPELINE, REPLICAS, SHARDS
+
+KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
+"""Whether torch can make a group whose processes are not in ascending order."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
         device_type: cpu or cuda.
 
     Raises:
-        RuntimeFailure: torch.distributed has another number of processes.
+        RuntimeFailure: torch.distributed has another number of processes, or keeps no order but the ascending one.
 
     Examples:
         >>> import penstock as ps
@@ -99,9 +103,14 @@ def device_mesh_of(layout: torch.Tensor, device_type: str = "cpu") -> DeviceMesh
 
 def _group_of(layout: torch.Tensor, dim: int) -> dist.ProcessGroup:
     """The group of this process along a dimension; all processes make all groups, in one order."""
-    mine = None
-    for row in layout.movedim(dim, -1).reshape(-1, layout.shape[dim]).tolist():
-        group = dist.new_group(row, sort_ranks=False)
+    mine, rows = None, layout.movedim(dim, -1).reshape(-1, layout.shape[dim]).tolist()
+    if not KEEPS_ORDER and any(row != sorted(row) for row in rows):
+        raise RuntimeFailure(
+            f"torch {torch.__version__} sorts the processes of a group, so nodes can't lie in another order than by "
+            f"number, as in {rows}; install a torch whose torch.distributed.new_group takes sort_ranks (2.13 does)"
+        )
+    for row in rows:
+        group = dist.new_group(row, **({"sort_ranks": False} if KEEPS_ORDER else {}))
         if dist.get_rank() in row:
             mine = group
     assert isinstance(mine, dist.ProcessGroup)  # every process lies on every dimension
