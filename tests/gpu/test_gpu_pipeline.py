@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import penstock as ps
+from compatibility_cells import Cell, run_cell
+from fuzz_runs import between_processes
 from gpu_cases import build_batch, build_model
 from packed import packed
 from penstock.runtime.execute.launched_ops import AHEAD, LaunchedOps
@@ -73,6 +75,15 @@ def test_two_processes_share_one_device_through_host_memory(name: str, dispatch:
     assert found == {key: g.flatten().tolist() for key, g in gradients.items()}
 
 
+@pytest.mark.parametrize("transport", ["host", "gloo"])
+@pytest.mark.parametrize("sharding", ["copies", "none"])
+def test_updates_of_several_pipelines_whose_processes_share_one_device(sharding: str, transport: str) -> None:
+    """Gradients of another pipeline's copy, which came in host memory, could not be added to the owner's once."""
+    cell = Cell("amdp", "pp 4", sharding, transport=transport, tied=True, precision="clipped", device="cuda")
+    outcomes = between_processes(4, [cell], run_cell)
+    assert [(outcome.kind, outcome.detail) for outcome in outcomes] == [("same", "bitwise")]
+
+
 def test_peak_memory_and_timeline_are_measured_on_the_device() -> None:
     pipe = ps.Pipeline(build_model(), ps.build("zb-v", 4, 8), loss_fn=nn.functional.mse_loss)
     pipe.step(*build_batch(), update=False)
@@ -109,15 +120,15 @@ def test_no_op_waits_for_the_device(dispatch: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_events_say_when_ops_ran() -> None:
-    """Ops of one device lie one after the other, up to what two ranks' looks at the clock differ by (ms), and none
-    takes no time."""
+    """Ops that one process gives a device lie one after the other, as its ranks go by one reading of the clock, and
+    none takes no time."""
     pipe = ps.Pipeline(build_model(), ps.build("1f1b", 4, 8), loss_fn=nn.functional.mse_loss)
     for _ in range(2):
         pipe.step(*build_batch(), update=False)
     ops = sorted(pipe.timeline().ops, key=lambda timed: timed.start)
     assert all(timed.end > timed.start for timed in ops)
     overlaps = [before.end - after.start for before, after in pairwise(ops)]
-    assert max(overlaps) <= 0.05, max(overlaps)
+    assert max(overlaps) <= 1e-9, max(overlaps)  # ms
 
 
 TRANSPORTS = [{"transport": "host"}, {"transport": "gloo"}, {"transport": "gloo", "dispatch": "dynamic"}]

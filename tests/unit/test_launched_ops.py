@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -15,13 +16,15 @@ from device_queues import LateQueue
 from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute import torch_devices
+from penstock.runtime.execute import launched_ops, torch_devices
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.handlers.backend import OpTable
 from penstock.runtime.execute.launched_ops import (
     AHEAD,
     LOOKS_AT_THE_CLOCK,
+    MOST_LOOKS,
     WAITS_FOR_NOBODY,
+    DeviceClock,
     LaunchedOps,
     OnDevice,
     queue_of,
@@ -100,6 +103,60 @@ def test_ops_are_timed_by_what_the_device_says() -> None:
         assert all(before[2] <= after[1] for before, after in pairwise(times))
 
 
+def looks(widths: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> tuple[LateQueue, DeviceClock]:
+    """A reading of the clock whose looks lie so many nanoseconds apart, with a millisecond between them."""
+    times = iter([0, *accumulate(step for width in widths for step in (width, 1_000_000))])
+    monkeypatch.setattr(launched_ops, "perf_counter_ns", lambda: next(times))
+    queue = LateQueue()
+    clock = DeviceClock(queue)
+    clock.read()
+    return queue, clock
+
+
+@pytest.mark.parametrize(
+    ("widths", "num_looks", "best"),
+    [
+        ([20_000, 10_000, 30_000, 1], LOOKS_AT_THE_CLOCK, 1),
+        ([4_000_000, 2_000_000, 3_000_000, 20_000, 1], 4, 3),
+        ([9_000_000, 2_000_000, *[3_000_000] * 30], MOST_LOOKS, 1),
+    ],
+    ids=["an idle host", "a busy host", "a host that is never idle"],
+)
+def test_the_clock_is_read_until_a_mark_was_passed_soon(
+    widths: list[int], num_looks: int, best: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mark that was passed soonest counts, halfway between the looks. Only the first rank to ask reads."""
+    queue, clock = looks(widths, monkeypatch)
+    assert queue.num_marks == 1 + num_looks  # one waits for what the device was given before
+    begin = sum(widths[:best]) + best * 1_000_000
+    behind = queue.mark()
+    behind.synchronize()
+    assert clock.moment(behind) == begin + widths[best] // 2 + (behind.number - (1 + best)) * 1_000_000
+    clock.read()
+    assert queue.num_marks == 2 + num_looks
+
+
+def test_ops_of_ranks_that_share_a_device_never_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the host looks at its clock. Ranks once had a reading each, and ops overlapped by what these
+    differed by."""
+    queue, random_ones, seen = LateQueue(), random.Random(1), [0]
+
+    def busy() -> int:
+        now = queue.num_marks * 1_000_000 + random_ones.randrange(6_000_000)  # the device passes a mark a millisecond
+        seen.append(max(seen[-1], now))
+        return seen[-1]
+
+    monkeypatch.setattr(torch_devices, "queue_of", lambda device: queue)
+    monkeypatch.setattr(launched_ops, "perf_counter_ns", busy)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    with ps.Pipeline(model, ps.build("1f1b", 4, 8), loss_fn=nn.MSELoss()) as pipe:
+        for _ in range(3):
+            pipe.step(torch.randn(16, 6), torch.randn(16, 6), update=False)
+            ops = sorted(pipe.timeline().ops, key=lambda timed: timed.start)
+            assert len(ops) == pipe.schedule.num_ops
+            assert max(before.end - after.start for before, after in pairwise(ops)) <= 1e-9  # of a millisecond
+
+
 def test_where_nothing_can_end_a_wait_each_op_is_waited_for() -> None:
     ranks = Ranks(ps.build("1f1b", 4, 8), "frozen", most=1)
     run_local(ranks.workers)
@@ -128,7 +185,7 @@ def test_a_device_that_fails_names_the_op() -> None:
     original = ranks.queues[1].pass_to
 
     def broken(number: int) -> None:
-        ranks.queues[1].fails = number > 1 + LOOKS_AT_THE_CLOCK  # behind the marks with which a step begins
+        ranks.queues[1].fails = ranks.launched[1].num_launched > 0
         original(number)
 
     ranks.queues[1].pass_to = broken  # type: ignore[method-assign]

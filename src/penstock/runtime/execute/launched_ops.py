@@ -42,9 +42,10 @@ from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
 
 AHEAD = 2
 """Ops under way on a device: the one that runs, and one behind it."""
-LOOKS_AT_THE_CLOCK = 3
-"""Marks with which a step begins. The one that was passed soonest says how the clock of the device stands to
-ours, so that ops of several ranks on one device lie on one axis."""
+LOOKS_AT_THE_CLOCK, MOST_LOOKS = 3, 10
+"""Marks with which a step begins: at least, and at most where the host is busy."""
+SOON = 50_000
+"""Nanoseconds within which a mark is passed that says well enough how the clock of the device stands to ours."""
 WAITS_FOR_NOBODY = frozenset({FORWARD, BACKWARD, INPUT, WEIGHT, RECOMPUTE})
 """Kinds of ops in whose middle a rank waits for no other. Before any other op is launched, all messages must have
 left: a rank that stands in the middle of one sends nothing, and others may need just that to come there."""
@@ -189,6 +190,52 @@ def lanes_of(schedule: Schedule) -> dict[int, int]:
     return {stage: together[stage] ^ together[min(together)] for stage, together in sorted(bound.items())}
 
 
+class DeviceClock:
+    """How the clock of a device stands to ours in one step, for all ranks of a process that share the device.
+
+    A step begins with a few marks. Each is passed between two looks at our clock, and taken to be passed halfway. Of
+    these marks the one that was passed soonest counts, as it can be wrong by half of that time at most:
+
+        our clock    |look ........ mark ........ look|   |look . mark . look|   <-- this one
+        device                        ^                             ^
+
+    Where another process has the processor between two looks, that time is milliseconds. So there is one reading for
+    all ranks. By readings of their own, ops that ran one after the other would overlap by what these are wrong by; by
+    one they can't, whatever it is wrong by. The next step has one of its own, since the two clocks drift apart.
+    Another process has its own as well, so that what it runs on the same device may seem to overlap with this.
+    """
+
+    def __init__(self, queue: DeviceQueue) -> None:
+        self._queue = queue
+        self._lock = threading.Lock()
+        self._origin: DeviceMark | None = None
+        self._origin_ns = 0
+
+    def read(self) -> None:
+        """Before a rank launches its first op. The first one to ask waits for what the device was given before."""
+        with self._lock:
+            if self._origin is not None:
+                return
+            self._queue.mark().synchronize()
+            origin, narrowest = None, 0
+            for number in range(MOST_LOOKS):
+                before = perf_counter_ns()
+                mark = self._queue.mark(sleeps=False)
+                mark.synchronize()
+                after = perf_counter_ns()
+                if origin is None or after - before < narrowest:
+                    origin, narrowest, self._origin_ns = mark, after - before, (before + after) // 2
+                if number + 1 >= LOOKS_AT_THE_CLOCK and narrowest <= SOON:
+                    break
+            self._origin = origin
+
+    def moment(self, mark: DeviceMark) -> int:
+        """When a mark was passed that came later, in nanoseconds of our clock."""
+        if self._origin is None:
+            raise RuntimeFailure("a device's mark was asked for its time before the step's clock was read")
+        return self._origin_ns + round(self._origin.elapsed_time(mark) * 1e6)
+
+
 @dataclass(slots=True, eq=False)
 class Launched:
     """An op under way, between two marks.
@@ -228,6 +275,7 @@ class LaunchedOps:
             beside another.
         lanes: of stages (see `lanes_of`). pairs: of the schedule.
         state: what the stage of an op keeps besides parameters, which a forward may read and let go of.
+        clock: of the device in this step, where other ranks of this process have the device too.
     """
 
     def __init__(
@@ -237,8 +285,10 @@ class LaunchedOps:
         lanes: Mapping[int, int] | None = None,
         pairs: Sequence[tuple[Op, Op]] = (),
         state: Callable[[Op], Sequence[Any]] = lambda op: (),
+        clock: DeviceClock | None = None,
     ) -> None:
         self._queue, self.most = queue, most
+        self._clock = clock or DeviceClock(queue)
         self._lanes = lanes if lanes and most > 1 else {}
         self._backward_of = {f: b for f, b in pairs if self._lane_of(f) != self._lane_of(b)}
         self._state = state
@@ -248,9 +298,7 @@ class LaunchedOps:
         self._reads: list[Any] | None = None
         self._wake: Callable[[], None] | None = None
         self._under_way: deque[Launched] = deque()
-        self._origin: DeviceMark
         self._started: DeviceMark
-        self._origin_ns = 0
         self.num_ended = 0
         """Ops of the step that have ended, those launched before them too."""
 
@@ -273,7 +321,7 @@ class LaunchedOps:
         return None if self._open is None else self._open.backward
 
     def begin(self, wake: Callable[[], None] | None) -> None:
-        """Starts a step, by a mark whose moment is known. It waits for what the device was given before.
+        """Starts a step, once it is known how the device's clock stands to ours.
 
         Args:
             wake: ends the rank's wait for messages; None where it shares its thread with other ranks.
@@ -283,15 +331,7 @@ class LaunchedOps:
             with self._queue.lane(1):
                 left = self._queue.mark()  # a step that failed may have left something there
             self._queue.after(left)
-        self._queue.mark().synchronize()
-        narrowest = None
-        for _ in range(LOOKS_AT_THE_CLOCK):
-            before = perf_counter_ns()
-            origin = self._queue.mark(sleeps=False)
-            origin.synchronize()
-            after = perf_counter_ns()
-            if narrowest is None or after - before < narrowest:
-                narrowest, self._origin, self._origin_ns = after - before, origin, (before + after) // 2
+        self._clock.read()
 
     @contextmanager
     def turn(self, op: Op) -> Iterator[None]:
@@ -356,6 +396,7 @@ class LaunchedOps:
             RuntimeFailure: the device failed.
         """
         found: list[tuple[Op, int, int]] = []
+        moment = self._clock.moment
         while self._under_way:
             one = self._under_way[0]
             op, forward = one.op, one.beside
@@ -363,11 +404,11 @@ class LaunchedOps:
                 if not one.end.query():
                     break
                 if forward is not None:
-                    start = min(self._moment(forward.start), self._moment(one.start))
-                    end = max(self._moment(forward.end), self._moment(one.end))
+                    start = min(moment(forward.start), moment(one.start))
+                    end = max(moment(forward.end), moment(one.end))
                     found += [(forward.op, start, end), (op, end, end)]
                 elif not one.opens:
-                    found.append((op, self._moment(one.start), self._moment(one.end)))
+                    found.append((op, moment(one.start), moment(one.end)))
             except RuntimeError as error:
                 raise RuntimeFailure(f"the device failed in {op.short()} of stage {op.stage}: {error}") from error
             self._under_way.popleft()
@@ -388,9 +429,6 @@ class LaunchedOps:
 
     def _lane_of(self, op: Op) -> int:
         return self._lanes.get(op.stage, 0) if op.kind in WAITS_FOR_NOBODY else 0
-
-    def _moment(self, mark: DeviceMark) -> int:
-        return self._origin_ns + round(self._origin.elapsed_time(mark) * 1e6)
 
 
 class OnDevice:

@@ -15,7 +15,7 @@ from penstock.runtime.execute.handlers.backend import OpTable
 from penstock.runtime.execute.handlers.registered import RegisteredOps
 from penstock.runtime.execute.handlers.torch_ops import TorchOps, with_inputs_on
 from penstock.runtime.execute.handlers.updating import UpdatingOps
-from penstock.runtime.execute.launched_ops import AHEAD, DeviceQueue, LaunchedOps, lanes_of, queue_of
+from penstock.runtime.execute.launched_ops import AHEAD, DeviceClock, DeviceQueue, LaunchedOps, lanes_of, queue_of
 from penstock.runtime.execute.plan import StepPlan
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.updating import Updating
@@ -80,6 +80,7 @@ class TorchDevices:
         self._outputs = Outputs(self.runners, end if by_ops else None)
         self.last = [runner for key, runner in ends.items() if schedule.placement.hosts(*key)[0] in ranks]
         self._settings: StepSettings
+        self._clock: DeviceClock | None = None
         self._tables: dict[bool, tuple[StepPlan, OpTable]] = {}
         """The handlers of the rank here, by whether a step is for training, and the plan that they are of."""
         self._told: tuple[tuple[Any, ...], list[str], int] = (), [], 0
@@ -99,6 +100,7 @@ class TorchDevices:
     def step(self, settings: StepSettings) -> Iterator[None]:
         """Around a step of some kind."""
         self._settings = settings
+        self._clock = None if self._queue is None else DeviceClock(self._queue)
         try:
             if settings.away:
                 self.host.begin()
@@ -159,7 +161,7 @@ class TorchDevices:
     def _launched_ops(self, queue: DeviceQueue, schedule: Schedule) -> LaunchedOps:
         """The ops of one rank in one step."""
         if not schedule.pairs or not self._overlaps_pairs:
-            return LaunchedOps(queue, self._most_ahead)
+            return LaunchedOps(queue, self._most_ahead, clock=self._clock)
         known, lanes = self._lanes
         if known is not schedule:
             # What torch.compile makes may replay graphs of CUDA, which have memory in common.
@@ -176,4 +178,4 @@ class TorchDevices:
         def state(op: Op) -> Sequence[Any]:
             return self.runners[pipelines[op.microbatch], op.stage].state()
 
-        return LaunchedOps(queue, self._most_ahead, lanes, schedule.pairs, state)
+        return LaunchedOps(queue, self._most_ahead, lanes, schedule.pairs, state, self._clock)
