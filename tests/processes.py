@@ -74,18 +74,26 @@ DEADLINE = 250.0
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE, shares_gpu: bool = False
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    deadline: float = DEADLINE,
+    shares_gpu: bool = False,
+    gpu_queues: int | None = None,
 ) -> list[Outcome]:
     """Runs `function(rank, *args)` on every rank inside a gloo group; what is left at the deadline is killed.
 
     Args:
         shares_gpu: NCCL carries what lies on the one GPU. It takes no two ranks of one host on one device, so each
             rank says that it is a host of its own (`NCCL_HOSTID`), and all goes over the loopback interface.
+        gpu_queues: of work between each process and the GPU (`CUDA_DEVICE_MAX_CONNECTIONS`). Transport "nccl" needs
+            one for each line. Where not given there are as many as CUDA makes by itself, 8: they take memory of the
+            GPU, and many processes that start CUDA at once with 32 each find none left.
     """
     context = forkserver()
     with tempfile.TemporaryDirectory() as folder:
         children = [
-            context.Process(target=_child, args=(folder, rank, num_ranks, function, args, shares_gpu))
+            context.Process(target=_child, args=(folder, rank, num_ranks, function, args, shares_gpu, gpu_queues))
             for rank in range(num_ranks)
         ]
         for child in children:
@@ -153,7 +161,13 @@ def _outcome(folder: Path, rank: int, code: int | None) -> Outcome:
 
 
 def _child(
-    folder: str, rank: int, num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...], shares_gpu: bool
+    folder: str,
+    rank: int,
+    num_ranks: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    shares_gpu: bool,
+    gpu_queues: int | None,
 ) -> None:
     with open(f"{folder}/{rank}.text", "w") as output:
         os.dup2(output.fileno(), 1)
@@ -162,8 +176,10 @@ def _child(
     if shares_gpu:  # before CUDA or NCCL have read the environment
         os.environ |= {
             "NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         }  # fmt: skip
+    if gpu_queues is not None:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(gpu_queues)
     import torch
     import torch.distributed as dist
 
