@@ -109,8 +109,9 @@ def _group_of(layout: torch.Tensor, dim: int) -> dist.ProcessGroup:
             f"torch {torch.__version__} sorts the processes of a group, so nodes can't lie in another order than by "
             f"number, as in {rows}; install a torch whose torch.distributed.new_group takes sort_ranks (2.13 does)"
         )
+    options: dict[str, Any] = {"sort_ranks": False} if KEEPS_ORDER else {}
     for row in rows:
-        group = dist.new_group(row, **({"sort_ranks": False} if KEEPS_ORDER else {}))
+        group = dist.new_group(row, **options)
         if dist.get_rank() in row:
             mine = group
     assert isinstance(mine, dist.ProcessGroup)  # every process lies on every dimension
