@@ -5,12 +5,20 @@ Where there is one device, ranks share it (see `run_ranks`).
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import penstock as ps
 from gpu_cases import build_batch, build_model
+from labs import needs_lab
 from penstock.runtime.transport.nccl import MOST_QUEUES
 from plain_loop import plain_step
 from processes import Outcome, run_ranks
@@ -20,6 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
 ]
 
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "faults" / "links.py"
 NUM_STEPS = 3
 """Receives posted ahead once left two ranks standing still in the first of them."""
 
@@ -63,3 +72,65 @@ def test_ranks_that_send_by_nccl_are_the_plain_loop(name: str, num_ranks: int, d
     found = ended(outcomes)
     assert found.pop("loss") == [float(loss)]
     assert found == {key: p.grad.flatten().tolist() for key, p in model.named_parameters() if p.grad is not None}
+
+
+class EndsItsProcess(nn.Module):
+    """A layer at whose second call nothing is left of the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+def loses_its_peer(rank: int) -> tuple[str, float]:
+    """What is told, and the seconds until the groups are gone, though nobody takes what is left on the GPU."""
+    torch.manual_seed(0)
+    stages = [nn.Linear(4096, 4096), nn.Sequential(nn.Linear(4096, 4096), EndsItsProcess())]
+    x = torch.randn(8 * 4096, 4096, device="cuda")
+    with (
+        pytest.raises(ps.runtime.PeerLost) as caught,
+        ps.Pipeline(
+            stages,
+            ps.build("gpipe", 2, 8),
+            loss_fn=nn.functional.mse_loss,
+            transport="nccl",
+            timeout=60.0,
+            parallel=ps.ParallelOptions(device="cuda:0"),
+        ) as pipe,
+    ):
+        pipe.step(x, x, update=False)
+    said, begun = str(caught.value), time.monotonic()
+    torch.distributed.destroy_process_group()
+    torch.cuda.synchronize()
+    return said, time.monotonic() - begun
+
+
+def test_a_rank_whose_peer_was_killed_says_so_and_can_end() -> None:
+    left, killed = run_ranks(2, loses_its_peer, deadline=100.0, shares_gpu=True)
+    assert killed.code == -signal.SIGKILL
+    assert left.code == 0, left.text
+    said, seconds = left.value
+    assert "rank 0 lost its connection to rank 1" in said
+    assert seconds < 30.0, "torch's watchdog was waited for"
+
+
+@needs_lab
+@pytest.mark.parametrize("how", ["interface", "silent"])
+def test_messages_go_on_by_delegates_where_the_network_of_nccl_is_cut(how: str) -> None:
+    spec = importlib.util.spec_from_file_location("links_over_nccl", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    links = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = links  # dataclasses look their module up
+    spec.loader.exec_module(links)
+    row = links.cell("nccl", "pp", 1, how, 1)
+    assert not row["error"]
+    assert [each["equal"] for each in row["runs"]] == [True, True]
+    assert row["runs"][1]["in_transfer"]
+    assert any("messages by delegates: nothing was lost" in notice for notice in row["runs"][1]["notices"])
