@@ -17,10 +17,12 @@ import penstock as ps
 from penstock.control import Prices, replay
 from penstock.cost import Links, Ring
 from penstock.cost.mesh import Group
+from penstock.runtime.mesh import nodes as mesh_nodes
 from penstock.runtime.tensors.dtensor import whole
 from processes import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
+moves = pytest.mark.skipif(not mesh_nodes.KEEPS_ORDER, reason="needs ordered-groups: this torch sorts them")
 
 NUM_MICROBATCHES, WIDTH = 6, 8
 CORNER = "0:1=latency:40ms 0:2=latency:40ms 2:3=latency:40ms"
@@ -97,6 +99,11 @@ def adapted(
         }
 
 
+def adapted_where_torch_sorts(rank: int, *arguments: Any) -> dict[str, Any]:
+    mesh_nodes.KEEPS_ORDER = False
+    return adapted(rank, *arguments)
+
+
 def agreed(outcomes: list[Any]) -> list[dict[str, Any]]:
     """What all ranks told, who must have run the same and have the numbers of the run without late links."""
     assert all(o.code == 0 for o in outcomes), next(o.text for o in outcomes if o.code != 0)
@@ -107,6 +114,7 @@ def agreed(outcomes: list[Any]) -> list[dict[str, Any]]:
     return told
 
 
+@moves
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "sharding"), [("1f1b", "copies"), pytest.param("zb-h1", "zero1", marks=pytest.mark.nightly)]
@@ -130,6 +138,7 @@ def test_a_late_link_of_a_ring_is_moved_under_pp_and_absorbed_there(
     assert told[0]["nodes"] == then.nodes
 
 
+@moves
 @pytest.mark.nightly
 def test_of_four_ranks_and_two_replicas_nodes_move_from_a_late_ring(tmp_path: Path) -> None:
     told = agreed(run_ranks(8, adapted, (4, 2, 1), "zb", "6:7=latency:60ms", str(tmp_path), 30, "copies"))
@@ -145,3 +154,18 @@ def test_where_nodes_stay_their_links_are_still_measured_and_answered(tmp_path: 
     assert any("nodes stay where they lie" in notice for notice in told[0]["notices"])
     rows = [json.loads(line) for line in (tmp_path / "iterations.jsonl").read_text().splitlines()]
     assert rows[-1]["links"]["0:1"] >= 30, "of each link what the slowest replica says"
+
+
+@pytest.mark.slow
+def test_where_torch_sorts_groups_nodes_stay_and_a_notice_says_why(tmp_path: Path) -> None:
+    """A late link of a ring, which would be moved under PP, and one of pipelines, which is measured as ever."""
+    late = "0:1=latency:40ms 0:2=latency:40ms"
+    told = agreed(run_ranks(4, adapted_where_torch_sorts, (2, 2, 1), "1f1b", late, str(tmp_path), 20, "copies"))
+    assert told[0]["nodes"] == (0, 1, 2, 3)
+    for each in told:
+        (notice,) = (notice for notice in each["notices"] if "nodes stay where they lie" in notice)
+        assert f"torch {torch.__version__} sorts the processes of a group; install a torch whose" in notice
+        assert not any("could not move" in notice for notice in each["notices"])
+    assert all(each["action"] != "move nodes" for each in told[0]["decisions"])
+    rows = [json.loads(line) for line in (tmp_path / "iterations.jsonl").read_text().splitlines()]
+    assert rows[-1]["links"]["0:1"] >= 30, "what steering can still do, it does"

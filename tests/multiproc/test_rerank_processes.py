@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock as ps
 from packed import packed
 from penstock.runtime import RuntimeFailure
+from penstock.runtime.mesh import nodes as mesh_nodes
+from penstock.runtime.mesh.nodes import KEEPS_ORDER
 from penstock.runtime.migrate import Placed
 from penstock.runtime.tensors.dtensor import whole
 from processes import run_ranks
@@ -88,13 +92,19 @@ def moved_and_not(rank: int, sizes: tuple[int, int], sharding: str, places: list
     return same(found, expected), received
 
 
-SQUARE = [(1, (0, 2, 1, 3), "zb-h1"), (4, (3, 1, 0, 2), "1f1b")]
+SQUARE = [(1, (0, 2, 1, 3), "zb-h1"), (4, (3, 1, 0, 2) if KEEPS_ORDER else (0, 1, 2, 3), "1f1b")]
 LINE = [(1, (0, 3, 2, 1), "1f1b"), (3, (2, 0, 3, 1), "zb-h1")]
+"""A line of nodes has no other order where torch sorts groups."""
 
 
 @pytest.mark.parametrize(
     ("sizes", "places", "sharding"),
-    [((2, 2), SQUARE, "none"), ((2, 2), SQUARE, "zero1"), ((2, 2), SQUARE, "fsdp"), ((4, 1), LINE, "none")],
+    [
+        ((2, 2), SQUARE, "none"),
+        ((2, 2), SQUARE, "zero1"),
+        ((2, 2), SQUARE, "fsdp"),
+        *([((4, 1), LINE, "none")] if KEEPS_ORDER else []),
+    ],
 )
 def test_losses_are_those_of_the_run_that_stayed(sizes: tuple[int, int], places: list[Any], sharding: str) -> None:
     outcomes = run_ranks(4, moved_and_not, sizes, sharding, places)
@@ -118,7 +128,7 @@ def refused(rank: int) -> list[str]:
     )
     kept = stages(2)
     again = maker(2, "1f1b", kept)
-    turned = ps.Mesh(2, nodes=(1, 0))
+    turned = ps.Mesh(2, nodes=(1, 0) if KEEPS_ORDER else (0, 1))
     placed.move(ps.Mesh(2), again)
     for then, make in ((ps.Mesh(1, 2), None), (turned, other), (ps.Mesh(2), again)):
         with pytest.raises(RuntimeFailure) as failure:
@@ -144,3 +154,61 @@ def test_what_cannot_be_moved_is_refused_everywhere_alike() -> None:
         assert "build fresh stages in `make`" in fresh
         assert "has 3 processes, torch.distributed has 2" in processes
         assert "build the mesh with ps.runtime.device_mesh(ps.Mesh(pp, dp, tp, nodes=...))" in order
+
+
+def sorted_groups(rank: int) -> list[Any]:
+    """As where torch sorts groups: what is refused changes nothing, and a move that keeps the order works."""
+    stays = Placed(maker(2, "1f1b"), ps.Mesh(2, 2))
+    expected, _ = numbers(stays, {})
+    stays.pipe.close()
+    mesh_nodes.KEEPS_ORDER = False
+    placed = Placed(maker(2, "1f1b"), ps.Mesh(2, 2))
+    before, said, made = placed.pipe, [], 0
+    new_group = dist.new_group
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal made
+        made += 1
+        return new_group(*arguments, **options)
+
+    turned = ps.Mesh(2, 2, nodes=(0, 3, 1, 2))  # its rings ascend, and one of its pipelines doesn't
+    costs = ps.Costs(f=(2.0, 2.0), i=(2.0, 2.0), w=(2.0, 2.0), gradient_bytes=(8.0, 8.0))
+    job = ps.control.Job(costs, ps.control.Configuration(before.schedule, "frozen", caps=(8.0, 8.0)))
+    dist.new_group = counted
+    for call in (
+        lambda: placed.move(turned),
+        lambda: placed.watch(ps.control.Orchestrator(job, ps.Mesh(2, 2))),
+        lambda: before.reconfigure(replace(before.configuration, nodes=turned.nodes)),
+        lambda: ps.runtime.device_mesh(turned),
+    ):
+        with pytest.raises(RuntimeFailure) as failure:
+            call()
+        said.append(str(failure.value))
+    dist.new_group = new_group
+    assert placed.pipe is before
+    found, _ = numbers(placed, {1: (ps.Mesh(2, 2, nodes=(0, 2, 1, 3)), None)})
+    return [said, made, same(found, expected)]
+
+
+def test_where_torch_sorts_groups_another_order_is_refused_before_anything_changes() -> None:
+    for outcome in run_ranks(4, sorted_groups):
+        assert outcome.code == 0, outcome.text
+        said, made, is_same = outcome.value
+        sorts = f"torch {torch.__version__} sorts the processes of a group; install a torch whose"
+        for each in (said[0], *said[2:]):
+            assert f"nodes can't lie so that processes [3, 2] are a group in this order: {sorts}" in each
+        assert f"watching would move nodes, which can't lie in any order here: {sorts}" in said[1]
+        assert made == 0
+        assert is_same
+
+
+def without_replicas(rank: int) -> str:
+    with maker(2, "1f1b")(None) as pipe, pytest.raises(RuntimeFailure) as failure:
+        pipe.reconfigure(replace(pipe.configuration, nodes=(1, 0)))
+    return str(failure.value)
+
+
+def test_nodes_of_a_pipeline_without_replicas_stay() -> None:
+    for outcome in run_ranks(2, without_replicas):
+        assert outcome.code == 0, outcome.text
+        assert "nodes can't lie at (1, 0): only those of a mesh with replicas change places" in outcome.value

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.nodes import Nodes
+from penstock.runtime.mesh.nodes import Nodes, why_sorted
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.pipeline_copies import require_one_copy_a_rank
@@ -321,7 +321,7 @@ def why_nodes_stay(schedule: Schedule, model: Any, optimizer: Any, nodes: Nodes)
         return "the optimizer is given as it is; give a function that makes one, like its class or a partial of it"
     if not nodes.is_everything:
         return "torch.distributed has processes outside of the mesh, which would have to make its groups with it"
-    return None
+    return why_sorted()
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from penstock.runtime.execute.step_executor import StepExecutor
 from penstock.runtime.execute.torch_devices import TorchDevices
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.lifetime import Lifetime
-from penstock.runtime.mesh.nodes import Nodes
+from penstock.runtime.mesh.nodes import Nodes, require_order
 from penstock.runtime.mesh.peers import GroupPeers, require_same, schedule_digest
 from penstock.runtime.mesh.process_mesh import read_mesh
 from penstock.runtime.parameters.data_parallel import reductions_of, with_reductions, without_reductions
@@ -258,12 +258,22 @@ class LocalPipeline:
             )
         self.choice.require_schedule(configuration.schedule, configuration.delegated)
         if configuration.nodes != self.running.configuration.nodes:
+            self._require_places(configuration.nodes)
             return configuration
         self.choice.prepare(self.transport, configuration.delegated)
         now = self.running
         if configuration == replace(now.configuration, dispatch=configuration.dispatch):
             return replace(now, configuration=configuration)  # how ranks pick ops is no part of the plan
         return self._worked_out(configuration)
+
+    def _require_places(self, nodes: tuple[int, ...]) -> None:
+        """Raises RuntimeFailure where nodes can't lie so."""
+        if self.nodes is None:
+            raise RuntimeFailure(
+                f"nodes can't lie at {nodes}: only those of a mesh with replicas change places, and each runs one "
+                "rank; leave Configuration(nodes=...) out"
+            )
+        require_order(self.nodes.at(nodes).layout)
 
     def _worked_out(self, configuration: Configuration) -> ActivePlan:
         return running(configuration, self.model.ties.stages, self.peers.here[0], self.tags, self.costs)

@@ -23,7 +23,7 @@ from penstock.control import Reranking
 from penstock.control.orchestrator import Orchestrator
 from penstock.cost import Mesh
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.nodes import Nodes, device_mesh, end_groups
+from penstock.runtime.mesh.nodes import Nodes, device_mesh, end_groups, why_sorted
 from penstock.runtime.mesh.probe import probe
 from penstock.runtime.pipeline import Pipeline
 
@@ -79,8 +79,9 @@ class Placed:
             The new pipeline; the old one is closed.
 
         Raises:
-            RuntimeFailure: a mesh of other sizes, a pipeline of another model, or connections that have broken and go
-                by another interface since.
+            RuntimeFailure: a mesh of other sizes, a pipeline of another model, connections that have broken and go
+                by another interface since, or a torch that can't make groups in the order that `then` needs. Nothing
+                has changed then.
         """
         if (then.pp, then.dp, then.tp) != (self.mesh.pp, self.mesh.dp, self.mesh.tp):
             raise RuntimeFailure(
@@ -123,7 +124,12 @@ class Placed:
 
         Returns:
             What was done; None where nothing was.
+
+        Raises:
+            RuntimeFailure: in the first call, where torch can't make groups in any order: nodes couldn't move.
         """
+        if (why := why_sorted()) is not None:
+            raise RuntimeFailure(f"watching would move nodes, which can't lie in any order here: {why}")
         found = orchestrator.feed(probe(Nodes.of(self._groups).processes, timeout))
         if found is None:
             return None

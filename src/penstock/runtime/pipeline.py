@@ -179,6 +179,7 @@ class Pipeline:
             why = why_nodes_stay(first.schedule, given.model, given.optimizer, nodes)
             if local.own_batches is not None:
                 why = "each replica is given its own part of a batch, which its loader would go on giving it there"
+            why = next(filter(None, place.everyone.gather(why)), None)  # each process has a torch of its own
             if why is not None:
                 local.notices.note([f"nodes stay where they lie, also where a link between them is late: {why}"])
                 nodes = None

@@ -96,21 +96,45 @@ def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
 
 
 def device_mesh_of(layout: torch.Tensor, device_type: str = "cpu") -> DeviceMesh:
-    """The device mesh of all processes, by rank, replica and shard. Every process must call it."""
+    """The device mesh of all processes, by rank, replica and shard. Every process must call it.
+
+    Raises:
+        RuntimeFailure: in every process and before a group is made, where torch can't make one of them.
+    """
+    require_order(layout)
     made: list[Any] = [_group_of(layout, dim) for dim in range(layout.ndim)]
     return DeviceMesh.from_group(made, device_type, mesh=layout, mesh_dim_names=(PIPELINE, REPLICAS, SHARDS))
 
 
+def why_sorted() -> str | None:
+    """Why groups can't have their processes in any order but the ascending one, in words; None where they can."""
+    if KEEPS_ORDER:
+        return None
+    return (
+        f"torch {torch.__version__} sorts the processes of a group; install a torch whose "
+        "torch.distributed.new_group takes sort_ranks (2.13 does)"
+    )
+
+
+def require_order(layout: torch.Tensor) -> None:
+    """Raises RuntimeFailure where a mesh has groups whose processes torch would put into another order."""
+    why = why_sorted()
+    unsorted = [row for dim in range(layout.ndim) for row in _rows(layout, dim) if row != sorted(row)]
+    if why is not None and unsorted:
+        raise RuntimeFailure(f"nodes can't lie so that processes {unsorted[0]} are a group in this order: {why}")
+
+
+def _rows(layout: torch.Tensor, dim: int) -> list[list[int]]:
+    """Of each group along a dimension, its processes."""
+    rows: list[list[int]] = layout.movedim(dim, -1).reshape(-1, layout.shape[dim]).tolist()
+    return rows
+
+
 def _group_of(layout: torch.Tensor, dim: int) -> dist.ProcessGroup:
     """The group of this process along a dimension; all processes make all groups, in one order."""
-    mine, rows = None, layout.movedim(dim, -1).reshape(-1, layout.shape[dim]).tolist()
-    if not KEEPS_ORDER and any(row != sorted(row) for row in rows):
-        raise RuntimeFailure(
-            f"torch {torch.__version__} sorts the processes of a group, so nodes can't lie in another order than by "
-            f"number, as in {rows}; install a torch whose torch.distributed.new_group takes sort_ranks (2.13 does)"
-        )
+    mine = None
     options: dict[str, Any] = {"sort_ranks": False} if KEEPS_ORDER else {}
-    for row in rows:
+    for row in _rows(layout, dim):
         group = dist.new_group(row, **options)
         if dist.get_rank() in row:
             mine = group
