@@ -71,6 +71,30 @@ def test_fuzz_on_a_gpu() -> None:
         assert f"(`{name}.json`), {part['cases']} cases: {said}" in readme
 
 
+def test_cells_on_a_gpu() -> None:
+    readme = " ".join((BENCHMARKS / "compatibility/README.md").read_text(encoding="utf-8").split())
+    found = json.loads((BENCHMARKS / "compatibility/gpu.json").read_text(encoding="utf-8"))
+    cells, outcomes = read_cells(), found["outcomes"]
+    same = [place for place, said in enumerate(outcomes) if said == "bitwise" or said.startswith("within")]
+    assert len(outcomes) == len(cells) == found["cells"] == 303
+    assert len(same) == found["same"]
+    assert all(outcomes[place] == "bitwise" for place in same if cells[place].exact)
+    assert found["wrong"] == []
+    assert found["ended"] == found["same"] + found["refused"] == len(cells) - outcomes.count("not run")
+    assert f"of 303 cells {found['ended']} had ended" in readme
+    assert f"{found['same']} trained, {found['refused']} were refused by the table" in readme
+    assert f"{found['bitwise']} had the bits of the loop" in readme
+
+
+def test_networks_of_nccl_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = json.loads((BENCHMARKS / "faults/nccl.json").read_text(encoding="utf-8"))["cells"]
+    readme = (BENCHMARKS / "faults/README.md").read_text(encoding="utf-8")
+    assert script("faults", monkeypatch, "links.py").table(cells) in readme
+    assert all(cell["equal"] == cell["runs"] == cell["before_the_end"] and not cell["error"] for cell in cells)
+    assert all(cell["in_transfer"] == (cell["runs"] if cell["network"] == 1 else 0) for cell in cells)
+    assert f"All {sum(cell['runs'] for cell in cells)} runs are right" in " ".join(readme.split())
+
+
 def test_cells_that_the_table_allows_cover_every_pair_and_triple(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused cell shows nothing of its other features; five triples stood in one alone."""
     run = script("compatibility", monkeypatch)
