@@ -61,7 +61,10 @@ def distance(case: Case, mesh: DeviceMesh) -> Distance:
     parallelize(stage, mesh)
     kept = {id(p) for p in stage.parameters()}
     assert all(whole() is None or id(whole()) in kept for whole in wholes), "the whole stage is still held"
+    strides = strides_of_gradients(stage)
     loss, found, deferred = run(case, stage)
+    for name, (own, of_gradients) in strides.items():
+        assert of_gradients <= {own}, f"torch 2.11 lays {name}'s gradient out anew, and only where it is so: a hang"
     assert found.keys() == wanted.keys(), set(found) ^ set(wanted)
     whole = max(float(g.abs().max()) for g in wanted.values())
     far = {
@@ -71,6 +74,16 @@ def distance(case: Case, mesh: DeviceMesh) -> Distance:
     worst = max(far, key=lambda name: far[name])
     sharded = sum(isinstance(p, DTensor) for p in stage.parameters())
     return Distance(abs(loss - wanted_loss) / max(abs(wanted_loss), 1e-30), far[worst], worst, sharded, deferred)
+
+
+def strides_of_gradients(stage: nn.Module) -> dict[str, tuple[Any, set[Any]]]:
+    """Of each shard its strides, and those that its gradients will have."""
+    strides: dict[str, tuple[Any, set[Any]]] = {}
+    for name, p in stage.named_parameters():
+        if isinstance(p, DTensor):
+            strides[name] = p.stride(), set()
+            p.register_hook(lambda g, name=name: strides[name][1].add(g.stride()))
+    return strides
 
 
 def run(case: Case, stage: nn.Module) -> tuple[float, dict[str, Tensor], int]:

@@ -95,8 +95,10 @@ class VocabularyEmbedding(OnShard, nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         own = span(self.num_embeddings, self.mesh)
         if not own:  # a small vocabulary may leave the last ranks without rows
-            empty = tokens.new_zeros(*tokens.shape, self.embedding_dim, dtype=self.weight.dtype)
-            return summed(empty + local(self.weight).sum(), self.mesh)
+            # A row of zeros, and not `local(self.weight).sum()`, whose gradient has strides of 0: torch 2.11 would gather
+            # that shard before it adds to it, on this rank alone.
+            row = F.pad(local(self.weight), (0, 0, 0, 1))
+            return summed(F.embedding(torch.zeros_like(tokens), row), self.mesh)
         # A token that is on no rank stays out of range on all, for torch to refuse.
         elsewhere = (tokens < own[0]) & (tokens >= 0) | (tokens > own[-1]) & (tokens < self.num_embeddings)
         rows = self.on_shard((tokens - own[0]).masked_fill(elsewhere, 0))
