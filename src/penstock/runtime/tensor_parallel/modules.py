@@ -95,8 +95,8 @@ class VocabularyEmbedding(OnShard, nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         own = span(self.num_embeddings, self.mesh)
         if not own:  # a small vocabulary may leave the last ranks without rows
-            # A row of zeros, and not `local(self.weight).sum()`, whose gradient has strides of 0: torch 2.11 would gather
-            # that shard before it adds to it, on this rank alone.
+            # A row of zeros, and not `local(self.weight).sum()`, whose gradient has strides of 0: torch 2.11 would
+            # gather that shard before it adds to it, on this rank alone.
             row = F.pad(local(self.weight), (0, 0, 0, 1))
             return summed(F.embedding(torch.zeros_like(tokens), row), self.mesh)
         # A token that is on no rank stays out of range on all, for torch to refuse.
