@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.bench.rank import RankJob, difference
-from penstock.bench.runtime import METRICS, SIDES, BenchError, launch
+from penstock.bench.runtime import METRICS, SIDES, BenchError, launch, run
 from penstock.cli import main
 
 pytestmark = [pytest.mark.multiproc]
@@ -83,3 +83,9 @@ def test_sides_that_agree_may_be_compared() -> None:
 def test_sides_that_did_not_run_the_same_are_not_compared(ours: Fake, torchs: Fake) -> None:
     with pytest.raises(RuntimeError, match=r"can't be compared|left no gradients"):
         difference({"ours": ours, "torch": torchs})
+
+
+def test_zb_v_is_refused_where_torch_cannot_run_its_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0+cpu"))
+    with pytest.raises(BenchError, match=r"torch 2\.11\.0\+cpu can't run its own zb-v over gloo; install"):
+        run(("tiny",), ("zb-v",))

@@ -67,8 +67,9 @@ def run(
         `{"machine": ..., "rows": [...]}`; a row has medians, ratios and every block's times of every rank.
 
     Raises:
-        BenchError: a launch failed, or losses or gradients of the two differ.
+        BenchError: a launch failed, losses or gradients of the two differ, or torch is too old for its side.
     """
+    _require_peer(schedules)
     rows: list[dict[str, Any]] = []
     machine: dict[str, Any] = {}
     for transport, size, schedule in product(transports, sizes, schedules):
@@ -85,6 +86,19 @@ def run(
         ratios = ", ".join(f"{metric} {ratio:.2f}" for metric, ratio in row["ratios"].items())
         print(f"{transport} {size} {schedule}: ours / torch's {ratios}", file=sys.stderr, flush=True)
     return {"machine": machine, "rows": rows}
+
+
+def _require_peer(schedules: Sequence[str]) -> None:
+    """Raises BenchError where torch can't run its side: with 2.11 its ranks send to themselves where they have two
+    stages that follow one another, as in a V, and gloo has no connection for that.
+    """
+    import torch
+
+    if "zb-v" in schedules and torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
+        raise BenchError(
+            f"torch {torch.__version__} can't run its own zb-v over gloo; install torch 2.13, or leave zb-v out: "
+            "--schedule 1f1b --schedule interleaved-1f1b"
+        )
 
 
 def launch(job: RankJob) -> list[dict[str, Any]]:
