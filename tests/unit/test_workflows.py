@@ -60,6 +60,40 @@ def test_each_tier_has_a_job_and_python_versions_are_those_of_the_package() -> N
     assert set(read("ci.yml")["jobs"]["push"]["strategy"]["matrix"]["python"]) == named
 
 
+OLDEST = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["torch"][0][7:]
+
+
+def oldest(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "BASE": sys.executable, **variables}
+    return subprocess.run([ROOT / ".ci" / "oldest", *arguments], env=environment, capture_output=True, text=True)
+
+
+def test_the_sample_for_the_oldest_torch_is_there_and_runs_at_night() -> None:
+    sample = re.findall(r"^ +(tests/\S+)$", (ROOT / ".ci" / "oldest").read_text(), re.MULTILINE)
+    assert len(sample) > 10
+    assert all((ROOT / path).is_file() for path in sample)
+    assert '[ "$tier" != nightly ] || .ci/oldest' in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.slow
+def test_where_the_oldest_torch_cannot_be_installed_it_says_why(tmp_path: Path) -> None:
+    done = oldest(OLDEST_TORCH_INDEX=tmp_path.as_uri())
+    assert done.returncode == 0, done.stderr
+    said = f"no test ran with torch {OLDEST}, the oldest that is supported: ERROR: "
+    assert done.stdout.startswith(said)
+    assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_another_torch_is_not_taken_for_the_oldest() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.__version__.startswith(f"{OLDEST}."):
+        pytest.skip("needs another-torch than the oldest")
+    done = oldest(sys.executable)
+    assert done.returncode == 2
+    assert done.stdout == f"{sys.executable} has torch {torch.__version__}; this is for torch {OLDEST}\n"
+
+
 def test_publishing_keeps_no_password() -> None:
     workflow = read("publish.yml")
     publish = workflow["jobs"]["publish"]
