@@ -361,8 +361,10 @@ class _Moves:
 
     def change(self, number: int) -> None:
         import penstock as ps
+        from penstock.runtime.mesh.nodes import KEEPS_ORDER
 
-        self._placed.move(ps.Mesh(2, 2) if number else ps.Mesh(2, 2, nodes=(2, 1, 0, 3)))
+        other = (2, 1, 0, 3) if KEEPS_ORDER else (0, 2, 1, 3)
+        self._placed.move(ps.Mesh(2, 2) if number else ps.Mesh(2, 2, nodes=other))
 
     def delegates(self) -> Iterator[int]:
         return iter(())
