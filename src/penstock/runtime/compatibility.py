@@ -11,8 +11,9 @@ schedule --require_runnable--> options --require_compatible--> stages --ties: ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -27,7 +28,9 @@ from penstock.runtime.parameters.pipeline_copies import require_one_copy_a_rank
 from penstock.runtime.parameters.ties import Ties
 from penstock.runtime.parameters.versions import rule_of
 from penstock.runtime.stage.branches import is_plain, require_matching
-from penstock.schedule import Schedule, ScheduleError, check
+from penstock.runtime.transport.wiring import tied_sums
+from penstock.schedule import Schedule, ScheduleError, StageGraph, check
+from penstock.schedule.liveness import run_on
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class Combination:
     def has_updates(self) -> bool:
         return self.schedule.updates is not None
 
+    def num_microbatches(self, stage: int) -> int:
+        """How many a stage works on."""
+        return self.schedule.graph.microbatches_of(stage, self.schedule.num_microbatches)
+
     def most_predicted(self, stage: int) -> int:
         """The most updates that an op of a stage predicts."""
         updates = self.schedule.updates
@@ -63,13 +70,30 @@ class Combination:
         return any(self.most_predicted(stage) for stage in range(self.schedule.num_stages))
 
 
-def _carries(schedule: Schedule, stages: Sequence[int]) -> bool:
-    """Whether each microbatch comes to all of these stages by way of the lowest."""
-    graph, reached, new = schedule.graph, {stages[0]}, [stages[0]]
+def _fed_by(graph: StageGraph, stage: int) -> set[int]:
+    """A stage, and all that what it makes comes to."""
+    reached, new = {stage}, [stage]
     while new:
         new = [target for target in graph.targets[new.pop()] if target not in reached] + new
         reached.update(new)
-    return reached >= set(stages) and not set(graph.num_microbatches) - {schedule.num_microbatches}
+    return reached
+
+
+def _carries(schedule: Schedule, stages: Sequence[int]) -> bool:
+    """Whether each microbatch comes to all of these stages by way of the lowest."""
+    graph = schedule.graph
+    return _fed_by(graph, stages[0]) >= set(stages) and not set(graph.num_microbatches) - {schedule.num_microbatches}
+
+
+def _sums_wait(schedule: Schedule, tied: Collection[Sequence[int]]) -> bool:
+    """Whether the order never comes to its end where the backward of each stage that uses a tied parameter waits for
+    that of the next one down, as the sum of the parameter's gradient makes it."""
+    pairs = {pair for stages in tied for pair in pairwise(stages)}
+    if all(lower in _fed_by(schedule.graph, upper) for upper, lower in pairs):
+        return False  # it waits for that anyway
+    number = {op: place for place, op in enumerate(op for row in schedule.order for op in row)}
+    sums = tied_sums(schedule, number, [*tied])
+    return bool(run_on(schedule, (), [(edge.producer, edge.consumer) for edge in sums]).blocked)
 
 
 @dataclass(frozen=True)
@@ -89,7 +113,24 @@ class Refusal:
 
 
 UPDATES, PREDICTIONS = "updates as ops of the schedule", "weights that a rule predicts"
+TIED = "a tied parameter that they share"
 REFUSALS = (
+    Refusal(
+        "stages that work on different numbers of microbatches",
+        TIED,
+        "its gradient is added up microbatch by microbatch, from the last stage that uses it to the first. The "
+        "microbatches of these stages have different samples",
+        "give the stages that share it the same number of microbatches, or untie them",
+        lambda c: any(len({c.num_microbatches(stage) for stage in stages}) > 1 for stages in c.tied.values()),
+    ),
+    Refusal(
+        "stages of which none feeds the other, in an order that runs backwards of the lower one first",
+        TIED,
+        "its gradient is added up from the last stage that uses it to the first, as in a plain loop. So the backward "
+        "of the lower stage waits for that of the higher one, which comes behind it in the order",
+        "let the backwards of the higher stage come first, or untie them",
+        lambda c: _sums_wait(c.schedule, c.tied.values()),
+    ),
     Refusal(
         UPDATES,
         "replicas whose ranks share a process, where links are made late or stages lie on a GPU",

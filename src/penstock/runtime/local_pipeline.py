@@ -155,8 +155,8 @@ class LocalPipeline:
         )
         self._made.callback(_leave, held)
         tied = {", ".join(tie.names.values()): tie.stages for tie in held.ties}
-        combination = replace(self._combination, schedule=schedule, tied=tied, device=held.device.type)
-        require_compatible(combination)
+        self._combination = replace(self._combination, schedule=schedule, tied=tied, device=held.device.type)
+        require_compatible(self._combination)
         clip_norm = given.precision.clip_norm
         require_dense(schedule, held.copies.stages, held.ties, place, clip_norm)
         late = self._late_links()
@@ -251,6 +251,7 @@ class LocalPipeline:
         plain = without_reductions(configuration.schedule, self.mesh)
         require_switchable(plain, first)
         configuration = replace(configuration, schedule=with_reductions(plain, self.mesh))
+        require_compatible(replace(self._combination, schedule=configuration.schedule))
         if not {*configuration.schedule.graph.registered} <= {*self.running.schedule.graph.registered}:
             raise RuntimeFailure(
                 f"{plain.name} has the gradients of more stages complete at one place than {first.name}, with "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -41,12 +41,13 @@ def run_untimed(schedule: Schedule, channel_depth: int | None) -> UntimedRun:
     return run_on(schedule, ()) if channel_depth is None else _run_bounded(schedule, channel_depth)
 
 
-def run_on(schedule: Schedule, begun: Sequence[int]) -> UntimedRun:
+def run_on(schedule: Schedule, begun: Sequence[int], also: Iterable[tuple[Op, Op]] = ()) -> UntimedRun:
     """The same from a place that a run of it reached, or of it with more to wait for, over channels that never fill
     up. Where a run ends does not depend on the way there, so it ends where one from the beginning does.
 
     Args:
         begun: ops that each row has done; empty from the beginning.
+        also: (before, op) where an op needs more than the schedule says.
     """
     rows = rows_of(schedule)
     rank_of_op = {op: r for r, row in enumerate(rows) for op in row}
@@ -60,6 +61,8 @@ def run_on(schedule: Schedule, begun: Sequence[int]) -> UntimedRun:
     if schedule.max_in_flight is not None:
         for before, op in memory_edges(schedule, schedule.max_in_flight):
             reached.setdefault(op, []).append(before)
+    for before, op in also:
+        reached.setdefault(op, []).append(before)
     graph = schedule.graph
     steps = [*begun] or [0] * len(rows)
     done = {op for row, count in zip(rows, steps, strict=True) for op in row[:count]}

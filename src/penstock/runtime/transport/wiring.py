@@ -170,9 +170,8 @@ def backward_op(schedule_ops: dict[Op, int], stage: int, microbatch: int) -> Op:
 def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wiring:
     """The wiring of a schedule.
 
-    `tied_stages[k]` are the stages that share tied parameter k, ascending. The backward of each sends the sum
-    of the gradient so far to that of the next one up, which runs after it anyway: the edge adds no wait that
-    the chain of stages does not have. Where updates are ops, new values go the other way, with the forwards.
+    `tied_stages[k]` are the stages that share tied parameter k, ascending. Where updates are ops, new values go the
+    other way than the gradients, with the forwards.
     """
     chain = schedule.graph
     if chain.needs or chain.pairs:
@@ -187,12 +186,7 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
     ]
     training = any(op.kind != "F" for op in number)
     if training:
-        for slot, stages in enumerate(tied_stages, start=1):
-            for upper, lower_one in pairwise(stages):
-                edges += [
-                    Edge(backward_op(number, lower_one, m), backward_op(number, upper, m), slot)
-                    for m in range(schedule.num_microbatches)
-                ]
+        edges += tied_sums(schedule, number, tied_stages)
         edges += _tied_values(schedule, number, tied_stages)
     extra = [(edge.producer, edge.consumer) for edge in edges if edge.slot]
     if bringing := {edge.consumer for edge in edges if edge.is_tied_value}:
@@ -218,6 +212,17 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
         {op: tuple(found) for op, found in incoming.items()},
         {op: tuple(found) for op, found in outgoing.items()},
     )
+
+
+def tied_sums(schedule: Schedule, number: dict[Op, int], tied_stages: Sequence[Sequence[int]]) -> Iterator[Edge]:
+    """From the backward of each stage that uses a tied parameter, with the sum of its gradient so far, to that of the
+    next one up. Where the upper stage feeds the other, that runs after it anyway, and the edge adds no wait; what
+    waits in vain otherwise `compatibility` refuses, and stages with different numbers of microbatches too.
+    """
+    for slot, stages in enumerate(tied_stages, start=1):
+        for upper, lower_one in pairwise(stages):
+            for m in range(schedule.graph.microbatches_of(upper, schedule.num_microbatches)):
+                yield Edge(backward_op(number, lower_one, m), backward_op(number, upper, m), slot)
 
 
 def _updating(schedule: Schedule, number: dict[Op, int], num_tied: int) -> Iterator[Edge]:
