@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.dispatch import Dispatch
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.nodes import Nodes, why_sorted
@@ -41,7 +42,7 @@ class Combination:
         num_replicas: of the mesh (dp). sharding: see `ParallelOptions`.
         device: kind of device that stages lie on.
         is_late: whether links are made late. one_process: whether all ranks of a pipeline are in this process.
-        tied: by name the stages that share a parameter, ascending.
+        tied: by name the stages that share a parameter, ascending. dispatch: how ranks pick ops.
     """
 
     schedule: Schedule
@@ -51,6 +52,7 @@ class Combination:
     is_late: bool = False
     one_process: bool = False
     tied: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    dispatch: Dispatch = Dispatch.FROZEN
 
     @property
     def has_updates(self) -> bool:
@@ -124,12 +126,12 @@ REFUSALS = (
         lambda c: any(len({c.num_microbatches(stage) for stage in stages}) > 1 for stages in c.tied.values()),
     ),
     Refusal(
-        "stages of which none feeds the other, in an order that runs backwards of the lower one first",
+        "stages of which none feeds the other, in a frozen order that runs backwards of the lower one first",
         TIED,
         "its gradient is added up from the last stage that uses it to the first, as in a plain loop. So the backward "
         "of the lower stage waits for that of the higher one, which comes behind it in the order",
-        "let the backwards of the higher stage come first, or untie them",
-        lambda c: _sums_wait(c.schedule, c.tied.values()),
+        "let the backwards of the higher stage come first, give dispatch='dynamic', or untie them",
+        lambda c: c.dispatch is Dispatch.FROZEN and _sums_wait(c.schedule, c.tied.values()),
     ),
     Refusal(
         UPDATES,

@@ -128,6 +128,7 @@ class LocalPipeline:
             parallel.sharding,
             is_late=links is not None,
             one_process=not apart,
+            dispatch=chosen,
         )
         require_compatible(self._combination)
         self.start = start_of(schedule, chosen, self.costs, adapt)
@@ -251,7 +252,9 @@ class LocalPipeline:
         plain = without_reductions(configuration.schedule, self.mesh)
         require_switchable(plain, first)
         configuration = replace(configuration, schedule=with_reductions(plain, self.mesh))
-        require_compatible(replace(self._combination, schedule=configuration.schedule))
+        require_compatible(
+            replace(self._combination, schedule=configuration.schedule, dispatch=configuration.dispatch)
+        )
         if not {*configuration.schedule.graph.registered} <= {*self.running.schedule.graph.registered}:
             raise RuntimeFailure(
                 f"{plain.name} has the gradients of more stages complete at one place than {first.name}, with "
