@@ -94,7 +94,7 @@ def _require_peer(schedules: Sequence[str]) -> None:
     """
     import torch
 
-    if "zb-v" in schedules and torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
+    if "zb-v" in schedules and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
         raise BenchError(
             f"torch {torch.__version__} can't run its own zb-v over gloo; install torch 2.13, or leave zb-v out: "
             "--schedule 1f1b --schedule interleaved-1f1b"
