@@ -27,6 +27,8 @@ moves = pytest.mark.skipif(not mesh_nodes.KEEPS_ORDER, reason="needs ordered-gro
 NUM_MICROBATCHES, WIDTH = 6, 8
 CORNER = "0:1=latency:40ms 0:2=latency:40ms 2:3=latency:40ms"
 """Late links of four nodes of which one must be used: both rings, and a link of the first pipeline."""
+LONELY = " ".join(f"{node}:7=latency:60ms" for node in (0, 1, 2, 4, 5, 6))
+"""One of eight nodes has a good link to node 3 alone: beside that in a ring, it needs a late link of a pipeline."""
 RING = Ring(window=72, num_chunks=1)
 """So small that the gradients of a stage (288 bytes) take several turns."""
 
@@ -59,6 +61,10 @@ def pipeline(sizes: tuple[int, int, int], schedule: str, **options: Any) -> ps.P
     )
 
 
+def leave_whole(stage: nn.Module, mesh: Any) -> None:
+    """Both shards hold all of a stage: what matters here is that they move together."""
+
+
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(step))
     return x, x.cos()
@@ -80,7 +86,7 @@ def trained(pipe: ps.Pipeline, num_steps: int) -> list[Any]:
 def adapted(
     rank: int, sizes: tuple[int, int, int], schedule: str, links: str, folder: str, num_steps: int, sharding: str
 ) -> dict[str, Any]:
-    parallel = ps.ParallelOptions(sharding=sharding)
+    parallel = ps.ParallelOptions(sharding=sharding, parallelize=leave_whole if sizes[2] > 1 else None)
     with pipeline(sizes, schedule, parallel=parallel) as plain:
         expected = trained(plain, num_steps)
     adapt = ps.AdaptOptions(
@@ -123,19 +129,43 @@ def test_a_late_link_of_a_ring_is_moved_under_pp_and_absorbed_there(
     tmp_path: Path, schedule: str, sharding: str
 ) -> None:
     told = agreed(run_ranks(4, adapted, (2, 2, 1), schedule, CORNER, str(tmp_path), 34, sharding))
-    lines = (tmp_path / "control.jsonl").read_text().splitlines()
-    moves = [each for each in replay(lines) if each.action == "move nodes"]
+    require_moved_and_absorbed(tmp_path, told, schedule, (2, 2), [(0, 1), (0, 2), (2, 3)])
+
+
+@moves
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("sizes", "schedule", "links", "late"),
+    [
+        ((4, 2, 1), "1f1b", LONELY, [(node, 7) for node in (0, 1, 2, 4, 5, 6)]),
+        ((2, 2, 2), "1f1b", CORNER, [(0, 1), (0, 2), (2, 3)]),
+    ],
+)
+def test_so_it_is_in_meshes_of_eight_processes(
+    tmp_path: Path, sizes: tuple[int, int, int], schedule: str, links: str, late: list[tuple[int, int]]
+) -> None:
+    told = agreed(run_ranks(8, adapted, sizes, schedule, links, str(tmp_path), 34, "copies"))
+    require_moved_and_absorbed(tmp_path, told, schedule, sizes[:2], late)
+
+
+def require_moved_and_absorbed(
+    folder: Path, told: list[dict[str, Any]], schedule: str, sizes: tuple[int, int], late: list[tuple[int, int]]
+) -> None:
+    """No late link is a ring's any more, one is a pipeline's, and more than the places has changed for it."""
+    lines = (folder / "control.jsonl").read_text().splitlines()
+    decisions = replay(lines)
+    moves = [each for each in decisions if each.action == "move nodes"]
     assert moves, (told[0]["notices"], lines[-1][:300])
-    moved = ps.Mesh(2, 2, nodes=moves[0].configuration.nodes)
-    uses = {moved.use(*link).group for link in ((0, 1), (0, 2), (2, 3))}
+    moved = ps.Mesh(*sizes, nodes=moves[0].configuration.nodes)
+    uses = {moved.use(*link).group for link in late}
     assert Group.PP in uses
     assert Group.DP not in uses
     start = json.loads(lines[0])["controller"]["job"]["start"]
-    then = moves[0].configuration
-    assert then.dispatch != start["dispatch"] or then.delegated or then.schedule.name != schedule, (
-        "and absorbed there"
-    )
-    assert told[0]["nodes"] == then.nodes
+    then = [each.configuration for each in decisions if each.configuration.nodes == moves[0].configuration.nodes]
+    assert any(
+        each.dispatch != start["dispatch"] or each.delegated or each.schedule.name != schedule for each in then
+    ), "and absorbed there"
+    assert told[0]["nodes"] == moves[0].configuration.nodes
 
 
 @moves
