@@ -155,6 +155,7 @@ class LocalPipeline:
             self._sources, schedule.placement, place, parallel.device, parallel.tied, parallel.parallelize
         )
         self._made.callback(_leave, held)
+        self.notices.note(place.slower_sums(held.device))
         tied = {", ".join(tie.names.values()): tie.stages for tie in held.ties}
         self._combination = replace(self._combination, schedule=schedule, tied=tied, device=held.device.type)
         require_compatible(self._combination)

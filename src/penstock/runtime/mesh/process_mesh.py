@@ -123,8 +123,11 @@ class ProcessMesh:
         """
         if self.shards is None and not self.has_parts and not cuts_shared:
             return
-        by_gloo = device.type == "cuda" and any("cuda:gloo" in config for config in self._backends(cuts_shared))
-        if any(self.everyone.gather(by_gloo)):
+        on_gpu = device.type == "cuda"
+        by_gloo = on_gpu and any("cuda:gloo" in config for config in self._backends(cuts_shared))
+        goes_on = on_gpu and self.has_parts and self._is_retried
+        told = self.everyone.gather((by_gloo, goes_on))
+        if any(gloo for gloo, _ in told):
             what = "tensor parallelism" if self.shards is not None else "a shared stage"
             if self.has_parts:
                 what = 'sharding="fsdp"'
@@ -133,6 +136,32 @@ class ProcessMesh:
                 '"cpu:gloo,cuda:nccl", which takes a GPU for each process, or keep whole parameters '
                 '(tp 1, sharding="copies" or "zero1")'
             )
+        if any(retried for _, retried in told):
+            raise RuntimeFailure(
+                'sharding="fsdp" gathers parts of parameters on a GPU, and where two interfaces are named (by '
+                "PENSTOCK_INTERFACES or DelegateOptions) that goes by gloo, which can't; name one, or keep whole "
+                'parameters (sharding="copies" or "zero1")'
+            )
+
+    @property
+    def _is_retried(self) -> bool:
+        """Whether what replicas sum goes on over another interface, and so goes by gloo."""
+        return isinstance(self.replicas, GroupPeers) and self.replicas.retried is not None
+
+    def slower_sums(self, device: torch.device) -> list[str]:
+        """In words for a person, that replicas sum gradients by gloo though NCCL could.
+
+        Args:
+            device: where the stages of this process lie.
+        """
+        if device.type != "cuda" or not self._is_retried or not isinstance(self.replicas, GroupPeers):
+            return []
+        if "cuda:nccl" not in dist.get_backend_config(self.replicas.group):
+            return []
+        return [
+            "replicas sum gradients by gloo, through host memory, which goes on where an interface is lost; to "
+            "have NCCL sum them, name one interface alone (PENSTOCK_INTERFACES)"
+        ]
 
     @property
     def is_flat(self) -> bool:
