@@ -3,7 +3,7 @@
     python benchmarks/faults/links.py --transport gloo --transport delegate --out benchmarks/faults/links.json
     python benchmarks/faults/links.py --transport direct --transport late --out benchmarks/faults/bounded.json
     python benchmarks/faults/links.py --transport nccl --out benchmarks/faults/nccl.json      needs a GPU
-    python benchmarks/faults/links.py --readme        writes the README's tables from bounded.json and nccl.json
+    python benchmarks/faults/links.py --readme        writes the README's tables from the files of results
 
 A cell is
 
@@ -56,6 +56,12 @@ CARRYING = {"gloo": 0, "delegate": 1, "direct": 0, "late": 0, "nccl": 1}
 LATE = {"pp": "0:1=latency:20ms", "pp x dp": "0:2=latency:20ms 1:3=latency:20ms"}
 """Between the stages of each pipeline, over "late". Over replicas links join nodes, numbered rank * dp + replica."""
 FOLDER = Path(__file__).parent
+TABLES = {
+    "links.json": "results by gloo and delegates",
+    "bounded.json": "results",
+    "nccl.json": "results over NCCL",
+}
+"""Results, and where their tables stand in the README."""
 WIDTH, ROWS, MICROBATCHES, NUM_STEPS = 32, 2**14, 4, 4
 """A message is WIDTH * ROWS * 4 bytes: 2 MiB."""
 LINK = "bandwidth:200Mbit/s"
@@ -335,7 +341,7 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
 
 
 def fill_readme() -> None:
-    for name, mark in (("bounded.json", "results"), ("nccl.json", "results over NCCL")):
+    for name, mark in TABLES.items():
         cells = json.loads((FOLDER / name).read_text())["cells"]
         write_between(FOLDER / "README.md", mark, table(cells))
 

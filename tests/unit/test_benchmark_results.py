@@ -42,11 +42,19 @@ def test_adapt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert results["holds"]
 
 
-def test_networks_cut_under_bounded_channels_and_late_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = json.loads((BENCHMARKS / "faults/bounded.json").read_text(encoding="utf-8"))["cells"]
-    assert script("faults", monkeypatch, "links.py").table(cells) in (BENCHMARKS / "faults/README.md").read_text()
+@pytest.mark.parametrize("name", ["links", "bounded", "nccl"])
+def test_networks_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = json.loads((BENCHMARKS / f"faults/{name}.json").read_text(encoding="utf-8"))["cells"]
+    links, readme = script("faults", monkeypatch, "links.py"), (BENCHMARKS / "faults/README.md").read_text()
+    assert links.table(cells) in readme
     assert all(cell["equal"] == cell["runs"] == cell["before_the_end"] and not cell["error"] for cell in cells)
-    assert all(cell["in_transfer"] == (cell["runs"] if cell["network"] == 0 else 0) for cell in cells)
+    for cell in cells:
+        carries = links.CARRYING[cell["transport"]] == cell["network"]
+        assert cell["in_transfer"] == (cell["runs"] if carries else 0)
+        assert cell["commit"]
+        assert cell["command"]
+    if name != "bounded":
+        assert f"All {sum(cell['runs'] for cell in cells)} runs are right" in " ".join(readme.split())
 
 
 def test_fuzz() -> None:
@@ -84,15 +92,6 @@ def test_cells_on_a_gpu() -> None:
     assert f"of 303 cells {found['ended']} had ended" in readme
     assert f"{found['same']} trained, {found['refused']} were refused by the table" in readme
     assert f"{found['bitwise']} had the bits of the loop" in readme
-
-
-def test_networks_of_nccl_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = json.loads((BENCHMARKS / "faults/nccl.json").read_text(encoding="utf-8"))["cells"]
-    readme = (BENCHMARKS / "faults/README.md").read_text(encoding="utf-8")
-    assert script("faults", monkeypatch, "links.py").table(cells) in readme
-    assert all(cell["equal"] == cell["runs"] == cell["before_the_end"] and not cell["error"] for cell in cells)
-    assert all(cell["in_transfer"] == (cell["runs"] if cell["network"] == 1 else 0) for cell in cells)
-    assert f"All {sum(cell['runs'] for cell in cells)} runs are right" in " ".join(readme.split())
 
 
 def test_cells_that_the_table_allows_cover_every_pair_and_triple(monkeypatch: pytest.MonkeyPatch) -> None:
