@@ -19,6 +19,10 @@ The protocol, which changes for no result:
 - **Judged** on seeds 0, 1 and 2: the mean and each seed's loss on text held out, over the same optimizer's with
   nothing late, each at its own rate.
 
+- **What limits the nearest way**, asked once all others had been judged: that way again at its own rate, with nothing
+  late but each stage's rate lowered as before, and with every stage late by 1, by 3 and by 7 updates, each rate
+  divided by its versions. These are judged alike, and search no rate.
+
 Jobs run in the order of `WAYS`, and what has not run is told as such.
 
 These runs on seed 100 came before the protocol was committed. Muon: nothing late at 0.016 (1.946); late at
@@ -71,6 +75,7 @@ class Way:
     Attributes:
         name: in tables. optimizer: of `Stepped`.
         late: whether stages compute with old weights.
+        every: by how many updates each stage is late; None for as many as under PipeDream.
         predicts: forwards read weights predicted as many updates ahead as they are late.
         by_stage: power of a stage's versions by which its rate is divided.
         anneals: of the run, the share in which PipeMare's power falls from 1 to 0.
@@ -81,6 +86,7 @@ class Way:
     name: str
     optimizer: str
     late: bool = True
+    every: int | None = None
     predicts: bool = False
     by_stage: float = 0.0
     anneals: float = 0.0
@@ -123,6 +129,11 @@ WAYS = (
     Way("Rotated, synchronous", "Rotated", late=False),
     Way("Rotated, late, predicted, slower by stage", "Rotated", predicts=True, by_stage=1.0),
     Way("Rotated, late", "Rotated"),
+    Way("Rotated, nothing late, slower by stage", "Rotated", late=False, by_stage=1.0, peak=2e-3),
+    *(
+        Way(f"Rotated, all late by {every}, predicted, slower", "Rotated", True, every, True, 1.0, peak=2e-3)
+        for every in (1, 3, 7)
+    ),
 )
 
 
@@ -152,13 +163,14 @@ class Loop:
         layers = build_layers(CONFIG, seed=task.seed)
         self._model, self._loss_of = nn.Sequential(*layers), CrossEntropy()
         self._parameters: list[nn.Parameter] = []
-        self.delays: list[int] = []
+        self._versions: list[int] = []
         for stage, part in enumerate(cut(CONFIG)):
             module = nn.ModuleList([layers[place] for place in part])
             mark_ends(module, stage == NUM_STAGES - 1)
             for parameter in module.parameters():
                 self._parameters.append(parameter)
-                self.delays.append(NUM_STAGES - 1 - stage if way.late else 0)
+                self._versions.append(1 + (NUM_STAGES - 1 - stage if way.every is None else way.every))
+        self.delays = [versions - 1 if way.late else 0 for versions in self._versions]
         weights = [marked_like(each, nn.Parameter(each.detach().clone(), False)) for each in self._parameters]
         self._stepped = Stepped(way.optimizer, weights, way.momentum, self._momentum_decay())
         self.weights = self._stepped.weights
@@ -195,7 +207,7 @@ class Loop:
         power = way.by_stage
         if way.anneals:
             power += 1 - min(number / (way.anneals * self._task.num_batches), 1.0)
-        return [rate / (1 + delay) ** power for delay in self.delays]
+        return [rate / versions**power for versions in self._versions]
 
     def _later(self, number: int) -> list[Tensor]:
         """What forwards will read that begin now."""
@@ -256,6 +268,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     """A row a way: its rate, its losses, and what they are over the optimizer's with nothing late."""
     body = []
     judged: dict[str, dict[int, Any]] = {}
+    judged_against = [each.name for each in WAYS if each.name.endswith(", synchronous")]
     for way in WAYS:
         mine = [row for row in rows if row["way"] == way.name]
         tried = {row["peak"]: row["final"] for row in mine if row["seed"] == HELD_OUT}
@@ -263,7 +276,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
         judged[way.name] = finals
         if not tried and not finals:
             continue
-        (like,) = [each.name for each in WAYS if each.optimizer == way.optimizer and not each.late]
+        (like,) = [each for each in judged_against if each.startswith(way.optimizer)]
         over = [
             finals[seed] / judged[like][seed] - 1
             for seed in finals

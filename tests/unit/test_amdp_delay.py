@@ -96,6 +96,19 @@ def test_its_delay_is_that_of_pipedreams_order(predicts: bool, by_stage: float) 
     assert loop.evaluate() == pytest.approx(row["final"], rel=1e-5)
 
 
+@pytest.mark.parametrize("every", [None, 1, 3])
+def test_rates_are_lowered_by_stage_and_stages_are_late_as_the_way_says(every: int | None) -> None:
+    task = Task(delay.CONFIG, num_batches=4, every=4, warmup=2, samples=2, seed=3)
+    late, prompt = (Loop(Way("", "AdamW", at, every, by_stage=1.0), task, 4e-3) for at in (True, False))
+    assert set(late.delays) == (set(range(8)) if every is None else {every})
+    assert set(prompt.delays) == {0}
+    assert late._rates(1) == prompt._rates(1)
+    assert late._rates(1) == [task.rate(1, 4e-3) / (1 + each) for each in late.delays]
+    losses = [[loop.update(number) for number in range(3)] for loop in (late, prompt)]
+    assert losses[0][0] == losses[1][0], "both begin with the same weights"
+    assert losses[0][1] != losses[1][1], "one of them has not seen the first update on all stages"
+
+
 def carried_out(loss: Any) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     while (job := next_job(rows)) is not None:
