@@ -20,6 +20,8 @@ ROW = re.compile(
     r"\| (?P<question>[^|]+\?) \| `(?P<folder>[^`|]+/)` \| `(?P<file>[^`|]+\.py)` \| `(?P<name>[^`|]+)` \|"
 )
 
+DRAWN = re.compile(r"--|->|\| |==")
+
 
 @cache
 def trees() -> dict[str, ast.Module]:
@@ -77,9 +79,13 @@ def test_no_two_classes_of_the_package_bear_one_name() -> None:
 
 
 def test_every_folder_of_the_runtime_draws_what_it_does() -> None:
-    for folder in sorted(path for path in (SRC / "runtime").iterdir() if (path / "__init__.py").exists()):
-        said = ast.get_docstring(trees()[f"penstock.runtime.{folder.name}"]) or ""
-        assert re.search(r"(--|->|\| )", said), f"{folder.name}/__init__.py has no drawing"
+    for path in sorted((SRC / "runtime").rglob("__init__.py")):
+        folder = path.parent.relative_to(SRC)
+        said = ast.get_docstring(trees()[".".join(("penstock", *folder.parts))]) or ""
+        assert DRAWN.search(said), f"{folder}/__init__.py has no drawing"
+        modules = [each.stem for each in path.parent.glob("*.py") if each != path]
+        named = [module for module in modules if re.search(rf"\b{module}\b", said)]
+        assert len(named) > len(modules) / 2, f"{folder}/__init__.py says what {named} do, of {sorted(modules)}"
 
 
 def defined(path: Path, name: str) -> bool:

@@ -14,6 +14,9 @@
 | `xpipe`         | predicted by Adam       | newest                  | one and the prediction      |
 | `pipedream-lr`  | as `pipedream`          | as `pipedream`          | the same; lower rates where |
 | `xpipe-lr`      | as `xpipe`              | as `xpipe`              | gradients are late          |
+
+rules    what each op reads by each of them       copy_weights    one copy's weights, bound before each op
+versioned   parameters that change together, and which version each op reads
 """
 
 from penstock.runtime.parameters.versions.copy_weights import CopyWeights

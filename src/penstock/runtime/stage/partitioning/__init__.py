@@ -1,4 +1,19 @@
-"""Cuts any module into stages: finds its layers, traces what its forward does between them, refuses what it must."""
+"""Cuts any module into stages: finds its layers, traces what its forward does between them, refuses what it must.
+
+    model --layers--> which modules stay whole
+      |
+      +--recorder: its forward, run once with proxies--> TracedProgram: steps --cutting--> TracedStage per stage
+
+    forward     x = stem(x)     y = block(x)     return head(x + y)
+    steps       0 stem(x)       1 block(0)       2 add(0, 1)    3 head(2)
+    stages      `--- 0 ---'     `------ 1 ---------------'     `--- 2 --'
+    passed on               0                               2
+
+cutting       `split`, its checks, and its table              layers    which modules are layers, and which are opened
+recorder      a forward run once, and written down            proxies   what stands for a value meanwhile
+program       the steps, and the part of each stage           tracing   traced again for inputs of another form
+traced_stage  the module that runs one part of the steps      place     the user's line that an error names
+"""
 
 from penstock.runtime.stage.partitioning.cutting import Split, split
 

@@ -1,17 +1,25 @@
 """Split backward: I passes gradients on to the previous stage, W computes the weights' gradients later.
 
+    rank 0 | F0 F1 .. I0 W0 I1 W1        after I0 of rank 1, rank 0 goes on: it does not wait for W0 of rank 1,
+    rank 1 | .. F0 I0 F1 I1 W0 W1        which runs later, where rank 1 would be idle
+
     report = prepare(stage)                  once; `unprepare` puts the module back
     tape = Tape()
     with tape.recording():                   F
         y = stage(x)
-    tape.backward_input([y], [gy])           I
-    tape.backward_weight()                   W
+    tape.backward_input([y], [gy])           I: gradients of inputs; keeps (x, gy) of each prepared module
+    tape.backward_weight()                   W: gradients of weights from what was kept
+
+patch     which modules are prepared              rules     the two halves of a module's backward, by its kind
+tape      one microbatch through one stage        slot      one module, and whether its weights wait
+defer     the node of a module in the graph       stage     what the prepared modules of one stage share
+compiled  modules inside of `torch.compile`       share     how much waits for W, and why the rest does not
 
 A prepared stage defers the weight gradients of `nn.Linear`, `nn.Conv1d/2d/3d`, `nn.Embedding` and transformers'
-`Conv1D`, and of their shards (`runtime/tensor_parallel/`). All other
-parameters are computed in I, as are these where the work is too small to be worth a delay. Gradients are bitwise
-those of a plain backward, as long as I and W each run in microbatch order. In parts of a stage that torch.compile has
-taken over, weights wait too (`compiled`); give the tape the report's `shared` then, as the runtime does.
+`Conv1D`, and of their shards (`runtime/tensor_parallel/`). All other parameters are computed in I, as are these where
+the work is too small to be worth a delay. Gradients are bitwise those of a plain backward, as long as I and W each
+run in microbatch order. In parts of a stage that torch.compile has taken over, weights wait too (`compiled`); give
+the tape the report's `shared` then, as the runtime does.
 """
 
 from penstock.runtime.stage.split_backward.patch import SplitReport, is_compiled, prepare, unprepare
