@@ -51,8 +51,8 @@ POSTING = 1.0
 LEAVING = 2.0
 """Seconds that what is under way gets to end when a pipeline is closed."""
 WITHOUT_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-"""What lines are made with. Else torch's watchdog would end the process where one fails, after a minute in which no group
-can be destroyed."""
+"""What lines are made with. Else torch's watchdog would end the process where one fails, after a minute in which no
+group can be destroyed."""
 GIVEN_UP = "NCCL: the lines of this rank were given up, as a link had failed"
 
 
