@@ -245,6 +245,7 @@ def test_all_train_as_many_steps() -> None:
         ("1f1b {place}/mine.json", ["mine.json is for 4 ranks and 6 microbatches", "has 4 and 4"]),
         ("1f1b {place}/1f1b.json", ["1f1b is named twice"]),
         ("1f1b --costs {place}/costs.json --memory-limit 1GiB", ["do not say what weights take", "--memory-limit"]),
+        ("1f1b --memory-limit 8", ["--memory-limit 8 has no unit", "35GiB"]),
         ("1f1b --memory-limit much", ["--memory-limit much", "2GiB"]),
         ("1f1b --link 0:9=3", ["link 0:9", "0 to 3"]),
         ("1f1b --dispatch best", ["best"]),

@@ -133,8 +133,8 @@ def test_messages_count_too_and_the_bound_stays_that_of_activations_alone(
     ("verb", "limit", "words"),
     [
         (PLAN, "35GiB", "these costs do not say what weights take"),
-        (PLAN, "35GiB,7", "rank"),
-        (["search", "--ranks", "2", "--microbatches", "2"], "3GiB", "of activations alone"),
+        (PLAN, "35GiB,7", "7 has no unit and 35GiB has one"),
+        (["search", "--ranks", "2", "--microbatches", "2"], "3GiB", "do not say what weights take"),
         (["simulate", "1f1b", "--costs", "gpt2-7b", "--ranks", "4", "--microbatches", "8"], "35GiB", "not frozen"),
         (
             [

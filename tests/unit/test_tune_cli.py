@@ -15,7 +15,7 @@ import torch
 import penstock as ps
 import tune_models
 from penstock.cli import main
-from penstock.cli.tune import number_of_bytes
+from penstock.cli.options import number_of_bytes
 from penstock.runtime import RuntimeFailure
 from penstock.train import command as train_command
 from penstock.train.inputs import gather_inputs
@@ -227,7 +227,7 @@ def test_recompute_is_tried_where_memory_is_limited(capsys: pytest.CaptureFixtur
     free = told(capsys, "tune", *FAST, "--ranks", "2", "--top", "1000")
     assert not any(each["recompute"] for each in free["best"])
     least = min(max(each["memory_bytes"]) for each in free["best"])
-    tight = told(capsys, "tune", *FAST, "--ranks", "2", "--memory-limit", str(int(least * 0.9)))
+    tight = told(capsys, "tune", *FAST, "--ranks", "2", "--memory-limit", f"{int(least * 0.9)}B")
     assert tight["num_too_large"] > 0
     assert all(each["recompute"] for each in tight["best"])
     assert all(max(each["memory_bytes"]) <= least * 0.9 for each in tight["best"])
@@ -244,8 +244,11 @@ def test_an_impossible_memory_limit_says_the_least(capsys: pytest.CaptureFixture
     [
         (["--preset", "tyni"], "no preset named 'tyni'; did you mean tiny"),
         (["--heads", "5"], "the width must be a multiple of the number of heads"),
-        (["--memory-limit", "lots"], "--memory-limit lots: give bytes, like 2GiB"),
-        (["--memory-limit", "0"], "a memory limit of 0 bytes holds nothing"),
+        (["--memory-limit", "lots"], "--memory-limit lots: give a number with a unit of bytes, like 2GiB"),
+        (["--memory-limit", "8"], "--memory-limit 8 has no unit"),
+        (["--memory-limit", "8"], "give a unit, as in 35GiB"),
+        (["--memory-limit", "1GiB,2GiB"], "one limit for all ranks is needed here"),
+        (["--memory-limit", "0B"], "a memory limit of 0 bytes holds nothing"),
         (["--ranks", "2", "--pp", "4"], "no way to spread the batch is left"),
         (["--ranks", "2", "--pp", "two"], "--pp two: whole numbers are needed"),
         (["--ranks", "2", "--schedule", "zbv"], "did you mean"),
@@ -308,7 +311,16 @@ def test_a_damaged_database_is_told(
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("12", 12), ("1.5KiB", 1536), ("2GB", 2e9), ("3 mib", 3 * 2**20), ("1TiB", 2**40), ("7B", 7)],
+    [
+        ("1e3B", 1000),
+        ("1024MiB", 2**30),
+        ("1073741824B", 2**30),
+        ("1.5KiB", 1536),
+        ("2GB", 2e9),
+        ("3 mib", 3 * 2**20),
+        ("1TiB", 2**40),
+        ("7B", 7),
+    ],
 )
 def test_bytes_are_read(text: str, value: float) -> None:
     assert number_of_bytes("--memory-limit", text) == value

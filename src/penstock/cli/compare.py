@@ -20,7 +20,7 @@ from penstock.cli import costs as costs_options
 from penstock.cli import tune as options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, links_of, number_of_bytes
+from penstock.cli.options import Json, bytes_of, links_of
 from penstock.cli.output import print_json
 from penstock.cost.presets import PRESETS
 from penstock.train.compare.contenders import STEPS, USUAL, contenders
@@ -94,9 +94,7 @@ def compare(
         str | None, typer.Option("--optimizer", help="Optimizer, the same for all. [the usual one of each schedule]")
     ] = None,
     optimizer_options: options.OptimizerOptions = None,
-    clip: Annotated[
-        float, typer.Option("--clip", help="Largest norm of a gradient; 0 for no clipping.")
-    ] = DEFAULTS.clip,
+    clip: options.Clip = DEFAULTS.clip,
     seed: Annotated[int, typer.Option("--seed", help="Seed of weights and data order.")] = DEFAULTS.seed,
     threads: Annotated[
         int | None, typer.Option("--threads", help="Threads per rank. [its share of the cores]")
@@ -122,10 +120,7 @@ def compare(
         str,
         typer.Option("--dispatch", help="Simulated: how ranks choose their ops: frozen, hinted, dynamic or auto."),
     ] = "frozen",
-    memory_limit: Annotated[
-        str | None,
-        typer.Option("--memory-limit", metavar="BYTES", help="Say who fits into so many bytes per rank: 35GiB."),
-    ] = None,
+    memory_limit: costs_options.MemoryLimit = None,
     database: options.DatabaseFile = None,
     seconds: options.Seconds = 1.0,
     fresh: options.Fresh = False,
@@ -138,6 +133,7 @@ def compare(
     """Train the same model on the same data by several schedules, and simulate each over the same costs."""
     if "RANK" in os.environ:
         raise Misuse("penstock compare starts its ranks itself; run it without torchrun")
+    limit = bytes_of("--memory-limit", memory_limit)
     asked = contenders(
         schedules or (),
         {
@@ -167,7 +163,7 @@ def compare(
         None if out is None else Path(out),
         _silent if json else _say,
         SimulatedRun(links_of(link or [], default_delay), dispatch),
-        None if memory_limit is None else number_of_bytes("--memory-limit", memory_limit),
+        limit,
     )
     if json:
         print_json({**found.to_json(), "files": files})

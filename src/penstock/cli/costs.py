@@ -85,8 +85,9 @@ MemoryLimit = Annotated[
     typer.Option(
         "--memory-limit",
         metavar="SIZE",
-        help="Most that a rank may hold: 35GiB counts all of it; a plain number is of activations alone, in the unit "
-        "of --activation: 14. Or one per rank: 7,5.",
+        help="Most that a rank may hold. With a unit, as 35GiB, it counts everything. A plain number, as 14, counts "
+        "activations alone, as the costs have them: those of a stage (penstock search: of a part) are 1 where "
+        "nothing is said. plan and simulate also take one per rank: 7,5; tune and compare need a unit.",
     ),
 ]
 
@@ -152,7 +153,8 @@ class GivenCosts:
         if not costs.weight_bytes:
             raise Misuse(
                 f"--memory-limit {text} counts all that a rank holds, and these costs do not say what weights take; "
-                "give a number in the unit of --activation, or --costs with a preset or a profile"
+                f"give a number without a unit, which counts activations alone (those of a {self.of} are 1 where "
+                "nothing is said), or --costs with a preset or a profile"
             )
         return list(ps.simulation.room_for_activations(placement, costs, limits))
 

@@ -47,7 +47,7 @@ Out = Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write it
 
 _LINK = re.compile(r"(?P<source>[0-9]{1,9}):(?P<target>[0-9]{1,9})=(?P<delay>.+)")
 _CONDITION = re.compile(r"=.*[:+]|=-?[0-9.]+(?!e-?[0-9]+$)[A-Za-z]")
-_BYTES = re.compile(r"(?P<number>[0-9.]+)\s*(?P<unit>B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
+_BYTES = re.compile(r"(?P<number>[0-9.]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)", re.IGNORECASE)
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
@@ -68,25 +68,53 @@ def numbers(option: str, text: str) -> list[float]:
 
 
 def limits_of(option: str, text: str | None) -> tuple[float | list[float] | None, bool]:
-    """Reads `7`, `7,5` or `35GiB`: a limit or one per rank, and whether it is in bytes, of all that a rank holds."""
+    """Reads `7`, `7,5` or `35GiB`: a limit or one per rank, and whether it is in bytes, of all that a rank holds.
+
+    Raises:
+        Misuse: what is no number and no size, or some entries with a unit and some without.
+    """
     if text is None:
         return None, False
-    parts = text.split(",")
-    in_bytes = any(part.strip().lower().endswith("b") for part in parts)
-    values = [number_of_bytes(option, part) for part in parts] if in_bytes else numbers(option, text)
-    return (values[0] if len(values) == 1 else values), in_bytes
+    parts = [part.strip() for part in text.split(",")]
+    in_bytes = [part[-1:].isalpha() and part.lower() not in ("inf", "nan") for part in parts]
+    if any(in_bytes) and not all(in_bytes):
+        raise Misuse(
+            f"{option} {text}: {parts[in_bytes.index(False)]} has no unit and {parts[in_bytes.index(True)]} has one; "
+            "give all with a unit, as in 35GiB,40GiB, or none"
+        )
+    values = [number_of_bytes(option, part) for part in parts] if in_bytes[0] else numbers(option, text)
+    return (values[0] if len(values) == 1 else values), in_bytes[0]
+
+
+def bytes_of(option: str, text: str | None) -> float | None:
+    """Reads `35GiB` for a verb that counts all that a rank holds, by one limit for all of them.
+
+    Raises:
+        Misuse: as `limits_of`; a number without a unit, or one limit per rank.
+    """
+    limit, in_bytes = limits_of(option, text)
+    if limit is None:
+        return None
+    if not in_bytes:
+        raise Misuse(
+            f"{option} {text} has no unit, and so counts activations alone; all that a rank holds is counted here; "
+            "give a unit, as in 35GiB"
+        )
+    if isinstance(limit, list):
+        raise Misuse(f"{option} {text}: one limit for all ranks is needed here, as in {str(text).split(',')[0]}")
+    return limit
 
 
 def number_of_bytes(option: str, text: str) -> float:
-    """Reads `2GiB`, `500MB` or `1000000`."""
+    """Reads `2GiB`, `500MB` or `1e6B`."""
     match = _BYTES.fullmatch(text.strip())
     try:
         number = float(match["number"]) if match else float("nan")
     except ValueError:
         number = float("nan")
     if match is None or number != number:
-        raise Misuse(f"{option} {text}: give bytes, like 2GiB, 500MB or 1000000")
-    return number * _UNITS[(match["unit"] or "B").lower()]
+        raise Misuse(f"{option} {text}: give a number with a unit of bytes, like 2GiB, 500MB or 1000000B")
+    return number * _UNITS[match["unit"].lower()]
 
 
 def counts(option: str, text: str) -> list[int]:

@@ -59,14 +59,7 @@ def search(
     costs: costs_options.CostsSource = None,
     link: costs_options.LateLink = None,
     default_delay: costs_options.DefaultDelay = 0.0,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            "--memory-limit",
-            metavar="UNITS",
-            help="Most activations that a rank may hold, where a part's is 1 unless --costs says otherwise.",
-        ),
-    ] = None,
+    memory_limit: costs_options.MemoryLimit = None,
     placement: Annotated[
         list[str] | None,
         typer.Option(
@@ -103,6 +96,11 @@ def search(
     chosen = given.read(ranks, model)
     links = costs_options.late_links(link or [], default_delay)
     most, in_bytes = limits_of("--memory-limit", memory_limit)
+    if in_bytes and not chosen.weight_bytes:
+        raise Misuse(
+            f"--memory-limit {memory_limit} counts all that a rank holds, and these costs do not say what weights "
+            "take; give a number without a unit, which counts activations alone (those of a part are 1 where none are)"
+        )
     if in_bytes or isinstance(most, list):
         raise Misuse(
             f"--memory-limit {memory_limit}: search takes one number, of activations alone, as placements differ in "

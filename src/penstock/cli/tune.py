@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.app import app
+from penstock.cli.costs import MemoryLimit
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, counts, number_of_bytes
+from penstock.cli.options import Json, bytes_of, counts
 from penstock.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -138,10 +139,7 @@ def tune(
             "--programs/--no-programs", help="Also search schedules without a name, unless --schedule is given."
         ),
     ] = True,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option("--memory-limit", metavar="BYTES", help="Most bytes that a rank may need, such as 2GiB."),
-    ] = None,
+    memory_limit: MemoryLimit = None,
     costs: Annotated[
         str | None,
         typer.Option(
@@ -180,6 +178,7 @@ def tune(
     from penstock.tune.session import Asked
     from penstock.tune.session import tune as run
 
+    limit = bytes_of("--memory-limit", memory_limit)
     options = json_object("--optimizer-options", optimizer_options)
     settings = Settings(
         **measured_model(model, model_options, data, batch),
@@ -201,7 +200,7 @@ def tune(
         schedule,
         recompute,
         programs,
-        None if memory_limit is None else number_of_bytes("--memory-limit", memory_limit),
+        limit,
         top,
         verify,
         steps,
