@@ -99,7 +99,7 @@ def search(
     if in_bytes and not chosen.weight_bytes:
         raise Misuse(
             f"--memory-limit {memory_limit} counts all that a rank holds, and these costs do not say what weights "
-            "take; give a number without a unit, which counts activations alone (those of a part are 1 where none are)"
+            "take; give a number without a unit, which counts activations alone (1 for a part that has none)"
         )
     if in_bytes or isinstance(most, list):
         raise Misuse(
