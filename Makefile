@@ -2,7 +2,8 @@
 # make test     runs the tests; TIER=push only the quick ones, TIER=nightly whole sweeps and what takes minutes
 # make lint     ruff, mypy, the layers' import contracts, spelling and the words of the project
 # make papers-quick   simulates the papers' headlines anew, measures three ratios, and compares; a quarter of an hour
-# make papers   runs every figure and table of the papers again, and writes their pages; many hours
+# make papers   runs the figures and tables that need no GPU again, and writes their pages; rows of AMDP's training that
+#               are there already are kept, and experiments/uneven is apart; many hours
 # make site     builds the documentation into build/site, with no network; open build/site/index.html
 #
 # All that is needed beforehand is git, make and python3 (3.11 or newer, with its venv module).

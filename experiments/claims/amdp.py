@@ -13,6 +13,8 @@ from experiments.claims.claim import Claim, Value, as_saved, facts_of, read_pape
 from experiments.common.results import Row, find
 
 SIZES = {"GPT": (8, 128), "BERT": (8, 128)}
+AMDP_S_LOSS = {"GPT": 0.007, "BERT": 0.0}
+"""Over the synchronous one's, by section 4.2: 2.90 over 2.88, and 2.36 "matching DAPPLE"."""
 RIVALS = ("pipedream-2bw", "1f1b")
 
 
@@ -147,7 +149,7 @@ CLAIMS = (
             paper,
             "amdp/figure7",
             over_synchronous(method),
-            "amdp/figure7",
+            trained="amdp/figure7",
             digits=4,
             show="{:+.2%}",
         )
@@ -163,23 +165,15 @@ CLAIMS = (
         Claim(
             "Figure 7 by protocol",
             f"final loss over the synchronous one, {method}, {model}, three seeds",
-            paper,
+            AMDP_S_LOSS[model] if method == "amdp" else None,
             "amdp/convergence",
             by_protocol(model, method),
-            "amdp/convergence",
+            trained="amdp/convergence",
             digits=4,
             show="{:+.2%}",
         )
         for model in ("GPT", "BERT")
-        for method, paper in (
-            ("amdp", 0.007),
-            ("amdp, predicting", None),
-            ("amdp, Muon", None),
-            ("pipedream-2bw", None),
-            ("xpipe", None),
-            ("pipedream", None),
-            ("vnag", None),
-        )
+        for method in ("amdp", "amdp, predicting", "amdp, Muon", "pipedream-2bw", "xpipe", "pipedream", "vnag")
     ),
 )
 

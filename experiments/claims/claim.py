@@ -15,7 +15,7 @@ from experiments.common.results import Row, facts, load, rounded
 
 ROOT = Path(__file__).resolve().parents[2]
 Value = Callable[[Sequence[Row], str], "float | None"]
-"""Of rows and "simulated" or "measured", the number that is claimed; None where it was not found so."""
+"""Of rows and "simulated", "measured" or "trained", the number that is claimed; None where it was not found so."""
 
 
 Lines = Callable[[Sequence[Row]], Iterable[str]]
@@ -30,6 +30,7 @@ class Claim:
         item: the figure or table. what: the number, in words. paper: what the paper says, None where it says nothing.
         file: of the simulated results, below `experiments/`, such as "pipemorph/figure15-simulate".
         measured: the same of those by the clock; empty where there are none.
+        trained: the same of those by real training; empty where there are none.
         again: simulates anew what the claim needs, in seconds; None where that takes longer.
         digits: those that are shown, and have to come out alike.
         show: of the number.
@@ -44,10 +45,11 @@ class Claim:
     again: Callable[[], Iterable[Row]] | None = None
     digits: int = 2
     show: str = "{:.2f}"
+    trained: str = ""
 
     def committed(self, how: str) -> float | None:
-        """The number by the committed results, simulated or measured."""
-        name = self.measured if how == "measured" else self.file
+        """The number by the committed results: simulated, measured or trained."""
+        name = {"simulated": self.file, "measured": self.measured, "trained": self.trained}[how]
         if not name:
             return None
         return self.value(rows_of(name), how)

@@ -28,6 +28,8 @@ say: it shows that dispatch and transport keep the simulated times, and nothing 
 number comes from a GPU only where its section says *on one GPU*. [Real computation](audit.md#real-computation) has a
 table of its own, and [the audit](audit.md) says what was done for each figure."""
 
+TRAINED = "*Trained* is a loss of real training on a CPU, of models made small."
+
 STATES = """\
 An audit once listed {} capabilities, figures and tables of the three papers. Each row says what it found then, how it
 stands now, and what shows it: a test, a file of results, a page. A row that is not simply done has its reason.
@@ -53,6 +55,7 @@ def pages() -> dict[str, str]:
 
 def page(paper: Paper) -> str:
     """A paper's page: its numbers beside ours, then figure by figure."""
+    again = sum(claim.again is not None for claim in paper.claims)
     lines = [
         MADE,
         "",
@@ -61,9 +64,10 @@ def page(paper: Paper) -> str:
         paper.intro,
         "",
         HOW,
+        *(["", TRAINED] if any(claim.trained for claim in paper.claims) else []),
         "",
-        "`make papers-quick` simulates the numbers of this table anew and compares them digit by digit, in a quarter",
-        "of an hour at most.",
+        f"`make papers-quick` simulates {again} of the {len(paper.claims)} rows of this table anew and compares them",
+        "digit by digit, in a quarter of an hour at most.",
         "",
         *_claims(paper.claims),
     ]
@@ -73,11 +77,15 @@ def page(paper: Paper) -> str:
 
 
 def _claims(claims: Sequence[Claim]) -> Iterator[str]:
-    yield "| figure | of what | the paper | simulated | by the clock |"
-    yield "|---|---|---:|---:|---:|"
+    """A column for trained losses stands only where a paper has some."""
+    columns = {"simulated": "simulated", "measured": "by the clock"}
+    if any(claim.trained for claim in claims):
+        columns["trained"] = "trained"
+    yield f"| figure | of what | the paper | {' | '.join(columns.values())} |"
+    yield f"|---|---|---:|{'---:|' * len(columns)}"
     for claim in claims:
         paper = "" if claim.paper is None else claim.show.format(claim.paper)
-        yield f"| {claim.item} | {claim.what} | {paper} | {claim.shown('simulated')} | {claim.shown('measured')} |"
+        yield f"| {claim.item} | {claim.what} | {paper} | {' | '.join(map(claim.shown, columns))} |"
 
 
 def _item(paper: Paper, item: Item) -> Iterator[str]:

@@ -22,10 +22,10 @@ from penstock.draw.chart import Figure
 PAPER = {"pipemorph": "up to 2.8 times 1f1b, zb"}
 
 
-def rows(backend: Backend) -> Iterator[Row]:
-    """A row for each trace and system."""
+def rows(backend: Backend, every: int = 12) -> Iterator[Row]:
+    """A row for each trace and system; a clairvoyant search after so many simulated iterations, 0 for none."""
     simulated = backend.name == "simulate"
-    minutes, every = (2.0, 12) if simulated else (1 / 3, 0)
+    minutes, every = (2.0, every) if simulated else (1 / 3, 0)
     yield from throughput.rows(backend, CHAIN_4, ("A", "B", "C"), minutes, every)
 
 

@@ -98,6 +98,21 @@ def test_the_table_of_real_computation_has_no_more_ranks_than_cores() -> None:
     assert len(list(pages.real_rows(value))) == len(value["rows"])
 
 
+@pytest.mark.results
+def test_trained_losses_stand_in_a_column_of_their_own() -> None:
+    for paper in PAPERS:
+        head, _, *rows = pages._claims(paper.claims)
+        trained = [claim for claim in paper.claims if claim.trained]
+        assert head.endswith("| by the clock | trained |" if trained else "| by the clock |")
+        assert {row.count("|") for row in rows} == {head.count("|")}
+        for claim in trained:
+            assert claim.shown("trained")
+            assert not claim.shown("simulated")
+            assert not claim.shown("measured")
+        again = sum(claim.again is not None for claim in paper.claims)
+        assert f"simulates {again} of the {len(rows)} rows of this table anew" in pages.page(paper)
+
+
 def of_figure(item: str) -> list[Claim]:
     return [claim for paper in PAPERS for claim in paper.claims if claim.item == item]
 

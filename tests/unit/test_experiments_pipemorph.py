@@ -40,6 +40,14 @@ def test_the_readme_has_each_command(name: str) -> None:
     assert f"{name}.py" in (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
+def test_all_runs_each_command_there_is(load: Any) -> None:
+    module = load("all")
+    commands = {path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text(encoding="utf-8")}
+    run = {*module.SIMULATED, *module.MEASURED, *module.ALWAYS_MEASURED, "table"}
+    assert run.isdisjoint(module.ON_ONE_GPU)
+    assert run | {*module.ON_ONE_GPU} == commands - {"all", "measured"}  # which is a process of those that measure
+
+
 def simulated(load: Any, name: str, **options: Any) -> tuple[ModuleType, list[dict[str, Any]]]:
     """Runs a figure in the simulator; its table and its chart must come out of the rows as they are saved."""
     module = load(name)

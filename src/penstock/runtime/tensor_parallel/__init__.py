@@ -7,6 +7,9 @@
 What lies between `entered` and `summed` is a region: an attention with some of the heads, an MLP with some of its
 width. Weights there are DTensors, of which each rank computes with its own part; what goes in and out are plain
 tensors, equal on all ranks. (This cut is that of Shoeybi et al. 2019, arXiv 1909.08053, section 3: its f and g.)
+
+modules      layers that hold a shard            collectives   `entered`, `summed`, `largest`
+sharding     which layers are cut, by name
 """
 
 from penstock.runtime.tensor_parallel.collectives import entered, largest, summed
