@@ -90,7 +90,7 @@ RULES = (
     rule(r"\bfits no whole number of times\b", "divides", "a window fits no whole number of times into a pass"),
     rule(r"\b(?:this run|it) is steered\b|\bsteering needs\b", "adapts, adapting", "this run is steered"),
     rule(r"\bruns apart\b(?! from)", "runs asynchronously", "an op that runs apart"),
-    rule(r"\b(?:captain|herald)s?\b", "coordinator, notice", "the captain decides"),
+    rule(r"\b(?:captain|helm|herald)s?\b", "coordinator, agent, notice", "the captain decides"),
     Rule(re.compile(r"\b([a-z]{2,}) \1\b(?<!that that)"), "the word once", "what the the rank holds"),
 )
 

@@ -18,7 +18,7 @@ from packed import packed
 from penstock.control import replay
 from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
-from penstock.runtime.adapt import agent as helm
+from penstock.runtime.adapt import agent
 from penstock.runtime.adapt import rendezvous as meeting
 from penstock.runtime.mesh import clock
 from processes import run_ranks
@@ -74,7 +74,7 @@ def steered(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
         ps.AdaptOptions(folder=folder if rank == 0 else None, memory_limit=6.0), LATE, optimizer=torch.optim.AdamW
     )
     numbers, got = [], []
-    steering = pipe._helm
+    steering = pipe._agent
     assert steering is not None
     for step in range(MOST_STEPS):
         if step >= num_steps and numbers[-1][0]:
@@ -120,7 +120,7 @@ def dies(rank: int, folder: str) -> list[str]:
     losses(pipe, 2)
     if rank == 2:
         os._exit(9)
-    steered = pipe._helm
+    steered = pipe._agent
     assert steered is not None
     controller = steered.controller if rank == 0 else 0
     try:
@@ -199,12 +199,12 @@ def drifting(rank: int) -> list[int]:
     clock.clock_name = lambda: f"host {rank}"  # type: ignore[assignment]
     clock.time = SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + shift[0] * second)  # type: ignore[assignment]
     meeting.clock_name = clock.clock_name
-    helm.COMPARED = 4
+    agent.COMPARED = 4
     pipe = pipeline(ps.AdaptOptions(), None)
-    found = list(pipe._helm._meeting.ahead)  # type: ignore[union-attr]
+    found = list(pipe._agent._meeting.ahead)  # type: ignore[union-attr]
     shift[0] += 5 * rank
     losses(pipe, 5)
-    found += pipe._helm._meeting.ahead  # type: ignore[union-attr]
+    found += pipe._agent._meeting.ahead  # type: ignore[union-attr]
     pipe.close()
     return found
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_steering_helms import COSTS, HEALTHY, LATE, NUM_RANKS, START, Group, group
+from test_steering_agents import COSTS, HEALTHY, LATE, NUM_RANKS, START, Group, group
 
 import penstock as ps
 from penstock.control import Sensitivity
@@ -57,7 +57,7 @@ def nothing_left() -> Iterator[None]:
 def step_until(ranks: Group, what: Callable[[], bool]) -> None:
     end = time.monotonic() + DEADLINE
     while not what():
-        assert time.monotonic() < end, [one.notices for one in ranks.helms]
+        assert time.monotonic() < end, [one.notices for one in ranks.agents]
         ranks.step(LATE, heard=False)
         time.sleep(0.02)
 
@@ -69,13 +69,13 @@ def step_until(ranks: Group, what: Callable[[], bool]) -> None:
 def test_a_full_disk_ends_the_records_with_one_notice_and_steering_goes_on(tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to("/dev/full")
     with nothing_left(), group(tmp_path) as ranks:
-        step_until(ranks, lambda: ranks.helms[0].number >= 1)
-        step_until(ranks, lambda: bool(ranks.helms[0].notices))
+        step_until(ranks, lambda: ranks.agents[0].number >= 1)
+        step_until(ranks, lambda: bool(ranks.agents[0].notices))
         for _ in range(3):
             ranks.step(LATE, heard=False)
-        (notice,) = ranks.helms[0].notices
+        (notice,) = ranks.agents[0].notices
         assert notice.startswith(f"records in {tmp_path} end here: {name}: No space left on device")
-        assert all(one.notices == [] for one in ranks.helms[1:])
+        assert all(one.notices == [] for one in ranks.agents[1:])
 
 
 def test_a_disk_that_fills_leaves_whole_lines(tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ class Garbled(InProcessStore):
 @pytest.mark.parametrize("queue", ["test/plans/2", "test/reports"])
 def test_nonsense_from_the_store_ends_steering_with_one_notice(tmp_path: Path, queue: str) -> None:
     with nothing_left(), group(tmp_path, stores=[Garbled(queue)] * NUM_RANKS) as ranks:
-        step_until(ranks, lambda: all(one.notices for one in ranks.helms))
-        assert [len(one.notices) for one in ranks.helms] == [1] * NUM_RANKS
-        assert {one.number for one in ranks.helms} == {0}
+        step_until(ranks, lambda: all(one.notices for one in ranks.agents))
+        assert [len(one.notices) for one in ranks.agents] == [1] * NUM_RANKS
+        assert {one.number for one in ranks.agents} == {0}
 
 
 # A store that stands still, or is gone.
@@ -196,7 +196,7 @@ def test_no_thread_outlives_close_when_the_store_is_gone(
 def test_a_controller_that_stands_still_does_not_hold_close(tmp_path: Path) -> None:
     with nothing_left(), group(tmp_path) as ranks:
         ranks.step(HEALTHY)
-        pid = ranks.helms[0].controller
+        pid = ranks.agents[0].controller
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         for _ in range(200):  # more than a pipe holds: whoever feeds it stands still, too

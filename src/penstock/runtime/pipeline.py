@@ -156,7 +156,7 @@ class Pipeline:
         self._num_steps, self._seed, self._loss_fn = 0, seed, loss_fn
         self._tell: Callable[[], Sequence[float]] | None = None
         self.told: tuple[float, ...] = ()
-        self._helm: Agent | None = None
+        self._agent: Agent | None = None
         self._told_of_stays = False
         self._moving_to: Configuration | None = None
         self._groups: Any = None
@@ -168,7 +168,7 @@ class Pipeline:
             self._local.build()
             if self._local.adapt is not None:
                 self._steer(self._local.adapt)
-                on_close(lambda: None if self._helm is None else self._helm.close())
+                on_close(lambda: None if self._agent is None else self._agent.close())
 
     def _steer(self, adapt: AdaptOptions) -> None:
         """Puts an agent in place, one of all processes of the mesh."""
@@ -189,7 +189,7 @@ class Pipeline:
             first = replace(first, nodes=nodes.mesh.nodes)
             local.note_nodes(first.nodes)
             weighs = gradient_bytes(local.model.copies.stages, local.peers, first.schedule.num_stages)
-        self._helm = steer(
+        self._agent = steer(
             adapt,
             place.everyone,
             first,
@@ -205,19 +205,19 @@ class Pipeline:
             injected, links = None, given.transport.links
             if links is not None and local.conditions is not None:
                 injected = partial(probed_besides, links, local.conditions)
-            self._helm.probes = NodeProbes(nodes.processes, place.everyone, given.timeout, injected)
+            self._agent.probes = NodeProbes(nodes.processes, place.everyone, given.timeout, injected)
 
     def _tell_place(self) -> None:
         """Lets the agent know where this process lies. Every process must call it."""
-        place, helm = self._local.mesh, self._helm
-        if helm is None or place.is_flat:
+        place, agent = self._local.mesh, self._agent
+        if agent is None or place.is_flat:
             return
-        helm.copy = place.replica * place.num_shards + place.shard
-        helm.pipeline = self._local.peers.gather(place.everyone.here[0])
-        if len(helm.pipeline) < self.schedule.num_ranks:  # one process runs the whole pipeline
-            helm.pipeline = helm.pipeline * self.schedule.num_ranks
-        if helm.probes is not None:
-            helm.probes.everyone = place.everyone
+        agent.copy = place.replica * place.num_shards + place.shard
+        agent.pipeline = self._local.peers.gather(place.everyone.here[0])
+        if len(agent.pipeline) < self.schedule.num_ranks:  # one process runs the whole pipeline
+            agent.pipeline = agent.pipeline * self.schedule.num_ranks
+        if agent.probes is not None:
+            agent.probes.everyone = place.everyone
 
     def _switch(self, then: ActivePlan | Configuration) -> None:
         """Runs something else from the next step on. Nodes move when that begins; until then nothing has changed."""
@@ -249,9 +249,9 @@ class Pipeline:
                 moved.close()
             if groups is not None:
                 end_groups(groups)
-            if type(error) is not RuntimeFailure or self._helm is None:
+            if type(error) is not RuntimeFailure or self._agent is None:
                 raise
-            self._helm.end(f"nodes could not move: {error}")  # as on every process, and training goes on
+            self._agent.end(f"nodes could not move: {error}")  # as on every process, and training goes on
             return
         if before.conditions is not None and moved.conditions is not None:
             moved.conditions.origin = before.conditions.origin
@@ -293,7 +293,7 @@ class Pipeline:
     @property
     def number(self) -> int:
         """Of the decision that the next step runs; 0 for what was given."""
-        return 0 if self._helm is None else self._helm.number
+        return 0 if self._agent is None else self._agent.number
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -328,13 +328,13 @@ class Pipeline:
 
         What a rank finds out in a step, all have at its end.
         """
-        self._local.notices.note(self._helm.notices if self._helm is not None else ())
+        self._local.notices.note(self._agent.notices if self._agent is not None else ())
         return self._local.notices.known()
 
     @property
     def decisions(self) -> list[dict[str, Any]]:
         """What steering has decided so far, as its log has it; on rank 0's process."""
-        return self._helm.decisions if self._helm is not None else []
+        return self._agent.decisions if self._agent is not None else []
 
     def reconfigure(self, configuration: Configuration) -> None:
         """Runs another schedule, dispatch or set of delegated links from the next step on.
@@ -347,7 +347,7 @@ class Pipeline:
                 run it, or the run is steered.
         """
         self._life.require_open()
-        require_free(self._helm is not None)
+        require_free(self._agent is not None)
         then = self._local.ready(configuration)
         told = [{"configuration": digest} for digest in self._local.peers.gather(configuration.digest)]
         require_same(told, "every rank must switch to the same")
@@ -407,7 +407,7 @@ class Pipeline:
         self._num_steps += 1
         try:
             with restored(local.model.device), local.mesh.waiting():
-                if self._helm is not None and local.transport is not None:
+                if self._agent is not None and local.transport is not None:
                     local.transport.crossings()  # those of an evaluation
                 seed, now = mix(self._seed, self._num_steps), local.running
                 begin = perf_counter_ns()
@@ -420,9 +420,9 @@ class Pipeline:
             with local.sharing(f"step {self._num_steps}"), local.mesh.waiting():
                 local.learner.gather()
             end = perf_counter_ns()
-            if self._helm is not None:
+            if self._agent is not None:
                 seen = local.choice.link_events(local.transport), local.choice.counters(local.transport)
-                self._helm.ended([measured_of(worker, begin, end, *seen) for worker in workers])
+                self._agent.ended([measured_of(worker, begin, end, *seen) for worker in workers])
             local.notices.note(little_deferred(local.devices.runners))
             if away and not self._told_of_stays:
                 local.notices.note(stay_on_device(local.devices.runners))
@@ -432,7 +432,7 @@ class Pipeline:
             with local.mesh.waiting():
                 norm = local.learner.begin_norm() if clips else None
             try:
-                result = self._result(batch, self._helm)
+                result = self._result(batch, self._agent)
             except RuntimeFailure as error:
                 if norm is not None and not isinstance(error, DeadlineExceeded | PeerLost):
                     norm()  # all ranks began it
@@ -447,9 +447,9 @@ class Pipeline:
         elif update:
             with local.mesh.waiting():
                 result = replace(result, grad_norm=local.learner.update(norm))
-        if self._helm is not None:
+        if self._agent is not None:
             with local.sharing("a probe of the links between nodes"):
-                self._helm.look_at_nodes()
+                self._agent.look_at_nodes()
         return result
 
     def update(self) -> Tensor | None:
@@ -546,15 +546,15 @@ class Pipeline:
         self._local.learner.replicas.reshard()
         return batch
 
-    def _result(self, batch: Microbatches, helm: Agent | None = None) -> StepResult:
+    def _result(self, batch: Microbatches, agent: Agent | None = None) -> StepResult:
         """The losses, from whichever process ran them; then switches to what an agent says."""
         memory = self._local.transport if isinstance(self._local.transport, SharedMemoryTransport) else None
         tells = () if self._tell is None else self._tell()
         outcome = StepEnd(self._local.mesh, self._local.devices.last, memory, tells)
-        self._local.notices.note(self._helm.notices if self._helm is not None else ())
+        self._local.notices.note(self._agent.notices if self._agent is not None else ())
         self._local.notices.note(self._local.failover.notices if self._local.failover is not None else ())
         self._local.notices.note(self._local.choice.notices(self._local.transport))
-        result, self.told, following = outcome.share(batch, helm, self._local.notices)
+        result, self.told, following = outcome.share(batch, agent, self._local.notices)
         if following is not None:
             self._switch(following)
         return result

@@ -1,6 +1,6 @@
 """One process's part in adapting: it sends what its ranks measured, gets plans, and runs them from a step's end on.
 
-    training            helm                                 threads
+    training            agent                                threads
     step ends     -->   ended(): put aside              -->  reports: to the store
     collective    -->   offer(): what runs, what is held <-- plans: from the store, proved and worked out
                   <--   settle(): run this from now on

@@ -168,11 +168,11 @@ class EmulatedPipeline:
                 on_failure.callback(threads.close)
                 self._devices = EmulatedDevices(costs, stretch, threads.barrier, num_indices(schedule))
                 self._executor = StepExecutor(self._devices, peers.here, choice, threads=threads)
-            self._helm = None
+            self._agent = None
             if adapt is not None:
                 known = adapt.costs or costs
-                self._helm = steer(adapt, peers, self.configuration, known, choice, self._ready, stretch)
-                on_failure.callback(self._helm.close)
+                self._agent = steer(adapt, peers, self.configuration, known, choice, self._ready, stretch)
+                on_failure.callback(self._agent.close)
             self._close = on_failure.pop_all()
 
     def _connect(self, peers: GroupPeers, timeout: float) -> None:
@@ -210,12 +210,12 @@ class EmulatedPipeline:
     @property
     def notices(self) -> list[str]:
         """What a person should know of the steering."""
-        return [] if self._helm is None else list(self._helm.notices)
+        return [] if self._agent is None else list(self._agent.notices)
 
     @property
     def decisions(self) -> list[dict[str, Any]]:
         """What was decided so far, as the control log has it; on rank 0's process."""
-        return [] if self._helm is None else self._helm.decisions
+        return [] if self._agent is None else self._agent.decisions
 
     def step(self, ended: Ended | None = None) -> EmulatedStep:
         """Runs the schedule once.
@@ -226,7 +226,7 @@ class EmulatedPipeline:
         Raises:
             DeadlineExceeded, PeerLost: a message did not come.
         """
-        plan, number, helm, transport = self._plan, self.number, self._helm, self._transport
+        plan, number, agent, transport = self._plan, self.number, self._agent, self._transport
         stretch, self._devices.ended = self.stretch, ended
         workers = self._executor.run(plan, plan.plan, transport)
         backends = [self._devices.backends[worker.rank] for worker in workers]
@@ -234,9 +234,9 @@ class EmulatedPipeline:
         seen = self._choice.link_events(transport), self._choice.counters(transport)
         measured = [measured_of(worker, start, _end(worker, start), *seen) for worker in workers]
         offer = None
-        if helm is not None:
-            helm.ended(measured)
-            offer = helm.offer()
+        if agent is not None:
+            agent.ended(measured)
+            offer = agent.offer()
         rows = [
             (worker.rank, _scaled(worker.recorder.times, stretch), _scaled(worker.recorder.apart, stretch))
             for worker in workers
@@ -247,8 +247,8 @@ class EmulatedPipeline:
         ]
         told = self._peers.gather((mine, offer))
         _, times, apart, peaks, late = zip(*sorted(row for part, _ in told for row in part), strict=True)
-        if helm is not None:
-            following = helm.settle([Offer(*each) for _, each in told])
+        if agent is not None:
+            following = agent.settle([Offer(*each) for _, each in told])
             if following is not None:
                 self._plan, self.number = following.made, following.number
                 self.configuration = self._plan.configuration
@@ -269,7 +269,7 @@ class EmulatedPipeline:
             RuntimeFailure: another placement, stage graph or number of microbatches; or the run is steered.
             ScheduleError: the schedule is not valid, or its caps are below what its own order needs.
         """
-        require_free(self._helm is not None)
+        require_free(self._agent is not None)
         plan = self._ready(configuration)
         told = self._peers.gather({"configuration": configuration.digest})
         require_same(told, "every rank must switch to the same")

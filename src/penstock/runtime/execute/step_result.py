@@ -82,12 +82,12 @@ class StepEnd:
         self._last, self._memory, self._tells = last, memory, tells
 
     def share(
-        self, batch: Microbatches, helm: Agent | None, notices: Notices
+        self, batch: Microbatches, agent: Agent | None, notices: Notices
     ) -> tuple[StepResult, tuple[float, ...], ActivePlan | None]:
         """The losses, the sums of what processes tell, and what to run from the next step on, where that changes.
 
         Args:
-            helm: whose offer rides along; None where nothing may change.
+            agent: whose offer rides along; None where nothing may change.
             notices: what is new among them, all ranks have afterwards.
 
         Raises:
@@ -96,7 +96,7 @@ class StepEnd:
         num_microbatches, num_ranks = len(batch), self._peers.num_ranks
         digests, tells = num_microbatches + 2, num_microbatches + 2 + num_ranks
         offers, size = tells + len(self._tells), len(Offer._fields)
-        row = [0.0] * (offers + (size * self._everyone.num_ranks if helm else 0))
+        row = [0.0] * (offers + (size * self._everyone.num_ranks if agent else 0))
         for runner in self._last:
             for m, value in zip(runner.losses, _values(list(runner.losses.values())), strict=True):
                 row[m] = value
@@ -106,8 +106,8 @@ class StepEnd:
         for rank in self._peers.here:
             row[digests + rank] = batch.digest
         row[tells:offers] = self._tells
-        if helm is not None:
-            offer = helm.offer()
+        if agent is not None:
+            offer = agent.offer()
             for process in self._everyone.here:
                 row[offers + process * size : offers + (process + 1) * size] = offer
         row = self._summed(row)
@@ -120,9 +120,9 @@ class StepEnd:
         losses, summed = self._of_all(row[:num_microbatches], row[tells:], batch, dtype)
         told, offered = tuple(summed[: len(self._tells)]), summed[len(self._tells) :]
         following = None
-        if helm is not None:
+        if agent is not None:
             rows = [offered[first : first + size] for first in range(0, len(offered), size)]
-            following = helm.settle([Offer(*map(int, each)) for each in rows])
+            following = agent.settle([Offer(*map(int, each)) for each in rows])
         replicas = self._replicas.num_ranks
         sums = [sum_in_order(losses[window.start * replicas : window.stop * replicas]) for window in batch.windows]
         windows = torch.stack(sums) if len(sums) > 1 else sums[0].reshape(1)

@@ -1,4 +1,4 @@
-"""Several helms over one store, as in several processes. Iterations are simulated: nothing depends on the clock."""
+"""Several agents over one store, as in several processes. Iterations are simulated: nothing depends on the clock."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from penstock.control import Configuration, Dropped, Switched, replay
 from penstock.control.configuration import peaks
 from penstock.control.events import event_from_json
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.adapt import Agent, MeasuredStep
-from penstock.runtime.adapt import agent as helm
+from penstock.runtime.adapt import Agent, MeasuredStep, agent
 from penstock.runtime.adapt.coordinator import RunSetting
 from penstock.runtime.adapt.rendezvous import Rendezvous
 from penstock.runtime.adapt.store import InProcessStore, Store, StoreLost
@@ -36,7 +35,7 @@ Ready = Callable[[Configuration], Any]
 
 
 class Group:
-    """Helms of four processes, and what each of them runs."""
+    """Agents of four processes, and what each of them runs."""
 
     def __init__(self, folder: Path, stores: Sequence[Store], readies: Sequence[Ready], **options: Any) -> None:
         self.folder = folder
@@ -44,7 +43,7 @@ class Group:
         self.numbers: list[int] = []
         setting = RunSetting(START, COSTS, 2, True, 1.0, range(NUM_RANKS))
         steering = ps.AdaptOptions(folder=folder, **options)
-        self.helms = [
+        self.agents = [
             Agent(
                 steering,
                 setting,
@@ -68,7 +67,7 @@ class Group:
         )
         number = len(self.numbers)
         begin = number * 10**10
-        for rank, one in enumerate(self.helms):
+        for rank, one in enumerate(self.agents):
             ops = [(t.op, begin + round(t.start * 1e6), begin + round(t.end * 1e6)) for t in timeline.rows[rank]]
             crossings = [
                 TransferRecord(
@@ -79,14 +78,14 @@ class Group:
                 for sent in [begin + round(m.sent * 1e6)]
             ]
             one.ended([MeasuredStep(rank, begin, begin + round(timeline.makespan * 1e6), ops, crossings)])
-        self.numbers.append(self.helms[0].number)
+        self.numbers.append(self.agents[0].number)
         if heard:
             self.wait_for(lambda: len(self.records()) > number)
         self.settle()
 
     def settle(self) -> None:
-        offers = [one.offer() for one in self.helms]
-        found = [one.settle(offers) for one in self.helms]
+        offers = [one.offer() for one in self.agents]
+        found = [one.settle(offers) for one in self.agents]
         assert len({None if each is None else each.number for each in found}) == 1
         for rank, each in enumerate(found):
             if each is not None:
@@ -141,7 +140,7 @@ def group(
     try:
         yield made
     finally:
-        for one in reversed(made.helms):
+        for one in reversed(made.agents):
             one.close()
 
 
@@ -150,15 +149,16 @@ def test_a_late_link_is_answered_and_the_log_says_it_all(tmp_path: Path) -> None
         for _ in range(10):
             ranks.step(HEALTHY)
         assert set(ranks.numbers) == {0}, "nothing is decided without a reason"
-        ranks.until(LATE, lambda: ranks.helms[0].number == 1)
+        ranks.until(LATE, lambda: ranks.agents[0].number == 1)
         for _ in range(5):
             ranks.step(LATE)
         decisions = replay(ranks.log())
         assert decisions[0].iteration == 11, "two late iterations verify it"
-        assert [one.digest for one in ranks.helms] == [ranks.running[0].digest] * NUM_RANKS
+        assert [one.digest for one in ranks.agents] == [ranks.running[0].digest] * NUM_RANKS
         applied = ranks.news(Switched)
         assert applied[0] == 1
-        assert ranks.running[0].digest == {d.number: d.configuration.digest for d in decisions}[ranks.helms[0].number]
+        digests = {d.number: d.configuration.digest for d in decisions}
+        assert ranks.running[0].digest == digests[ranks.agents[0].number]
         assert [r["number"] for r in ranks.records()] == ranks.numbers
         assert [r["iteration"] for r in ranks.records()] == list(range(len(ranks.numbers)))
         for record in ranks.records():
@@ -166,7 +166,7 @@ def test_a_late_link_is_answered_and_the_log_says_it_all(tmp_path: Path) -> None
         told = [json.loads(line) for line in (tmp_path / "timelines.jsonl").read_text().splitlines()]
         assert [(each["why"], each["number"]) for each in told][:3] == [("start", 0), ("before 1", 0), ("after 1", 1)]
         assert all(len(each["ops"]) == ZB.num_ops for each in told)
-    assert all(one.notices == [] for one in ranks.helms)
+    assert all(one.notices == [] for one in ranks.agents)
 
 
 def test_a_plan_that_one_rank_cannot_run_is_dropped_everywhere(tmp_path: Path) -> None:
@@ -183,8 +183,8 @@ def test_a_plan_that_one_rank_cannot_run_is_dropped_everywhere(tmp_path: Path) -
         assert ranks.news(Dropped)[0] == 1
         assert set(ranks.numbers) == {0}
         assert [each.digest for each in ranks.running] == [START.digest] * NUM_RANKS
-        assert "no room here" in ranks.helms[2].notices[0]
-        assert ranks.helms[0].notices[0] == "plan 1 is dropped: rank 2 cannot run it"
+        assert "no room here" in ranks.agents[2].notices[0]
+        assert ranks.agents[0].notices[0] == "plan 1 is dropped: rank 2 cannot run it"
         assert len(replay(ranks.log())) >= 1
         assert len(tried) >= 1
 
@@ -213,19 +213,19 @@ class Forgetful:
 
 @pytest.mark.slow
 def test_a_plan_that_got_lost_is_handed_out_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(helm, "RESEND", 0.05)
+    monkeypatch.setattr(agent, "RESEND", 0.05)
     lose = ["test/plans/1", "test/plans/3", "test/plans/3"]
     with group(tmp_path, stores=[Forgetful(InProcessStore(), lose)] * NUM_RANKS) as ranks:
         for _ in range(8):
             ranks.step(HEALTHY)
-        ranks.until(LATE, lambda: ranks.helms[0].number == 1)
+        ranks.until(LATE, lambda: ranks.agents[0].number == 1)
         assert lose == []
         assert ranks.news(Dropped) == []
 
 
 @pytest.mark.slow
 def test_a_plan_that_never_reaches_a_rank_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(helm, "GIVE_UP", 0.2)
+    monkeypatch.setattr(agent, "GIVE_UP", 0.2)
     lose = ["test/plans/3"] * 1000
     with group(tmp_path, stores=[Forgetful(InProcessStore(), lose)] * NUM_RANKS) as ranks:
         for _ in range(8):
@@ -269,14 +269,14 @@ def test_one_rank_without_the_store_ends_steering_for_all_and_says_so_once(tmp_p
             ranks.step(HEALTHY)
         gone.gone = True
         end = time.monotonic() + DEADLINE
-        while not ranks.helms[0].notices and time.monotonic() < end:
+        while not ranks.agents[0].notices and time.monotonic() < end:
             ranks.step(HEALTHY, heard=False)
             time.sleep(0.05)
         for _ in range(5):
             ranks.step(HEALTHY, heard=False)
-        assert [len(one.notices) for one in ranks.helms] == [1] * NUM_RANKS
-        assert "gone for 2 s: the cable is out" in ranks.helms[2].notices[0]
-        assert "training goes on with plan 0: rank 2 steers no more" in ranks.helms[0].notices[0]
+        assert [len(one.notices) for one in ranks.agents] == [1] * NUM_RANKS
+        assert "gone for 2 s: the cable is out" in ranks.agents[2].notices[0]
+        assert "training goes on with plan 0: rank 2 steers no more" in ranks.agents[0].notices[0]
         assert set(ranks.numbers) == {0}
         assert replay(ranks.log()) == ()
 
@@ -295,20 +295,20 @@ def test_a_store_that_comes_back_in_time_goes_on(tmp_path: Path) -> None:
         assert len(ranks.records()) == 3
         gone.gone = False
         ranks.wait_for(lambda: len(ranks.records()) == 11)  # reports were kept meanwhile
-        ranks.until(LATE, lambda: ranks.helms[0].number == 1)
-        assert all(one.notices == [] for one in ranks.helms)
+        ranks.until(LATE, lambda: ranks.agents[0].number == 1)
+        assert all(one.notices == [] for one in ranks.agents)
 
 
 def test_a_controller_that_dies_ends_steering_with_one_notice(tmp_path: Path) -> None:
     with group(tmp_path) as ranks:
         ranks.step(HEALTHY)
-        captain = ranks.helms[0]._captain
+        captain = ranks.agents[0]._captain
         assert captain is not None
         assert captain._decider is not None
         captain._decider._process.kill()
         end = time.monotonic() + DEADLINE
-        while not ranks.helms[3].notices and time.monotonic() < end:
+        while not ranks.agents[3].notices and time.monotonic() < end:
             ranks.step(HEALTHY, heard=False)
             time.sleep(0.02)
-        assert "the controller's process ended with exit code -9" in ranks.helms[0].notices[0]
-        assert [len(one.notices) for one in ranks.helms] == [1] * NUM_RANKS
+        assert "the controller's process ended with exit code -9" in ranks.agents[0].notices[0]
+        assert [len(one.notices) for one in ranks.agents] == [1] * NUM_RANKS
