@@ -302,10 +302,10 @@ def test_a_store_that_comes_back_in_time_goes_on(tmp_path: Path) -> None:
 def test_a_controller_that_dies_ends_steering_with_one_notice(tmp_path: Path) -> None:
     with group(tmp_path) as ranks:
         ranks.step(HEALTHY)
-        captain = ranks.agents[0]._captain
-        assert captain is not None
-        assert captain._decider is not None
-        captain._decider._process.kill()
+        coordinator = ranks.agents[0]._coordinator
+        assert coordinator is not None
+        assert coordinator._decider is not None
+        coordinator._decider._process.kill()
         end = time.monotonic() + DEADLINE
         while not ranks.agents[3].notices and time.monotonic() < end:
             ranks.step(HEALTHY, heard=False)

@@ -102,13 +102,13 @@ class Agent:
         self._stretch = setting.stretch
         self._meeting = meeting
         self._closed = threading.Event()
-        self._captain = None
+        self._coordinator = None
         self._lines: list[StoreClient] = []
         try:
             for _ in range(3 if meeting.first == 0 else 2):
                 self._lines.append(StoreClient(meeting.store.another()))
             if meeting.first == 0:
-                self._captain = Coordinator(
+                self._coordinator = Coordinator(
                     steering,
                     setting,
                     self._lines[1],
@@ -123,7 +123,7 @@ class Agent:
             self._let_go()
             raise
         works = {"penstock-reports": self._send}
-        if self._captain is None:
+        if self._coordinator is None:
             works["penstock-plans"] = self._receive
         self._threads = [
             threading.Thread(target=self._work, args=(work,), name=name, daemon=True) for name, work in works.items()
@@ -134,12 +134,12 @@ class Agent:
     @property
     def decisions(self) -> list[dict[str, Any]]:
         """All decisions so far, as the log has them; on rank 0's process."""
-        return list(self._captain.decisions) if self._captain is not None else []
+        return list(self._coordinator.decisions) if self._coordinator is not None else []
 
     @property
     def controller(self) -> int | None:
         """The process that decides, where it runs: rank 0's, once costs are known."""
-        return self._captain.controller if self._captain is not None else None
+        return self._coordinator.controller if self._coordinator is not None else None
 
     # In training.
 
@@ -160,8 +160,8 @@ class Agent:
         if self.probes is None or self._has_ended:
             return
         found = self.probes.after_step()
-        if found is not None and self._captain is not None:
-            self._captain.note(self._iteration, Probed.of(found))
+        if found is not None and self._coordinator is not None:
+            self._coordinator.note(self._iteration, Probed.of(found))
 
     def offer(self) -> Offer:
         """What this process tells all others at the end of a step; their answers go to `settle`."""
@@ -191,11 +191,11 @@ class Agent:
                 raise RuntimeFailure(f"plan {outcome.switch} is agreed on and not here; this is a bug")
             self.number, self.digest = chosen.number, chosen.configuration.digest
             self._forget(chosen.number)
-            if self._captain is not None:
-                self._captain.note(self._iteration, Switched(chosen.number))
+            if self._coordinator is not None:
+                self._coordinator.note(self._iteration, Switched(chosen.number))
             return chosen
-        if self._captain is not None and self._offered is not None:
-            self._follow_up(self._captain, self._offered.number, outcome.refused, outcome.missing)
+        if self._coordinator is not None and self._offered is not None:
+            self._follow_up(self._coordinator, self._offered.number, outcome.refused, outcome.missing)
         return None
 
     def close(self) -> None:
@@ -208,8 +208,8 @@ class Agent:
         answers = all(line.silent() <= ENDS for line in self._lines)
         if not answers:
             self._let_go()  # of the store, in which a thread may stand still
-        if self._captain is not None:
-            self._captain.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
         if answers:
             self._meeting.part(ENDS)
             self._let_go()
@@ -221,7 +221,7 @@ class Agent:
         for line in self._lines:
             line.close()
 
-    def _follow_up(self, captain: Coordinator, number: int, refused: int | None, missing: Sequence[int]) -> None:
+    def _follow_up(self, coordinator: Coordinator, number: int, refused: int | None, missing: Sequence[int]) -> None:
         """Rank 0 sees to a plan that not all ranks hold."""
         now = time.monotonic()
         if self._since is None:
@@ -229,12 +229,12 @@ class Agent:
         if refused is None and now - self._since < GIVE_UP:
             if now - self._resent >= RESEND:
                 self._resent = now
-                captain.resend([self._meeting.processes[place] for place in missing])
+                coordinator.resend([self._meeting.processes[place] for place in missing])
             return
         if refused is not None:
             self.notices.append(f"plan {number} is dropped: rank {refused} cannot run it")
         self._forget(number)
-        captain.note(self._iteration, Dropped(number))
+        coordinator.note(self._iteration, Dropped(number))
 
     def _forget(self, number: int) -> None:
         """Takes no copy of a plan any more, nor of those before it."""
@@ -253,8 +253,8 @@ class Agent:
             self.notices.append(f"steering has ended, training goes on with plan {self.number}: {reason}")
             self._closed.set()
             self._out.put(None)
-            if self._captain is not None:
-                self._captain.stop()
+            if self._coordinator is not None:
+                self._coordinator.stop()
         self._stopped, self._has_ended = reason, True
 
     def _stop_later(self, reason: str) -> None:

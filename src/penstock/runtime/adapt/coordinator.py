@@ -127,7 +127,7 @@ class Coordinator:
         except BaseException:
             self._records.close()
             raise
-        self._thread = threading.Thread(target=self._work, name="penstock-captain", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="penstock-coordinator", daemon=True)
         self._thread.start()
 
     @property
