@@ -74,14 +74,14 @@ class LocalPipeline:
         adapt: what steering may do to the schedule. start: what runs first, without REDUCE ops.
         running: what the next step runs. last: what the last step or evaluation ran, and its workers.
         notices: what a person should know.
-        model, learner, devices, executor, transport, failover, conditions: what `build` makes.
+        model, optimizer_state, devices, executor, transport, failover, conditions: what `build` makes.
 
     Raises:
         As `Pipeline`: what cannot run is refused before anything is built.
     """
 
     model: LocalModel
-    learner: OptimizerState
+    optimizer_state: OptimizerState
     devices: TorchDevices
     executor: StepExecutor
     running: ActivePlan
@@ -133,7 +133,9 @@ class LocalPipeline:
         require_compatible(self._combination)
         self.start = start_of(schedule, chosen, self.costs, adapt)
         self._schedule = with_reductions(schedule, place)
-        reducing = reductions_of(self._schedule, place, given.ops, lambda stage: self.learner.replicas.start(stage))
+        reducing = reductions_of(
+            self._schedule, place, given.ops, lambda stage: self.optimizer_state.replicas.start(stage)
+        )
         self.offloads = offloads(self._schedule, given.ops)
         moving = functions_for(self._saved) if self.offloads else {}
         self._functions = functions_of(self._schedule, {**given.ops, **reducing, **moving})
@@ -162,13 +164,13 @@ class LocalPipeline:
         clip_norm = given.precision.clip_norm
         require_dense(schedule, held.copies.stages, held.ties, place, clip_norm)
         late = self._late_links()
-        self.learner = OptimizerState(
+        self.optimizer_state = OptimizerState(
             held, place, schedule, given.optimizer, clip_norm, parallel.one_copy_steps, late
         )
         self.tags = Tags.of(schedule, held.ties.stages)
         start = start_of(schedule, self.start.dispatch, self.costs, self.adapt)
         self.running = self._worked_out(start)
-        ranks, updating = self.peers.here, self.learner.updating
+        ranks, updating = self.peers.here, self.optimizer_state.updating
         calls = calls_of(schedule, self._functions, held.stages, self.peers, given.timeout)
         together = lockstep_of(place, schedule.updates is not None, given.timeout)
         autocast = given.precision.autocast

@@ -243,7 +243,7 @@ class Pipeline:
             self._require_movable(moved)
             plan = moved.ready(then)
             assert isinstance(plan, ActivePlan), "the nodes lie there by now"
-            hand_over(before.learner, moved.learner, before.mesh.everyone)
+            hand_over(before.optimizer_state, moved.optimizer_state, before.mesh.everyone)
         except BaseException as error:
             if moved is not None:
                 moved.close()
@@ -255,8 +255,10 @@ class Pipeline:
             return
         if before.conditions is not None and moved.conditions is not None:
             moved.conditions.origin = before.conditions.origin
-        moved.learner.num_updates = before.learner.num_updates
-        moved.learner.optimizer = goes_on_as(before.learner.optimizer, moved.learner.optimizer)
+        moved.optimizer_state.num_updates = before.optimizer_state.num_updates
+        moved.optimizer_state.optimizer = goes_on_as(
+            before.optimizer_state.optimizer, moved.optimizer_state.optimizer
+        )
         moved.switch(plan)
         before.close()
         if self._groups is not None:
@@ -271,7 +273,7 @@ class Pipeline:
         known = {id(parameter) for parameter in self.parameters()}
         shared = sum(id(parameter) in known for parameter in then.model.parameters)
         why = f"it shares {shared} parameters: functions are to make fresh stages" if shared else ""
-        why = why or require_alike(self._local.learner.optimizer, then.learner.optimizer)
+        why = why or require_alike(self._local.optimizer_state.optimizer, then.optimizer_state.optimizer)
         if said := [each for each in self.gather(why) if each]:
             raise RuntimeFailure(f"the other pipeline cannot continue: {said[0]}")
 
@@ -310,17 +312,17 @@ class Pipeline:
     @property
     def optimizer(self) -> Optimizer | None:
         """Over the parameters that are stepped in this process."""
-        return self._local.learner.optimizer
+        return self._local.optimizer_state.optimizer
 
     @property
     def clip_norm(self) -> float | None:
         """Most the norm of a gradient may be at an update."""
-        return self._local.learner.clip_norm
+        return self._local.optimizer_state.clip_norm
 
     @property
     def num_updates(self) -> int:
         """Updates so far, those before a `load` included."""
-        return self._local.learner.num_updates
+        return self._local.optimizer_state.num_updates
 
     @property
     def notices(self) -> list[str]:
@@ -403,7 +405,7 @@ class Pipeline:
         local = self._local
         batch = local.cut(inputs, targets, self._loss_fn, windows)
         with local.mesh.waiting():
-            local.learner.begin(rates, update)
+            local.optimizer_state.begin(rates, update)
         self._num_steps += 1
         try:
             with restored(local.model.device), local.mesh.waiting():
@@ -418,7 +420,7 @@ class Pipeline:
                 with local.sharing(f"step {self._num_steps}"):
                     workers = local.run(settings, now.plan)
             with local.sharing(f"step {self._num_steps}"), local.mesh.waiting():
-                local.learner.gather()
+                local.optimizer_state.gather()
             end = perf_counter_ns()
             if self._agent is not None:
                 seen = local.choice.link_events(local.transport), local.choice.counters(local.transport)
@@ -428,9 +430,9 @@ class Pipeline:
                 local.notices.note(stay_on_device(local.devices.runners))
                 self._told_of_stays = True
             # On its way while the losses are: over a late link each sum takes as long as it is late, there and back.
-            clips = update and local.learner.updating is None and local.learner.clip_norm is not None
+            clips = update and local.optimizer_state.updating is None and local.optimizer_state.clip_norm is not None
             with local.mesh.waiting():
-                norm = local.learner.begin_norm() if clips else None
+                norm = local.optimizer_state.begin_norm() if clips else None
             try:
                 result = self._result(batch, self._agent)
             except RuntimeFailure as error:
@@ -438,15 +440,15 @@ class Pipeline:
                     norm()  # all ranks began it
                 raise
         except BaseException as error:
-            local.learner.fail(error)
+            local.optimizer_state.fail(error)
             raise
         finally:
-            local.learner.end()
-        if local.learner.updating is not None:
-            local.learner.count_updates(update)
+            local.optimizer_state.end()
+        if local.optimizer_state.updating is not None:
+            local.optimizer_state.count_updates(update)
         elif update:
             with local.mesh.waiting():
-                result = replace(result, grad_norm=local.learner.update(norm))
+                result = replace(result, grad_norm=local.optimizer_state.update(norm))
         if self._agent is not None:
             with local.sharing("a probe of the links between nodes"):
                 self._agent.look_at_nodes()
@@ -460,7 +462,7 @@ class Pipeline:
         """
         self._life.require_open()
         with self._local.mesh.waiting():
-            return self._local.learner.update()
+            return self._local.optimizer_state.update()
 
     def clip(self, max_norm: float) -> Tensor:
         """Scales the gradients so that the norm of the whole model's is at most `max_norm`; returns what it was.
@@ -470,7 +472,7 @@ class Pipeline:
         """
         self._life.require_open()
         with self._local.mesh.waiting():
-            return self._local.learner.clip(max_norm)
+            return self._local.optimizer_state.clip(max_norm)
 
     def mismatch(self) -> dict[tuple[int, int, int], int]:
         """By (stage, pipeline, microbatch), the updates that the last step counted between its forward and backward.
@@ -478,14 +480,14 @@ class Pipeline:
         What `ps.schedule.count_mismatch(schedule)` proves, as it was run. Every rank must call it. Empty without
         updates.
         """
-        mine = {} if self._local.learner.updating is None else self._local.learner.updating.mismatch()
+        mine = {} if self._local.optimizer_state.updating is None else self._local.optimizer_state.updating.mismatch()
         return {key: count for part in self._local.peers.gather(mine) for key, count in part.items()}
 
     def state_bytes(self) -> list[dict[str, int]]:
         """Of each rank the bytes of parameters, of older versions and gradients at most in the last step, and of the
         optimizer's state. Every rank must call it.
         """
-        mine = {rank: self._local.learner.bytes_of(rank) for rank in self._local.peers.here}
+        mine = {rank: self._local.optimizer_state.bytes_of(rank) for rank in self._local.peers.here}
         found = {rank: held for part in self._local.peers.gather(mine) for rank, held in part.items()}
         return [found[rank] for rank in sorted(found)]
 
@@ -505,7 +507,7 @@ class Pipeline:
         return dict(sorted(found.items()))
 
     def zero_grad(self) -> None:
-        self._local.learner.zero_grad()
+        self._local.optimizer_state.zero_grad()
 
     def evaluate(self, inputs: Any, targets: Any = None) -> StepResult:
         """The loss of a batch without gradients, in evaluation mode; nothing in the model changes.
@@ -531,7 +533,7 @@ class Pipeline:
                 f"several stages of {self.schedule.name} feed no other, and what compares them are ops, which run in "
                 "training alone; evaluate the stages yourself"
             )
-        self._local.learner.require_whole()
+        self._local.optimizer_state.require_whole()
         loss_fn = self._loss_fn if purpose is Purpose.EVALUATE else None
         batch = self._local.cut(inputs, targets, loss_fn, (), fewer=is_plain(self.schedule))
         num = len(batch) if is_plain(self.schedule) else self.schedule.num_microbatches
@@ -541,9 +543,9 @@ class Pipeline:
             self._local.sharing("an evaluation"),
             self._local.mesh.waiting(),
         ):
-            self._local.learner.replicas.unshard()
+            self._local.optimizer_state.replicas.unshard()
             self._local.run(StepSettings(batch, purpose), self._local.running.forward(num))
-        self._local.learner.replicas.reshard()
+        self._local.optimizer_state.replicas.reshard()
         return batch
 
     def _result(self, batch: Microbatches, agent: Agent | None = None) -> StepResult:
@@ -577,9 +579,9 @@ class Pipeline:
         Raises CheckpointError.
         """
         self._life.require_open()
-        self._local.learner.require_whole()
+        self._local.optimizer_state.require_whole()
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
-        state, place = state_of(self._local.learner), self._local.mesh
+        state, place = state_of(self._local.optimizer_state), self._local.mesh
         with place.waiting():
             return saving.save(directory, state, place, counters, meta or {}, stateful or {}, keep, number)
 
@@ -599,9 +601,11 @@ class Pipeline:
         nothing is changed then.
         """
         self._life.require_open()
-        loaded = saving.load(directory, state_of(self._local.learner), self._local.mesh, stateful or {}, fallback)
+        loaded = saving.load(
+            directory, state_of(self._local.optimizer_state), self._local.mesh, stateful or {}, fallback
+        )
         self._num_steps, self._seed = loaded.counters["num_steps"], loaded.counters["seed"]
-        self._local.learner.num_updates = loaded.counters["num_updates"]
+        self._local.optimizer_state.num_updates = loaded.counters["num_updates"]
         self._local.notices.note(loaded.notices)
         return loaded.meta
 
@@ -613,8 +617,9 @@ class Pipeline:
         where they are not of one model.
         """
         self._life.require_open()
-        fetched = hand_over(self._local.learner, then._local.learner, self._local.mesh.everyone)
-        then._num_steps, then._local.learner.num_updates, then._seed = self._num_steps, self.num_updates, self._seed
+        fetched = hand_over(self._local.optimizer_state, then._local.optimizer_state, self._local.mesh.everyone)
+        then._num_steps, then._seed = self._num_steps, self._seed
+        then._local.optimizer_state.num_updates = self.num_updates
         return fetched
 
     @property
