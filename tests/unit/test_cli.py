@@ -342,7 +342,7 @@ def test_the_help_of_training_is_in_groups_and_leaves_nothing_out(penstock: Any)
         ("compare amdp --zero off", "--zero of penstock compare is --sharding"),
         ("check 1f1b --memory-limit 3", "--memory-limit of penstock check is --max-in-flight since 0.2"),
         ("simulate 1f1b --max-held 3", "--max-held of penstock simulate is --memory-limit since 0.2"),
-        ("plan --ranks 2 --microbatches 2 --placement v", "choose among one-to-one, circular, v-shape"),
+        ("plan --ranks 2 --microbatches 2 --placement v", "choose among one-to-one, circular, v-shape, wave"),
     ],
 )
 def test_an_old_option_says_the_new_one(words: str, now: str, penstock: Any) -> None:

@@ -83,7 +83,7 @@ def test_the_peak_is_below_the_limit(capsys: pytest.CaptureFixture[str]) -> None
         (["--parts", "3"], "do not divide among 2 ranks"),
         (["--f", "-1"], "give a number of at least 0"),
         (["--f", "1,2"], "--f has 2 entries; give one, or one per part: 8"),
-        (["--placement", "spiral"], "no placement named 'spiral' here"),
+        (["--placement", "spiral"], "no placement is named 'spiral'"),
         (["--memory-limit", "0.1"], "raise the limit"),
         (["--link", "0:5=3"], "ranks go from 0 to 1"),
         (["--out", "best.csv", "--placement", "wave+bidirectional"], "name placements without +bidirectional"),

@@ -43,7 +43,10 @@ def test_text_shows_grid_and_gap(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "rank 1 |" in said
     assert "gap" in said
-    assert "covers       placement V, each backward split or whole, each forward run again or not, no offload" in said
+    assert (
+        "covers       placement v-shape, each backward split or whole, each forward run again or not, no offload"
+        in said
+    )
 
 
 def test_what_waits_in_host_memory_is_asked_for_by_its_amount(
@@ -82,8 +85,10 @@ def test_a_mean_over_delays(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--max-in-flight", "0.5"], 1, "no schedule fits"),
         (["--time", "0"], 2, "time_limit is 0"),
-        (["--placement", "w"], 2, "--placement w"),
-        (["--stages", "8"], 2, "--stages 8"),
+        (["--placement", "w"], 2, "no placement is named 'w': choose among one-to-one"),
+        (["--placement", "v-shape", "--placement", "wave"], 2, "penstock search compares several"),
+        (["--placement", "wave", "--stages", "6"], 2, "wave over 4 ranks has a multiple of 8 stages, and 6"),
+        (["--stages", "8"], 2, "one-to-one over 4 ranks has 4 stages, and 8 are given"),
         (["--f", "1,2"], 2, "--f has 2 entries"),
         (["--vary", "0:1"], 2, "--vary 0:1"),
         (["--vary", "0:1=9..3"], 2, "from low to high"),
@@ -169,3 +174,15 @@ def test_what_is_held_above_the_limit_is_that_of_the_capped_run(capsys: pytest.C
     for limit, code in ((44 * 2**30, 0), (int(held.peak) + 1, 0), (int(held.peak) - 1, 2)):
         assert main([*given, "--dispatch", "hinted", "--memory-limit", f"{limit}B", "--json"]) == code
     assert "MiB more than --memory-limit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ps.placements.NAMES)
+def test_plan_and_search_read_the_same_names_of_placements(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = ["--ranks", "2", "--microbatches", "2", "--placement", name, "--json"]
+    assert main(["plan", *counts, "--time", "0.1"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert main(["search", *counts]) == 0
+    searched = ps.parse(json.loads(capsys.readouterr().out)["grid"])
+    assert [tuple(row) for row in planned["certificate"]["placement"]] == list(searched.placement.pipelines)
+    costs = ps.Costs.uniform(searched.num_stages)
+    assert ps.plan(costs, 2, 2, placement=name, time_limit=0.1).schedule.placement == searched.placement

@@ -151,7 +151,7 @@ def test_a_small_problem_agrees_with_the_exact_solver(seed: int) -> None:
         (
             ps.Placement(((0, 1), (1, 0))),
             True,
-            "placement as given (2 stages in 2 pipelines), backward split (I and W), each forward run again or not, "
+            "placement one-to-one+bidirectional, backward split (I and W), each forward run again or not, "
             "no offload, microbatches dealt to pipelines in any way",
         ),
         (

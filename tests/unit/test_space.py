@@ -62,7 +62,8 @@ def test_shared_ends_are_laid_on_all_ranks() -> None:
     ("parts", "changes", "error", "message"),
     [
         (6, {}, ps.CostError, "6 parts, which do not divide among 4 ranks"),
-        (8, {"shapes": ["spiral"]}, ps.ScheduleError, "no placement named 'spiral' here: there are one-to-one"),
+        (8, {"shapes": ["spiral"]}, ps.ScheduleError, "no placement is named 'spiral': choose among one-to-one"),
+        (8, {"shapes": ["wave"]}, ps.ScheduleError, "wave has 4 stages per rank, .* give a multiple of 16 parts"),
         (8, {"memory_limit": 0.5}, ps.ScheduleError, "can run within a memory of 0.5: one microbatch takes 2 on a"),
     ],
 )

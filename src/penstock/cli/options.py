@@ -43,6 +43,15 @@ MaxMismatch = Annotated[
     int | None,
     typer.Option("--max-mismatch", min=0, help="Most updates between a microbatch's forward and its backward."),
 ]
+PlacementNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--placement",
+        metavar="NAME",
+        help="Which ranks host which stages: one-to-one, circular, v-shape or wave; with +bidirectional behind it, "
+        "a second pipeline runs the other way. search tries those given, or all; plan takes one, or one-to-one.",
+    ),
+]
 Out = Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write it to FILE, by its ending.")]
 
 _LINK = re.compile(r"(?P<source>[0-9]{1,9}):(?P<target>[0-9]{1,9})=(?P<delay>.+)")

@@ -18,13 +18,10 @@ import penstock as ps
 from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, Out, numbers
+from penstock.cli.options import Json, Out, PlacementNames, numbers
 from penstock.cli.output import in_colour, print_json
 from penstock.planning import Progress
-from penstock.schedule import circular, one_to_one, v_shape
-
-PLACEMENTS = {"one-to-one": 1, "circular": 2, "v-shape": 2}
-"""Placements by name, with the stages a rank hosts where --stages does not say."""
+from penstock.program import placements
 
 MOST_AGAIN, SHARE_AGAIN = 6, 0.2
 """Times that the search begins again with less room, where messages take more than a limit of bytes leaves, and the
@@ -55,9 +52,10 @@ def plan(
         ),
     ] = None,
     memory_limit: costs_options.MemoryLimit = None,
-    placement: Annotated[str, typer.Option("--placement", help="one-to-one, circular or v-shape.")] = "one-to-one",
+    placement: PlacementNames = None,
     stages: Annotated[
-        int | None, typer.Option("--stages", help="Number of stages, for --placement circular.")
+        int | None,
+        typer.Option("--stages", help="Number of stages, for --placement circular and wave. [two and four per rank]"),
     ] = None,
     objective: Annotated[
         str,
@@ -242,16 +240,14 @@ class ProgressLine:
             self._progress.stop()
 
 
-def _placement(name: str, ranks: int, stages: int | None) -> ps.Placement:
-    if name not in PLACEMENTS:
-        raise Misuse(f"--placement {name}: choose among {', '.join(PLACEMENTS)}")
+def _placement(names: list[str] | None, ranks: int, stages: int | None) -> ps.Placement:
     if ranks < 1:
         raise Misuse(f"--ranks {ranks}: at least 1 is needed")
-    if stages is not None and name != "circular":
-        raise Misuse(f"--stages {stages} is for --placement circular; {name} has {PLACEMENTS[name] * ranks}")
-    if name == "circular":
-        return circular(ranks, 2 * ranks if stages is None else stages)
-    return one_to_one(ranks) if name == "one-to-one" else v_shape(ranks)
+    if len(names or ()) > 1:
+        raise Misuse(
+            f"--placement {' and '.join(names or ())}: a plan is for one of them; penstock search compares several"
+        )
+    return placements.named(names[0] if names else "one-to-one", ranks, stages)
 
 
 def _limit(option: str, text: str | None) -> float | list[float] | None:

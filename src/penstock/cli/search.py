@@ -13,7 +13,7 @@ import typer
 from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, Out, limits_of
+from penstock.cli.options import Json, Out, PlacementNames, limits_of
 from penstock.cli.output import in_colour, print_json
 from penstock.planning.program_search import Found, Outcome, search_space
 from penstock.program.placements import circular
@@ -60,12 +60,7 @@ def search(
     link: costs_options.LateLink = None,
     default_delay: costs_options.DefaultDelay = 0.0,
     memory_limit: costs_options.MemoryLimit = None,
-    placement: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--placement", help="Try only this placement, such as v-shape+bidirectional; may be repeated. [all]"
-        ),
-    ] = None,
+    placement: PlacementNames = None,
     shared_ends: Annotated[
         bool,
         typer.Option(

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.cost import CostError, Costs
-from penstock.schedule import Placement, ScheduleError, StageGraph, circular, one_to_one, v_shape
+from penstock.program import placements
+from penstock.schedule import Placement, ScheduleError, StageGraph
 from penstock.schedule.offload import OFFLOAD, RELOAD
 from penstock.schedule.short_repr import short_repr
 
@@ -71,13 +72,13 @@ class Certificate:
 
 def _placement_name(placement: Placement) -> str:
     num_ranks, num_stages = len({rank for hosts in placement.pipelines for rank in hosts}), placement.num_stages
-    for name, there in (
-        ("one-to-one", one_to_one(num_ranks)),
-        ("V", v_shape(num_ranks)),
-        (f"circular with {num_stages} stages", circular(num_ranks, num_stages)),
-    ):
+    for name in placements.NAMES:
+        try:
+            there = placements.named(name, num_ranks, num_stages)
+        except ScheduleError:  # it has another number of stages
+            continue
         if placement == there:
-            return name
+            return f"{name} with {num_stages} stages" if name.startswith(("circular", "wave")) else name
     pipelines = "" if placement.num_pipelines == 1 else f" in {placement.num_pipelines} pipelines"
     shared = f", {len(placement.shared)} of them shared" if placement.shared else ""
     return f"as given ({num_stages} stages{pipelines}{shared})"

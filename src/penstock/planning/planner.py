@@ -19,6 +19,7 @@ from penstock.planning.family import Certificate, check_options, family_of, in_t
 from penstock.planning.limits import Limits, limits_of
 from penstock.planning.objective import Expected, read_objective
 from penstock.planning.progress import Progress, certain, gap
+from penstock.program import placements
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph, check, one_to_one, picture
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Timeline, simulate
@@ -101,7 +102,7 @@ def plan(
     time_limit: float = 10.0,
     objective: str | Expected = "makespan",
     dispatch: Dispatch | str = Dispatch.FROZEN,
-    placement: Placement | None = None,
+    placement: Placement | str | None = None,
     split: bool | None = None,
     recompute: bool | None = None,
     offload: bool | float | Sequence[float] | None = None,
@@ -139,8 +140,8 @@ def plan(
         objective: "makespan"; "span", the longest time from a rank's first start to its last end; or
             `Expected`, the mean makespan over samples of link delays (`links` then only says where to begin).
         dispatch: how the schedule will be run. "hinted" and "dynamic" measure what the search finds in that way.
-        placement: which rank hosts which stage; where not given stage i lies on rank i, and stages of a graph where
-            the first orders are shortest.
+        placement: which rank hosts which stage, or a name of `ps.placements.NAMES`, like "v-shape". Where not given
+            stage i lies on rank i, and stages of a graph where the first orders are shortest.
         split: True for I and W everywhere, False for B everywhere. By default each op may be a B where that takes
             less time than I and W. Elsewhere I with its W right behind it is as good.
         recompute: whether forwards may run again, so that they keep only `costs.kept_by_recompute` until then.
@@ -512,8 +513,10 @@ def _check_counts(num_ranks: int, num_microbatches: int) -> None:
             raise ScheduleError(f"{name} is {count!r}: give a whole number of at least 1", rule="options")
 
 
-def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: Placement | None) -> Placement:
+def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: Placement | str | None) -> Placement:
     _check_counts(num_ranks, num_microbatches)
+    if isinstance(placement, str):
+        return placements.named(placement, num_ranks, costs.num_stages)
     if placement is None:
         if costs.num_stages != num_ranks:
             raise CostError(
@@ -522,7 +525,9 @@ def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: P
             )
         return one_to_one(num_ranks)
     if not isinstance(placement, Placement):
-        raise ScheduleError(f"placement is {placement!r}: give one of ps.placements", rule="placement")
+        raise ScheduleError(
+            f"placement is {placement!r}: give one of ps.placements, or a name such as 'v-shape'", rule="placement"
+        )
     if placement.num_stages != costs.num_stages:
         raise CostError(
             f"the costs are for {costs.num_stages} stages, the placement for {placement.num_stages}; "

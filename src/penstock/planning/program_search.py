@@ -173,9 +173,9 @@ def search_space(
             "search_space needs microbatches that all cost the same; leave `uneven` out, and order the microbatches "
             "of the result with ps.planning.order_microbatches"
         )
-    layouts = placements_of(num_ranks, _parts(costs, num_ranks, shared_ends), shared_ends)
-    if unknown := [name for name in shapes or () if name not in layouts]:
-        raise ScheduleError(f"no placement named {unknown[0]!r} here: there are {', '.join(layouts)}", rule="options")
+    num_parts = _parts(costs, num_ranks, shared_ends)
+    layouts = placements_of(num_ranks, num_parts, shared_ends)
+    _check_names(shapes or (), layouts, num_ranks, num_parts)
     points: list[tuple[str, list[Program]]] = []
     for name, placement in layouts.items():
         if shapes is not None and name not in shapes:
@@ -253,17 +253,33 @@ def placements_of(num_ranks: int, num_parts: int, shared_ends: bool = False) -> 
     one-to-one, circular (2 or more stages per rank), v-shape, wave, and each of them in both directions.
     """
     a_rank = num_parts // num_ranks
-    plain: dict[str, Placement] = {"one-to-one": placements.one_to_one(num_ranks)}
-    if a_rank % 2 == 0 and num_ranks > 1:
-        plain["circular"] = placements.circular(num_ranks, 2 * num_ranks)
-        plain[V] = placements.v_shape(num_ranks)
-    if a_rank % 4 == 0 and num_ranks > 1:
-        plain["wave"] = placements.wave(num_ranks, 2)
-    if num_ranks > 1:
-        plain |= {f"{name}+bidirectional": placements.bidirectional(placement) for name, placement in plain.items()}
+    names = [
+        name
+        for name in placements.NAMES
+        if a_rank % placements.STAGES_PER_RANK[name.removesuffix(placements.BOTH_WAYS)] == 0
+    ]
+    plain = {name: placements.named(name, num_ranks) for name in (names if num_ranks > 1 else names[:1])}
     if shared_ends:
         plain = {name: placements.shared_ends(placement) for name, placement in plain.items()}
     return plain
+
+
+def _check_names(names: Sequence[str], layouts: dict[str, Placement], num_ranks: int, num_parts: int) -> None:
+    """Raises ScheduleError for a name of no placement, or of one that these ranks and parts don't give."""
+    for name in names:
+        placements.named(name, max(2, num_ranks))
+        if name in layouts:
+            continue
+        if num_ranks == 1:
+            raise ScheduleError(
+                f"{name} on 1 rank runs as one-to-one does; name that, or give more ranks", rule="options"
+            )
+        each = placements.STAGES_PER_RANK[name.removesuffix(placements.BOTH_WAYS)]
+        raise ScheduleError(
+            f"{name} has {each} stages per rank, of equally many parts each, and there are "
+            f"{num_parts // num_ranks} parts per rank; give a multiple of {each * num_ranks} parts, or name others: {', '.join(layouts)}",
+            rule="options",
+        )
 
 
 def rules_of(

@@ -1,5 +1,7 @@
 """Placements by name, and how to combine them. Each call returns a `Placement`.
 
+named("v-shape", 4)             as `ps.plan(placement=...)` and --placement of the command line take it
+
 one_to_one(4)                   0 1 2 3
 circular(4, 8)                  0 1 2 3 0 1 2 3
 v_shape(4)                      0 1 2 3 3 2 1 0
@@ -19,6 +21,54 @@ from penstock.schedule import Placement, ScheduleError
 from penstock.schedule.placement import circular as _circular
 from penstock.schedule.placement import one_to_one as _one_to_one
 from penstock.schedule.placement import v_shape as _v_shape
+
+BOTH_WAYS = "+bidirectional"
+"""What a name ends with where a second pipeline runs from the last rank to the first."""
+
+STAGES_PER_RANK = {"one-to-one": 1, "circular": 2, "v-shape": 2, "wave": 4}
+"""The placements of one pipeline by name, with the stages per rank that each has where nothing else is said."""
+
+NAMES = (*STAGES_PER_RANK, *(name + BOTH_WAYS for name in STAGES_PER_RANK))
+"""What `named` takes."""
+
+
+def named(name: str, num_ranks: int, num_stages: int | None = None) -> Placement:
+    """The placement of a name: one of `NAMES`.
+
+    Args:
+        num_stages: over the whole model, for circular and wave, which may have more per rank; two and four per rank
+            where not given.
+
+    Raises:
+        ScheduleError: another name, stages that the placement can't have, or two directions of one rank.
+    """
+    base = name.removesuffix(BOTH_WAYS) if isinstance(name, str) else ""
+    if base not in STAGES_PER_RANK:
+        raise ScheduleError(
+            f"no placement is named {name!r}: choose among {', '.join(STAGES_PER_RANK)}, or one of these with "
+            f"{BOTH_WAYS} behind it",
+            rule="options",
+        )
+    if name != base and _at_least_one(num_ranks) == 1:
+        raise ScheduleError(
+            f"{name} on 1 rank: the two directions differ from 2 ranks on; give {base}", rule="options"
+        )
+    usual = STAGES_PER_RANK[base] * _at_least_one(num_ranks)
+    stages = usual if num_stages is None else num_stages
+    if base == "circular":
+        plain = circular(num_ranks, stages)
+    elif base == "wave" and stages > 0 and stages % (2 * num_ranks) == 0:
+        plain = wave(num_ranks, stages // (2 * num_ranks))
+    elif stages != usual:
+        each = f"a multiple of {2 * num_ranks}" if base == "wave" else str(usual)
+        raise ScheduleError(
+            f"{name} over {num_ranks} ranks has {each} stages, and {stages} are given; give {each}, or circular, "
+            "which takes any number",
+            rule="options",
+        )
+    else:
+        plain = v_shape(num_ranks) if base == "v-shape" else one_to_one(num_ranks)
+    return plain if name == base else bidirectional(plain)
 
 
 def one_to_one(num_ranks: int) -> Placement:
