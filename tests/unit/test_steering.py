@@ -31,50 +31,50 @@ from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt.coordinator import COUNT, FIRST, MeasuredCosts
 from penstock.runtime.adapt.report import MeasuredStep, RankReport, ReportCollector, lines_of, report_of
 from penstock.runtime.adapt.run_log import RunLog
-from penstock.runtime.adapt.vote import REFUSED, STOPPED, Offer, VoteResult, agree, short_digest
+from penstock.runtime.adapt.vote import REFUSED, STOPPED, Vote, VoteResult, agree, short_digest
 from penstock.runtime.mesh.clock import Trip, ahead
 from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.schedule import Op
 
 pytestmark = pytest.mark.unit
 
-RUNS = Offer(2, 77)
-HOLDS = Offer(2, 77, 3, 99)
+RUNS = Vote(2, 77)
+HOLDS = Vote(2, 77, 3, 99)
 
 
 # Agreeing
 
 
 @pytest.mark.parametrize(
-    ("offers", "outcome"),
+    ("votes", "outcome"),
     [
         ([RUNS, RUNS, RUNS], VoteResult()),
         ([HOLDS, HOLDS, HOLDS], VoteResult(switch=3)),
         ([HOLDS, RUNS, HOLDS], VoteResult(missing=(1,))),
         ([RUNS, HOLDS, HOLDS], VoteResult()),  # rank 0 has withdrawn it
-        ([HOLDS, Offer(2, 77, 1, 55), HOLDS], VoteResult(missing=(1,))),  # an old one
-        ([HOLDS, HOLDS, Offer(2, 77, 3, REFUSED)], VoteResult(refused=2)),
-        ([Offer(2, 77, 3, REFUSED), HOLDS, HOLDS], VoteResult(refused=0)),
-        ([HOLDS, Offer(2, 77, 3, 98), HOLDS], VoteResult(refused=1)),  # another text under the same number
-        ([HOLDS, Offer(2, 77, STOPPED), HOLDS], VoteResult(stopped=1)),
-        ([Offer(2, 77, 2, 77)] * 2, VoteResult()),
+        ([HOLDS, Vote(2, 77, 1, 55), HOLDS], VoteResult(missing=(1,))),  # an old one
+        ([HOLDS, HOLDS, Vote(2, 77, 3, REFUSED)], VoteResult(refused=2)),
+        ([Vote(2, 77, 3, REFUSED), HOLDS, HOLDS], VoteResult(refused=0)),
+        ([HOLDS, Vote(2, 77, 3, 98), HOLDS], VoteResult(refused=1)),  # another text under the same number
+        ([HOLDS, Vote(2, 77, STOPPED), HOLDS], VoteResult(stopped=1)),
+        ([Vote(2, 77, 2, 77)] * 2, VoteResult()),
     ],
 )
-def test_all_ranks_or_none(offers: Sequence[Offer], outcome: VoteResult) -> None:
-    assert agree(offers) == outcome
+def test_all_ranks_or_none(votes: Sequence[Vote], outcome: VoteResult) -> None:
+    assert agree(votes) == outcome
 
 
 def test_ranks_that_ran_different_plans_are_an_error() -> None:
-    for other in (Offer(3, 77), Offer(2, 78)):
+    for other in (Vote(3, 77), Vote(2, 78)):
         with pytest.raises(RuntimeFailure, match="rank 1 ran plan"):
             agree([RUNS, other])
 
 
 def test_a_switch_needs_every_single_rank() -> None:
     """Of all that four ranks may hold, only one case switches."""
-    held = [RUNS, HOLDS, Offer(2, 77, 3, REFUSED), Offer(2, 77, 4, 11), Offer(2, 77, STOPPED)]
-    found = [offers for offers in itertools.product(held, repeat=4) if agree(offers).switch is not None]
-    assert found == [(HOLDS,) * 4, (Offer(2, 77, 4, 11),) * 4]
+    held = [RUNS, HOLDS, Vote(2, 77, 3, REFUSED), Vote(2, 77, 4, 11), Vote(2, 77, STOPPED)]
+    found = [votes for votes in itertools.product(held, repeat=4) if agree(votes).switch is not None]
+    assert found == [(HOLDS,) * 4, (Vote(2, 77, 4, 11),) * 4]
 
 
 def test_a_double_carries_a_digest() -> None:

@@ -84,8 +84,8 @@ class Group:
         self.settle()
 
     def settle(self) -> None:
-        offers = [one.offer() for one in self.agents]
-        found = [one.settle(offers) for one in self.agents]
+        votes = [one.vote() for one in self.agents]
+        found = [one.count_votes(votes) for one in self.agents]
         assert len({None if each is None else each.number for each in found}) == 1
         for rank, each in enumerate(found):
             if each is not None:

@@ -14,6 +14,6 @@ store            queues of bytes between ranks, retries, and how long it was sil
 from penstock.runtime.adapt.agent import Agent, NodeProbes, Readied, steer
 from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.report import MeasuredStep
-from penstock.runtime.adapt.vote import Offer
+from penstock.runtime.adapt.vote import Vote
 
-__all__ = ["Agent", "MeasuredStep", "NodeProbes", "Offer", "Readied", "AdaptOptions", "steer"]
+__all__ = ["Agent", "MeasuredStep", "NodeProbes", "Vote", "Readied", "AdaptOptions", "steer"]

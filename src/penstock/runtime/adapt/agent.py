@@ -2,10 +2,10 @@
 
     training            agent                                threads
     step ends     -->   ended(): put aside              -->  reports: to the store
-    collective    -->   offer(): what runs, what is held <-- plans: from the store, proved and worked out
-                  <--   settle(): run this from now on
+    collective    -->   vote(): what runs, what is held  <-- plans: from the store, proved and worked out
+                  <--   count_votes(): run this from now on
 
-Nothing here waits for the store. What a plan needs to run is worked out in a thread before it is offered.
+Nothing here waits for the store. What a plan needs to run is worked out in a thread before it is voted for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.rendezvous import Rendezvous, meet
 from penstock.runtime.adapt.report import MeasuredStep, report_of
 from penstock.runtime.adapt.store import StoreClient
-from penstock.runtime.adapt.vote import REFUSED, STOPPED, Offer, agree, short_digest
+from penstock.runtime.adapt.vote import REFUSED, STOPPED, Vote, agree, short_digest
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.mesh.probe import probe
@@ -56,7 +56,7 @@ class Readied:
     made: Any = None
 
     @property
-    def offered_digest(self) -> int:
+    def vote_digest(self) -> int:
         return REFUSED if self.configuration is None else short_digest(self.configuration.digest)
 
 
@@ -93,7 +93,7 @@ class Agent:
         self._has_ended = False
         self._iteration = 0
         self._held: Readied | None = None
-        self._offered: Readied | None = None
+        self._voted_for: Readied | None = None
         self._least = 1
         self._lock = threading.Lock()
         self._since: float | None = None
@@ -163,30 +163,30 @@ class Agent:
         if found is not None and self._coordinator is not None:
             self._coordinator.note(self._iteration, Probed.of(found))
 
-    def offer(self) -> Offer:
-        """What this process tells all others at the end of a step; their answers go to `settle`."""
+    def vote(self) -> Vote:
+        """What this process tells all others at the end of a step; their answers go to `count_votes`."""
         running = self.number, short_digest(self.digest)
         if self._stopped is None and (late := [line for line in self._lines if self._is_lost(line)]):
             self._stopped = f"the store was gone for {self._steering.patience:g} s: {late[0].error}"
         if self._stopped is not None:
-            return Offer(*running, STOPPED)
-        self._offered = held = self._held
-        return Offer(*running) if held is None else Offer(*running, held.number, held.offered_digest)
+            return Vote(*running, STOPPED)
+        self._voted_for = held = self._held
+        return Vote(*running) if held is None else Vote(*running, held.number, held.vote_digest)
 
-    def settle(self, offers: Sequence[Offer]) -> Readied | None:
+    def count_votes(self, votes: Sequence[Vote]) -> Readied | None:
         """What to run from the next step on, where that changes: the same on every rank, or nowhere.
 
         Raises:
             RuntimeFailure: the ranks have not run the same.
         """
-        outcome = agree(offers)
+        outcome = agree(votes)
         if self._meeting.compare is not None and self._iteration % COMPARED == 0:
             self._meeting.ahead = self._meeting.compare()
         if outcome.stopped is not None:
             self.end(self._stopped or f"rank {outcome.stopped} steers no more")
             return None
         if outcome.switch is not None:
-            chosen = self._offered
+            chosen = self._voted_for
             if chosen is None or chosen.configuration is None:
                 raise RuntimeFailure(f"plan {outcome.switch} is agreed on and not here; this is a bug")
             self.number, self.digest = chosen.number, chosen.configuration.digest
@@ -194,8 +194,8 @@ class Agent:
             if self._coordinator is not None:
                 self._coordinator.note(self._iteration, Switched(chosen.number))
             return chosen
-        if self._coordinator is not None and self._offered is not None:
-            self._follow_up(self._coordinator, self._offered.number, outcome.refused, outcome.missing)
+        if self._coordinator is not None and self._voted_for is not None:
+            self._follow_up(self._coordinator, self._voted_for.number, outcome.refused, outcome.missing)
         return None
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ class Agent:
 
     def _forget(self, number: int) -> None:
         """Takes no copy of a plan any more, nor of those before it."""
-        self._since = self._offered = None
+        self._since = self._voted_for = None
         with self._lock:
             self._least = number + 1
             if self._held is not None and self._held.number <= number:

@@ -4,7 +4,7 @@
     rank 1   runs 2, holds 3 ---+--> the step's collective --+
     rank 2   runs 2, holds - ---+                            +--> (rank 2 does not: nobody does, and it goes on)
 
-Every rank sees the same offers at the same moment, so no verdict needs to be sent, and nobody ever waits for one: a
+Every rank sees the same votes at the same moment, so no verdict needs to be sent, and nobody ever waits for one: a
 plan that has not reached everyone costs nothing, and a store that is gone cannot hold up training. Where the
 collective itself fails the step fails, on every rank.
 """
@@ -24,7 +24,7 @@ _DIGITS = 12
 """Hexadecimal digits of a digest that are compared: as many as a double carries exactly."""
 
 
-class Offer(NamedTuple):
+class Vote(NamedTuple):
     """What a rank tells all others at the end of a step. All are numbers that a double carries exactly.
 
     Attributes:
@@ -39,7 +39,7 @@ class Offer(NamedTuple):
 
 
 class VoteResult(NamedTuple):
-    """What the offers of a step come to.
+    """What the votes of a step come to.
 
     Attributes:
         switch: the decision that all run from the next step on; None for none.
@@ -55,36 +55,36 @@ class VoteResult(NamedTuple):
 
 
 def short_digest(digest: str) -> int:
-    """A digest (hexadecimal) as a number that fits into an offer; never that of a refusal."""
+    """A digest (hexadecimal) as a number that fits into a vote; never that of a refusal."""
     return int(digest[:_DIGITS], 16) or 1
 
 
-def agree(offers: Sequence[Offer]) -> VoteResult:
-    """What the offers come to, the same on every rank. Rank 0 leads: only what it holds can be next.
+def agree(votes: Sequence[Vote]) -> VoteResult:
+    """What the votes come to, the same on every rank. Rank 0 leads: only what it holds can be next.
 
     Raises:
         RuntimeFailure: two ranks run different plans.
     """
-    first = offers[0]
-    for rank, offer in enumerate(offers):
-        if offer[:2] != first[:2]:
+    first = votes[0]
+    for rank, vote in enumerate(votes):
+        if vote[:2] != first[:2]:
             raise RuntimeFailure(
-                f"rank {rank} ran plan {offer.running} ({offer.running_digest:x}) and rank 0 plan {first.running} "
+                f"rank {rank} ran plan {vote.running} ({vote.running_digest:x}) and rank 0 plan {first.running} "
                 f"({first.running_digest:x}); start again from the last checkpoint"
             )
-    stopped = next((rank for rank, offer in enumerate(offers) if offer.held == STOPPED), None)
+    stopped = next((rank for rank, vote in enumerate(votes) if vote.held == STOPPED), None)
     if stopped is not None:
         return VoteResult(stopped=stopped)
     if first.held <= first.running:
         return VoteResult()
-    theirs = [offer for offer in offers if offer.held == first.held]
+    theirs = [vote for vote in votes if vote.held == first.held]
     refused = next(
-        (r for r, o in enumerate(offers) if o.held == first.held and o.held_digest != first.held_digest), None
+        (r for r, o in enumerate(votes) if o.held == first.held and o.held_digest != first.held_digest), None
     )
     if first.held_digest == REFUSED:
         return VoteResult(refused=0)
     if refused is not None:
         return VoteResult(refused=refused)
-    if len(theirs) == len(offers):
+    if len(theirs) == len(votes):
         return VoteResult(switch=first.held)
-    return VoteResult(missing=tuple(rank for rank, offer in enumerate(offers) if offer.held != first.held))
+    return VoteResult(missing=tuple(rank for rank, vote in enumerate(votes) if vote.held != first.held))

@@ -20,7 +20,7 @@ from penstock.cost import CostError, Costs, Links
 from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, lower
 from penstock.renamed import refuse_old
-from penstock.runtime.adapt import AdaptOptions, Offer, steer
+from penstock.runtime.adapt import AdaptOptions, Vote, steer
 from penstock.runtime.compatibility import require_runnable, steered
 from penstock.runtime.emulation.backend import EmulatedDevices, Ended
 from penstock.runtime.errors import RuntimeFailure
@@ -233,10 +233,10 @@ class EmulatedPipeline:
         start = backends[0].step_start
         seen = self._choice.link_events(transport), self._choice.counters(transport)
         measured = [measured_of(worker, start, _end(worker, start), *seen) for worker in workers]
-        offer = None
+        vote = None
         if agent is not None:
             agent.ended(measured)
-            offer = agent.offer()
+            vote = agent.vote()
         rows = [
             (worker.rank, _scaled(worker.recorder.times, stretch), _scaled(worker.recorder.apart, stretch))
             for worker in workers
@@ -245,10 +245,10 @@ class EmulatedPipeline:
             (*row, worker.peak_held, backend.late)
             for row, worker, backend in zip(rows, workers, backends, strict=True)
         ]
-        told = self._peers.gather((mine, offer))
+        told = self._peers.gather((mine, vote))
         _, times, apart, peaks, late = zip(*sorted(row for part, _ in told for row in part), strict=True)
         if agent is not None:
-            following = agent.settle([Offer(*each) for _, each in told])
+            following = agent.count_votes([Vote(*each) for _, each in told])
             if following is not None:
                 self._plan, self.number = following.made, following.number
                 self.configuration = self._plan.configuration

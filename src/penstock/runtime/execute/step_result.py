@@ -1,10 +1,10 @@
 """How a step ends: every rank learns the losses, that all had the same batch, and what to run next. One collective,
 in memory where ranks share that.
 
-    | losses, a microbatch each | type of the first | new notices | digest of the batch, a rank each | offers |
+    | losses, a microbatch each | type of the first | new notices | digest of the batch, a rank each | votes |
 
 Each process fills in what it knows and leaves zeros elsewhere; the sum is everybody's. Doubles carry any loss type,
-digest and number without rounding. Where the pipeline has replicas, a second one brings their losses together. Offers
+digest and number without rounding. Where the pipeline has replicas, a second one brings their losses together. Votes
 go along: all replicas and shards switch at one step, or none does.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.runtime.adapt import Agent, Offer
+from penstock.runtime.adapt import Agent, Vote
 from penstock.runtime.execute.active_plan import ActivePlan
 from penstock.runtime.execute.notices import Notices
 from penstock.runtime.mesh.peers import MeshPeers, require_same
@@ -87,7 +87,7 @@ class StepEnd:
         """The losses, the sums of what processes tell, and what to run from the next step on, where that changes.
 
         Args:
-            agent: whose offer rides along; None where nothing may change.
+            agent: whose vote rides along; None where nothing may change.
             notices: what is new among them, all ranks have afterwards.
 
         Raises:
@@ -95,8 +95,8 @@ class StepEnd:
         """
         num_microbatches, num_ranks = len(batch), self._peers.num_ranks
         digests, tells = num_microbatches + 2, num_microbatches + 2 + num_ranks
-        offers, size = tells + len(self._tells), len(Offer._fields)
-        row = [0.0] * (offers + (size * self._everyone.num_ranks if agent else 0))
+        first_vote, size = tells + len(self._tells), len(Vote._fields)
+        row = [0.0] * (first_vote + (size * self._everyone.num_ranks if agent else 0))
         for runner in self._last:
             for m, value in zip(runner.losses, _values(list(runner.losses.values())), strict=True):
                 row[m] = value
@@ -105,11 +105,11 @@ class StepEnd:
         row[num_microbatches + 1] = notices.num_new
         for rank in self._peers.here:
             row[digests + rank] = batch.digest
-        row[tells:offers] = self._tells
+        row[tells:first_vote] = self._tells
         if agent is not None:
-            offer = agent.offer()
+            vote = agent.vote()
             for process in self._everyone.here:
-                row[offers + process * size : offers + (process + 1) * size] = offer
+                row[first_vote + process * size : first_vote + (process + 1) * size] = vote
         row = self._summed(row)
         given = row[digests:tells]
         if given.count(given[0]) < num_ranks:
@@ -118,11 +118,11 @@ class StepEnd:
             notices.share()
         dtype = _LOSS_TYPES[int(row[num_microbatches])]
         losses, summed = self._of_all(row[:num_microbatches], row[tells:], batch, dtype)
-        told, offered = tuple(summed[: len(self._tells)]), summed[len(self._tells) :]
+        told, votes = tuple(summed[: len(self._tells)]), summed[len(self._tells) :]
         following = None
         if agent is not None:
-            rows = [offered[first : first + size] for first in range(0, len(offered), size)]
-            following = agent.settle([Offer(*map(int, each)) for each in rows])
+            rows = [votes[first : first + size] for first in range(0, len(votes), size)]
+            following = agent.count_votes([Vote(*map(int, each)) for each in rows])
         replicas = self._replicas.num_ranks
         sums = [sum_in_order(losses[window.start * replicas : window.stop * replicas]) for window in batch.windows]
         windows = torch.stack(sums) if len(sums) > 1 else sums[0].reshape(1)
@@ -141,7 +141,7 @@ class StepEnd:
         self, losses: list[float], tells: list[float], batch: Microbatches, dtype: torch.dtype
     ) -> tuple[Tensor, list[float]]:
         """The losses of all replicas' microbatches, in the order of the whole batch; and the sums over all processes
-        of what they tell and offer, where those over this pipeline's are given.
+        of what they tell and of their votes, where those over this pipeline's are given.
         """
         replicas, size = self._replicas.num_ranks, len(losses)
         if replicas == 1:
