@@ -38,7 +38,7 @@ _MOST_OF_BASE = 4
 """How many times larger than the outputs a base may be that goes along whole."""
 
 
-class Lie(NamedTuple):
+class StridedLayout(NamedTuple):
     """How a tensor lies in its storage; bytes from the storage's start, elements otherwise."""
 
     start: int
@@ -47,7 +47,7 @@ class Lie(NamedTuple):
     itemsize: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Lie:
+    def of(cls, tensor: Tensor) -> StridedLayout:
         size = tensor.element_size()
         return cls(int(tensor.storage_offset()) * size, tuple(tensor.shape), tensor.stride(), size)
 
@@ -298,7 +298,7 @@ def _groups(values: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _belong(a: Tensor, b: Tensor) -> bool:
-    if _overlap(one := Lie.of(a), other := Lie.of(b)):
+    if _overlap(one := StridedLayout.of(a), other := StridedLayout.of(b)):
         return True
     used = a.numel() * one.itemsize + b.numel() * other.itemsize
     return (
@@ -332,7 +332,7 @@ def _alone(values: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> frozens
     )
 
 
-def _overlap(a: Lie, b: Lie) -> bool:
+def _overlap(a: StridedLayout, b: StridedLayout) -> bool:
     if 0 in a.shape or 0 in b.shape or a.end <= b.start or b.end <= a.start:
         return False
     if a.is_dense and b.is_dense:
@@ -342,17 +342,17 @@ def _overlap(a: Lie, b: Lie) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _meet(a: Lie, b: Lie) -> bool:
+def _meet(a: StridedLayout, b: StridedLayout) -> bool:
     """Whether two tensors have a byte in common; exact, for those with gaps."""
     memory = torch.zeros(max(a.end, b.end), dtype=torch.bool)
     _bytes_of(memory, a).fill_(True)
     return bool(_bytes_of(memory, b).any())
 
 
-def _bytes_of(memory: Tensor, lie: Lie) -> Tensor:
-    once = [n if stride else 1 for n, stride in zip(lie.shape, lie.strides, strict=True)]
-    strides = [stride * lie.itemsize for stride in lie.strides]
-    return memory.as_strided((*once, lie.itemsize), (*strides, 1), lie.start)
+def _bytes_of(memory: Tensor, layout: StridedLayout) -> Tensor:
+    once = [n if stride else 1 for n, stride in zip(layout.shape, layout.strides, strict=True)]
+    strides = [stride * layout.itemsize for stride in layout.strides]
+    return memory.as_strided((*once, layout.itemsize), (*strides, 1), layout.start)
 
 
 def _link(members: dict[int, Tensor], leaf: int, refs: dict[int, int], views: list[View]) -> Tensor | None:
@@ -373,11 +373,11 @@ def _link(members: dict[int, Tensor], leaf: int, refs: dict[int, int], views: li
     root = _root(base, members, family)
     if root is None or not all(_fits(t, root) for t in members.values()):
         return None
-    start = Lie.of(root).start
+    start = StridedLayout.of(root).start
 
     def note(parent: int, how: str, tensor: Tensor) -> int:
-        lie, dtype = Lie.of(tensor), str(tensor.dtype).removeprefix("torch.")
-        views.append([parent, how, lie.start - start, lie.shape, lie.strides, dtype, tensor.is_conj()])
+        layout, dtype = StridedLayout.of(tensor), str(tensor.dtype).removeprefix("torch.")
+        views.append([parent, how, layout.start - start, layout.shape, layout.strides, dtype, tensor.is_conj()])
         return -len(views)
 
     refs.update({place: leaf for place, t in members.items() if t is root})
@@ -412,19 +412,19 @@ def _is_behind(view: Tensor) -> bool:
 
 def _root(base: Tensor, members: dict[int, Tensor], family: list[int]) -> Tensor | None:
     """What members are made of: their base where all lie in it, else what they use of its memory; or None."""
-    lies = [Lie.of(t) for t in members.values()]
-    start, end = min(lie.start for lie in lies), max(lie.end for lie in lies)
+    layouts = [StridedLayout.of(t) for t in members.values()]
+    start, end = min(layout.start for layout in layouts), max(layout.end for layout in layouts)
     if not storage_of(base) or base.is_conj() or base.is_neg():
         return None
-    lie, itself = Lie.of(base), any(base is t for t in members.values())
+    layout, itself = StridedLayout.of(base), any(base is t for t in members.values())
     if base.requires_grad != members[family[0]].requires_grad:
         return None
-    within = lie.start <= start and end <= lie.end and (lie.is_dense or len(family) == len(members))
-    if within and (itself or lie.end - lie.start <= _MOST_OF_BASE * (end - start)):
+    within = layout.start <= start and end <= layout.end and (layout.is_dense or len(family) == len(members))
+    if within and (itself or layout.end - layout.start <= _MOST_OF_BASE * (end - start)):
         return base
-    if (start - lie.start) % lie.itemsize or (end - start) % lie.itemsize:
+    if (start - layout.start) % layout.itemsize or (end - start) % layout.itemsize:
         return None
-    return base.as_strided(((end - start) // lie.itemsize,), (1,), start // lie.itemsize)
+    return base.as_strided(((end - start) // layout.itemsize,), (1,), start // layout.itemsize)
 
 
 def _fits(tensor: Tensor, root: Tensor) -> bool:
@@ -433,10 +433,11 @@ def _fits(tensor: Tensor, root: Tensor) -> bool:
         return True
     if tensor.is_neg() or (tensor.is_conj() and not root.is_complex()):
         return False
-    start, lie = Lie.of(root).start, Lie.of(tensor)
+    start, layout = StridedLayout.of(root).start, StridedLayout.of(tensor)
     if tensor.dtype == root.dtype or not tensor.requires_grad:
-        return (lie.start - start) % lie.itemsize == 0
-    return torch.empty(0, dtype=tensor.dtype).is_complex() != root.is_complex() and lie.start % lie.itemsize == 0
+        return (layout.start - start) % layout.itemsize == 0
+    is_complex = torch.empty(0, dtype=tensor.dtype).is_complex()
+    return is_complex != root.is_complex() and layout.start % layout.itemsize == 0
 
 
 def _view(of: Tensor, root: Tensor, start: int, shape: Any, strides: Any, dtype: torch.dtype, conj: bool) -> Tensor:
@@ -461,8 +462,8 @@ def _view(of: Tensor, root: Tensor, start: int, shape: Any, strides: Any, dtype:
 
 def _length(tensor: Tensor) -> int:
     """Elements from a tensor's first to its last, gaps included."""
-    lie = Lie.of(tensor)
-    return (lie.end - lie.start) // lie.itemsize
+    layout = StridedLayout.of(tensor)
+    return (layout.end - layout.start) // layout.itemsize
 
 
 def base_of(tensor: Tensor) -> Tensor:
