@@ -88,7 +88,7 @@ def compare(call: ps.runtime.OpCall) -> None:
     call.add_loss(contrast(*of_towers(call.gather())))
 
 
-class Apart:
+class AsyncGather:
     """A gather beside the computation, and the loss when it has ended."""
 
     def __init__(self) -> None:
@@ -112,9 +112,9 @@ def towers(asynchronous: bool, split: bool = False) -> ps.Program:
     last = (("image", -1), ("text", -1))
     forwards, backwards = {("F", at): EVERY for at in last}, {("B", at): EVERY for at in last}
     if asynchronous:
-        apart = Apart()
-        ops = [ps.NewOp("GATHER", last[0], forwards, on=last, time=2.0, asynchronous=True, run=apart.gather)]
-        ops += [ps.NewOp("LOSS", at, {("GATHER", last[0]): 1}, {("B", at): EVERY}, run=apart.lose) for at in last]
+        gathers = AsyncGather()
+        ops = [ps.NewOp("GATHER", last[0], forwards, on=last, time=2.0, asynchronous=True, run=gathers.gather)]
+        ops += [ps.NewOp("LOSS", at, {("GATHER", last[0]): 1}, {("B", at): EVERY}, run=gathers.lose) for at in last]
     else:
         ops = [ps.NewOp("GATHER", last[0], forwards, backwards, on=last, time=2.0, run=compare)]
     return ps.Program.of_branches({"image": tower, "text": tower}, ops=ops, name="towers", split=split)

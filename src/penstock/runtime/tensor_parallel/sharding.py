@@ -21,10 +21,10 @@ from penstock.runtime.tensor_parallel.modules import (
 )
 from penstock.runtime.tensors.rng import mix, seed_generators
 
-__all__ = ["Apart", "Shardable", "Sharding"]
+__all__ = ["LocalRng", "Shardable", "Sharding"]
 
 
-class Apart:
+class LocalRng:
     """The generators of one region, between its beginning and its end.
 
     all alike ... begin | each its own ... end | all alike, from where they were at begin
@@ -49,7 +49,7 @@ class Apart:
         seed_generators(mix(drawn, self._mesh.get_local_rank()), device)
 
     def end(self) -> None:
-        """Puts the generators back, if the region began with drawing apart."""
+        """Puts the generators back, if ranks have drawn for themselves in it."""
         if self._found:
             torch.set_rng_state(self._found[0])
         if len(self._found) > 1:
@@ -119,18 +119,18 @@ class Sharding:
         Where `last` is given, the module that ends the region, random numbers between are drawn by each rank for
         itself: its heads drop out other numbers than those of other ranks. Before and after all draw alike.
         """
-        mesh, apart = self.mesh, Apart(self.mesh)  # and not this sharding, which has the whole parameters
+        mesh, local_rng = self.mesh, LocalRng(self.mesh)  # and not this sharding, which has the whole parameters
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
             x: Tensor = args[0] if args else kwargs["hidden_states"]
             if last is not None and module.training:
-                apart.begin(x.device)
+                local_rng.begin(x.device)
             x = entered(x, mesh)
             return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         if last is not None:
-            last.register_forward_pre_hook(lambda *_: apart.end())
+            last.register_forward_pre_hook(lambda *_: local_rng.end())
 
     def parameter(self, module: nn.Module, name: str, dim: int) -> None:
         """Replaces a parameter, if the module has it, by this rank's shard of it."""
