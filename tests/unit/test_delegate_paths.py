@@ -39,7 +39,7 @@ def test_a_failed_path_gives_way_to_the_next_and_rests_longer_each_time() -> Non
     assert paths.choose(0) == (None, FIRST_REST)
     for _ in range(20):
         paths = paths.failed(FIRST, 0)
-    assert paths.troubles[FIRST].until == LONGEST_REST
+    assert paths.backoffs[FIRST].until == LONGEST_REST
     assert not paths.stands(FIRST).hopeless
 
 

@@ -109,7 +109,7 @@ class OutLane:
         return self._trial.deadline
 
     def _try(self, path: Path, now: int) -> ConnectAttempt | None:
-        failures = self._paths.troubles[path].failures if path in self._paths.troubles else 0
+        failures = self._paths.backoffs[path].failures if path in self._paths.backoffs else 0
         ours, theirs = self._sender.orders.interfaces[path.ours], self._peers[path.theirs]
         made, error = sockets.begin_connect(ours, theirs)
         if made is None:
@@ -150,7 +150,7 @@ class OutLane:
 
     def _greet(self, trial: ConnectAttempt, now: int) -> None:
         """A connection over a path stands: says which lane and epoch it is."""
-        failures = self._paths.troubles[trial.path].failures if trial.path in self._paths.troubles else 0
+        failures = self._paths.backoffs[trial.path].failures if trial.path in self._paths.backoffs else 0
         self._path = trial.path
         self._state = self._state.connect()
         self._deadline = now + timing.patience(timing.WELCOME, failures)

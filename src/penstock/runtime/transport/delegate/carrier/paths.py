@@ -26,8 +26,8 @@ class Path(NamedTuple):
     theirs: int
 
 
-class Trouble(NamedTuple):
-    """What a path went through: failures in a row, until when it rests, when it last failed, how often left."""
+class PathBackoff(NamedTuple):
+    """When a path is tried again: failures in a row, until when it rests, when it last failed, how often left."""
 
     failures: int = 0
     until: int = 0
@@ -35,7 +35,7 @@ class Trouble(NamedTuple):
     left: int = 0
 
 
-_NONE: Mapping[Path, Trouble] = MappingProxyType({})
+_NONE: Mapping[Path, PathBackoff] = MappingProxyType({})
 
 
 def by_preference(num_ours: int, num_theirs: int) -> tuple[Path, ...]:
@@ -49,12 +49,12 @@ class Paths:
     """The paths of a lane. Moments are nanoseconds.
 
     Attributes:
-        order: best first; down: our interfaces that the kernel says are down; troubles: of those that failed.
+        order: best first; down: our interfaces that the kernel says are down; backoffs: of those that failed.
     """
 
     order: tuple[Path, ...]
     down: frozenset[int] = frozenset()
-    troubles: Mapping[Path, Trouble] = field(default_factory=lambda: _NONE)
+    backoffs: Mapping[Path, PathBackoff] = field(default_factory=lambda: _NONE)
 
     def choose(self, now: int) -> tuple[Path | None, int]:
         """The path to try now, or None and when to ask again."""
@@ -62,42 +62,42 @@ class Paths:
         if not usable:
             return None, now + LONGEST_REST
         for path in usable:
-            if self._trouble(path).until <= now:
+            if self._backoff(path).until <= now:
                 return path, now
-        return None, min(self._trouble(path).until for path in usable)
+        return None, min(self._backoff(path).until for path in usable)
 
     @property
     def hopeless(self) -> bool:
         """Whether every path failed the last time, or is down."""
-        return all(path.ours in self.down or self._trouble(path).failures for path in self.order)
+        return all(path.ours in self.down or self._backoff(path).failures for path in self.order)
 
     def failed(self, path: Path, now: int) -> Paths:
         """It could not connect, or the connection went: it rests."""
-        before = self._trouble(path)
+        before = self._backoff(path)
         rest = min(LONGEST_REST, FIRST_REST << min(before.failures, 8))
         return self._with(path, before._replace(failures=before.failures + 1, until=now + rest, since=now))
 
     def left(self, path: Path, now: int) -> Paths:
         """A standing connection over it failed: it must be well for longer, each time, to be gone back to."""
         before = self.failed(path, now)
-        trouble = before._trouble(path)
-        return before._with(path, trouble._replace(left=trouble.left + 1))
+        backoff = before._backoff(path)
+        return before._with(path, backoff._replace(left=backoff.left + 1))
 
     def stands(self, path: Path) -> Paths:
         """A connection over it stands."""
-        if path not in self.troubles:
+        if path not in self.backoffs:
             return self
-        return self._with(path, self._trouble(path)._replace(failures=0, until=0))
+        return self._with(path, self._backoff(path)._replace(failures=0, until=0))
 
     def interface(self, ours: int, up: bool, now: int) -> Paths:
         """The kernel's word on one of our interfaces. One that came up need not rest, but holds from now."""
         if not up:
             return replace(self, down=self.down | {ours})
-        troubles = {
-            path: trouble._replace(until=0, since=now) if path.ours == ours else trouble
-            for path, trouble in self.troubles.items()
+        backoffs = {
+            path: backoff._replace(until=0, since=now) if path.ours == ours else backoff
+            for path, backoff in self.backoffs.items()
         }
-        return replace(self, down=self.down - {ours}, troubles=MappingProxyType(troubles))
+        return replace(self, down=self.down - {ours}, backoffs=MappingProxyType(backoffs))
 
     def better(self, current: Path, now: int) -> tuple[Path | None, int]:
         """A path better than the current one that may be tried again, or None and when to ask again."""
@@ -105,17 +105,17 @@ class Paths:
         for path in self.order[: self.order.index(current)]:
             if path.ours in self.down:
                 continue
-            trouble = self._trouble(path)
+            backoff = self._backoff(path)
             ready = max(
-                trouble.until, trouble.since + min(LONGEST_HOLD, FIRST_HOLD << min(8, max(0, trouble.left - 1)))
+                backoff.until, backoff.since + min(LONGEST_HOLD, FIRST_HOLD << min(8, max(0, backoff.left - 1)))
             )
             if ready <= now:
                 return path, now
             soonest = min(soonest, ready)
         return None, soonest
 
-    def _trouble(self, path: Path) -> Trouble:
-        return self.troubles.get(path, Trouble())
+    def _backoff(self, path: Path) -> PathBackoff:
+        return self.backoffs.get(path, PathBackoff())
 
-    def _with(self, path: Path, trouble: Trouble) -> Paths:
-        return replace(self, troubles=MappingProxyType({**self.troubles, path: trouble}))
+    def _with(self, path: Path, backoff: PathBackoff) -> Paths:
+        return replace(self, backoffs=MappingProxyType({**self.backoffs, path: backoff}))
