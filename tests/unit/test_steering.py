@@ -32,7 +32,7 @@ from penstock.runtime.adapt.coordinator import COUNT, FIRST, MeasuredCosts
 from penstock.runtime.adapt.report import MeasuredStep, RankReport, ReportCollector, lines_of, report_of
 from penstock.runtime.adapt.run_log import RunLog
 from penstock.runtime.adapt.vote import REFUSED, STOPPED, Vote, VoteResult, agree, short_digest
-from penstock.runtime.mesh.clock import Trip, ahead
+from penstock.runtime.mesh.clock import ClockSample, clock_offset
 from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.schedule import Op
 
@@ -157,8 +157,9 @@ def test_clocks_of_two_hosts(posted_ahead: bool) -> None:
 
 
 def test_the_shortest_trip_tells_the_clock() -> None:
-    assert ahead([Trip(1000, 1900, 400), Trip(2000, 2100, 1050), Trip(3000, 3500, 2300)]) == 1000
-    assert ahead([Trip(10, 20, 15)]) == 0
+    samples = [ClockSample(1000, 1900, 400), ClockSample(2000, 2100, 1050), ClockSample(3000, 3500, 2300)]
+    assert clock_offset(samples) == 1000
+    assert clock_offset([ClockSample(10, 20, 15)]) == 0
 
 
 def test_costs_are_read_off_the_first_iterations() -> None:

@@ -23,7 +23,7 @@ LIMIT = 20.0
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Trip(NamedTuple):
+class ClockSample(NamedTuple):
     """A question and its answer, in nanoseconds: two moments of the asking clock, one of the other."""
 
     asked: int
@@ -31,9 +31,9 @@ class Trip(NamedTuple):
     told: int
 
 
-def ahead(trips: Sequence[Trip]) -> int:
-    """Nanoseconds that the asking clock is ahead, by the shortest trip."""
-    best = min(trips, key=lambda trip: trip.heard - trip.asked)
+def clock_offset(samples: Sequence[ClockSample]) -> int:
+    """Nanoseconds that the asking clock is ahead, by the sample with the shortest round trip."""
+    best = min(samples, key=lambda sample: sample.heard - sample.asked)
     return (best.asked + best.heard) // 2 - best.told
 
 
@@ -57,13 +57,13 @@ def ahead_of_first(peers: GroupPeers, names: Sequence[str]) -> int:
                 _receive(peers, rank)
                 _send(peers, rank, time.perf_counter_ns())
         elif mine == rank:
-            trips = []
+            samples = []
             for _ in range(ROUNDS):
                 asked = time.perf_counter_ns()
                 _send(peers, 0, asked)
                 told = _receive(peers, 0)
-                trips.append(Trip(asked, time.perf_counter_ns(), told))
-            found = ahead(trips)
+                samples.append(ClockSample(asked, time.perf_counter_ns(), told))
+            found = clock_offset(samples)
     return found
 
 
