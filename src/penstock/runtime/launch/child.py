@@ -32,7 +32,7 @@ from penstock.runtime.launch.failures import (
 )
 from penstock.runtime.launch.launch_env import Handover, let_through
 
-__all__ = ["FolderDesk", "Reporter", "StoreDesk", "hold", "init_process", "report_failure", "watch"]
+__all__ = ["FolderReportSink", "Reporter", "StoreReportSink", "hold", "init_process", "report_failure", "watch"]
 
 
 def hold(lifeline: int, reports: str) -> None:
@@ -59,14 +59,14 @@ ANSWER = 1.0  # seconds that the store may take to answer
 LINGER = 1.0  # seconds a failed rank may take to run its exit handlers
 
 
-class Desk(Protocol):
+class ReportSink(Protocol):
     """Where reports go."""
 
     def take(self, report: FailureReport) -> None:
         """Takes a report; the last one of a rank counts."""
 
 
-class FolderDesk:
+class FolderReportSink:
     """Under our launcher: a file for the parent, and not a word here."""
 
     def __init__(self, folder: str) -> None:
@@ -76,7 +76,7 @@ class FolderDesk:
         report.save(self._folder)
 
 
-class StoreDesk:
+class StoreReportSink:
     """Under torchrun: the first failed rank leaves its report in the store and prints it, the others a line.
 
     `patience` is how long a rank that merely lost a peer looks for the cause. A store that can't be reached answers
@@ -122,22 +122,22 @@ class Reporter:
     takes longer, and the other ranks learn of the failure only when it is over.
     """
 
-    def __init__(self, rank: int, desk: Desk) -> None:
-        self.rank, self.desk = rank, desk
+    def __init__(self, rank: int, sink: ReportSink) -> None:
+        self.rank, self.sink = rank, sink
         self.failed = False
         self._process = os.getpid()
         atexit.register(self._leave)
 
     def note(self, error: BaseException) -> None:
         """Reports an exception that may still be caught."""
-        self.desk.take(FailureReport.of(error, self.rank, final=False))
+        self.sink.take(FailureReport.of(error, self.rank, final=False))
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._process:
             sys.__excepthook__(kind, error, trace)
             return
         self.failed = True
-        self.desk.take(FailureReport.of(error, self.rank, final=True))
+        self.sink.take(FailureReport.of(error, self.rank, final=True))
         _flush()
         timer = threading.Timer(LINGER, os._exit, [1])
         timer.daemon = True
@@ -177,7 +177,7 @@ def watch() -> None:
     _write_whole_lines()
     handover = Handover.of(os.environ)
     if handover and not isinstance(sys.excepthook, Reporter):
-        sys.excepthook = Reporter(_number("RANK"), FolderDesk(handover.reports))
+        sys.excepthook = Reporter(_number("RANK"), FolderReportSink(handover.reports))
         hold(handover.lifeline, handover.reports)
         let_through(handover.reports, _number("RANK"), handover.stderr)
 
@@ -202,7 +202,7 @@ def init_process(timeout: float) -> tuple[int, int]:
             rank, num_ranks = _number("RANK"), _number("WORLD_SIZE")
             store = _store(rank, num_ranks, deadline)
         if not isinstance(sys.excepthook, Reporter) and num_ranks > 1:
-            sys.excepthook = Reporter(rank, StoreDesk(store))
+            sys.excepthook = Reporter(rank, StoreReportSink(store))
         hook = sys.excepthook
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=num_ranks, timeout=deadline)
         sys.excepthook = hook  # torch puts one around it that writes "[rank2]:" before every line
