@@ -25,7 +25,7 @@ from penstock.control import (
 )
 from penstock.control.advice import Obstacle
 from penstock.control.configuration import peaks
-from penstock.control.trial import EARLY, LATER, STEPS, WORSE, ChangeTrial, StepTimes
+from penstock.control.trial import EARLY, LATER, STEPS, WORSE, ChangeTrial, Explained, StepTimes, explained
 
 pytestmark = pytest.mark.unit
 
@@ -270,6 +270,69 @@ def test_no_change_stays_that_is_slower_in_250_random_streams_of_each_noise(
             helped += 1
             stayed += kept
     assert stayed > helped / 3
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_no_change_stays_that_is_slower_where_links_change_in_every_step(
+    noise: Callable[[random.Random, float], Callable[[int], float]],
+) -> None:
+    """Links make steps up to twice as long. Simulation knows what ran before; of what runs since it may be wrong.
+    No change stays that makes the same step, with the same links, over 2% slower than noise explains."""
+    then = Configuration(ZB, "dynamic", (), JOB.start.caps)
+    helped = stayed = neutral = left = 0
+    for seed in range(250):
+        draw = random.Random(f"{noise.__name__} {seed}")
+        size = draw.uniform(0.002, 0.05)
+        step_of = noise(draw, size)
+        effect = draw.choice((-0.3, -0.1, 0.0, 0.05, 0.1, 0.2, 0.5))  # what is true
+        said = draw.choice((effect, -0.3, -0.1, 0.0))  # what simulation says
+        times = StepTimes(JOB.start)
+        trial = ChangeTrial(1, times, 30.0, {}, then)
+        trial.void = draw.random() < 0.5
+        kept = True
+        for step in range(24 + 1 + LATER):
+            level = 100 * draw.uniform(1, 2)
+
+            def simulated(configuration: Configuration, level: float = level, said: float = said) -> float:
+                return level if configuration == JOB.start else level * (1 + said)
+
+            if step < 24:
+                times.add(level * step_of(step), simulated)
+            elif (verdict := trial.add(step, level * (1 + effect) * step_of(step), True, simulated)) is not None:
+                kept = verdict.kept
+                if not kept:
+                    break
+        assert not (kept and effect > WORSE + 2 * size), (seed, effect, said)
+        if effect == said == -0.3:
+            helped, stayed = helped + 1, stayed + kept
+        if effect == said == 0.0 and noise in (normal, heavy):
+            neutral, left = neutral + 1, left + kept
+    assert stayed > helped / 3
+    assert left >= neutral / 2
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_trial_in_which_links_changed_is_told_by_simulation_only_where_that_explains_the_steps(right: bool) -> None:
+    times = StepTimes(JOB.start)
+    for step in range(8):
+        ms = 100.0 + 10 * step
+        times.add(ms, lambda _, ms=ms: ms if right else 100.0)  # type: ignore[misc]
+    trial = ChangeTrial(1, times, 30.0, {}, Configuration(ZB, "dynamic", (), JOB.start.caps))
+    trial.void = True
+    said = []
+    for step in range(1 + STEPS):
+        said.append(trial.add(step, 150.0, True, lambda ran: 220.0 if ran == JOB.start else 150.0))
+    (verdict,) = [each for each in said if each is not None]
+    assert verdict.kept is right
+    assert ("the measured 70" if right else "links changed") in verdict.why
+
+
+def test_steps_that_do_not_differ_are_explained_by_nothing() -> None:
+    assert explained([(400.0, 584.0)] * 16) is None
+    assert explained([(400.0, 280.0)] * 8 + [(402.0, 282.0)] * 8) is None
+    varied = [(400.0 + 20 * k, 300.0 + 20 * k) for k in range(8)]
+    assert explained(varied) == Explained(100.0, 0.0)
+    assert explained(varied[:4]) is None
 
 
 def test_a_change_that_turns_out_slower_is_taken_back_later() -> None:

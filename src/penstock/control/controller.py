@@ -22,9 +22,9 @@ from statistics import median
 from penstock.control.advice import Help, Obstacle, Unanswered, late_nodes_in_words, what_would_help
 from penstock.control.candidate import Action, Candidate, Measured, candidates
 from penstock.control.changes import Sensitivity
-from penstock.control.compute import ComputeChange, scaled
+from penstock.control.compute import ComputeChange, Factors, scaled
 from penstock.control.configuration import Configuration, Job, peaks
-from penstock.control.decide import Scored, choose, score
+from penstock.control.decide import Scored, choose, predict, score
 from penstock.control.decision import Decision
 from penstock.control.errors import ControlError
 from penstock.control.events import (
@@ -47,7 +47,17 @@ from penstock.control.log import decision_line, event_line, header, unanswered_l
 from penstock.control.measured import Book
 from penstock.control.orchestrator import Orchestrator
 from penstock.control.switch_limits import Patience
-from penstock.control.trial import ANSWERS, TELLS, ChangeTrial, StepTimes, TakenBack, Verdict
+from penstock.control.trial import (
+    ANSWERS,
+    TELLS,
+    ChangeTrial,
+    Simulated,
+    StepTimes,
+    TakenBack,
+    Verdict,
+    error_of,
+    explained,
+)
 from penstock.schedule import Schedule, check
 
 _AGES = (3, 8, 16, 32, 64)
@@ -139,7 +149,7 @@ class Controller:
         self._delegated_at = self._returned_at = self._quiet_until = -(10**9)
         self.verdicts: list[Verdict] = []
         self.unanswered: list[Unanswered] = []
-        self._steps = StepTimes()
+        self._steps = StepTimes(job.start)
         self._proven = self._fallback = job.start
         self._trial: ChangeTrial | None = None
         self._revert: Verdict | None = None
@@ -278,10 +288,12 @@ class Controller:
         else:
             promised = decision.ms_now - decision.ms_then if decision.action is not Action.UNDELEGATE else 0.0
             cause = {key: ms for key, (ms, _) in self._causes.items()}
-            self._trial = ChangeTrial(decision.number, self._steps, promised, cause)
+            # Where nodes moved, links are others: what ran before cannot be simulated with them.
+            runs = self.now if decision.action is not Action.MOVE else None
+            self._trial = ChangeTrial(decision.number, self._steps, promised, cause, runs)
             self._fallback = self._proven
             self._tried = _what(decision.action, decision.configuration)
-        self._steps = StepTimes()
+        self._steps = StepTimes(self.now)
 
     def _end_iteration(self, event: IterationEnded) -> Decision | None:
         if event.number <= self._iteration:
@@ -293,14 +305,15 @@ class Controller:
         self._age += 1
         news = self._book.end_iteration(event.ms)
         self.changes += [(event.number, change) for change in news]
-        self._steps.add(event.ms)
+        simulated = self._simulated(event.ms)
+        self._steps.add(event.ms, simulated)
         if news:
             self._age = 0
             rose = any(change.change.rose for change in news)
             self._steps.changed(max(change.num_iterations for change in news), rose)
             self._note_causes(news)
         self._forget_causes()
-        self._try(event)
+        self._try(event, simulated)
         back = bool(self.now.delegated) and event.number - self._delegated_at == self._hold
         self._due = self._due or bool(news) or self._is_age_to_look() or back
         if self._revert is not None and self._waiting is None:
@@ -449,14 +462,14 @@ class Controller:
             elif self._iteration - self._cause_seen.setdefault(key, self._iteration) >= self.sensitivity.fall:
                 del self._causes[key], self._cause_seen[key]
 
-    def _try(self, event: IterationEnded) -> None:
+    def _try(self, event: IterationEnded, simulated: Simulated) -> None:
         """Hands the step to the trial of what runs, and takes its verdict."""
         trial = self._trial
         if trial is None or self._revert is not None:
             return
         bounds = {key: bound for key, (_, bound) in self._causes.items() if key in trial.cause}
         is_there = any(self._book.is_late(key, bound) for key, bound in bounds.items())
-        verdict = trial.add(event.number, event.ms, is_there)
+        verdict = trial.add(event.number, event.ms, is_there, simulated)
         if verdict is None:
             return
         self._said.append(verdict)
@@ -507,13 +520,19 @@ class Controller:
         """Simulates all candidates under the links as they are now."""
         self._due = False
         measured = self._measured = self._book.measured(self.now.delegated, self._ms)
-        job = self._job_as_measured(measured)
+        job = self._job_as_measured(measured.factors)
         found = candidates(job, self.now, measured, self._offered, self._may_return())
         self._scored = tuple(score(job, measured, each) for each in found)
         self._rate = choose(self._scored, 0.0, self.job.least_gain)[1] if self._scored else 0.0
 
-    def _job_as_measured(self, measured: Measured) -> Job:
-        return replace(self.job, costs=scaled(self.job.costs, measured.factors)) if measured.factors else self.job
+    def _simulated(self, ms: float) -> Simulated:
+        """What the step that has just ended takes by simulation, with the links and op times that it had."""
+        links = self._book.latest(self.now.delegated, ms)
+        job = self._job_as_measured(self._book.factors)
+        return lambda configuration: predict(job, configuration, [links()])
+
+    def _job_as_measured(self, factors: Factors) -> Job:
+        return replace(self.job, costs=scaled(self.job.costs, factors)) if factors else self.job
 
     def _may_return(self) -> bool:
         return self._iteration - self._delegated_at >= self._hold
@@ -573,7 +592,18 @@ class Controller:
         return candidate.action is not Action.KEEP and any(each.bars(what, cause) for each in self._taken_back)
 
     def _doubt(self, gain: float) -> tuple[Obstacle, str] | None:
-        """Why a simulated gain (ms) is not worth trying: measured steps could not show it."""
+        """Why a simulated gain (ms) is not worth trying: measured steps could not show it, neither by themselves nor
+        each held against its own links."""
+        doubt = self._doubt_by_steps(gain)
+        if doubt is None:
+            return None
+        pairs = self._steps.latest
+        found = explained(pairs)
+        if found is None or gain < TELLS * error_of(found.noise, len(pairs)):
+            return doubt
+        return None
+
+    def _doubt_by_steps(self, gain: float) -> tuple[Obstacle, str] | None:
         steps = self._steps
         if not steps.now:
             return None
@@ -633,7 +663,7 @@ class Controller:
         cause = tuple(sorted((key, ms) for key, (ms, _) in self._causes.items()))
         helps: tuple[Help, ...] = ()
         if obstacle in (Obstacle.MEMORY, Obstacle.TAKEN_BACK):
-            helps = what_would_help(self._job_as_measured(measured), self.now, measured)
+            helps = what_would_help(self._job_as_measured(measured.factors), self.now, measured)
         calm = median(steps.calm) if steps.calm else self._ms
         now = median(steps.now) if steps.now else self._ms
         self._said.append(Unanswered(self._iteration, obstacle, why, cause, calm, now, self._scored[0].ms, helps))

@@ -7,7 +7,7 @@ OpTimes             ---> one ComputeWatch a stage   ---+---> changes, and `Measu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
@@ -142,6 +142,14 @@ class Book:
         harshest = Links({link: max(row) for link, row in rows.items()})
         return Measured(scenarios, Links(middle), harshest, late, down, self.factors)
 
+    def latest(self, delegated: Collection[Link], iteration_ms: float) -> Callable[[], Links]:
+        """The links of the latest iteration, which took so long, put together only when they are asked for."""
+        found = {}
+        for link, watch in self._links.items():
+            times = self._own(link, watch.times(0), delegated) or self._delays(link, delegated)[-1:]
+            found[link] = times, min(self._busy(link), fmean(times))
+        return lambda: Links({link: _laid(times, iteration_ms, busy) for link, (times, busy) in found.items()})
+
     def is_late(self, key: Link, bound: float) -> bool:
         """Whether the latest iteration has a link late, in either direction, or a stage slow, by `bound` ms or more.
         A stage is named like a link to itself."""
@@ -198,11 +206,15 @@ class Book:
         self, link: Link, row: Sequence[float], back: int, delegated: Collection[Link], ms: float, busy: float
     ) -> LinkCondition:
         """The link as it was `back` iterations ago: each message's delay, evenly laid over an iteration of `ms`."""
-        delays = self._own(link, self._links[link].times(back), delegated) or (row[-1],)
-        late = tuple(max(0.0, delay - busy) for delay in delays)
-        step = ms / len(delays)
-        times = tuple(step * at for at in range(len(delays)))
-        return LinkCondition(Trace(times, late) if step > 0 else Constant(late[0]), Constant(busy))
+        return _laid(self._own(link, self._links[link].times(back), delegated) or (row[-1],), ms, busy)
+
+
+def _laid(delays: Sequence[float], ms: float, busy: float) -> LinkCondition:
+    """A link whose messages were so late, laid evenly over an iteration of `ms`."""
+    late = tuple(max(0.0, delay - busy) for delay in delays)
+    step = ms / len(delays)
+    times = tuple(step * at for at in range(len(delays)))
+    return LinkCondition(Trace(times, late) if step > 0 else Constant(late[0]), Constant(busy))
 
 
 def _condition(ms: float, busy: float) -> LinkCondition:

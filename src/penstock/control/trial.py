@@ -13,16 +13,26 @@ A change stays if steps became faster by more than noise explains. Noise is the 
 standard error of a median follows from it. Where steps are not faster than the calm ones, and what was to be answered
 is no longer there, it was a burst that passed: then the change is taken back too. Before anything is tried, what is
 promised must be more than a trial could tell from noise; else it would be taken back for nothing.
+
+Where links change all the time no two steps had the same links, and medians of steps tell little. Each step is then
+held against its own simulation, under the links that were measured in it. Where that explains most of how steps
+differ, what is left is the noise, and what ran before is simulated under the links of each step since:
+
+    gain of a step = (what ran before, simulated with the links of this step) + (what steps before took
+                     longer than simulated, in the median) - (this step as measured)
+
+Where it does not explain the steps, the medians decide, and a trial in which links changed says nothing.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
+from penstock.control.configuration import Configuration
 from penstock.control.events import Link
 from penstock.control.robust_statistics import deviation
 from penstock.engine.tolerance import EPSILON
@@ -43,26 +53,83 @@ WORSE = 0.02
 """Share of the step by which a change may not be slower."""
 MEDIAN = 1.2533
 """The standard error of a median is this times that of a mean, where noise is normal."""
+EXPLAINS = 0.75
+"""Share of the squared differences between steps that simulation must account for, for it to speak for them."""
 _CALM, _SINCE, _LATEST = 32, 16, 8
+_FEWEST = 6
+"""Steps that are enough to say whether simulation explains them."""
 _ONE_EVENT = 6
 """Steps between two changes up to which they count as one: the two directions of a link are verified one by one."""
 
 
-class StepTimes:
-    """The steps that ran one configuration: before the last verified change of links or ops, and since it began."""
+Simulated = Callable[[Configuration], float]
+"""What a step would take (ms) by simulation with a configuration, under the links that were measured in it."""
 
-    def __init__(self) -> None:
-        self._calm: deque[float] = deque(maxlen=_CALM)
-        self._since: deque[float] = deque(maxlen=_SINCE)
+
+@dataclass(frozen=True)
+class Step:
+    """A step as measured, in ms, and what simulation says of it; None where links were not measured."""
+
+    ms: float
+    simulated: Simulated | None = None
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What simulation leaves open of steps that it explains.
+
+    Attributes:
+        offset: ms that a step takes longer than simulated, in the median.
+        noise: the deviation (ms) of what steps take longer than simulated.
+    """
+
+    offset: float
+    noise: float
+
+
+def explained(before: Sequence[tuple[float, float]], after: Sequence[tuple[float, float]] = ()) -> Explained | None:
+    """Whether simulation accounts for most of how steps differ.
+
+    Args:
+        before: steps, each as measured and as simulated, in ms. The offset is theirs.
+        after: steps of another configuration, which must be as much longer than simulated as those before.
+
+    Returns:
+        None where they are too few, where they differ by no more than `WORSE` of their mean, so that there is
+        nothing to explain, or where less than `EXPLAINS` of their squared differences is accounted for.
+    """
+    both = (*before, *after)
+    if not before or len(both) < _FEWEST:
+        return None
+    offset, mean = median(ms - simulated for ms, simulated in before), fmean(ms for ms, _ in both)
+    left = sum((ms - simulated - offset) ** 2 for ms, simulated in both)
+    differ = sum((ms - mean) ** 2 for ms, _ in both)
+    if differ < len(both) * (WORSE * mean) ** 2 or left > (1 - EXPLAINS) * differ:
+        return None
+    rows = [[ms - simulated for ms, simulated in row] for row in (before, after) if row]
+    return Explained(offset, max(map(deviation, rows)))
+
+
+class StepTimes:
+    """The steps that ran one configuration: before the last verified change of links or ops, and since it began.
+
+    Args:
+        ran: the configuration, where steps are to be held against their simulation.
+    """
+
+    def __init__(self, ran: Configuration | None = None) -> None:
+        self.ran = ran
+        self._calm: deque[Step] = deque(maxlen=_CALM)
+        self._since: deque[Step] = deque(maxlen=_SINCE)
         self._num_since: int | None = None
         self._rose = False
 
-    def add(self, ms: float) -> None:
-        """Takes the time of the next step."""
+    def add(self, ms: float, simulated: Simulated | None = None) -> None:
+        """Takes the next step."""
         if self._num_since is None:
-            self._calm.append(ms)
+            self._calm.append(Step(ms, simulated))
         else:
-            self._since.append(ms)
+            self._since.append(Step(ms, simulated))
             self._num_since += 1
 
     def changed(self, num_steps: int, rose: bool) -> None:
@@ -79,17 +146,23 @@ class StepTimes:
 
     @property
     def calm(self) -> Sequence[float]:
-        """The steps before the change; all where there was none."""
-        return tuple(self._calm)
+        """The steps (ms) before the change; all where there was none."""
+        return tuple(step.ms for step in self._calm)
 
     @property
     def now(self) -> Sequence[float]:
-        """The steps as they are now: those since the change, without the one that was slow in part; the latest
+        """The steps (ms) as they are now: those since the change, without the one that was slow in part; the latest
         where there was no change."""
         if self._num_since is None:
-            return tuple(self._calm)[-_LATEST:]
-        since = tuple(self._since)
+            return self.calm[-_LATEST:]
+        since = tuple(step.ms for step in self._since)
         return since[1:] if 1 < len(since) == self._num_since else since
+
+    @property
+    def latest(self) -> Sequence[tuple[float, float]]:
+        """The latest steps, whether links changed among them or not, each as measured and as simulated (ms)."""
+        steps = (*self._calm, *self._since)[-_SINCE:]
+        return both_ways(steps, self.ran)
 
     @property
     def are_enough(self) -> bool:
@@ -100,19 +173,28 @@ class StepTimes:
     def noise(self) -> float:
         """The deviation (ms) of a step from those around it."""
         now = self.now if len(self.now) >= EARLY else ()
-        return max((deviation(row) for row in (self._calm, now) if row), default=0.0)
+        return max((deviation(row) for row in (self.calm, now) if row), default=0.0)
 
     @property
     def rise(self) -> float | None:
         """How much longer steps take (ms) since links became later, or ops slower; None where none did."""
         if not self._rose or not self._calm or not self.now:
             return None
-        return median(self.now) - median(self._calm)
+        return median(self.now) - median(self.calm)
 
     def error(self, num_after: int = STEPS) -> float:
         """Standard error (ms) of the difference between the median of these steps and that of so many others."""
-        num_before = max(1, len(self.now))
-        return MEDIAN * self.noise * (1 / num_before + 1 / num_after) ** 0.5
+        return error_of(self.noise, len(self.now), num_after)
+
+
+def both_ways(steps: Sequence[Step], ran: Configuration | None) -> Sequence[tuple[float, float]]:
+    """Each step as measured and as simulated with `ran`, in ms; those of which nothing can be simulated left out."""
+    return [(step.ms, step.simulated(ran)) for step in steps if step.simulated is not None and ran is not None]
+
+
+def error_of(noise: float, num_before: int, num_after: int = STEPS) -> float:
+    """Standard error (ms) of the difference between two medians of steps with so much noise (ms)."""
+    return MEDIAN * noise * (1 / max(1, num_before) + 1 / num_after) ** 0.5
 
 
 @dataclass(frozen=True)
@@ -163,6 +245,21 @@ class Verdict:
         )
 
 
+@dataclass(frozen=True)
+class Gains:
+    """What steps gained by a change, each with its own links.
+
+    Attributes:
+        measured: the median gain of a step (ms), what ran before being simulated.
+        simulated: the same where what runs now is simulated too.
+        error: the standard error of `measured` (ms).
+    """
+
+    measured: float
+    simulated: float
+    error: float
+
+
 class ChangeTrial:
     """One change on trial, from the switch on.
 
@@ -170,12 +267,22 @@ class ChangeTrial:
         number: of the decision. before: the steps that ran what ran before.
         promised: ms that each step is to become shorter by; 0 for going back to what is no slower.
         cause: the links that were late, and by how much (ms), by which the change was called for.
+        runs: what runs now, where steps are to be held against their simulation.
     """
 
-    def __init__(self, number: int, before: StepTimes, promised: float, cause: Mapping[Link, float]) -> None:
+    def __init__(
+        self,
+        number: int,
+        before: StepTimes,
+        promised: float,
+        cause: Mapping[Link, float],
+        runs: Configuration | None = None,
+    ) -> None:
         self.number, self.before, self.promised, self.cause = number, before, promised, dict(cause)
+        self.runs = runs
         self.void = False
-        self._after: list[float] = []
+        """Whether links changed since the switch, so that steps before and after it had different ones."""
+        self._after: list[Step] = []
         self._num_ran = 0
         self._decided = False
 
@@ -184,36 +291,65 @@ class ChangeTrial:
         """Whether it is not known yet if the change stays."""
         return not self._decided
 
-    def add(self, iteration: int, ms: float, is_there: bool) -> Verdict | None:
+    def add(self, iteration: int, ms: float, is_there: bool, simulated: Simulated | None = None) -> Verdict | None:
         """Takes a step that ran the change.
 
         Args:
             is_there: whether what the change answers is still seen.
+            simulated: what this step takes by simulation.
 
         Returns:
             The verdict, with the step that it is known after; once more where a change that stayed turns out to be
             slower after all.
         """
         self._num_ran += 1
-        if self._num_ran > 1 and not self.void:
-            self._after.append(ms)
-        if self._decided:
-            return self._look_again(iteration)
+        if self._num_ran > 1:
+            self._after.append(Step(ms, simulated))
         num = len(self._after)
-        if self.void and self._num_ran > STEPS:
-            return self._end(iteration, False, "links changed before it could be told")
-        if num == EARLY and min(self._after) > self._level * (1 + WORSE) + TELLS * self.before.error(EARLY):
+        if self._decided:
+            return self._look_again(iteration) if num == LATER else None
+        if num == EARLY and not self.void and self._is_slower_beyond_doubt():
             return self._end(iteration, False, "it is slower beyond doubt")
-        if num < STEPS or self.void:
-            return None
-        return self._judge(iteration, is_there)
+        return self._judge(iteration, is_there) if num == STEPS else None
 
     @property
     def _level(self) -> float:
         return median(self.before.now) if self.before.now else 0.0
 
+    @property
+    def _ms(self) -> Sequence[float]:
+        return [step.ms for step in self._after]
+
+    def _gains(self) -> Gains | None:
+        """What each step since the switch gained, with the links that it had; None where simulation does not explain
+        the steps."""
+        ran, runs = self.before.ran, self.runs
+        before, after = self.before.latest, both_ways(self._after, runs)
+        if ran is None or len(after) < len(self._after):
+            return None
+        found = explained(before, after)
+        if found is None:
+            return None
+        instead = both_ways(self._after, ran)
+        return Gains(
+            median(simulated + found.offset - ms for ms, simulated in instead),
+            median(old - new for (_, old), (_, new) in zip(instead, after, strict=True)),
+            error_of(found.noise, len(before), len(after)),
+        )
+
+    def _is_slower_beyond_doubt(self) -> bool:
+        if min(self._ms) <= self._level * (1 + WORSE) + TELLS * self.before.error(EARLY):
+            return False
+        by_links = self._gains()
+        return by_links is None or by_links.measured < 0
+
     def _judge(self, iteration: int, is_there: bool) -> Verdict:
-        after, before, error = median(self._after), self._level, self.before.error(len(self._after))
+        by_links = self._gains()
+        if by_links is not None:
+            return self._judge_by_links(iteration, by_links, is_there)
+        if self.void:
+            return self._end(iteration, False, "links changed before it could be told")
+        after, before, error = median(self._ms), self._level, self.before.error(len(self._after))
         calm = median(self.before.calm) if self.before.calm else before
         if self.promised <= 0:
             kept = after <= before * (1 + WORSE)
@@ -226,10 +362,28 @@ class ChangeTrial:
             return self._end(iteration, False, f"what it answered has passed, and {calm:.4g} ms were usual before")
         return self._end(iteration, True, f"simulated gain {self.promised:.3g} ms, measured {before - after:.3g}")
 
+    def _judge_by_links(self, iteration: int, gains: Gains, is_there: bool) -> Verdict:
+        after, gain = median(self._ms), gains.measured
+        noise = STANDS * gains.error + EPSILON * after
+        told = (
+            f"with the links of these steps the simulated gain is {gains.simulated:.3g} ms, the measured {gain:.3g}"
+        )
+        if self.cause and not is_there:
+            told = f"what it answered has passed: {told}"
+        if gain < -WORSE * after:
+            return self._end(iteration, False, f"it is slower: {told}")
+        if self.promised <= 0 or gain > noise or gains.simulated <= noise:
+            # Where nothing is to be gained with these links, when to go back is chosen as at any other time.
+            return self._end(iteration, True, told)
+        return self._end(iteration, False, f"that is not faster by more than noise: {told}")
+
     def _look_again(self, iteration: int) -> Verdict | None:
-        if self.void or len(self._after) != LATER or median(self._after) <= self._level * (1 + WORSE):
-            return None
-        return self._end(iteration, False, "it is slower after all")
+        by_links = self._gains()
+        if by_links is not None:
+            is_slower = by_links.measured < -WORSE * median(self._ms)
+        else:
+            is_slower = not self.void and median(self._ms) > self._level * (1 + WORSE)
+        return self._end(iteration, False, "it is slower after all") if is_slower else None
 
     def _end(self, iteration: int, kept: bool, why: str) -> Verdict:
         self._decided = True
@@ -240,7 +394,7 @@ class ChangeTrial:
             kept,
             why,
             self._level,
-            median(self._after) if self._after else self._level,
+            median(self._ms) if self._after else self._level,
             len(self.before.now),
             len(self._after),
             calm,
