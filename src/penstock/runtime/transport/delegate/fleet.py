@@ -22,7 +22,7 @@ from penstock.runtime.transport.delegate.carrier.frame import Frame, Lane
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
 from penstock.runtime.transport.delegate.listeners import KINDS, PRESENCE, Listeners
 from penstock.runtime.transport.delegate.memory import SharedMemory
-from penstock.runtime.transport.delegate.presence import Callers
+from penstock.runtime.transport.delegate.presence import PresenceConnections
 from penstock.runtime.transport.delegate.process import DelegateProcess, cannot
 
 MOST_GRANTED = 8
@@ -95,8 +95,8 @@ class Fleet:
         except BaseException:
             self._stack.close()
             raise
-        self._callers = Callers(self._key)
-        self._stack.callback(self._callers.close)
+        self._connections = PresenceConnections(self._key)
+        self._stack.callback(self._connections.close)
         self._news: list[Frame] = []
         for one in self._listeners.of(*PRESENCE):
             self._presence[one.fileno()] = one
@@ -224,12 +224,12 @@ class Fleet:
             if number == self._stop:
                 return None
             if number in self._presence:
-                caller = self._callers.accept(self._presence[number])
-                if caller is not None:
-                    self._watched.register(caller, select.EPOLLIN)
-            elif number in self._callers:
+                connection = self._connections.accept(self._presence[number])
+                if connection is not None:
+                    self._watched.register(connection, select.EPOLLIN)
+            elif number in self._connections:
                 self._watched.unregister(number)
-                frame = self._callers.read(number)
+                frame = self._connections.read(number)
                 if frame is not None:
                     self._news.append(frame)
             post = self._waiting.get(number) or self._deaths.get(number)

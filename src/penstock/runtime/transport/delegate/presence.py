@@ -8,10 +8,10 @@ import socket
 from penstock.runtime.transport.delegate.carrier.frame import HEADER_BYTES, Frame, FrameError, What, unpack
 
 MOST = 64
-"""Callers that are listened to at once."""
+"""Connections that are open at once."""
 
 
-class Callers:
+class PresenceConnections:
     """Args:
     key: of the run; others' news are no news.
     """
@@ -21,7 +21,7 @@ class Callers:
         self._sockets: dict[int, socket.socket] = {}
 
     def accept(self, listener: socket.socket) -> int | None:
-        """Takes a call; returns the descriptor to wait for, or None."""
+        """Takes a connection; returns the descriptor to wait for, or None."""
         try:
             made, _ = listener.accept()
         except OSError:
@@ -37,7 +37,7 @@ class Callers:
         return descriptor in self._sockets
 
     def read(self, descriptor: int) -> Frame | None:
-        """What a caller says, if it is news. The call is over then."""
+        """What comes over a connection, if it is news. It is closed then."""
         made = self._sockets.pop(descriptor)
         with made, contextlib.suppress(OSError, FrameError):
             data = made.recv(HEADER_BYTES)
