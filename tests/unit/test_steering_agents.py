@@ -304,8 +304,8 @@ def test_a_controller_that_dies_ends_steering_with_one_notice(tmp_path: Path) ->
         ranks.step(HEALTHY)
         coordinator = ranks.agents[0]._coordinator
         assert coordinator is not None
-        assert coordinator._decider is not None
-        coordinator._decider._process.kill()
+        assert coordinator._controller_process is not None
+        coordinator._controller_process._process.kill()
         end = time.monotonic() + DEADLINE
         while not ranks.agents[3].notices and time.monotonic() < end:
             ranks.step(HEALTHY, heard=False)

@@ -108,9 +108,9 @@ class Coordinator:
         self._steering, self._setting, self._line, self._plans = steering, setting, line, plans
         self._reports, self._queue, self._take_plan, self._stop = reports, queue, take, stop
         self._notice = notice
-        self._records = RunLog(steering.folder, notice)
-        self._gathering = ReportCollector(setting.start.schedule.num_ranks, setting.num_copies)
-        self._measuring = MeasuredCosts(setting.start.schedule.num_stages)
+        self._run_log = RunLog(steering.folder, notice)
+        self._report_collector = ReportCollector(setting.start.schedule.num_ranks, setting.num_copies)
+        self._measured_costs = MeasuredCosts(setting.start.schedule.num_stages)
         self._notes: SimpleQueue[tuple[int, Event]] = SimpleQueue()
         self._due: list[tuple[int, Event]] = []
         self._digests = {0: setting.start.digest}
@@ -119,13 +119,13 @@ class Coordinator:
         self._last: Sequence[RankReport] = ()
         self._plan: NumberedPlan | None = None
         self._again: SimpleQueue[Sequence[int]] = SimpleQueue()
-        self._decider: ControllerProcess | None = None
+        self._controller_process: ControllerProcess | None = None
         self._closed = threading.Event()
         try:
             if setting.costs is not None:
                 self._begin(setting.costs)
         except BaseException:
-            self._records.close()
+            self._run_log.close()
             raise
         self._thread = threading.Thread(target=self._work, name="penstock-coordinator", daemon=True)
         self._thread.start()
@@ -133,7 +133,7 @@ class Coordinator:
     @property
     def controller(self) -> int | None:
         """The controller's process, where it runs."""
-        return self._decider.pid if self._decider is not None else None
+        return self._controller_process.pid if self._controller_process is not None else None
 
     # From rank 0's training.
 
@@ -153,12 +153,12 @@ class Coordinator:
         """Ends the thread and the controller."""
         self._closed.set()
         self._thread.join(ENDS)
-        if self._decider is not None:
-            self._decider.close()
+        if self._controller_process is not None:
+            self._controller_process.close()
         self._thread.join(GONE)  # it may have stood still while the controller read nothing
-        if self._decider is not None:  # it may have been started at the last moment
-            self._decider.close()
-        self._records.close()
+        if self._controller_process is not None:  # it may have been started at the last moment
+            self._controller_process.close()
+        self._run_log.close()
 
     # In threads.
 
@@ -170,7 +170,7 @@ class Coordinator:
                     self._hand_out(self._line, self._again.get())
                 if data is None:
                     continue
-                complete = self._gathering.add(RankReport.from_json(data))
+                complete = self._report_collector.add(RankReport.from_json(data))
                 if complete is not None:
                     self._take(complete)
         except Exception as error:
@@ -180,18 +180,18 @@ class Coordinator:
         """Hands on what one iteration brought."""
         iteration = reports[0].iteration
         self._learn(iteration)
-        if self._decider is None:
-            costs = self._measuring.feed(reports)
+        if self._controller_process is None:
+            costs = self._measured_costs.feed(reports)
             if costs is not None:
                 self._begin(costs)
         record = self._record(reports)
-        if self._decider is None:
-            self._records.iteration({**record, "simulated_ms": None})
+        if self._controller_process is None:
+            self._run_log.iteration({**record, "simulated_ms": None})
         else:
-            self._decider.feed(*lines_of(reports), json.dumps({"record": record}))
+            self._controller_process.feed(*lines_of(reports), json.dumps({"record": record}))
         self._num_since += 1
         if self._num_since == FIRST + 1:
-            self._records.timeline(reports, self._number, f"after {self._number}" if self._number else "start")
+            self._run_log.timeline(reports, self._number, f"after {self._number}" if self._number else "start")
         self._last = reports
 
     def _learn(self, iteration: int) -> None:
@@ -202,13 +202,13 @@ class Coordinator:
             except Empty:
                 break
         for at, event in self._due:
-            if at > iteration or self._decider is None:
+            if at > iteration or self._controller_process is None:
                 continue
             if isinstance(event, Switched):
                 if self._last:
-                    self._records.timeline(self._last, self._number, f"before {event.number}")
+                    self._run_log.timeline(self._last, self._number, f"before {event.number}")
                 self._number, self._num_since = event.number, 0
-            self._decider.feed(event_line(event))
+            self._controller_process.feed(event_line(event))
         self._due = [(at, event) for at, event in self._due if at > iteration]
 
     def _record(self, reports: Sequence[RankReport]) -> dict[str, object]:
@@ -229,15 +229,15 @@ class Coordinator:
         if setting.mesh is not None:
             costs = replace(costs, gradient_bytes=setting.gradient_bytes)
         job: Job = self._steering.job(costs, setting.start, setting.depth, setting.has_delegates, setting.mesh)
-        self._decider = ControllerProcess(job, self._steering.sensitivity, self._hear, self._stop)
+        self._controller_process = ControllerProcess(job, self._steering.sensitivity, self._hear, self._stop)
 
     def _hear(self, line: str) -> None:
         """A line of the controller's output."""
         value = json.loads(line)
         if "record" in value:
-            self._records.iteration(value["record"])
+            self._run_log.iteration(value["record"])
             return
-        self._records.control(line)
+        self._run_log.control(line)
         if "unanswered" in value:
             found = Unanswered.from_json(value["unanswered"])
             self._notice(f"after iteration {found.iteration + 1}: {found}")
