@@ -18,8 +18,7 @@ from packed import packed
 from penstock.control import replay
 from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
-from penstock.runtime.adapt import agent
-from penstock.runtime.adapt import rendezvous as meeting
+from penstock.runtime.adapt import agent, rendezvous
 from penstock.runtime.mesh import clock
 from processes import run_ranks
 
@@ -198,13 +197,13 @@ def drifting(rank: int) -> list[int]:
     second, shift = 10**9, [3 * rank]
     clock.clock_name = lambda: f"host {rank}"  # type: ignore[assignment]
     clock.time = SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + shift[0] * second)  # type: ignore[assignment]
-    meeting.clock_name = clock.clock_name
+    rendezvous.clock_name = clock.clock_name
     agent.COMPARED = 4
     pipe = pipeline(ps.AdaptOptions(), None)
-    found = list(pipe._agent._meeting.ahead)  # type: ignore[union-attr]
+    found = list(pipe._agent._rendezvous.ahead)  # type: ignore[union-attr]
     shift[0] += 5 * rank
     losses(pipe, 5)
-    found += pipe._agent._meeting.ahead  # type: ignore[union-attr]
+    found += pipe._agent._rendezvous.ahead  # type: ignore[union-attr]
     pipe.close()
     return found
 

@@ -65,7 +65,7 @@ class Agent:
 
     Args:
         ready: works out what a configuration needs to run; called in a thread.
-        meeting: the store and what it takes to share it; see `meet`.
+        rendezvous: the store and what it takes to share it; see `meet`.
 
     Attributes:
         number: of the decision that runs; 0 is what the job started with.
@@ -80,7 +80,7 @@ class Agent:
         self,
         steering: AdaptOptions,
         setting: RunSetting,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         ready: Callable[[Configuration], Any],
     ) -> None:
         self.number, self.digest = 0, setting.start.digest
@@ -100,21 +100,21 @@ class Agent:
         self._resent = 0.0
         self._out: SimpleQueue[tuple[int, MeasuredStep, Sequence[int], int] | None] = SimpleQueue()
         self._stretch = setting.stretch
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._closed = threading.Event()
         self._coordinator = None
         self._lines: list[StoreClient] = []
         try:
-            for _ in range(3 if meeting.first == 0 else 2):
-                self._lines.append(StoreClient(meeting.store.another()))
-            if meeting.first == 0:
+            for _ in range(3 if rendezvous.first == 0 else 2):
+                self._lines.append(StoreClient(rendezvous.store.another()))
+            if rendezvous.first == 0:
                 self._coordinator = Coordinator(
                     steering,
                     setting,
                     self._lines[1],
                     self._lines[2],
-                    meeting.reports,
-                    meeting.plans,
+                    rendezvous.reports,
+                    rendezvous.plans,
                     self._take,
                     self._stop_later,
                     self.notices.append,
@@ -146,7 +146,7 @@ class Agent:
     def ended(self, measured: Sequence[MeasuredStep]) -> None:
         """Takes what this process's ranks measured of a step."""
         if self._stopped is None:
-            ahead = [self._meeting.ahead[process] for process in self.pipeline]
+            ahead = [self._rendezvous.ahead[process] for process in self.pipeline]
             for each in measured:
                 self._out.put((self._iteration, each, ahead, self.copy))
         self._iteration += 1
@@ -180,8 +180,8 @@ class Agent:
             RuntimeFailure: the ranks have not run the same.
         """
         outcome = agree(votes)
-        if self._meeting.compare is not None and self._iteration % COMPARED == 0:
-            self._meeting.ahead = self._meeting.compare()
+        if self._rendezvous.compare is not None and self._iteration % COMPARED == 0:
+            self._rendezvous.ahead = self._rendezvous.compare()
         if outcome.stopped is not None:
             self.end(self._stopped or f"rank {outcome.stopped} steers no more")
             return None
@@ -211,9 +211,9 @@ class Agent:
         if self._coordinator is not None:
             self._coordinator.close()
         if answers:
-            self._meeting.part(ENDS)
+            self._rendezvous.part(ENDS)
             self._let_go()
-        self._meeting.close()
+        self._rendezvous.close()
         for thread in self._threads:
             thread.join(GONE)
 
@@ -229,7 +229,7 @@ class Agent:
         if refused is None and now - self._since < GIVE_UP:
             if now - self._resent >= RESEND:
                 self._resent = now
-                coordinator.resend([self._meeting.processes[place] for place in missing])
+                coordinator.resend([self._rendezvous.processes[place] for place in missing])
             return
         if refused is not None:
             self.notices.append(f"plan {number} is dropped: rank {refused} cannot run it")
@@ -268,7 +268,7 @@ class Agent:
         try:
             work()
         except Exception as error:
-            self._stop_later(f"rank {self._meeting.first} could not go on: {error!r}")
+            self._stop_later(f"rank {self._rendezvous.first} could not go on: {error!r}")
 
     def _send(self) -> None:
         line, waiting, failed = self._lines[0], deque[bytes](maxlen=KEPT), False
@@ -278,7 +278,7 @@ class Agent:
                 if put is None:
                     return
                 waiting.append(self._report(*put))
-            failed = not line.push(self._meeting.reports, waiting[0])
+            failed = not line.push(self._rendezvous.reports, waiting[0])
             if not failed:
                 waiting.popleft()
 
@@ -286,7 +286,7 @@ class Agent:
         return report_of(iteration, measured, ahead, self._stretch, copy).to_json()
 
     def _receive(self) -> None:
-        line, queue = self._lines[1], self._meeting.plans(self._meeting.first)
+        line, queue = self._lines[1], self._rendezvous.plans(self._rendezvous.first)
         while not self._closed.is_set():
             data = line.pop(queue, WAIT)
             if data is not None:
@@ -350,21 +350,21 @@ def steer(
     if mesh is not None:
         assumed = replace(assumed, gradient_bytes=tuple(gradient_bytes))
     steering.job(assumed, start, depth, choice.has_delegates, mesh)
-    meeting = meet(steering.store, peers)
+    rendezvous = meet(steering.store, peers)
     setting = RunSetting(
         start,
         costs,
         depth,
         choice.has_delegates,
         stretch,
-        meeting.processes,
+        rendezvous.processes,
         num_copies,
         mesh,
         tuple(gradient_bytes),
     )
     agent, error = None, ""
     try:
-        agent = Agent(steering, setting, meeting, ready)
+        agent = Agent(steering, setting, rendezvous, ready)
     except RuntimeFailure as failure:  # rank 0 alone writes files and starts the controller
         error = str(failure)
     failed = next((text for text in peers.gather(error) if text), "")
@@ -372,7 +372,7 @@ def steer(
         if agent is not None:
             agent.close()
         else:
-            meeting.close()
+            rendezvous.close()
         raise RuntimeFailure(failed)
     return agent
 
