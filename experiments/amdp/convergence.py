@@ -49,7 +49,7 @@ from experiments.amdp.methods import simulate
 from experiments.amdp.synchronous import best_synchronous
 from experiments.amdp.timing import PAPER, batch_seconds
 from experiments.common.command import options
-from experiments.common.results import Row, draw, facts, known, save, table
+from experiments.common.results import Row, draw, facts, known, runs, save, table
 from penstock.draw.chart import Axis, Figure
 from penstock.models import BERTConfig, GPTConfig
 
@@ -378,10 +378,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="runs at a time")
     parser.add_argument("--times", action="store_true", help="simulate time to loss and draw: some minutes")
     given = parser.parse_args()
-    rows = known(given.out, "convergence")
+    rows, earlier = known(given.out, "convergence"), runs(given.out, "convergence")
     if not given.show:
         for found in carry_out(rows, given.minutes, given.processes):
-            save(given.out, "convergence", rows, seeds=(*SEEDS, HELD_OUT))
+            save(given.out, "convergence", rows, seeds=(*SEEDS, HELD_OUT), earlier=earlier)
             for row in found:
                 print(
                     f"{row['part']}, {row['model']}, {row['name']}, seed {row['seed']}, {row['peak']:g}: "
@@ -389,7 +389,14 @@ def main() -> None:
                     flush=True,
                 )
     if given.times:
-        save(given.out, "convergence", rows, seeds=(*SEEDS, HELD_OUT), times=times_to_loss(rows))
+        save(
+            given.out,
+            "convergence",
+            rows,
+            seeds=(*SEEDS, HELD_OUT),
+            earlier=earlier,
+            times=times_to_loss(rows),
+        )
         for model in MODELS:
             draw(given.out, f"convergence-{model.lower()}", chart(rows, model))
     print("\n".join(lines(rows, facts(given.out, "convergence").get("times", ()))))

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from experiments.amdp import RESULTS
 from experiments.common.command import options
-from experiments.common.results import Row, facts, known, save, table
+from experiments.common.results import Row, facts, known, runs, save, table
 
 SYNC, AMDP, SHARES = "1f1b", "amdp", "amdp, mismatch 0, each stage clips its share"
 OPTIONS = {
@@ -94,14 +94,14 @@ def main() -> None:
     parser = options(__doc__, RESULTS, show=True)
     parser.add_argument("--minutes", type=float, default=4.0, help="begin no run after so many")
     given = parser.parse_args()
-    rows, began = known(given.out, "defaults"), time.monotonic()
+    rows, earlier, began = known(given.out, "defaults"), runs(given.out, "defaults"), time.monotonic()
     done = {(row["name"], row["steps"], row["seed"]) for row in rows}
     for case in CASES:
         if given.show or case in done or time.monotonic() - began > 60 * given.minutes:
             continue
         rows.append(run(*case))
         note = facts(given.out, "defaults").get("note", "")
-        save(given.out, "defaults", rows, seeds=(0, 1, 2), note=note)
+        save(given.out, "defaults", rows, seeds=(0, 1, 2), earlier=earlier, note=note)
         print(*case, f"{rows[-1]['loss']:.4f}", flush=True)
     print("\n".join(lines(rows)))
 

@@ -57,7 +57,7 @@ from experiments.amdp import RESULTS
 from experiments.amdp.delay_optimizers import Stepped
 from experiments.amdp.learning import NUM_STAGES, Task, corpus, cut, data_of, shown
 from experiments.common.command import options
-from experiments.common.results import Row, known, save, table
+from experiments.common.results import Row, known, runs, save, table
 from penstock.models import CrossEntropy, GPTConfig
 from penstock.models.gpt import build_layers
 from penstock.runtime.parameters.muon import mark_ends, marked_like
@@ -295,11 +295,11 @@ def main() -> None:
     parser = options(__doc__, RESULTS, show=True)
     parser.add_argument("--minutes", type=float, default=4.0, help="begin no run after so many")
     given = parser.parse_args()
-    rows, began = known(given.out, "delay"), time.monotonic()
+    rows, earlier, began = known(given.out, "delay"), runs(given.out, "delay"), time.monotonic()
     ways = {way.name: way for way in WAYS}
     while not given.show and time.monotonic() - began < 60 * given.minutes and (job := next_job(rows)) is not None:
         rows.append(run(job, ways[job.way]))
-        save(given.out, "delay", rows, seeds=(*SEEDS, HELD_OUT))
+        save(given.out, "delay", rows, seeds=(*SEEDS, HELD_OUT), earlier=earlier)
         print(f"{job.way}, seed {job.seed}, {job.peak:g}: {shown(rows[-1]['final'])}", flush=True)
     print("\n".join(lines(rows)))
 

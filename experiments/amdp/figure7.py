@@ -26,7 +26,7 @@ from experiments.amdp.learning import Method, Task, by_method, shown, train
 from experiments.amdp.setups import Setup
 from experiments.amdp.timing import PAPER, batch_seconds
 from experiments.common.command import options
-from experiments.common.results import Row, facts, load, save, table
+from experiments.common.results import Row, facts, known, runs, save, table
 from penstock.draw.chart import Axis, Figure, Line, line_chart, save_chart
 from penstock.draw.charts.parts import Hue
 
@@ -202,14 +202,15 @@ def main() -> None:
     task = {"task": asdict(TASK)}
     before = facts(given.out, "figure7")
     same = before.get("task") == json.loads(json.dumps(task["task"]))
-    found = by_method(load(given.out, "figure7")) if same else {}
+    found, earlier = by_method(known(given.out, "figure7", same)), runs(given.out, "figure7", same)
     for method in METHODS:
         if method.name not in (given.only or [m.name for m in METHODS if m.name not in found]):
             continue
         began = time.perf_counter()
         (row,) = rows([method], loud=True)
         found[method.name] = row
-        save(given.out, "figure7", [found[m.name] for m in METHODS if m.name in found], seeds=[TASK.seed], **task)
+        done = [found[m.name] for m in METHODS if m.name in found]
+        save(given.out, "figure7", done, seeds=[TASK.seed], earlier=earlier, **task)
         print(f"({method.name}: {shown(row['final'])}, {time.perf_counter() - began:.0f} s)", flush=True)
     done = [found[m.name] for m in METHODS if m.name in found]
     if SYNC not in found:

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 import penstock as ps
 from experiments.amdp import RESULTS
 from experiments.common.command import options
-from experiments.common.results import Row, known, load, save, table
+from experiments.common.results import Row, known, load, runs, save, table
 from penstock.bench.readme import markdown, write_between
 from penstock.cost.presets import CostPreset, find_preset
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart, save_chart
@@ -424,7 +424,7 @@ def main() -> None:
     if given.readme:
         write_between(Path(__file__).with_name("README.md"), "mismatch", in_readme(load(given.out, "mismatch")))
         return
-    found: list[Row] = [] if given.again else known(given.out, "mismatch")
+    found, earlier = (each(given.out, "mismatch", not given.again) for each in (known, runs))
     done = {(row["costs"], row["d"], row["n"]) for row in found}
     costings = [each for each in COSTINGS if given.costs is None or each.name in given.costs]
     for cell in cells(costings, given.ranks or DEPTHS):
@@ -432,7 +432,7 @@ def main() -> None:
             continue
         began = time.perf_counter()
         found += rows(cell, given.search)
-        save(given.out, "mismatch", found, search=given.search)
+        save(given.out, "mismatch", found, earlier=earlier, search=given.search)
         print(
             f"({cell.costing.name}, {cell.num_ranks}, {cell.window}: {time.perf_counter() - began:.0f} s)", flush=True
         )

@@ -19,7 +19,7 @@ from experiments.amdp import RESULTS
 from experiments.amdp.figure7 import TASK
 from experiments.amdp.learning import Method, Task, shown, train
 from experiments.common.command import options
-from experiments.common.results import Row, known, save, table
+from experiments.common.results import Row, known, runs, save, table
 
 KEPT = ("method", "peak", "final", "mismatch", "seconds", "curve")
 
@@ -43,7 +43,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 
 def main() -> None:
     given = options(__doc__, RESULTS).parse_args()
-    found = known(given.out, "rates")
+    found, earlier = known(given.out, "rates"), runs(given.out, "rates")
     for peak in RATES:
         for method in methods(peak):
             if not any((row["method"], row["peak"]) == (method.name, peak) for row in found):
@@ -51,7 +51,7 @@ def main() -> None:
                 found.append(
                     {name: row[name] for name in ("method", "peak", "final", "mismatch", "seconds", "curve")}
                 )
-                save(given.out, "rates", found, seeds=[TASK.seed])
+                save(given.out, "rates", found, seeds=[TASK.seed], earlier=earlier)
     print("\n".join(lines(found)))
 
 

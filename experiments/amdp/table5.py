@@ -30,7 +30,7 @@ from experiments.amdp.figure7 import ADAM, NADAM, Stroke, chart_of
 from experiments.amdp.learning import Method, Task, shown, train
 from experiments.amdp.timing import OtherSetup, ktokens
 from experiments.common.command import options
-from experiments.common.results import Row, facts, find, known, save, table
+from experiments.common.results import Row, facts, find, known, runs, save, table
 from penstock.cost.presets import A800, CostPreset
 from penstock.cost.presets.gpt import GPTShape
 from penstock.draw.chart import Axis, Figure, save_chart
@@ -150,7 +150,8 @@ def main() -> None:
     parser = options(__doc__, RESULTS, show=True)
     parser.add_argument("--again", action="store_true", help="those too that were done before")
     given = parser.parse_args()
-    done = {} if given.again else {(row["model"], row["method"]): row for row in known(given.out, "table5")}
+    rows, earlier = (each(given.out, "table5", not given.again) for each in (known, runs))
+    done = {(row["model"], row["method"]): row for row in rows}
     if given.show:
         print("\n".join(lines(list(done.values()), facts(given.out, "table5")["throughput"])))
         return
@@ -165,7 +166,7 @@ def main() -> None:
                 found = [
                     done[key] for key in itertools.product(TASKS, (each.name for each in METHODS)) if key in done
                 ]
-                save(given.out, "table5", found, seeds=[task.seed], throughput=times)
+                save(given.out, "table5", found, seeds=[task.seed], earlier=earlier, throughput=times)
     rows = list(done.values())
     print("\n".join(lines(rows, times)))
     for model in TASKS:

@@ -66,6 +66,7 @@ class Item:
     Attributes:
         name: "Figure 15". about: what it is of. command: what finds it, without `python -m experiments.`.
         files: of its results, below `experiments/`. chart: its picture, likewise.
+        also: files that its table is made of too, likewise.
         differs: what differs, and why.
         reason: why there are no results, where there are none; shown for as long as one of `files` is not there.
     """
@@ -77,6 +78,7 @@ class Item:
     chart: str = ""
     differs: str = ""
     reason: str = ""
+    also: tuple[str, ...] = ()
 
     @property
     def has_results(self) -> bool:
@@ -110,7 +112,7 @@ class Paper:
 def read_paper(key: str, claims: Sequence[Claim], lines: Mapping[str, Lines] | None = None) -> Paper:
     """A paper as its file `KEY.toml` describes it."""
     value = tomllib.loads(Path(__file__).with_name(f"{key}.toml").read_text(encoding="utf-8"))
-    items = [Item(**each | {"files": tuple(each.get("files", ()))}) for each in value["item"]]
+    items = [Item(**each | {name: tuple(each.get(name, ())) for name in ("files", "also")}) for each in value["item"]]
     return Paper(key, value["title"], value["intro"], items, claims, lines or {})
 
 

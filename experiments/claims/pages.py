@@ -6,7 +6,7 @@ python -m experiments.claims.pages      a second; writes docs/papers/
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -106,26 +106,45 @@ def _item(paper: Paper, item: Item) -> Iterator[str]:
             recorded(name),
             "",
         ]
+    for name in item.also:
+        yield from [recorded(name), ""]
     yield f"**What differs, and why.** {item.differs.strip()}"
 
 
 def recorded(name: str) -> str:
     """A line on how a file of results came about."""
-    found: dict[str, Any] = facts_of(name).get("record", {})
+    found = facts_of(name)
     paper, _, file = name.partition("/")
     link = f"[{file}.json](../../experiments/{paper}/results/{file}.json)"
-    if not found:
+    if "record" not in found:
         return f"{link}."
-    machine = found["machine"]
-    commit = found["commit"][:9] + ("+" if found["commit"].endswith("+") else "")
-    drawn = f", seeds {', '.join(map(str, found['seeds']))}" if found["seeds"] else ""
-    load = f", load {found['load'][0]:.1f}" if found["load"] else ", load not recorded"
-    later = "; put down afterwards, from the history" if found.get("from_history") else ""
-    gpu = "" if (device := facts_of(name).get("device", "cpu")) == "cpu" else f"one {device}, "
+    device = found.get("device", "cpu")
+    said = _run(found["record"], "" if device == "cpu" else f"one {device}, ")
+    if earlier := found.get("earlier"):
+        commits = ", ".join(dict.fromkeys(_commit(each) for each in earlier))
+        which = "put down afterwards, from the history" if earlier[0].get("rows_from_history") else "its number"
+        said += f"; before it {len(earlier)} more, at {commits}; each row says its run ({which})"
+    if "measured" in found:
+        said += f"; by the clock {_run(found['measured'])}"
+    return f"{link}: {said}."
+
+
+def _run(of: Mapping[str, Any], gpu: str = "") -> str:
+    """A run, in words."""
+    machine = of["machine"]
+    drawn = f", seeds {', '.join(map(str, of['seeds']))}" if of["seeds"] else ""
+    load = f", load {of['load'][0]:.1f}" if of["load"] else ", load not recorded"
+    later = "; put down afterwards, from the history" if of.get("from_history") else ""
     return (
-        f"{link}: `{found['command']}` at commit {commit}, {gpu}{machine['processor']}, "
-        f"{machine['num_processors']} cores{drawn}{load}{later}."
+        f"`{of['command']}` at commit {_commit(of)}, {gpu}{machine['processor']}, {machine['num_processors']} cores"
+        f"{drawn}{load}{later}"
     )
+
+
+def _commit(of: Mapping[str, Any]) -> str:
+    """Nine digits, and `+` where sources differed from it."""
+    commit: str = of["commit"]
+    return commit[:9] + commit[40:]
 
 
 def audited() -> list[dict[str, Any]]:

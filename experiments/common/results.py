@@ -1,6 +1,9 @@
 """Raw results as JSON, a row a line, with the record of the run; their charts, and the lines of a table.
 
-results/figure12.json     what a command found
+results/figure12.json     what a command found: its rows, and `record`, of the run that found them
+                          `measured`: the record of a later run that put times by the clock into the rows
+                          `earlier`: the records of the runs before `record`, where rows come from several runs;
+                          a row's `run` counts through them, and `record` is the last
 results/figure12.svg      its chart
 results/raw/              long columns that no table or chart needs, which git does not keep: a run writes them
                           again, and their checksums lie in the results
@@ -29,19 +32,31 @@ def save(
     *,
     seeds: Sequence[int] = (),
     raw: Mapping[str, Callable[[Any], Any] | None] | None = None,
-    **facts: Any,
+    earlier: Sequence[Mapping[str, Any]] = (),
+    measured: bool = False,
+    **more: Any,
 ) -> Path:
     """Writes the results of a run, its record and what else is known of it; whole or not at all.
 
     Args:
         seeds: of all that was drawn; none where nothing was.
         raw: columns that go to `raw/` beside the results, each with what makes its summary there; None for none.
+        earlier: the records of the runs that rows with a `run` come from, as `runs` gives them; the other rows are
+            of this run.
+        measured: whether this run only measured rows of the file that is there; the file's record stays.
+        more: what else is known.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if raw:
-        rows, facts = _without_raw(folder, name, rows, raw), {**facts, "raw": _checksum(folder, name)}
-    path = folder / f"{name}.json"
-    head = json.dumps(rounded({"name": name, **facts, "record": record() | {"seeds": list(seeds)}}))[:-1]
+        rows, more = _without_raw(folder, name, rows, raw), {**more, "raw": _checksum(folder, name)}
+    path, this = folder / f"{name}.json", record() | {"seeds": list(seeds)}
+    if measured:
+        more = {**facts(folder, name), **more, "measured": this}
+    else:
+        more = {"name": name, **more, "record": this, **({"earlier": list(earlier)} if earlier else {})}
+    if earlier:
+        rows = [{**row, "run": row.get("run", len(earlier))} for row in rows]
+    head = json.dumps(rounded(more))[:-1]
     body = ",\n ".join(json.dumps(rounded(row)) for row in rows)
     beside = path.with_suffix(".part")
     beside.write_text(f'{head}, "rows": [\n {body}\n]}}\n', encoding="utf-8")
@@ -90,8 +105,17 @@ def load(folder: Path, name: str) -> list[Row]:
 
 
 def known(folder: Path, name: str, resume: bool = True) -> list[Row]:
-    """What an earlier run has found, where it is to be gone on with; else nothing."""
-    return load(folder, name) if resume and (folder / f"{name}.json").exists() else []
+    """What earlier runs have found, each row with its `run` among `runs`; nothing where it is not gone on with."""
+    if not resume or not (folder / f"{name}.json").exists():
+        return []
+    last = len(runs(folder, name)) - 1
+    return [{**row, "run": row.get("run", last)} for row in load(folder, name)]
+
+
+def runs(folder: Path, name: str, resume: bool = True) -> list[dict[str, Any]]:
+    """The records of the runs that found the rows of `known`, in their order."""
+    found = facts(folder, name) if resume else {}
+    return [*found.get("earlier", ()), found["record"]] if found else []
 
 
 def find(rows: Sequence[Row], **keys: Any) -> Row:

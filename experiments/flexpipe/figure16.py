@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from experiments.common.command import options
-from experiments.common.results import Row, draw, find, known, load, save, table
+from experiments.common.results import Row, draw, find, known, load, runs, save, table
 from experiments.flexpipe import RESULTS
 from experiments.flexpipe.clip import BATCH, CLIPS, Layout, Share
 from experiments.flexpipe.clip_methods import CLIP_METHODS, DISTMM, MOST_LAYOUTS, ClipRun, best_run
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--stretch", type=float, default=5.0, help="seconds of the clock to one of an op")
     given = parser.parse_args()
     if not (given.show or given.measured):
-        rows = known(given.out, "figure16", given.resume)
+        rows, earlier = (each(given.out, "figure16", given.resume) for each in (known, runs))
         for clip in CLIPS:
             for name in VARIANTS:
                 if [row for row in rows if (row["clip"], row["method"]) == (clip, name)] or not is_shown(clip, name):
@@ -162,7 +162,7 @@ def main() -> None:
                 print(
                     f"{clip}, {name}: {rows[-1]['samples']:.1f} samples/s ({rows[-1]['seconds']:.0f} s)", flush=True
                 )
-                save(given.out, "figure16", rows)
+                save(given.out, "figure16", rows, earlier=earlier)
     rows = load(given.out, "figure16")
     if given.measured:
         for row in rows:
@@ -173,7 +173,7 @@ def main() -> None:
                 print(
                     f"{row['clip']}, {row['method']}: {row['samples']:.1f} simulated, {row['measured']:.1f} measured"
                 )
-        save(given.out, "figure16", rows, stretch=given.stretch)
+        save(given.out, "figure16", rows, measured=True, stretch=given.stretch)
     print("\n".join(lines(rows)))
     draw(given.out, "figure16", chart(rows))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.common.command import options
-from experiments.common.results import Row, find, known, load, save, table
+from experiments.common.results import Row, find, known, load, runs, save, table
 from experiments.flexpipe import RESULTS
 from experiments.flexpipe.clip import AUDIO, CLIPS, LAUNCH_MS, TEXT, VIDEO, Tower
 from experiments.flexpipe.clip_methods import DISTMM, MOST_LAYOUTS, best_run
@@ -119,14 +119,14 @@ def main() -> None:
         write_between(Path(__file__).with_name("README.md"), "guessed towers", in_readme(load(given.out, NAME)))
         return
     if not given.show:
-        rows = known(given.out, NAME, given.resume)
+        rows, earlier = (each(given.out, NAME, given.resume) for each in (known, runs))
         for name in GUESSES:
             for clip in SIZES:
                 if any((row["clip"], row["guess"]) == (clip, name) for row in rows):
                     continue
                 rows.append(row_of(clip, name))
                 print(f"{clip}, {name}: {gain(rows[-1]):.2f} ({rows[-1]['seconds']:.0f} s)", flush=True)
-                save(given.out, NAME, rows)
+                save(given.out, NAME, rows, earlier=earlier)
     print("\n".join(lines(load(given.out, NAME))))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from experiments.common.command import options
-from experiments.common.results import Row, draw, known, load, save, table
+from experiments.common.results import Row, draw, known, load, runs, save, table
 from experiments.flexpipe import RESULTS
 from experiments.flexpipe.measured import measure
 from experiments.flexpipe.methods import METHODS, OURS, SEARCHED, Run
@@ -59,7 +59,7 @@ def speedup(rows: Sequence[Row], vocabulary: int, method: str, over: str, kind: 
 
 def lines(rows: Sequence[Row], model: Model, paper: Mapping[str, str]) -> Iterator[str]:
     """Throughputs with the choice behind each, and FlexPipe's speedups with the paper's range."""
-    yield f"{model.name}: samples a second, and how"
+    yield f"{model.name}: samples a second, and how; X: does not fit in memory; blank: not run by the clock"
     yield from table(
         ["vocabulary (K), method", "samples/s", "measured", "pp", "dp", "mbs", "again", "idle", "GB", "placement"],
         [_line(row) for row in rows],
@@ -73,7 +73,7 @@ def lines(rows: Sequence[Row], model: Model, paper: Mapping[str, str]) -> Iterat
             body = [
                 [
                     rival,
-                    *(_times(speedup(rows, v, method, rival, kind)) for v in model.vocabularies),
+                    *(_times(rows, v, method, rival, kind) for v in model.vocabularies),
                     paper.get(rival, ""),
                 ]
                 for rival in rivals
@@ -100,8 +100,12 @@ def _line(row: Row) -> list[str]:
     ]
 
 
-def _times(value: float | None) -> str:
-    return "X" if value is None else f"{value:.2f}"
+def _times(rows: Sequence[Row], vocabulary: int, method: str, over: str, kind: str) -> str:
+    """A speedup; X where either does not fit in memory, nothing where it was not measured."""
+    if speedup(rows, vocabulary, method, over) is None:
+        return "X"
+    value = speedup(rows, vocabulary, method, over, kind)
+    return "" if value is None else f"{value:.2f}"
 
 
 def chart(rows: Sequence[Row], model: Model, figure: str) -> Figure:
@@ -153,11 +157,11 @@ def command(figure: str, about: str | None, model: Model, paper: Mapping[str, st
     parser.add_argument("--stretch", type=float, default=2.0, help="seconds of the clock to one of an op")
     given = parser.parse_args()
     if not (given.show or given.measured):
-        rows = known(given.out, figure, given.resume)
+        rows, earlier = (each(given.out, figure, given.resume) for each in (known, runs))
         for vocabulary, method in list(product(model.vocabularies, METHODS))[len(rows) :]:
             rows.append(row_of(model, vocabulary, method))
             print(" ".join(_line(rows[-1])), f"({rows[-1]['seconds']:.0f} s)", flush=True)
-            save(given.out, figure, rows)
+            save(given.out, figure, rows, earlier=earlier)
     rows = load(given.out, figure)
     if given.measured:
         for row in rows:
@@ -166,6 +170,6 @@ def command(figure: str, about: str | None, model: Model, paper: Mapping[str, st
                 row["measured_ms"] = measure(run, given.stretch)
                 row["measured"] = run.samples(row["measured_ms"])
                 print(f"{row['method']}: {row['samples']:.1f} simulated, {row['measured']:.1f} measured", flush=True)
-        save(given.out, figure, rows, stretch=given.stretch)
+        save(given.out, figure, rows, measured=True, stretch=given.stretch)
     print("\n".join(lines(rows, model, paper)))
     draw(given.out, figure, chart(rows, model, figure))

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from experiments.amdp.setups import Setup
 from experiments.claims import pages, quick
 from experiments.claims.claim import ROOT, Claim, facts_of, rows_of
 from experiments.claims.pages import FOLDER, PAPERS, REAL
-from experiments.common.results import find, load, save
+from experiments.common.results import facts, find, known, load, runs, save
 from experiments.flexpipe.setups import GPT_5B, GPT_16B
 from experiments.flexpipe.sweep import speedup
 from penstock.bench.record import command, record
@@ -60,17 +61,49 @@ def test_the_audit_has_every_row_with_evidence_that_is_there() -> None:
             assert not test or f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), each
 
 
+FROM_HISTORY = {
+    "amdp": "figure6 figure7 mismatch table1 table3 table4 tuning",
+    "flexpipe": "assumptions figure12 figure13 figure15 figure16 figure2",
+    "pipemorph": "figure10-gpu figure15-threads figure17-threads figure18-threads figure19-threads "
+    "figure21-processes figure21_gpu-2ranks figure21_gpu-4ranks figure5-threads reaction-threads table2-threads",
+}
+"""Results from before each had its record, which was put down afterwards. One that is run again leaves this list."""
+NO_LOAD = "assigned bytes changed documents emulated errors order real towers"
+"""Those of `experiments/uneven` from before a record had seeds and load, likewise."""
+
+
 @pytest.mark.results
 def test_every_result_has_its_record() -> None:
-    for path in EXPERIMENTS.glob("*/results/*.json"):
-        if path.parts[-3] == "uneven":
-            for cell in json.loads(path.read_text(encoding="utf-8")).values():
-                assert {"commit", "command", "machine"} <= set(cell), path
+    from_history, no_load = {}, []
+    for path in sorted(EXPERIMENTS.glob("*/results/*.json")):
+        paper, name = path.parts[-3], path.stem
+        if paper == "uneven":
+            cells = json.loads(path.read_text(encoding="utf-8")).values()
+            assert all(complete(cell, of_all="load" in cell) for cell in cells), path
+            no_load += [] if all("load" in cell for cell in cells) else [name]
             continue
-        found = facts_of(f"{path.parts[-3]}/{path.stem}")["record"]
-        assert {"commit", "command", "machine", "seeds", "load"} <= set(found), path
-        assert re.fullmatch(r"[0-9a-f]{40}\+?", found["commit"]), path
-        assert found["command"].startswith("python -m experiments."), path
+        found, rows = facts_of(f"{paper}/{name}"), rows_of(f"{paper}/{name}")
+        runs = [*found.get("earlier", ()), found["record"]]
+        for each in (*runs, *([found["measured"]] if "measured" in found else [])):
+            assert complete(each, of_all=not each.get("from_history")), path
+            if each.get("from_history") and name not in from_history.setdefault(paper, []):
+                from_history[paper].append(name)
+        if len(runs) > 1:
+            assert {row["run"] for row in rows} <= set(range(len(runs))), path
+    said = {paper: " ".join(names) for paper, names in from_history.items()}
+    assert said == FROM_HISTORY, "take what was run again out of the list"
+    assert " ".join(no_load) == NO_LOAD
+
+
+def complete(of: dict[str, Any], of_all: bool) -> bool:
+    """Whether a record says commit, command and machine; with `of_all` the seeds that were drawn and the load too."""
+    said = (
+        re.fullmatch(r"[0-9a-f]{40}\+?", of["commit"])
+        and re.match(r"python (-m experiments\.|experiments/)", of["command"])
+        and of["machine"]["processor"]
+        and of["machine"]["num_processors"] > 0
+    )
+    return bool(said) and (not of_all or (isinstance(of["seeds"], list) and len(of["load"]) == 3))
 
 
 @pytest.mark.results
@@ -149,6 +182,31 @@ def test_a_record_says_what_was_run_and_where(tmp_path: Path) -> None:
     assert (
         command([script, "--out", "elsewhere", "--jobs", "2"]) == "python -m experiments.pipemorph.figure5 --jobs 2"
     )
+
+
+def test_rows_of_several_runs_say_which_run_found_them(tmp_path: Path) -> None:
+    assert known(tmp_path, "sample") == runs(tmp_path, "sample") == []
+    save(tmp_path, "sample", [{"a": 1}], seeds=[0])
+    first = facts(tmp_path, "sample")["record"]
+    rows, earlier = known(tmp_path, "sample"), runs(tmp_path, "sample")
+    rows.append({"a": 2})
+    save(tmp_path, "sample", rows, seeds=[1], earlier=earlier)
+    save(tmp_path, "sample", [*rows, {"a": 3}], seeds=[1], earlier=earlier)
+    assert load(tmp_path, "sample") == [{"a": 1, "run": 0}, {"a": 2, "run": 1}, {"a": 3, "run": 1}]
+    assert facts(tmp_path, "sample")["earlier"] == [first]
+    assert [each["seeds"] for each in runs(tmp_path, "sample")] == [[0], [1]]
+    assert known(tmp_path, "sample", resume=False) == runs(tmp_path, "sample", resume=False) == []
+
+
+def test_what_is_measured_later_leaves_the_record_of_the_rows(tmp_path: Path) -> None:
+    save(tmp_path, "sample", [{"a": 1, "ms": None}], seeds=[0], limit=60)
+    before = facts(tmp_path, "sample")
+    save(tmp_path, "sample", [{"a": 1, "ms": 2.0}], measured=True, stretch=2.0)
+    after = facts(tmp_path, "sample")
+    assert load(tmp_path, "sample") == [{"a": 1, "ms": 2.0}]
+    assert {name: after[name] for name in before} == before
+    assert after["stretch"] == 2.0
+    assert set(after["measured"]) == {"commit", "command", "machine", "load", "seeds"}
 
 
 def test_results_that_are_not_there_say_what_to_run(tmp_path: Path) -> None:
