@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
+from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.pytree import flatten
 from penstock.runtime.tensors.rng import mix, seed_generators
 
@@ -80,6 +84,34 @@ class Stage(nn.Module):
                 seed_generators(mix(seed, index), device)
             value = self._calling(layer, value)
         return value
+
+
+def require_stage(module: nn.Module, what: str) -> None:
+    """Raises RuntimeFailure for a module that nothing can be trained with as it is: one that replicates or shards
+    itself, or whose parameters have no values yet.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for path, part in module.named_modules():
+        where = f"{what} is" if not path else f"layer {path} of {what} is"
+        kind = type(part).__name__
+        if isinstance(part, DataParallel | DistributedDataParallel):
+            raise RuntimeFailure(
+                f"{where} a {kind}, which replicates it and brings gradients together by itself; give the module "
+                "inside (its .module), and replicas by mesh= with a dimension dp"
+            )
+        if fsdp is not None and isinstance(part, fsdp.FullyShardedDataParallel | fsdp.FSDPModule):
+            raise RuntimeFailure(
+                f"{where} sharded by FSDP ({kind}) already; give the plain module, and "
+                'ps.ParallelOptions(sharding="fsdp")'
+            )
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is None or not (is_lazy(tensor) or tensor.is_meta):
+                continue
+            if is_lazy(tensor):
+                how = "has no shape yet; run the model once on a sample, which gives it one"
+            else:
+                how = "is on the meta device, which has no values; give a module whose parameters are initialised"
+            raise RuntimeFailure(f"{name} of {path or what} ({kind}) {how}, before ps.Pipeline(...)")
 
 
 def place_at(root: nn.Module, path: str, module: nn.Module) -> None:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cost.cut import PartitionError, partition
-from penstock.runtime.stage.cut import parameter_costs, require_stage
+from penstock.runtime.stage.cut import parameter_costs
 from penstock.runtime.stage.partitioning.layers import opened_modules
 from penstock.runtime.stage.partitioning.place import Untraceable
 from penstock.runtime.stage.partitioning.program import Call, TracedProgram
 from penstock.runtime.stage.partitioning.recorder import attribute_line
 from penstock.runtime.stage.partitioning.traced_stage import TracedStage
 from penstock.runtime.stage.partitioning.tracing import Tracing, closed_paths, untouched
-from penstock.runtime.stage.stage import GATHERS, Stage
+from penstock.runtime.stage.stage import GATHERS, Stage, require_stage
 from penstock.runtime.tensors.pytree import flatten
 from penstock.runtime.tensors.rng import restored
 
