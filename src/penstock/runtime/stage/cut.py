@@ -9,6 +9,8 @@ from torch import nn
 
 from penstock.cost.cut import PartitionError, partition
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.stage.partitioning import Split, split
+from penstock.runtime.stage.partitioning.cutting import parameter_costs
 from penstock.runtime.stage.split_backward import is_compiled
 from penstock.runtime.stage.stage import Stage, StageSource, require_stage, with_arguments, with_one_argument
 
@@ -18,11 +20,6 @@ _HOOKS = {
     "_backward_pre_hooks": "a backward pre-hook",
     "_backward_hooks": "a backward hook",
 }
-
-
-def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
-    """A layer's cost where nothing was measured: its parameters, and a little for being there."""
-    return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
 
 
 def stages_of(
@@ -50,16 +47,14 @@ def stages_of(
             own = type(model).forward is not nn.Sequential.forward or "forward" in model.__dict__
             return [Stage({"0": model}, [0], with_arguments if own else with_one_argument)]
         if more:
-            return list(_traced(model, num_stages, costs))
+            return list(split(model, num_stages, costs=costs))
         names, layers = zip(*model._modules.items(), strict=True)  # named_children leaves out repeated layers
         ranges = partition(parameter_costs(layers) if costs is None else costs, num_stages)
         return [Stage({names[i]: layers[i] for i in part}, list(part)) for part in ranges]
     if isinstance(model, nn.Module) and num_stages > 1:
-        return list(_traced(model, num_stages, costs))
+        return list(split(model, num_stages, costs=costs))
     sources: Sequence[StageSource] = [model] if isinstance(model, nn.Module) else list(model)
     if len(sources) != num_stages:
-        from penstock.runtime.stage.partitioning import Split  # which looks at a model as this module does
-
         if isinstance(model, Split):
             raise PartitionError(
                 f"the model was split into {len(sources)} stages, and the schedule has {num_stages}; split it by "
@@ -69,13 +64,6 @@ def stages_of(
             f"{len(sources)} stage modules for a schedule of {num_stages} stages; pass one per stage"
         )
     return list(sources)
-
-
-def _traced(model: nn.Module, num_stages: int, costs: Sequence[float] | None) -> Sequence[Stage]:
-    """The stages of a model with a forward of its own."""
-    from penstock.runtime.stage.partitioning import split  # which looks at a model as this module does
-
-    return split(model, num_stages, costs=costs)
 
 
 def beside_layers(model: nn.Sequential) -> list[str]:

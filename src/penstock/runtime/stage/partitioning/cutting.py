@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cost.cut import PartitionError, partition
-from penstock.runtime.stage.cut import parameter_costs
 from penstock.runtime.stage.partitioning.layers import opened_modules
 from penstock.runtime.stage.partitioning.place import Untraceable
 from penstock.runtime.stage.partitioning.program import Call, TracedProgram
@@ -220,6 +219,11 @@ def _place(calls: Sequence[Call], name: str, tracing: Tracing) -> int:
         f"at= names {name!r}, which the forward does not call by itself; it calls "
         f"{', '.join(call.path for call in calls)}{why}"
     )
+
+
+def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
+    """A layer's cost where nothing was measured: its parameters, and a little for being there."""
+    return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
 
 
 def _operations(tracing: Tracing, calls: Sequence[Call]) -> list[float]:
