@@ -27,6 +27,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.active_plan import ActivePlan, dispatch_of, require_free, require_switchable, running
 from penstock.runtime.execute.executors import RankThreads
 from penstock.runtime.execute.gang import ProcessBarrier
+from penstock.runtime.execute.notices import Notices
 from penstock.runtime.execute.step_executor import StepExecutor
 from penstock.runtime.execute.timeline import measured_of, measured_timeline
 from penstock.runtime.execute.worker import Worker
@@ -155,6 +156,7 @@ class EmulatedPipeline:
         chosen = dispatch_of(dispatch, schedule, costs, choice, conditions, held)
         self.configuration = Configuration(schedule, chosen, (), caps)
         self._peers = peers = mesh if isinstance(mesh, LocalPeers) else peers_of(mesh, schedule.num_ranks, timeout)
+        self._notices = Notices(peers)
         self._rank, self.number = peers.here[0], 0
         self._plan = self._worked_out(self.configuration)
         self._transport: Transport | None = None
@@ -209,8 +211,9 @@ class EmulatedPipeline:
 
     @property
     def notices(self) -> list[str]:
-        """What a person should know of the steering."""
-        return [] if self._agent is None else list(self._agent.notices)
+        """What a person should know of the steering: what all ranks said in steps so far, and this process since."""
+        self._notices.note(self._agent.notices if self._agent is not None else ())
+        return self._notices.known()
 
     @property
     def decisions(self) -> list[dict[str, Any]]:
@@ -237,6 +240,7 @@ class EmulatedPipeline:
         if agent is not None:
             agent.ended(measured)
             vote = agent.vote()
+            self._notices.note(agent.notices)
         rows = [
             (worker.rank, _scaled(worker.recorder.times, stretch), _scaled(worker.recorder.apart, stretch))
             for worker in workers
@@ -245,10 +249,12 @@ class EmulatedPipeline:
             (*row, worker.peak_held, backend.late)
             for row, worker, backend in zip(rows, workers, backends, strict=True)
         ]
-        told = self._peers.gather((mine, vote))
-        _, times, apart, peaks, late = zip(*sorted(row for part, _ in told for row in part), strict=True)
+        told = self._peers.gather((mine, vote, self._notices.num_new))
+        _, times, apart, peaks, late = zip(*sorted(row for part, *_ in told for row in part), strict=True)
+        if any(num_new for *_, num_new in told):
+            self._notices.share()
         if agent is not None:
-            following = agent.count_votes([Vote(*each) for _, each in told])
+            following = agent.count_votes([Vote(*each) for _, each, _ in told])
             if following is not None:
                 self._plan, self.number = following.made, following.number
                 self.configuration = self._plan.configuration
