@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.cost import CostError, Costs, Links
 from penstock.engine.tolerance import slack
@@ -39,12 +39,10 @@ from penstock.passes import separate_pairs
 from penstock.passes.overlap import joinable_pairs, weigh_pairs
 from penstock.planning.library_starts import MOST_OPS, built
 from penstock.planning.progress import certain
+from penstock.planning.result import Plan
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, check
 from penstock.schedule.op import BACKWARD, FORWARD, WEIGHT
 from penstock.simulation import simulate
-
-if TYPE_CHECKING:
-    from penstock.planning.planner import Plan
 
 Start = tuple[str, Schedule]
 """What made an order, and the order."""

@@ -24,8 +24,8 @@ from penstock.planning.graph import search as searches
 from penstock.planning.graph.placements import candidates
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.limits import limits_of
-from penstock.planning.planner import Plan
 from penstock.planning.progress import Progress, certain
+from penstock.planning.result import Plan
 from penstock.schedule import Placement, ScheduleError, StageGraph, check
 from penstock.simulation import simulate
 
