@@ -2,7 +2,6 @@
 
     python -m experiments.flexpipe.guessed_towers            a quarter of an hour of one core
     python -m experiments.flexpipe.guessed_towers --resume   goes on with what is there already
-    python -m experiments.flexpipe.guessed_towers --readme   writes the README's table from what was found
 
 Of Table 4 only the 4.7B adds up as printed (audio and text). What the 8.2B and the 9.7B have besides is changed here,
 one guess at a time, and so is how long a kernel takes to launch. Simulated; each method has its best layout. For
@@ -14,15 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from experiments.common.command import options
-from experiments.common.results import Row, find, known, load, runs, save, table
+from experiments.common.results import Row, known, load, runs, save, table
 from experiments.flexpipe import RESULTS
 from experiments.flexpipe.clip import AUDIO, CLIPS, LAUNCH_MS, TEXT, VIDEO, Tower
 from experiments.flexpipe.clip_methods import DISTMM, MOST_LAYOUTS, best_run
 from experiments.flexpipe.figure16 import PAPER
-from penstock.bench.readme import markdown, write_between
 
 NAME = "guessed_towers"
 METHODS = (DISTMM, "FlexPipe")
@@ -87,15 +84,6 @@ def gain(row: Row) -> float:
     return float(row["FlexPipe"] / row[DISTMM])
 
 
-def in_readme(rows: Sequence[Row]) -> list[str]:
-    """The README's table."""
-    body = [["the paper", *(f"{PAPER[clip]:.2f}" for clip in SIZES)]]
-    for name in GUESSES:
-        of_sizes = [find(rows, clip=clip, guess=name) for clip in SIZES]
-        body.append([name, *(f"{gain(row):.2f} ({row['parameters'] / 1e9:.1f}B)" for row in of_sizes)])
-    return markdown(["", *SIZES], body)
-
-
 def lines(rows: Sequence[Row]) -> Iterator[str]:
     yield f"FlexPipe over DistMM-Pipe, simulated; the paper: {', '.join(f'{c} {PAPER[c]:.2f}' for c in SIZES)}"
     body = []
@@ -113,11 +101,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 def main() -> None:
     parser = options(__doc__, RESULTS, show=True)
     parser.add_argument("--resume", action="store_true", help="go on with what is there already")
-    parser.add_argument("--readme", action="store_true", help="write the README's table from what was found last")
     given = parser.parse_args()
-    if given.readme:
-        write_between(Path(__file__).with_name("README.md"), "guessed towers", in_readme(load(given.out, NAME)))
-        return
     if not given.show:
         rows, earlier = (each(given.out, NAME, given.resume) for each in (known, runs))
         for name in GUESSES:

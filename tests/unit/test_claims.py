@@ -12,14 +12,10 @@ from typing import Any
 
 import pytest
 
-from experiments.amdp import table3
-from experiments.amdp.setups import Setup
 from experiments.claims import pages, quick
 from experiments.claims.claim import ROOT, Claim, facts_of, rows_of
 from experiments.claims.pages import FOLDER, PAPERS, REAL
-from experiments.common.results import facts, find, known, load, runs, save
-from experiments.flexpipe.setups import GPT_5B, GPT_16B
-from experiments.flexpipe.sweep import speedup
+from experiments.common.results import facts, known, load, runs, save
 from penstock.bench.record import command, record
 
 pytestmark = pytest.mark.unit
@@ -225,37 +221,3 @@ def test_long_columns_go_beside_the_results_with_a_checksum(tmp_path: Path) -> N
         {"ms": [2.0, 4.0], "starts": [0.0, 2.0]},
         {"ms": [3.0]},
     ]
-
-
-def cells(page: str, first: str) -> list[list[str]]:
-    """The rows of the table in a page whose head begins so, as cells; a bar within a cell is escaped."""
-    lines = page.splitlines()
-    begin = next(at for at, line in enumerate(lines) if line.startswith(first)) + 2
-    end = next(at for at in range(begin, len(lines)) if not lines[at].startswith("|"))
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[begin:end]]
-
-
-@pytest.mark.results
-def test_amdp_s_table_3_in_its_readme_is_that_of_the_results() -> None:
-    page = (EXPERIMENTS / "amdp" / "README.md").read_text(encoding="utf-8")
-    rows = rows_of("amdp/table3")
-    shown = cells(page, "| | DAPPLE | Inter-1F1B | Chimera | ZB-V | PipeDream |")
-    assert len(shown) == len(table3.PAPER)
-    for (key, paper), (_, *numbers) in zip(table3.PAPER.items(), shown, strict=True):
-        for method, said, each in zip(table3.NAMES, paper, numbers, strict=False):
-            row = find(rows, **table3.keys_of(Setup(*key), method))
-            assert each == rf"{said:.1f} \| {row['simulated']:.1f} \| {row['measured']:.1f}", (key, method)
-
-
-@pytest.mark.results
-def test_flexpipe_s_ratios_in_its_readme_are_those_of_the_results() -> None:
-    page = (EXPERIMENTS / "flexpipe" / "README.md").read_text(encoding="utf-8")
-    figures = {"flexpipe/figure12": GPT_5B, "flexpipe/figure13": GPT_16B}
-    for rival, *numbers in cells(page, "| | 5B, 64K |"):
-        method = "ours" if rival.startswith("ours over ") else "FlexPipe"
-        found = []
-        for name, model in figures.items():
-            for vocabulary in model.vocabularies:
-                ratio = speedup(rows_of(name), vocabulary, method, rival.removeprefix("ours over "))
-                found.append("X" if ratio is None else f"{ratio:.2f}")
-        assert [each for each in numbers if re.fullmatch(r"X|\d\.\d\d", each)] == found, rival
