@@ -11,7 +11,7 @@ from typing import Any
 
 import penstock as ps
 from penstock.play import scripts
-from penstock.schedule.text import parse
+from penstock.schedule.text_parser import parse
 
 NAMES = (
     "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2", "zb", "zb-v", "v-half", "v-min", "chimera",

@@ -12,7 +12,7 @@ import pytest
 import penstock as ps
 from penstock.play import page, save, scripts
 from penstock.play.to_javascript import bundle
-from penstock.schedule.text import parse
+from penstock.schedule.text_parser import parse
 from play_cases import CHECK_GRIDS, DISPATCHES, NAMES, RUN_JOBS, by_python, draw_grid, draw_job, in_node, proved
 from tiers import sample
 

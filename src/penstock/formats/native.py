@@ -68,7 +68,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.microbatch_order import grouped, ungrouped
 from penstock.schedule.pairs import JOIN, of_steps, paired_steps
-from penstock.schedule.text import parse_step
+from penstock.schedule.text_parser import parse_step
 
 FORMAT, VERSION = "penstock-schedule", 9
 MAX_FLOAT = sys.float_info.max

@@ -9,7 +9,8 @@ from penstock.schedule.placement import Placement, circular, one_to_one, v_shape
 from penstock.schedule.proof import check
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import Needs, Registered, StageGraph
-from penstock.schedule.text import parse, to_text
+from penstock.schedule.text import to_text
+from penstock.schedule.text_parser import parse
 from penstock.schedule.updates import (
     NEWEST,
     RULES,

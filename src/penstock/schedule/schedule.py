@@ -21,6 +21,7 @@ from penstock.schedule.op import FORWARD, UPDATE, Op
 from penstock.schedule.pairs import Pair, sorted_pairs
 from penstock.schedule.placement import Placement
 from penstock.schedule.stage_graph import StageGraph
+from penstock.schedule.text import to_text
 from penstock.schedule.updates import OWNER, Updates, Windows
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
@@ -273,8 +274,6 @@ class Schedule:
         )
 
     def __str__(self) -> str:
-        from penstock.schedule.text import to_text
-
         return to_text(self)
 
 
