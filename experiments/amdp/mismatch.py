@@ -2,7 +2,6 @@
 
     python -m experiments.amdp.mismatch                            an hour and a half of one core
     python -m experiments.amdp.mismatch --costs GPT --ranks 16     some of it; what is there already is gone on with
-    python -m experiments.amdp.mismatch --readme                   writes the README's table from what was found
 
 d ranks, an update gathers n microbatches. Numbers are the share of the time that ranks are busy amid many updates;
 no schedule here stops all ranks at an update: a stage goes on when its own is done
@@ -33,7 +32,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,8 +40,7 @@ from numpy.typing import NDArray
 import penstock as ps
 from experiments.amdp import RESULTS
 from experiments.common.command import options
-from experiments.common.results import Row, known, load, runs, save, table
-from penstock.bench.readme import markdown, write_between
+from experiments.common.results import Row, known, runs, save, table
 from penstock.cost.presets import CostPreset, find_preset
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart, save_chart
 from penstock.simulation.memory import frozen_caps
@@ -334,32 +331,6 @@ def by_cell(rows: Sequence[Row]) -> dict[tuple[str, int, int], Found]:
     return {key: best(mine) for key, mine in grouped.items()}
 
 
-def in_readme(rows: Sequence[Row], costs: str = "GPT") -> list[str]:
-    """The README's table: the busiest of a row in bold."""
-    columns = {
-        "synchronous, whole B": "whole",
-        "synchronous, I and W": "split",
-        "AMDP, mismatch 0": "mismatch 0",
-        "AMDP, mismatch 1": "mismatch 1",
-        "2BW": "2bw",
-    }
-
-    def cell(row: Row | None, most: float) -> str:
-        if row is None:
-            return ""
-        busy = f"{row['busy']:.3f}"
-        held = "" if row["kind"] == "mismatch 1" else f" ({row['over_memory']:.2f})"
-        return (f"**{busy}**" if busy == f"{most:.3f}" else busy) + held
-
-    body = []
-    for (name, d, n), found in by_cell(rows).items():
-        shown = [found[kind] for kind in columns.values()]
-        most = max(row["busy"] for row in shown if row is not None)
-        if name == costs:
-            body.append([f"{d}, {n}", *(cell(row, most) for row in shown)])
-    return markdown(["d, n", *columns], body)
-
-
 def lines(rows: Sequence[Row]) -> Iterator[str]:
     yield "share of the time that ranks are busy (peak memory of the fullest rank, as a share of amdp's)"
     found = by_cell(rows)
@@ -419,11 +390,7 @@ def main() -> None:
     names = [each.name for each in COSTINGS]
     parser.add_argument("--costs", action="append", choices=names, help="only these; may be repeated")
     parser.add_argument("--ranks", action="append", type=int, choices=DEPTHS, help="only these; may be repeated")
-    parser.add_argument("--readme", action="store_true", help="write the README's table from what was found last")
     given = parser.parse_args()
-    if given.readme:
-        write_between(Path(__file__).with_name("README.md"), "mismatch", in_readme(load(given.out, "mismatch")))
-        return
     found, earlier = (each(given.out, "mismatch", not given.again) for each in (known, runs))
     done = {(row["costs"], row["d"], row["n"]) for row in found}
     costings = [each for each in COSTINGS if given.costs is None or each.name in given.costs]
