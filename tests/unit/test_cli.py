@@ -203,7 +203,7 @@ MISUSE = {
     f"simulate {ZB} --dispatch warm": "dispatch 'warm': give 'frozen', 'hinted' or 'dynamic'",
     f"simulate {ZB} --transport slow": "--transport slow: write decoupled, blocking or blocking:DEPTH",
     f"simulate {ZB} --transport blocking:0": "a blocking link of depth 0 can carry nothing",
-    f"simulate {ZB} --memory-limit 9": "--memory-limit caps a run that is not frozen",
+    f"simulate {ZB} --memory-limit 9,8": "--memory-limit 9,8 has 2 entries; give one, or one per rank: 4",
     f"simulate {ZB} --costs c.json": "--costs c.json and --f both give costs; use one of them",
     f"simulate {ZB} --out x.bmp": "x.bmp: pictures are written as",
     f"simulate {ZB} --out no/such/x.svg": "no/such/x.svg: No such file or directory",

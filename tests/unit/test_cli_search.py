@@ -10,6 +10,7 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.cli.search import WORDS
+from penstock.formats.costs import read_costs
 from penstock.planning.program_search import CONSTRUCTED, Found, placements_of, rules_of
 
 
@@ -63,7 +64,8 @@ def test_there_is_no_name_that_is_not_explained() -> None:
         assert set(name.replace("+", " +").split()) <= WORDS.keys()
         for rules in rules_of(name, placement, 4, 8, None, ps.Costs.uniform(16), True):
             program = ps.Program(placement, 8, rules)
-            _, kind, forward, backward = Found(name, program, 0.0).name.split(", ")
+            _, kind, forward, backward, *warmup = Found(name, program, 0.0).name.split(", ")
+            assert all(word.startswith("warm-up ") for word in warmup)
             kinds.add(kind)
             traversals |= {each[2:].removesuffix(" by 4") for each in (forward, backward)}
     assert kinds | traversals | set(CONSTRUCTED) <= WORDS.keys()
@@ -85,6 +87,15 @@ def test_the_peak_is_below_the_limit(capsys: pytest.CaptureFixture[str]) -> None
         (["--f", "1,2"], "--f has 2 entries; give one, or one per part: 8"),
         (["--placement", "spiral"], "no placement is named 'spiral'"),
         (["--memory-limit", "0.1"], "raise the limit"),
+        (["--memory-limit", "0"], "--memory-limit 0: 0 is no limit; give what is above 0"),
+        (["--memory-limit", "nan,1"], "nan is no limit"),
+        (["--memory-limit", "8,8,8"], "--memory-limit 8,8,8 has 3 entries; give one, or one per rank: 2"),
+        (["--memory-limit", "8GiB,8"], "8 has no unit and 8GiB has one"),
+        (["--memory-limit", "8GiB"], "these costs do not say what weights take"),
+        (["--memory-limit", "20GiB", "--costs", "gpt2-7b"], "rank 0 holds 55.57 GiB of weights, gradients and opt"),
+        (["--costs", "gpt2-7b", "--parts", "8"], "leave --parts out"),
+        (["--costs", "gpt2-7b", "--f", "3"], "both give costs"),
+        (["--costs", "gpt2-77b"], "did you mean gpt2-7b"),
         (["--link", "0:5=3"], "ranks go from 0 to 1"),
         (["--out", "best.csv", "--placement", "wave+bidirectional"], "name placements without +bidirectional"),
     ],
@@ -94,3 +105,62 @@ def test_refusals(capsys: pytest.CaptureFixture[str], words: list[str], message:
     assert code in (1, 2)
     assert message in err
     assert not out
+
+
+@pytest.mark.parametrize("limit", ["34GiB", "36GiB", "34.5GiB,36GiB,36GiB,35GiB"])
+def test_what_is_found_within_bytes_fits_and_simulates_as_found(
+    limit: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Regression: a limit of bytes was refused, and stages were added up from parts that layers don't divide into."""
+    path, model = str(tmp_path / "best.json"), ["--costs", "gpt2-7b", "--link", "1:2=5"]
+    given = ["--ranks", "4", "--microbatches", "8", "--memory-limit", limit, *model, "--out", path]
+    code, out, _ = run(capsys, *given, "--json")
+    assert code == 0
+    found = json.loads(out)
+    most = [float(each.removesuffix("GiB")) * 2**30 for each in limit.split(",")]
+    held = ps.footprint(ps.load(path), read_costs("gpt2-7b", ps.load(path).num_stages), ps.Links({(1, 2): 5.0}))
+    assert all(each <= (most * 4)[rank] for rank, each in enumerate(held.totals))
+    assert found["found"][0]["peak_bytes"] == held.peak
+    assert main(["simulate", path, *model, "--memory-limit", limit, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] == pytest.approx(found["makespan"])
+    less = ",".join(f"{total * 0.999:.0f}B" for total in held.totals)
+    assert main(["simulate", path, *model, "--memory-limit", less]) != 0
+    capsys.readouterr()
+
+
+def test_placements_that_do_not_fit_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--ranks", "4", "--microbatches", "8", "--costs", "gpt2-7b", "--memory-limit", "34GiB"]
+    _, out, _ = run(capsys, *given)
+    assert "nothing on wave+bidirectional: rank 1 holds 35.16 GiB of weights, gradients and optimizer state" in out
+    assert "the most that a rank holds in all" in out
+    code, out, _ = run(capsys, "--ranks", "8", "--microbatches", "8", "--costs", "gpt2-7b", "--json")
+    assert code == 0
+    assert json.loads(out)["left_out"]["wave"] == "gpt2-7b in 32 stages: it has 24 layers; give 1 to 24 stages"
+
+
+def test_messages_count_within_a_limit_of_bytes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """With messages as large as activations, programs that fill what weights leave don't fit."""
+    rows = {"f": 1, "i": 1, "w": 1, "activation": 10, "message_bytes": 10, "weight_bytes": 100}
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({name: [value] * 8 for name, value in rows.items()}))
+    given = ["--ranks", "2", "--microbatches", "6", "--costs", str(costs), "--json"]
+    made = {}
+    for limit in ("920B", "960B", "2000B", "120"):
+        code, out, _ = run(capsys, *given, "--memory-limit", limit)
+        assert code == 0
+        made[limit] = json.loads(out)
+    assert all(found["peak_bytes"] <= 920 for found in made["920B"]["found"])
+    assert made["2000B"]["makespan"] <= made["960B"]["makespan"] <= made["920B"]["makespan"]
+    assert made["120"]["makespan"] < made["920B"]["makespan"], "beside 800 of weights and gradients 120 are left"
+    code, out, _ = run(capsys, *given, "--memory-limit", "845B")
+    assert code == 1
+    assert "activations and messages of rank 0 take more than 45 bytes" in json.loads(out)["error"]["message"]
+
+
+def test_a_limit_may_differ_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--ranks", "2", "--microbatches", "6", "--placement", "one-to-one", "--json"]
+    _, out, _ = run(capsys, *given, "--memory-limit", "12,4")
+    best = ps.parse(json.loads(out)["grid"])
+    peaks = ps.simulate(best, ps.Costs.uniform(2)).peak_activations
+    assert peaks[0] <= 3
+    assert peaks[1] <= 1

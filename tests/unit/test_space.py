@@ -64,7 +64,7 @@ def test_shared_ends_are_laid_on_all_ranks() -> None:
         (6, {}, ps.CostError, "6 parts, which do not divide among 4 ranks"),
         (8, {"shapes": ["spiral"]}, ps.ScheduleError, "no placement is named 'spiral': choose among one-to-one"),
         (8, {"shapes": ["wave"]}, ps.ScheduleError, "wave has 4 stages per rank, .* give a multiple of 16 parts"),
-        (8, {"memory_limit": 0.5}, ps.ScheduleError, "can run within a memory of 0.5: one microbatch takes 2 on a"),
+        (8, {"memory_limit": 0.5}, ps.ScheduleError, "a memory of 0.5: one-to-one: one microbatch takes 2 on rank 0"),
     ],
 )
 def test_refusals(parts: int, changes: dict, error: type, message: str) -> None:
@@ -137,3 +137,51 @@ def test_no_program_beats_the_work_of_its_busiest_rank(seed: int) -> None:
     costs = ps.Costs(*([draw.randint(1, 9) for _ in range(8)] for _ in "fiw"))
     for found in search_space(costs, 2, draw.randint(1, 7)).found:
         assert work_of(found.program) <= found.makespan + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_is_found_within_bytes_holds_no_more(seed: int) -> None:
+    draw = random.Random(seed)
+    rows = ("f", "i", "w", "activation", "message_bytes", "weight_bytes", "optimizer_bytes")
+    costs = ps.Costs(**{row: [draw.randint(1, 9) for _ in range(8)] for row in rows})
+    links = ps.Links({(0, 1): draw.choice([0.0, 7.5])})
+    alone = search_space(costs, 2, 6, links=links, shapes=["one-to-one"]).best.footprint.totals
+    limit = [total * draw.uniform(0.8, 1.2) for total in alone]
+    outcome = search_space(costs, 2, 6, links=links, total_limit=limit, keep=3)
+    names = [found.name for found in outcome.found]
+    assert len(set(names)) == len(names)
+    assert {found.placement for found in outcome.found}.isdisjoint(dict(outcome.left_out))
+    for found in outcome.found:
+        held = ps.footprint(found.schedule, fold(costs, found.program.num_stages), links)
+        assert all(each <= most for each, most in zip(held.totals, limit, strict=True))
+        assert ps.simulate(found.schedule, found.program.all_costs, links=links).makespan == pytest.approx(
+            found.makespan
+        )
+
+
+def test_programs_that_differ_have_names_that_differ() -> None:
+    """Regression: with and without warm-up counts, and under other caps of stages, names were alike."""
+    for limit in (None, 8.0):
+        outcome = search_space(ps.Costs.uniform(16), 4, 8, memory_limit=limit, keep=99)
+        names = [found.name for found in outcome.found]
+        assert len(set(names)) == len(names) > len({found.placement for found in outcome.found})
+
+    def alike(name: str, placement: ps.Placement, num_microbatches: int) -> list[ps.Rules]:
+        pairs = ps.Rules("interleaved", units=(2, 2), strict=True)
+        return [ps.Rules("interleaved", strict=True), pairs, ps.Rules(max_in_flight=1), ps.Rules(warmup=[6, 1])]
+
+    costs = ps.Costs([3, 1], [2, 5], [1, 4])
+    outcome = search_space(costs, 2, 8, rules=alike, shapes=["one-to-one"], keep=9)
+    endings = [found.name.split("B breadth-first")[1] for found in outcome.found]
+    assert endings == [", warm-up 6,1", "", " (no. 2)", ", in flight 1"]
+
+
+def test_one_limit_at_a_time_and_of_what_the_costs_know() -> None:
+    costs = ps.Costs.uniform(8)
+    with pytest.raises(ps.ScheduleError, match="both limit memory"):
+        search_space(costs, 2, 4, memory_limit=4, total_limit=4)
+    with pytest.raises(ps.CostError, match="do not say what weights take"):
+        search_space(costs, 2, 4, total_limit=4)
+    for limit in (0, -1, float("nan"), [1, 2, 3], True):
+        with pytest.raises(ps.ScheduleError, match="memory_limit"):
+            search_space(costs, 2, 4, memory_limit=limit)

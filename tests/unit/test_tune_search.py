@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 import penstock as ps
+from penstock.simulation.memory_footprint import in_bytes
 from penstock.tune.errors import TuneError
 from penstock.tune.predict import Prediction, predict
 from penstock.tune.profile import Profile
-from penstock.tune.search import SearchFound, TuneCandidate, candidates, in_bytes, search
+from penstock.tune.programs import programs_for
+from penstock.tune.search import SearchFound, TuneCandidate, candidates, search
 from penstock.tune.space import ASYNCHRONOUS, Shape, TuneSpace, counts, schedules_for
 from tiers import others_nightly
 from tune_models import profile, transfer
@@ -61,6 +63,20 @@ def test_programs_join_the_ranking() -> None:
 
 
 @pytest.mark.slow
+def test_programs_of_one_shape_have_names_that_differ() -> None:
+    """Regression: one found without a limit and another found within it were called alike."""
+    model, shape = profile(16, 5), Shape(4, 1, 1, 8)
+    wide = programs_for(shape, model, LINKS, None)
+    state = [2 * weight + kept for weight, kept in zip(model.weight, model.state, strict=True)]
+    limit = sum(state) / 4 + 1.5 * max(model.activation) * 16 / 4
+    both = programs_for(shape, model, LINKS, limit)
+    assert len(both) > len(wide)
+    names = [plan.name for plan in both]
+    assert len(set(names)) == len(names)
+    assert any(name.endswith(", within the limit") for name in names)
+    assert len({plan.schedule for plan in both}) == len(both)
+
+
 def test_programs_keep_the_memory_limit() -> None:
     model, space = profile(16, 6, activation=[100.0] * 16, held=[50.0] * 16), TuneSpace(4, 8, pp=[4])
     least = min(p.peak_bytes for _, p in everything(space, model))

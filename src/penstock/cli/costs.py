@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +18,8 @@ import penstock as ps
 from penstock.cli.failure import Misuse
 from penstock.cli.options import limits_of, links_of, numbers
 from penstock.cost.presets import PRESETS
-from penstock.formats.costs import read_costs
+from penstock.formats.costs import are_of_a_model, read_costs
+from penstock.program.placements import num_ranks_of
 
 F = Annotated[
     str | None,
@@ -87,7 +89,7 @@ MemoryLimit = Annotated[
         metavar="SIZE",
         help="Most that a rank may hold. With a unit, as 35GiB, it counts everything. A plain number, as 14, counts "
         "activations alone, as the costs have them: those of a stage (penstock search: of a part) are 1 where "
-        "nothing is said. plan and simulate also take one per rank: 7,5; tune and compare need a unit.",
+        "nothing is said. plan, search and simulate also take one per rank: 7,5; tune and compare need a unit.",
     ),
 ]
 
@@ -140,23 +142,44 @@ class GivenCosts:
             if self.freed_by_input is not None:
                 rows["freed_by_input"] = self.freed_by_input
             return ps.Costs(**rows)
+        self._require_one_source()
+        return read_costs(self.source, num_stages)
+
+    def of_model(self) -> Callable[[int], ps.Costs] | None:
+        """The costs by the number of stages that a model is cut into; None where they are of no model.
+
+        Raises:
+            Misuse: costs given twice.
+        """
+        try:
+            if self.source is None or not are_of_a_model(self.source):
+                return None
+        except (OSError, ValueError):  # what is wrong with it, `read` says
+            return None
+        self._require_one_source()
+        return partial(read_costs, self.source)
+
+    def _require_one_source(self) -> None:
         given = [name for name in (*ROWS, "freed_by_input") if getattr(self, name) is not None]
         if given:
             raise Misuse(f"--costs {self.source} and {_option(given[0])} both give costs; use one of them")
-        return read_costs(self.source, num_stages)
 
     def activations(self, text: str | None, costs: ps.Costs, placement: ps.Placement) -> Any:
         """--memory-limit as a limit of activations; of bytes, what weights, gradients and optimizer state leave."""
-        limits, in_bytes = limits_of("--memory-limit", text)
+        limits, in_bytes = limits_of("--memory-limit", text, num_ranks_of(placement))
         if limits is None or not in_bytes:
             return limits
+        self.require_weights(text, costs)
+        return list(ps.simulation.room_for_activations(placement, costs, limits))
+
+    def require_weights(self, text: str | None, costs: ps.Costs) -> None:
+        """Raises Misuse where a --memory-limit of bytes is given over costs that do not say what weights take."""
         if not costs.weight_bytes:
             raise Misuse(
                 f"--memory-limit {text} counts all that a rank holds, and these costs do not say what weights take; "
                 f"give a number without a unit, which counts activations alone (those of a {self.of} are 1 where "
                 "nothing is said), or --costs with a preset or a profile"
             )
-        return list(ps.simulation.room_for_activations(placement, costs, limits))
 
     def assumed(self, num_ranks: int, placement: ps.Placement) -> str | None:
         """What `read` had to assume, in words; None where all was given."""

@@ -76,11 +76,12 @@ def numbers(option: str, text: str) -> list[float]:
     return [_number(option, text, part) for part in text.split(",")]
 
 
-def limits_of(option: str, text: str | None) -> tuple[float | list[float] | None, bool]:
+def limits_of(option: str, text: str | None, num_ranks: int | None = None) -> tuple[float | list[float] | None, bool]:
     """Reads `7`, `7,5` or `35GiB`: a limit or one per rank, and whether it is in bytes, of all that a rank holds.
 
     Raises:
-        Misuse: what is no number and no size, or some entries with a unit and some without.
+        Misuse: what is no number and no size, or not above 0, some entries with a unit and some without, or several
+            that are not one per rank, where it is given how many ranks there are.
     """
     if text is None:
         return None, False
@@ -92,6 +93,10 @@ def limits_of(option: str, text: str | None) -> tuple[float | list[float] | None
             "give all with a unit, as in 35GiB,40GiB, or none"
         )
     values = [number_of_bytes(option, part) for part in parts] if in_bytes[0] else numbers(option, text)
+    if wrong := [part for part, value in zip(parts, values, strict=True) if not value > 0]:
+        raise Misuse(f"{option} {text}: {wrong[0]} is no limit; give what is above 0")
+    if num_ranks is not None and len(values) not in (1, num_ranks):
+        raise Misuse(f"{option} {text} has {len(values)} entries; give one, or one per rank: {num_ranks}")
     return (values[0] if len(values) == 1 else values), in_bytes[0]
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+import penstock as ps
 from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
@@ -18,6 +19,7 @@ from penstock.cli.output import in_colour, print_json
 from penstock.planning.program_search import Found, Outcome, search_space
 from penstock.program.placements import circular
 from penstock.program.placements import shared_ends as with_shared_ends
+from penstock.simulation.memory_footprint import in_bytes as size_words
 
 PARTS_A_RANK = 4
 """What divides among one, two and four stages per rank."""
@@ -37,12 +39,17 @@ WORDS = {
     "depth-first": "the one nearest the model's end; by 8: eight ops of a stage, then the next stage's turn",
     "earliest-first": "the one that has been ready longest",
     "by microbatch": "the one with the lowest microbatch",
+    "warm-up": "so many forwards run on each rank before anything else, rank by rank",
+    "in flight": "of each stage at most so many forwards have started whose W has not ended, stage by stage",
     "zb-v": "the library's schedule of that name, over a V",
     "v-half": "the library's schedule of that name, over a V",
     "v-min": "the library's schedule of that name, over a V",
     "peak": "the most that a rank holds: an activation of a part is 1, or what --costs says",
 }
 """What the names of placements, rules and traversals mean, in the order in which they are explained."""
+
+PEAK_IN_BYTES = "the most that a rank holds in all: weights, gradients, optimizer state, activations and messages"
+"""What "peak" means where the limit is one of bytes."""
 
 
 @app.command(short_help="Search placements, rules and traversals for the shortest schedule.")
@@ -88,25 +95,24 @@ def search(
     if shared_ends and ranks > 1:
         model = with_shared_ends(model)
     given = costs_options.GivenCosts(costs, f, i, w, of="part")
-    chosen = given.read(ranks, model)
+    of_model = given.of_model()
+    if of_model is not None and parts is not None:
+        raise Misuse(
+            f"--parts {parts} is for costs of equal parts; the layers of {costs} are cut anew for each placement, so "
+            "leave --parts out, and say with --placement which to try"
+        )
+    chosen = given.read(ranks, model) if of_model is None else of_model
     links = costs_options.late_links(link or [], default_delay)
-    most, in_bytes = limits_of("--memory-limit", memory_limit)
-    if in_bytes and not chosen.weight_bytes:
-        raise Misuse(
-            f"--memory-limit {memory_limit} counts all that a rank holds, and these costs do not say what weights "
-            "take; give a number without a unit, which counts activations alone (1 for a part that has none)"
-        )
-    if in_bytes or isinstance(most, list):
-        raise Misuse(
-            f"--memory-limit {memory_limit}: search takes one number, of activations alone, as placements differ in "
-            "what weights take; penstock tune counts all that a rank holds"
-        )
+    most, in_bytes = limits_of("--memory-limit", memory_limit, ranks)
+    if in_bytes and isinstance(chosen, ps.Costs):
+        given.require_weights(memory_limit, chosen)
     outcome = search_space(
         chosen,
         ranks,
         microbatches,
         links=links,
-        memory_limit=most,
+        memory_limit=None if in_bytes else most,
+        total_limit=most if in_bytes else None,
         shapes=placement,
         shared_ends=shared_ends,
         split=split,
@@ -122,7 +128,7 @@ def search(
             )
         save_either(outcome.best.schedule, outcome.best.timeline, out)
     if json:
-        print_json(_as_json(outcome, ranks, microbatches, given.assumed(ranks, model), out))
+        print_json(_as_json(outcome, ranks, microbatches, given.assumed(ranks, model), out, in_bytes))
         return
     from penstock.draw.terminal import to_terminal
 
@@ -131,15 +137,18 @@ def search(
         print(f"\nassumed  {assumed}")
     stuck = f", {outcome.num_stuck} of which cannot run within the limits" if outcome.num_stuck else ""
     print(f"\n{outcome.num_tried} programs tried{stuck}.\n")
-    peaks = [f"{_peak(found):.6g}" for found in outcome.found]
+    peaks = [size_words(found.footprint.peak, 4) if in_bytes else f"{_peak(found):.6g}" for found in outcome.found]
     for found, peak in zip(outcome.found, peaks, strict=True):
         room = max(map(len, peaks))
         print(f"{found.makespan:>10.6g} ms  bubble {found.bubble_ratio:6.1%}  peak {peak:>{room}}  {found.name}")
+    for name, why in outcome.left_out:
+        print(f"nothing on {name}: {why}")
     print()
     words = _words_of([found.name for found in outcome.found], shared_ends)
     width = max(map(len, words))
     for word in words:
-        print(f"{word.ljust(width)}  {WORDS[word]}")
+        means = PEAK_IN_BYTES if in_bytes and word == "peak" else WORDS[word]
+        print(f"{word.ljust(width)}  {means}")
     if out is not None:
         print(f"wrote {out}")
 
@@ -159,7 +168,9 @@ def _words_of(names: Sequence[str], shared_ends: bool) -> list[str]:
     return [word for word in WORDS if word not in absent]
 
 
-def _as_json(outcome: Outcome, ranks: int, microbatches: int, assumed: str | None, out: str | None) -> dict[str, Any]:
+def _as_json(
+    outcome: Outcome, ranks: int, microbatches: int, assumed: str | None, out: str | None, in_bytes: bool
+) -> dict[str, Any]:
     return {
         "makespan": outcome.best.makespan,
         "num_ranks": ranks,
@@ -174,9 +185,11 @@ def _as_json(outcome: Outcome, ranks: int, microbatches: int, assumed: str | Non
                 "makespan": found.makespan,
                 "bubble_ratio": found.bubble_ratio,
                 "peak_activations": _peak(found),
+                "peak_bytes": found.footprint.peak if in_bytes else None,
             }
             for found in outcome.found
         ],
+        "left_out": dict(outcome.left_out),
         "grid": str(outcome.best.schedule),
         "out": out,
     }

@@ -6,7 +6,7 @@ penstock simulate zb --ranks 4 --microbatches 12 --warmup 7,5,3,1 --f 10 --i 10 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,6 +31,7 @@ from penstock.cli.options import (
 from penstock.cli.output import in_colour, print_json, table
 from penstock.cost import LinkCondition
 from penstock.formats.costs import uneven_json
+from penstock.simulation.memory_footprint import in_bytes
 from penstock.simulation.simulator import untimed_kinds
 
 if TYPE_CHECKING:
@@ -100,13 +101,20 @@ def simulate(
     assumed = given.assumed(plan.num_ranks, plan.placement)
     links = options.links_of(link or [], default_delay)
     mode = options.transport_of(transport)
-    cap = _cap(given, memory_limit, chosen, plan, dispatch)
+    checked = dispatch == "frozen" and options.limits_of("--memory-limit", memory_limit, plan.num_ranks)[1]
+    if checked:  # what is held follows from the order, and is counted below
+        given.require_weights(memory_limit, chosen)
+    cap = None if checked else given.activations(memory_limit, chosen, plan.placement)
     timeline = ps.simulate(plan, chosen, links=links, dispatch=dispatch, transport=mode, memory_limit=cap)
-    held = partial(ps.footprint, plan, chosen, links, dispatch=dispatch, memory_limit=cap)
+    held = cache(partial(ps.footprint, plan, chosen, links, dispatch=dispatch, memory_limit=cap))
     if over := costs_options.above_limit(memory_limit, held):
-        raise Misuse(
-            f"rank {over.index(max(over))} holds {max(over) / 2**20:,.3g} MiB more than --memory-limit "
-            f"{memory_limit}, as its messages take room too; raise the limit by as much"
+        rank = over.index(max(over))
+        raise ps.ScheduleError(
+            f"rank {rank} holds {in_bytes(held().totals[rank], 4)}, messages included, which is "
+            f"{in_bytes(over[rank], 4)} more than --memory-limit {memory_limit}; raise the limit, or ask penstock "
+            "plan or search for a schedule within it",
+            rule="memory",
+            rank=rank,
         )
     emulation = None
     if emulate is not None:
@@ -147,14 +155,6 @@ def _emulate(ranks: str) -> Callable[..., Emulation]:
 
         return emulate_processes
     raise Misuse(f"--emulate {ranks}: write threads or processes")
-
-
-def _cap(given: costs_options.GivenCosts, text: str | None, costs: ps.Costs, plan: ps.Schedule, dispatch: str) -> Any:
-    if text is not None and dispatch == "frozen":
-        raise Misuse(
-            "--memory-limit caps a run that is not frozen; add --dispatch hinted, dynamic or auto, or leave it out"
-        )
-    return given.activations(text, costs, plan.placement)
 
 
 def _as_json(

@@ -56,15 +56,15 @@ def limits_of(
     if offload is True:
         host = (math.inf,) * num_ranks
     elif offload is not None and offload is not False:
-        host = _per_rank("offload", offload, num_ranks)
+        host = per_rank("offload", offload, num_ranks)
     if max_in_flight is None:
         held = tuple((float(a), float(share)) for a in costs.activation)
         if memory_limit is None:
             return Limits((math.inf,) * num_ranks, held, host=host)
-        cap = _per_rank("memory_limit", memory_limit, num_ranks)
+        cap = per_rank("memory_limit", memory_limit, num_ranks)
         limits = Limits(cap, held, host=host)
     else:
-        cap = _per_rank("max_in_flight", max_in_flight, num_ranks)
+        cap = per_rank("max_in_flight", max_in_flight, num_ranks)
         in_flight = max(cap) if min(cap) == max(cap) < math.inf else None
         limits = Limits(cap, ((1.0, 0.0),) * costs.num_stages, in_flight, host)
     if placement is None:
@@ -73,7 +73,8 @@ def limits_of(
     return limits
 
 
-def _per_rank(name: str, value: float | Sequence[float], num_ranks: int) -> tuple[float, ...]:
+def per_rank(name: str, value: float | Sequence[float], num_ranks: int) -> tuple[float, ...]:
+    """A limit of each rank. Raises ScheduleError for another number of them, or one that is not above 0."""
     values = [value] * num_ranks if isinstance(value, Real) else list(value)  # type: ignore[arg-type]
     if len(values) != num_ranks:
         raise ScheduleError(

@@ -8,13 +8,18 @@ with I before W in every bubble, and the one with the shortest makespan wins.
 Beyond the paper: wave and combined placements; warm-ups of the zero-bubble kind; the order in which work became
 ready, or in which microbatches come, as traversals; where memory is short on a V, caps on each stage in
 proportion to how long its activations live, and the library's own constructions for such memory.
+
+A limit of bytes counts all that a rank holds. Weights, gradients and the optimizer's state follow from the placement,
+and what they leave is the cap for activations. Messages are known once a program has run: where the fastest one holds
+more with them, the placement is searched again with as much less room.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from math import ceil, inf
@@ -25,18 +30,25 @@ from penstock.engine.list_by_rules import EARLIEST, IN_ORDER
 from penstock.engine.memory import peaks
 from penstock.engine.tolerance import is_within
 from penstock.library import build
+from penstock.planning.limits import per_rank
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first, placements
 from penstock.program.rules import Traversal
 from penstock.schedule import Placement, Schedule, ScheduleError
 from penstock.schedule.op import UPDATE
 from penstock.schedule.short_repr import short_repr
-from penstock.simulation import Timeline, simulate
+from penstock.simulation import Footprint, Timeline, footprint, room_for_activations, simulate
 from penstock.simulation.lister import Lister, rows_of
+from penstock.simulation.memory_footprint import in_bytes
 
 COMPILE_ABOVE = 100_000
 """Ops of a whole search above which loading compiled code pays for itself."""
+MOST_AGAIN, LOOKED_AT = 6, 4
+"""Times that a placement is searched where messages take more than a limit of bytes leaves, and how many programs are
+looked at each time beside those that are wanted."""
 V = "v-shape"
 NUM_STAGE_CAPS = 4
+SHOWN = 8
+"""Numbers that a name shows all of."""
 CONSTRUCTED = ("zb-v", "v-half", "v-min")
 """Library schedules of the V that hold less than rules alone find a way to."""
 
@@ -53,6 +65,7 @@ class Found:
         program: what to build; where `constructed` is there, only its placement and costs count.
         constructed: the library schedule that this is, or None.
         makespan: ms.
+        number: counts programs of one placement whose rules differ in what their names do not say; 1 for the first.
 
     Examples:
         >>> import penstock as ps
@@ -65,6 +78,7 @@ class Found:
     program: Program
     makespan: float
     constructed: Schedule | None = None
+    number: int = 1
 
     __repr__ = short_repr
 
@@ -75,12 +89,19 @@ class Found:
 
     @property
     def name(self) -> str:
-        """What to call it: the placement and the rules, or the library's name."""
+        """What to call it: the placement and the rules, or the library's name. No other of an outcome has it."""
         if self.constructed is not None:
             return self.constructed.name
         rules = self.program.rules
         assert isinstance(rules, Rules)
-        return f"{self.placement}, {rules.kinds}, F {_words(rules.forward)}, B {_words(rules.backward)}"
+        words = [self.placement, rules.kinds, f"F {_words(rules.forward)}", f"B {_words(rules.backward)}"]
+        if rules.warmup is not None:
+            words.append(f"warm-up {_numbers(rules.warmup)}")
+        if isinstance(rules.max_in_flight, Mapping):
+            words.append(f"in flight by stage {_numbers(rules.max_in_flight.values())}")
+        elif rules.max_in_flight is not None and not callable(rules.max_in_flight):
+            words.append(f"in flight {_numbers(rules.max_in_flight)}")
+        return ", ".join(words) + (f" (no. {self.number})" if self.number > 1 else "")
 
     @property
     def timeline(self) -> Timeline:
@@ -92,6 +113,11 @@ class Found:
         """`1 - sum(busy) / (num_ranks * makespan)` of the simulated schedule."""
         return self.timeline.bubble_ratio
 
+    @cached_property
+    def footprint(self) -> Footprint:
+        """What each rank holds in all, in bytes. Raises CostError where the costs do not say what weights take."""
+        return footprint(self.schedule, self.program.all_costs, self.program.links)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -101,6 +127,7 @@ class Outcome:
         found: the best of each placement, the shortest makespan first; none where none takes less than was asked.
         num_tried: points that were run.
         num_stuck: those among them in which no rank could go on, as under a cap that its traversal cannot meet.
+        left_out: placements of which nothing was found, by name, each with the reason.
 
     Examples:
         >>> import penstock as ps
@@ -112,6 +139,7 @@ class Outcome:
     found: tuple[Found, ...]
     num_tried: int
     num_stuck: int
+    left_out: tuple[tuple[str, str], ...] = ()
 
     __repr__ = short_repr
 
@@ -122,12 +150,13 @@ class Outcome:
 
 
 def search_space(
-    costs: Costs,
+    costs: Costs | Callable[[int], Costs],
     num_ranks: int,
     num_microbatches: int,
     *,
     links: Links | None = None,
-    memory_limit: float | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    total_limit: float | Sequence[float] | None = None,
     shapes: Sequence[str] | None = None,
     shared_ends: bool = False,
     split: bool | Callable[[int], bool] = True,
@@ -147,84 +176,270 @@ def search_space(
         split: whether backwards are split into I and W.
         costs: of the model in `k * num_ranks` equal parts, from which stages are made by adding consecutive
             ones: a placement with v stages a rank needs k to be a multiple of v. With `shared_ends` one part
-            more at either end: what is shared by all ranks (embedding and head).
-        memory_limit: most memory a rank may hold, in the unit of the costs' activations.
+            more at either end: what is shared by all ranks (embedding and head). Or a function of the number of
+            stages, for a model that is cut for each placement.
+        memory_limit: most activations that a rank may hold, in the unit of the costs' activations: one number, or one
+            for each rank.
+        total_limit: most bytes that a rank may hold in all, as `ps.footprint` counts them: weights, gradients, the
+            optimizer's state, activations and messages. One number, or one for each rank.
         shapes: names of placements to try (see `placements_of`); all by default.
         split: whether backwards are I and W; or of which stages, by number.
         forward_first: also try forward-first rules (the paper does so only when asked).
         rules: the rules to try on a placement, from its name, itself and the number of microbatches; `rules_of` by
-            default. They keep to `memory_limit` besides.
+            default. They keep to the limit besides.
         keep: how many programs of each placement; of those that take equally long only the first.
         below: only programs that take less (ms). Placements with a rank that works longer are not tried.
         progress: called with points done and points in all.
 
     Raises:
-        ScheduleError: a shape that is not there, or no point that can run under the limit.
-        CostError: costs in a number of parts that does not divide among the ranks, or uneven microbatches.
+        ScheduleError: a shape that is not there, limits that make no sense, or no point that can run under them.
+        CostError: costs in a number of parts that does not divide among the ranks, uneven microbatches, or costs that
+            do not say what weights take, with a `total_limit`.
 
     Examples:
         >>> import penstock as ps
         >>> outcome = ps.planning.search_space(ps.Costs.uniform(8), num_ranks=4, num_microbatches=8)
         >>> outcome.best.makespan
         49.0
+        >>> model = lambda num_stages: ps.cost.costs_preset("gpt2-7b", num_stages=num_stages)
+        >>> outcome = ps.planning.search_space(model, 4, 8, total_limit=38 * 2**30, shapes=["v-shape"])
+        >>> outcome.best.footprint.peak <= 38 * 2**30
+        True
     """
-    if costs.factors:
+    if memory_limit is not None and total_limit is not None:
+        raise ScheduleError(
+            f"memory_limit {memory_limit} and total_limit {total_limit} both limit memory; give one of them",
+            rule="options",
+        )
+    caps = None if memory_limit is None else per_rank("memory_limit", memory_limit, num_ranks)
+    totals = None if total_limit is None else per_rank("total_limit", total_limit, num_ranks)
+    if isinstance(costs, Costs):
+        num_parts = _parts(costs, num_ranks, shared_ends)
+    else:
+        num_parts = max(placements.STAGES_PER_RANK.values()) * num_ranks
+    layouts = placements_of(num_ranks, num_parts, shared_ends)
+    _check_names(shapes or (), layouts, num_ranks, num_parts)
+    spaces: list[_Space] = []
+    left_out: dict[str, str] = {}
+    chosen = {name: placement for name, placement in layouts.items() if shapes is None or name in shapes}
+    uncut: list[CostError] = []
+    for name, placement in chosen.items():
+        try:
+            own = _costs_of(costs, placement.num_stages, shared_ends)
+        except CostError as error:
+            if isinstance(costs, Costs):
+                raise
+            left_out[name] = str(error)  # a model of fewer layers
+            uncut.append(error)
+            continue
+        room = caps
+        if totals is not None:
+            _require_weights(own)
+            try:
+                room = room_for_activations(placement, own, totals)
+            except CostError as error:
+                left_out[name] = str(error).partition(";")[0]
+                continue
+        first = Program(placement, num_microbatches, Rules(), split, own, links, name=name)
+        if below < inf and work_of(first) >= below:
+            continue
+        spaces.append(_Space(name, first, room, totals, rules, forward_first))
+    if len(uncut) == len(chosen):
+        raise uncut[0]
+    counts = _Counts(sum(sum(1 for _ in space.rules_under(space.room)) for space in spaces), progress)
+    found: list[Found] = []
+    for space in spaces:
+        best = space.search(keep, below, counts)
+        found += best
+        if not best and below == inf:
+            left_out[space.name] = space.why_nothing()
+    left_out = {name: left_out[name] for name in chosen if name in left_out}
+    if not found and below == inf:
+        sizes = dict.fromkeys(in_bytes(each, 4) for each in totals or ())
+        limit = f"a memory of {_numbers(caps)}" if caps is not None else f"{', '.join(sizes)} per rank, all counted"
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:1])
+        likewise = f", and nothing fits on {len(left_out) - 1} other placements" if len(left_out) > 1 else ""
+        unit = ", in the unit of the costs' activations" if caps is not None else ", or take more ranks"
+        raise ScheduleError(
+            f"no program over {num_ranks} ranks can run within {limit}: {why}{likewise}; raise the limit{unit}",
+            rule="memory",
+        )
+    ranked = _numbered(sorted(found, key=lambda each: each.makespan))
+    return Outcome(tuple(ranked), counts.tried, counts.stuck, tuple(left_out.items()))
+
+
+def _costs_of(costs: Costs | Callable[[int], Costs], num_stages: int, shared_ends: bool) -> Costs:
+    """Costs of the stages of a placement. Raises CostError for uneven ones, and where the model can't be cut so."""
+    given = costs if isinstance(costs, Costs) else costs(num_stages)
+    if given.factors:
         raise CostError(
             "search_space needs microbatches that all cost the same; leave `uneven` out, and order the microbatches "
             "of the result with ps.planning.order_microbatches"
         )
-    num_parts = _parts(costs, num_ranks, shared_ends)
-    layouts = placements_of(num_ranks, num_parts, shared_ends)
-    _check_names(shapes or (), layouts, num_ranks, num_parts)
-    points: list[tuple[str, list[Program]]] = []
-    for name, placement in layouts.items():
-        if shapes is not None and name not in shapes:
-            continue
-        folded = fold(costs, placement.num_stages, shared_ends)
-        first = Program(placement, num_microbatches, Rules(), split, folded, links, name=name)
-        if below < inf and work_of(first) >= below:
-            continue
-        if rules is None:
-            given = rules_of(name, placement, num_ranks, num_microbatches, memory_limit, costs, forward_first)
-        else:
-            own = rules(name, placement, num_microbatches)
-            given = (replace(each, memory_limit=memory_limit) for each in own)
-        points.append((name, [replace(first, rules=each) for each in given]))
-    tried = sum(len(programs) for _, programs in points)
-    best: dict[str, list[Found]] = {}
-    stuck = done = 0
-    for name, programs in points:
-        graph = programs[0].queues()
-        lister = Lister(graph, compile=True if graph.num_ops * tried > COMPILE_ABOVE else None)
+    return fold(costs, num_stages, shared_ends) if isinstance(costs, Costs) else given
+
+
+def _require_weights(costs: Costs) -> None:
+    if not costs.weight_bytes:
+        raise CostError(
+            "total_limit counts all that a rank holds, and the costs do not say what weights take; give "
+            "weight_bytes, or memory_limit, which counts activations alone"
+        )
+
+
+@dataclass
+class _Counts:
+    """Points that have run. tried: of all, so far as is known."""
+
+    tried: int
+    progress: Callable[[int, int], None] | None
+    done: int = 0
+    stuck: int = 0
+
+    def ran(self) -> None:
+        if self.progress is not None:
+            self.progress(self.done, self.tried)
+
+
+@dataclass
+class _Space:
+    """The programs of one placement.
+
+    Attributes:
+        first: one of them, with rules that say nothing.
+        room: for activations on each rank; None for no limit.
+        totals: bytes that each rank may hold in all; None where messages do not count.
+        given: the rules to try, if these are not the usual ones.
+        excess: by rank the most bytes of messages in programs that held too much.
+    """
+
+    name: str
+    first: Program
+    room: tuple[float, ...] | None
+    totals: tuple[float, ...] | None
+    given: RulesOf | None
+    forward_first: bool
+    excess: list[float] = field(default_factory=list)
+
+    def rules_under(self, room: Sequence[float] | None) -> Iterator[Rules]:
+        """The rules to try, which keep to caps of activations."""
+        limit = room if room is None or len(set(room)) > 1 else room[0]
+        placement, count = self.first.placement, self.first.num_microbatches
+        if self.given is not None:
+            return (replace(each, memory_limit=limit) for each in self.given(self.name, placement, count))
+        num_ranks = self.first.num_ranks
+        return rules_of(self.name, placement, num_ranks, count, limit, self.first.all_costs, self.forward_first)
+
+    def search(self, keep: int, below: float, counts: _Counts) -> list[Found]:
+        """The best that run within the limits, the fastest first."""
+        best: list[Found] = []
+        if self.totals is None:
+            for each in self._run(self.room, below, counts):
+                _keep(best, each, keep)
+            return best
+        assert self.room is not None
+        room = self.room
+        self.excess = [0.0] * len(room)
+        for again in range(MOST_AGAIN):
+            if again:
+                counts.tried += sum(1 for _ in self.rules_under(room))
+            ranked = self._run(room, below, counts)
+            for each in ranked[: LOOKED_AT + keep]:
+                if len(best) == keep and each.makespan >= best[-1].makespan:
+                    break
+                if self._fits(each):
+                    _keep(best, each, keep)
+            if not ranked or self._fits(ranked[0]):
+                break
+            over = ranked[0].footprint.ranks
+            self.excess = [max(seen, rank.messages) for seen, rank in zip(self.excess, over, strict=True)]
+            room = tuple(most - taken for most, taken in zip(self.room, self.excess, strict=True))
+            if min(room) <= 0:
+                break
+        return best
+
+    def why_nothing(self) -> str:
+        """What keeps the placement from running within the limits."""
+        placement, costs = self.first.placement, self.first.all_costs
+        room = self.room or ()
+        if any(self.excess):
+            rank = max(range(len(room)), key=lambda r: self.excess[r])
+            return (
+                f"activations and messages of rank {rank} take more than {in_bytes(room[rank], 4)}, which is what "
+                "its weights, gradients and optimizer state leave"
+            )
+        pipelines = range(placement.num_pipelines)
+        needed = [
+            max(
+                sum(costs.activation[s] for s in range(placement.num_stages) if rank in placement.hosts(p, s))
+                for p in pipelines
+            )
+            for rank in range(len(room))
+        ]
+        rank = max(range(len(room)), key=lambda r: needed[r] - room[r])
+        each = "" if placement.num_pipelines == 1 else ", and one in each direction more"
+        if self.totals is None:
+            return f"one microbatch takes {needed[rank]:g} on rank {rank}{each}"
+        return (
+            f"one microbatch takes {in_bytes(needed[rank], 4)} on rank {rank}{each}, where weights, gradients and "
+            f"optimizer state leave {in_bytes(room[rank], 4)}"
+        )
+
+    def _fits(self, found: Found) -> bool:
+        assert self.totals is not None
+        return all(held <= most for held, most in zip(found.footprint.totals, self.totals, strict=True))
+
+    def _run(self, room: Sequence[float] | None, below: float, counts: _Counts) -> list[Found]:
+        """All programs that end sooner than `below` under caps of activations, the fastest first."""
+        programs = [replace(self.first, rules=each) for each in self.rules_under(room)]
+        graph = self.first.queues()
+        lister = Lister(graph, compile=True if graph.num_ops * counts.tried > COMPILE_ABOVE else None)
+        found: list[Found] = []
         for program in programs:
-            done += 1
+            counts.done += 1
             try:
                 listed = lister.list_by_rules(program.tables(graph))
             except ScheduleError:  # a cap below what one microbatch needs
-                stuck += 1
+                counts.stuck += 1
                 continue
             if not listed.complete:
-                stuck += 1
+                counts.stuck += 1
             elif listed.makespan < below:
-                _keep(best.setdefault(name, []), Found(name, program, listed.makespan), keep)
-            if progress is not None:
-                progress(done, tried)
-    if V in layouts and (shapes is None or V in shapes) and split and memory_limit is not None and not shared_ends:
-        program = Program(layouts[V], num_microbatches, Rules(), split, fold(costs, 2 * num_ranks), links, name=V)
-        if V not in best or best[V][0].makespan > _least(program):
-            tried += _try_constructed(program, memory_limit, best, below, keep)
-    if not best and below < inf:
-        return Outcome((), tried, stuck)
-    if not best:
-        alone = max(fold(costs, num_ranks + 2 * shared_ends, shared_ends).activation)
-        raise ScheduleError(
-            f"no program over {num_ranks} ranks can run within a memory of {memory_limit:g}: one microbatch takes "
-            f"{alone:g} on a rank, and one in each direction twice as much; raise the limit, in the unit of the "
-            "parts' activations",
-            rule="memory",
-        )
-    every = [found for of_placement in best.values() for found in of_placement]
-    return Outcome(tuple(sorted(every, key=lambda found: found.makespan)), tried, stuck)
+                found.append(Found(self.name, program, listed.makespan))
+            counts.ran()
+        found.sort(key=lambda each: each.makespan)
+        in_halves = self.first.split is True and not self.first.placement.shared
+        beatable = not found or found[0].makespan > _least(self.first)
+        if self.name == V and room is not None and in_halves and beatable:
+            found += self._constructed(graph, room, below, counts)
+            found.sort(key=lambda each: each.makespan)
+        return found
+
+    def _constructed(
+        self, graph: QueueGraph, room: Sequence[float], below: float, counts: _Counts
+    ) -> Iterator[Found]:
+        """The library's constructions that hold no more than the caps."""
+        lister = Lister(graph)
+        for name in CONSTRUCTED:
+            try:
+                schedule = build(name, self.first.num_ranks, self.first.num_microbatches)
+            except ScheduleError:  # too few microbatches for it
+                continue
+            counts.tried += 1
+            rows = rows_of(graph, schedule)
+            if not all(is_within(peak, cap) for peak, cap in zip(_peaks(graph, rows), room, strict=True)):
+                continue
+            makespan = lister.time_rows(rows).makespan
+            if makespan < below:
+                yield Found(V, self.first, makespan, schedule)
+
+
+def _numbered(found: Iterable[Found]) -> Iterator[Found]:
+    """The same, with numbers where names would be alike."""
+    seen: Counter[str] = Counter()
+    for each in found:
+        seen[each.name] += 1
+        yield each if seen[each.name] == 1 else replace(each, number=seen[each.name])
 
 
 def _keep(best: list[Found], found: Found, keep: int) -> None:
@@ -277,7 +492,8 @@ def _check_names(names: Sequence[str], layouts: dict[str, Placement], num_ranks:
         each = placements.STAGES_PER_RANK[name.removesuffix(placements.BOTH_WAYS)]
         raise ScheduleError(
             f"{name} has {each} stages per rank, of equally many parts each, and there are "
-            f"{num_parts // num_ranks} parts per rank; give a multiple of {each * num_ranks} parts, or name others: {', '.join(layouts)}",
+            f"{num_parts // num_ranks} parts per rank; give a multiple of {each * num_ranks} parts, or name others: "
+            f"{', '.join(layouts)}",
             rule="options",
         )
 
@@ -287,11 +503,11 @@ def rules_of(
     placement: Placement,
     num_ranks: int,
     num_microbatches: int,
-    memory_limit: float | None,
+    memory_limit: float | Sequence[float] | None,
     costs: Costs,
     forward_first: bool,
 ) -> Iterator[Rules]:
-    """The rules to try on one placement."""
+    """The rules to try on one placement, whose stages the costs are of."""
     alone = len(placement.stages_of(0)) == 1
     plain: list[tuple[Traversal, Traversal]] = [(breadth_first(), breadth_first())]
     if not alone:
@@ -309,16 +525,15 @@ def rules_of(
                 yield Rules(kind, forward=forward, backward=backward, warmup=warmup, memory_limit=memory_limit)
     if memory_limit is None or alone or placement.num_pipelines > 1 or placement.shared:
         return
-    for limits in _stage_caps(
-        placement, num_ranks, num_microbatches, memory_limit, fold(costs, placement.num_stages)
-    ):
+    room = per_rank("memory_limit", memory_limit, num_ranks)
+    for limits in _stage_caps(placement, num_ranks, num_microbatches, room, costs):
         for kind in kinds:
             for pair in ((depth_first(), earliest_first()), (depth_first(), by_microbatch())):
                 yield Rules(kind, forward=pair[0], backward=pair[1], max_in_flight=limits)
 
 
 def _stage_caps(
-    placement: Placement, num_ranks: int, num_microbatches: int, memory_limit: float, costs: Costs
+    placement: Placement, num_ranks: int, num_microbatches: int, room: Sequence[float], costs: Costs
 ) -> Iterator[dict[int, float]]:
     """In-flight limits by stage, in proportion to the life of its activations: from its F down to the loss and
     back up to its W. The largest that fit under the limit on every rank, and some that leave room."""
@@ -331,7 +546,7 @@ def _stage_caps(
         caps = {
             s: float(min(num_microbatches, max(1, ceil(share * life[s] / (rate or 1))))) for s in range(len(life))
         }
-        if max(sum(caps[s] * costs.activation[s] for s in placement.stages_of(r)) for r in ranks) > memory_limit:
+        if any(sum(caps[s] * costs.activation[s] for s in placement.stages_of(r)) > room[r] for r in ranks):
             continue
         if caps not in seen:
             seen.append(caps)
@@ -350,33 +565,19 @@ def _least(program: Program) -> float:
     )
 
 
-def _try_constructed(
-    program: Program, memory_limit: float, best: dict[str, list[Found]], below: float, keep: int
-) -> int:
-    """Puts the best of the library's constructions into `best` where it beats what is there; returns how many ran."""
-    graph = program.queues()
-    lister = Lister(graph)
-    tried = 0
-    for name in CONSTRUCTED:
-        try:
-            schedule = build(name, program.num_ranks, program.num_microbatches)
-        except ScheduleError:  # too few microbatches for it
-            continue
-        tried += 1
-        rows = rows_of(graph, schedule)
-        if not is_within(_peak(graph, rows), memory_limit):
-            continue
-        makespan = lister.time_rows(rows).makespan
-        if makespan < below:
-            _keep(best.setdefault(V, []), Found(V, program, makespan, schedule), keep)
-    return tried
-
-
-def _peak(graph: QueueGraph, rows: list[list[int]]) -> float:
-    """Most memory that any rank holds."""
+def _peaks(graph: QueueGraph, rows: list[list[int]]) -> Sequence[float]:
+    """Most memory that each rank holds."""
     changes = [queue.memory for queue in graph.tables.queues]
     first = list(accumulate(map(len, rows), initial=0))
-    return max(peaks([changes[q] for row in rows for q in row], first))
+    return peaks([changes[q] for row in rows for q in row], first)
+
+
+def _numbers(values: float | Iterable[float]) -> str:
+    """Numbers in a name: one where all are alike, and of many the first two and the last."""
+    each = [f"{value:g}" for value in (values if isinstance(values, Iterable) else [values])]
+    if len(set(each)) == 1:
+        return each[0]
+    return ",".join(each if len(each) <= SHOWN else [*each[:2], "..", each[-1]])
 
 
 def _words(traversal: Traversal) -> str:

@@ -190,11 +190,19 @@ def room_for_activations(
     ):
         if limit <= mine.total:
             raise CostError(
-                f"rank {rank} holds {mine.total / 2**30:,.2f} GiB of weights, gradients and optimizer state, and may "
-                f"hold {limit / 2**30:,.2f} GiB in all; raise the limit, or take more ranks"
+                f"rank {rank} holds {in_bytes(mine.total, 4)} of weights, gradients and optimizer state, and may "
+                f"hold {in_bytes(limit, 4)} in all; raise the limit, or take more ranks"
             )
         found.append(limit - mine.total)
     return tuple(found)
+
+
+def in_bytes(value: float, digits: int = 3) -> str:
+    """`1.5 GiB`, `22 MiB`, `800 KiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{value / size:.{digits}g} {unit}" if value < 1000 * size else f"{value / size:.0f} {unit}"
+    return f"{value:.0f} bytes"
 
 
 def _require_weights(costs: Costs, sharding: str) -> None:

@@ -54,8 +54,13 @@ def programs_for(
                 )
             except ScheduleError:  # no program runs under the limit
                 continue
-            ends = "shared ends, " if shared else ""
-            found += [TunePlan(ends + each.name, each.schedule, program=True) for each in outcome.found]
+            ends, within = "shared ends, " if shared else "", "" if limit is None else ", within the limit"
+            known = {plan.schedule for plan in found}
+            found += [
+                TunePlan(ends + each.name + within, each.schedule, program=True)
+                for each in outcome.found
+                if each.schedule not in known
+            ]
     return found
 
 

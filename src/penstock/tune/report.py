@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from penstock.simulation.memory_footprint import in_bytes
 from penstock.train.towers import read_towers
 from penstock.tune.profile import MessageCosts, Profile
-from penstock.tune.search import Ranked, TuneCandidate, in_bytes, settings_of
+from penstock.tune.search import Ranked, TuneCandidate, settings_of
 from penstock.tune.session import TuneOutcome
 from penstock.tune.verify import MeasuredCandidate
 

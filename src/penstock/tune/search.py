@@ -15,6 +15,7 @@ from typing import Any
 from penstock.dispatch import Dispatch
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.compatibility import require_runnable
+from penstock.simulation.memory_footprint import in_bytes
 from penstock.train.kinds import CLIP
 from penstock.train.own_file import is_own
 from penstock.train.settings import Settings, SettingsError
@@ -303,14 +304,6 @@ def _busiest(candidate: TuneCandidate, profile: Profile, transfer: MessageCosts)
         (kind, stage): costs.duration(kind, stage) for kind in "FBIW" for stage in range(costs.num_stages)
     }
     return max(sum(cost[op.kind, op.stage] for op in row) for row in schedule.order)
-
-
-def in_bytes(value: float) -> str:
-    """`1.5 GiB`, `22 MiB`, `800 KiB`."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}" if value < 1000 * size else f"{value / size:.0f} {unit}"
-    return f"{value:.0f} bytes"
 
 
 def _short(value: object) -> str:

@@ -25,6 +25,7 @@ from penstock.models import CLIPConfig, tower_costs
 from penstock.planning import BranchWay, rank_branches
 from penstock.runtime import partition
 from penstock.schedule import ScheduleError
+from penstock.simulation.memory_footprint import in_bytes
 from penstock.train.checks import SettingsError
 from penstock.train.kinds import CLIP, USUAL
 from penstock.train.settings import Settings
@@ -34,7 +35,7 @@ from penstock.train.towers import CONTRAST, STYLES, TowerOptions, check_towers, 
 from penstock.tune.errors import TuneError
 from penstock.tune.memory import POSTED
 from penstock.tune.profile import MessageCosts, Profile, joined_profile
-from penstock.tune.search import SearchFound, TuneCandidate, add_candidate, in_bytes, is_known
+from penstock.tune.search import SearchFound, TuneCandidate, add_candidate, is_known
 from penstock.tune.space import Shape, TunePlan, TuneSpace, counts
 
 PLAIN, INTERLEAVING = "1f1b", "interleaved-1f1b"
