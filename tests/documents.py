@@ -40,7 +40,7 @@ from penstock.lab.links import read_change, read_links
 from penstock.train import command as train_command
 from penstock.train.folder import RunFolder
 from penstock.train.job import EmulatedJob, TrainJob
-from penstock.train.tasks.open import open_task
+from penstock.train.tasks.open import open_task, schedule_of
 from tune_models import Ranks
 
 ROOT = Path(__file__).parents[1]
@@ -136,7 +136,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
             order.settings.check_plan()
             return 0
         settings, folder = order.settings, RunFolder(Path(order.folder))
-        open_task(settings, settings.build_schedule())
+        open_task(settings, schedule_of(settings))
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
         folder.settings.write_text(settings.to_json(), encoding="utf-8")
         if settings.adapt:

@@ -175,7 +175,7 @@ def test_what_stages_send_is_as_large_as_predicted(name: str, tmp_path: Path) ->
     settings = Settings(
         model=str(tmp_path), ranks=count, schedule="1f1b", batch=4, microbatches=2, context=20, cut=(1,) * count
     )
-    schedule = settings.build_schedule()
+    schedule = settings.replica_schedule()
     task = DecoderTask(settings, schedule)
     value: Any = {key: each[:2] for key, each in task.read(None).batches[0].inputs.items()}
     sent = []

@@ -168,7 +168,7 @@ def test_at_the_prompt(name: str, text: Path, tmp_path: Path, capfd: pytest.Capt
     assert json.loads(said.out)["num_ranks"] == 4
     first, *_, last = losses(tmp_path / "run")
     settings = Settings.from_mapping(json.loads((tmp_path / "run/settings.json").read_text()))
-    task = DecoderTask(settings, settings.build_schedule())
+    task = DecoderTask(settings, settings.replica_schedule())
     batch = task.read(None).batches[0]
     model = model_of(name)
     inputs = batch.inputs if isinstance(batch.inputs, dict) else {"input_ids": batch.inputs}

@@ -135,7 +135,7 @@ def test_at_the_prompt_with_pictures(name: str, tmp_path: Path, capfd: pytest.Ca
     first, *_, last = losses(tmp_path / "run")
     assert last < first
     settings = Settings.from_mapping(json.loads((tmp_path / "run/settings.json").read_text()))
-    task = DecoderTask(settings, settings.build_schedule())
+    task = DecoderTask(settings, settings.replica_schedule())
     example = task.read(None).batches[0]
     schedule = ps.build("zb-h1", 4, 4)
     pipe = ps.Pipeline(

@@ -259,7 +259,7 @@ def test_a_run_cut_inside_a_tower_is_resumed_and_exported(name: str, tmp_path: P
 def test_messages_are_counted_as_they_are_sent(tmp_path: Path) -> None:
     model_of("llava", vision_feature_layer=[1, -1]).save_pretrained(tmp_path)
     settings = Settings(model=str(tmp_path), schedule="1f1b", ranks=4, microbatches=4, batch=8, cut=(2, 1, 2, 5))
-    schedule = settings.build_schedule()
+    schedule = settings.replica_schedule()
     task = DecoderTask(settings, schedule)
     value: Any = {name: each[:2] for name, each in task.read(None).batches[0].inputs.items()}
     sent = []

@@ -162,8 +162,8 @@ def test_stages_are_of_one_tower_each_and_as_even_as_that_allows() -> None:
 
 def test_messages_are_as_large_as_the_mean_sample_s() -> None:
     settings = Settings(model="captioner", preset="nano", packing="arrival", ranks=2, batch=8, microbatches=4)
-    task = CaptionerTask(settings, settings.build_schedule())
-    sent, nothing = task.message_bytes(settings.build_schedule())
+    task = CaptionerTask(settings, settings.replica_schedule())
+    sent, nothing = task.message_bytes(settings.replica_schedule())
     samples = task.read(None).documents
     assert samples is not None
     patches = [sum(own) for own in samples.lengths(range(256))["images"]]  # type: ignore[call-overload]

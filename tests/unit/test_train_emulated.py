@@ -95,7 +95,7 @@ def test_every_iteration_is_told(place: Path, capfd: Any) -> None:
 def test_messages_are_cut_and_it_is_said(run: Run) -> None:
     report = run("--steps 1 --message-cap 1KB --link 0:1=bandwidth:1MB/s")
     assert any("messages of more than 1KB" in notice for notice in report["notices"])
-    whole = EmulatedSettings(costs="gpt2-7b", message_cap="1GB").build_schedule()
+    whole = EmulatedSettings(costs="gpt2-7b", message_cap="1GB").replica_schedule()
     assert not EmulatedSettings(costs="gpt2-7b", message_cap="1GB").is_cut(whole)
     assert EmulatedSettings(costs="gpt2-7b").is_cut(whole)
     costs = ps.Costs([2, 2], [2, 2], [2, 2], message_bytes=[1000, 1000])
@@ -174,7 +174,7 @@ def test_without_zero_copies_update_as_long(place: Path) -> None:
         "costs": "costs.json",
     }
     on, off = (EmulatedSettings.from_mapping({**told, "sharding": kept}) for kept in ("copies", "none"))
-    plan = on.build_schedule()
+    plan = on.replica_schedule()
     assert plan.updates is not None
     assert [settings.read_costs(plan).take_over for settings in (on, off)] == [(), (3.0, 3.0)]
 

@@ -11,15 +11,17 @@ import typer
 from penstock.cost.presets import PRESETS
 from penstock.schedule.updates import RULES
 from penstock.train.emulated.settings import EmulatedSettings
+from penstock.train.job import EmulatedJob
 from penstock.train.launch_jobs import emulated_order_of, order_of, read_given
 from penstock.train.settings import Settings
+from penstock.train.tasks.open import schedule_of
 from penstock.train.torchtitan import titan_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.runtime.launch import RankOrder, WaitingServer
-    from penstock.train.job import EmulatedJob, TrainJob
+    from penstock.train.job import TrainJob
 
 DEFAULTS, EMULATED = Settings(), EmulatedSettings()
 
@@ -276,7 +278,10 @@ def train(
 
 def _carry_out(order: TrainJob | EmulatedJob, port: int | None, is_program: bool) -> int | RankOrder:
     # Light checks first: most mistakes are told before torch is loaded.
-    order.settings.check_plan()
+    if isinstance(order, EmulatedJob):
+        order.settings.check_plan()
+    else:
+        schedule_of(order.settings)
     from penstock.train import run_job as run_job
 
     if "RANK" in os.environ:

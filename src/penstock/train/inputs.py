@@ -29,7 +29,7 @@ from penstock.schedule.offload import OFFLOAD, RELOAD
 from penstock.train.mesh_sizes import check_ties
 from penstock.train.planned_batches import recorded_batches
 from penstock.train.settings import Settings, SettingsError
-from penstock.train.tasks.open import open_task
+from penstock.train.tasks.open import open_task, schedule_of
 from penstock.train.tasks.task import Data, Task
 
 
@@ -54,7 +54,7 @@ def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
     Raises:
         SettingsError, ScheduleError, PartitionError, DataError, DecoderError: in one or two lines.
     """
-    schedule = settings.build_schedule()
+    schedule = schedule_of(settings)
     _check_ops(settings, schedule)
     _check_transport(settings, device_of(settings))
     _check_rule(settings, schedule, optimizer_class(settings))

@@ -37,7 +37,6 @@ from penstock.train.quality import Quality
 from penstock.train.report import Report, TimingReport, timing_report
 from penstock.train.resume_checks import way_back
 from penstock.train.run_report import write_plan
-from penstock.train.run_settings import RunSettings
 from penstock.train.settings import Settings
 from penstock.train.steered import read_steered
 from penstock.train.stop import StopRequest
@@ -112,7 +111,7 @@ class RankRun:
             taken = settings.record
             record = BatchRecord(self.folder.file("batches.jsonl") if taken is None else Path(taken))
             if taken is None:
-                of_replica = RunSettings.build_schedule(settings)
+                of_replica = settings.replica_schedule()
                 limit, dispatches = settings.microbatch_tokens, self._dispatches()
                 problem = BatchProblem(of_replica, documents.costs, settings.dp, limit, dispatches)
                 planner = BatchPlanner(problem, settings.timeout)

@@ -11,7 +11,7 @@ from penstock.train.folder import RunFolder
 from penstock.train.inputs import Inputs
 from penstock.train.kinds import is_there, same_kind
 from penstock.train.settings import Settings, SettingsError, read_settings
-from penstock.train.tasks.open import open_task
+from penstock.train.tasks.open import open_task, schedule_of
 from penstock.train.training import position
 
 
@@ -160,4 +160,4 @@ def _sizes_of(saved: Settings, now: Settings) -> Mapping[str, Any]:
         return {}
     names = ("model", "model_options", "lora", "preset", "depth", "width", "heads", "context", "tied")
     settings = dataclasses.replace(now, cut=None, **{name: getattr(saved, name) for name in names})
-    return open_task(settings, settings.build_schedule()).sizes
+    return open_task(settings, schedule_of(settings)).sizes

@@ -94,10 +94,6 @@ class RunSettings(Travel):
         """What its processes need in their environment."""
         return {}
 
-    def check_plan(self) -> None:
-        """What is looked at before torch is loaded. Raises SettingsError, ScheduleError."""
-        self.build_schedule()
-
     def link_conditions(self) -> Links | None:
         """The conditions to inject. Raises SettingsError for those that make no sense."""
         return read_links(self.link, self.ranks)
@@ -117,8 +113,8 @@ class RunSettings(Travel):
         """How steps, windows and passes lie. Without updates in the schedule, all three are a step."""
         return Passes(self.microbatches, self.drain_every or 1, self.window or self.microbatches)
 
-    def build_schedule(self) -> Schedule:
-        """The schedule of a pass, checked. Raises ScheduleError."""
+    def replica_schedule(self) -> Schedule:
+        """The schedule of a pass of one replica, checked. Raises ScheduleError."""
         if not self.is_asynchronous:
             return read_schedule(self.schedule, self.ranks, self.microbatches, self.stages, self.warmup)
         passes = self.passes

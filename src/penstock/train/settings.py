@@ -14,12 +14,8 @@ from typing import Any
 from penstock.cost import Costs, Links
 from penstock.planning.threads import num_cores
 from penstock.schedule import Schedule
-from penstock.train.checks import (
-    SettingsError,
-    read_links,
-    read_schedule,
-)
-from penstock.train.kinds import CLIP, check_lora, check_model, check_own
+from penstock.train.checks import SettingsError, read_links
+from penstock.train.kinds import check_lora, check_model, check_own
 from penstock.train.learning_rate import learning_rate
 from penstock.train.mesh_sizes import check_mesh
 from penstock.train.own_file import is_own
@@ -175,17 +171,6 @@ class Settings(RunSettings):
     def replicas_here(self) -> int:
         """Replicas whose microbatches one pipeline runs: in one process all, else its own."""
         return self.dp if self.in_process else 1
-
-    def build_schedule(self) -> Schedule:
-        if self.model == CLIP:
-            from penstock.train.tasks.clip import clip_config  # here, as it loads torch
-            from penstock.train.tasks.clip_schedule import clip_schedule
-
-            return clip_schedule(clip_config(self), self)
-        if self.replicas_here == 1:
-            return super().build_schedule()
-        count = self.microbatches * self.replicas_here
-        return read_schedule(self.schedule, self.ranks, count, self.stages, self.warmup)
 
     @property
     def num_threads(self) -> int:

@@ -21,6 +21,7 @@ from penstock.train.compare.trained import trained
 from penstock.train.folder import write_whole
 from penstock.train.inputs import Inputs, gather_inputs
 from penstock.train.settings import Settings
+from penstock.train.tasks.open import schedule_of
 
 Say = Callable[[str], None]
 
@@ -59,7 +60,7 @@ def compare(
     """
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SettingsError(f"--out {out} is there already; give a folder that is not, or is empty")
-    schedules = [settings.build_schedule() for settings in contenders]
+    schedules = [schedule_of(settings) for settings in contenders]
     inputs = _gather(contenders) if trains else []
     run.links.check_ranks(contenders[0].ranks)
     costs = source()

@@ -198,7 +198,7 @@ class CheckedEmulation:
     def __init__(self, job: EmulatedJob) -> None:
         self.job = job
         self.corpus: Corpus | None = None
-        self._schedule = job.settings.build_schedule()
+        self._schedule = job.settings.replica_schedule()
         self._costs = job.settings.read_costs(self._schedule)
         job.settings.host_units(self._costs)
 

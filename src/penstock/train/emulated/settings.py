@@ -54,7 +54,8 @@ class EmulatedSettings(RunSettings):
         return read_size("message_cap", self.message_cap)
 
     def check_plan(self) -> None:
-        self.read_costs(self.build_schedule())
+        """What is looked at before torch is loaded. Raises SettingsError, ScheduleError."""
+        self.read_costs(self.replica_schedule())
 
     def read_costs(self, schedule: Schedule) -> Costs:
         """The costs of the schedule's stages, messages cut down to `message_cap`. Raises SettingsError.

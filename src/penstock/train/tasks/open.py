@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from penstock.library import build
 from penstock.schedule import Schedule
+from penstock.train.checks import read_schedule
+from penstock.train.kinds import CLIP
 from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
-from penstock.train.tasks.task import LayeredTask, Task
+
+if TYPE_CHECKING:  # which loads torch
+    from penstock.train.tasks.task import LayeredTask, Task
+
+
+def schedule_of(settings: Settings) -> Schedule:
+    """The schedule that a run trains by, checked; of a model of several towers, theirs. Loads torch for these alone.
+
+    Raises:
+        SettingsError, ScheduleError: what the settings ask for cannot be.
+    """
+    if settings.model == CLIP:
+        from penstock.train.tasks.clip import clip_config
+        from penstock.train.tasks.clip_schedule import clip_schedule
+
+        return clip_schedule(clip_config(settings), settings)
+    if settings.replicas_here == 1:
+        return settings.replica_schedule()
+    count = settings.microbatches * settings.replicas_here
+    return read_schedule(settings.schedule, settings.ranks, count, settings.stages, settings.warmup)
 
 
 def open_task(settings: Settings, schedule: Schedule) -> Task:
@@ -22,7 +43,7 @@ def open_task(settings: Settings, schedule: Schedule) -> Task:
         from penstock.train.tasks.bert import BERTTask
 
         return BERTTask(settings, schedule)
-    if settings.model == "clip":
+    if settings.model == CLIP:
         from penstock.train.tasks.clip import CLIPTask
 
         return CLIPTask(settings, schedule)
@@ -49,4 +70,4 @@ def open_layers(settings: Settings) -> LayeredTask:
 def _layered(settings: Settings, schedule: Schedule) -> LayeredTask:
     task = open_task(settings, schedule)
     assert hasattr(task, "layer_costs"), f"{settings.model} is no known chain of layers"
-    return cast(LayeredTask, task)
+    return cast("LayeredTask", task)
