@@ -293,7 +293,10 @@ def test_no_change_stays_that_is_slower_where_links_change_in_every_step(
         for step in range(24 + 1 + LATER):
             level = 100 * draw.uniform(1, 2)
 
-            def simulated(configuration: Configuration, level: float = level, said: float = said) -> float:
+            def simulated(
+                configuration: Configuration, late: bool = True, level: float = level, said: float = said
+            ) -> float:
+                level = level if late else 100.0
                 return level if configuration == JOB.start else level * (1 + said)
 
             if step < 24:
@@ -316,15 +319,41 @@ def test_a_trial_in_which_links_changed_is_told_by_simulation_only_where_that_ex
     times = StepTimes(JOB.start)
     for step in range(8):
         ms = 100.0 + 10 * step
-        times.add(ms, lambda _, ms=ms: ms if right else 100.0)  # type: ignore[misc]
+        times.add(ms, lambda _, late=True, ms=ms: ms if right else 100.0)  # type: ignore[misc]
     trial = ChangeTrial(1, times, 30.0, {}, Configuration(ZB, "dynamic", (), JOB.start.caps))
     trial.void = True
     said = []
     for step in range(1 + STEPS):
-        said.append(trial.add(step, 150.0, True, lambda ran: 220.0 if ran == JOB.start else 150.0))
+        said.append(trial.add(step, 150.0, True, lambda ran, late=True: 220.0 if ran == JOB.start else 150.0))
     (verdict,) = [each for each in said if each is not None]
     assert verdict.kept is right
     assert ("the measured 70" if right else "links changed") in verdict.why
+
+
+def test_a_link_that_turns_late_while_a_change_is_on_trial_does_not_have_it_taken_back() -> None:
+    """What ran before would be slower still, and what runs is as much slower as delays explain."""
+    machine = Machine()
+    first, both = {(0, 1): 40.0}, {(0, 1): 40.0, (2, 3): 60.0}
+    machine.run(12, {}, as_simulated({}))
+    machine.run(3, first, as_simulated(first))
+    assert len(machine.tried()) == 1
+    machine.run(20, both, as_simulated(both))
+    assert machine.controller.verdicts[0].kept, machine.controller.verdicts
+    assert machine.ms[-1] < as_simulated(both)(JOB.start)
+
+
+def test_what_is_taken_back_while_links_changed_is_held_against_steps_with_these_links() -> None:
+    times = StepTimes(JOB.start)
+    for _ in range(12):
+        times.add(100.0)
+    times.changed(2, True)
+    times.resume()
+    assert times.now == ()
+    assert times.are_enough
+    times.add(250.0)
+    times.add(260.0)
+    assert times.now == (260.0,)
+    assert times.rise == 160.0
 
 
 def test_steps_that_do_not_differ_are_explained_by_nothing() -> None:

@@ -58,6 +58,7 @@ from penstock.control.trial import (
     error_of,
     explained,
 )
+from penstock.cost import Links
 from penstock.schedule import Schedule, check
 
 _AGES = (3, 8, 16, 32, 64)
@@ -279,7 +280,10 @@ class Controller:
         self._rate = 0.0
         if decision.action is Action.TAKE_BACK:
             assert self._trial is not None, "only what was tried is taken back"
-            self._steps, self._trial, self._revert = self._trial.before, None, None
+            self._steps = self._trial.before
+            if self._trial.void:
+                self._steps.resume()
+            self._trial = self._revert = None
             self._told_of_nodes = {}
             return
         self._revert = None
@@ -529,7 +533,7 @@ class Controller:
         """What the step that has just ended takes by simulation, with the links and op times that it had."""
         links = self._book.latest(self.now.delegated, ms)
         job = self._job_as_measured(self._book.factors)
-        return lambda configuration: predict(job, configuration, [links()])
+        return lambda configuration, late=True: predict(job, configuration, [links() if late else Links()])
 
     def _job_as_measured(self, factors: Factors) -> Job:
         return replace(self.job, costs=scaled(self.job.costs, factors)) if factors else self.job

@@ -27,10 +27,10 @@ Where it does not explain the steps, the medians decide, and a trial in which li
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.control.configuration import Configuration
 from penstock.control.events import Link
@@ -62,8 +62,11 @@ _ONE_EVENT = 6
 """Steps between two changes up to which they count as one: the two directions of a link are verified one by one."""
 
 
-Simulated = Callable[[Configuration], float]
-"""What a step would take (ms) by simulation with a configuration, under the links that were measured in it."""
+class Simulated(Protocol):
+    """What a step would take (ms) by simulation with a configuration."""
+
+    def __call__(self, configuration: Configuration, late: bool = True) -> float:
+        """With the links that were measured in the step, or, where not `late`, with links that take no time."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,12 @@ class StepTimes:
         moved = [self._calm.pop() for _ in range(self._num_since)]
         self._since = deque(reversed(moved), maxlen=_SINCE)
 
+    def resume(self) -> None:
+        """The configuration runs again, while links are later than in its steps so far."""
+        self._calm.extend(self._since)
+        self._since.clear()
+        self._num_since, self._rose = 0, True
+
     @property
     def calm(self) -> Sequence[float]:
         """The steps (ms) before the change; all where there was none."""
@@ -187,9 +196,9 @@ class StepTimes:
         return error_of(self.noise, len(self.now), num_after)
 
 
-def both_ways(steps: Sequence[Step], ran: Configuration | None) -> Sequence[tuple[float, float]]:
+def both_ways(steps: Sequence[Step], ran: Configuration | None, late: bool = True) -> Sequence[tuple[float, float]]:
     """Each step as measured and as simulated with `ran`, in ms; those of which nothing can be simulated left out."""
-    return [(step.ms, step.simulated(ran)) for step in steps if step.simulated is not None and ran is not None]
+    return [(step.ms, step.simulated(ran, late)) for step in steps if step.simulated is not None and ran is not None]
 
 
 def error_of(noise: float, num_before: int, num_after: int = STEPS) -> float:
@@ -327,7 +336,7 @@ class ChangeTrial:
         before, after = self.before.latest, both_ways(self._after, runs)
         if ran is None or len(after) < len(self._after):
             return None
-        found = explained(before, after)
+        found = explained(before, after) or self._explained_by_delays(before, after)
         if found is None:
             return None
         instead = both_ways(self._after, ran)
@@ -336,6 +345,21 @@ class ChangeTrial:
             median(old - new for (_, old), (_, new) in zip(instead, after, strict=True)),
             error_of(found.noise, len(before), len(after)),
         )
+
+    def _explained_by_delays(
+        self, before: Sequence[tuple[float, float]], after: Sequence[tuple[float, float]]
+    ) -> Explained | None:
+        """Where links changed since the switch, it is enough if delays account for most of what steps have taken
+        longer since than without them, and that is more than noise."""
+        if not self.void or len(before) < EARLY or not after:
+            return None
+        rows = [[ms - simulated for ms, simulated in row] for row in (before, after)]
+        offset, noise = median(rows[0]), max(map(deviation, rows))
+        longer = both_ways(self._after, self.runs, late=False)
+        without = median(ms - simulated for ms, simulated in longer) - offset
+        left = median(rows[1]) - offset
+        least = max(WORSE * self._level, ANSWERS * error_of(noise, len(before), len(after)))
+        return Explained(offset, noise) if without > least and abs(left) <= without / 2 else None
 
     def _is_slower_beyond_doubt(self) -> bool:
         if min(self._ms) <= self._level * (1 + WORSE) + TELLS * self.before.error(EARLY):
