@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from penstock.bench.readme import write_between
+from penstock.bench.readme import markdown, write_between
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -500,8 +500,47 @@ def tables() -> str:
     return "\n".join(lines)
 
 
+SAID: dict[str, tuple[str, ...]] = {
+    "commit": ("commit", "commits", "now"),
+    "command": ("command", "commands"),
+    "machine": ("machine", "num_processors"),
+    "load": ("load", "load_before_and_after"),
+}
+"""What a result says of its run, and the names that it has in the files."""
+NO_RESULTS = ("compatibility/cells.json", "hf_families/families.json", "late_link/schedules/*")
+"""What was drawn, listed or planned for a benchmark to run."""
+
+
+def not_recorded() -> dict[str, list[str]]:
+    """What each file of results does not say of its run, by the file; without those that say all."""
+    found = {}
+    for path in sorted(FOLDER.rglob("*.json")):
+        name = path.relative_to(FOLDER)
+        if not any(name.match(each) for each in NO_RESULTS):
+            there = set(_names(read(str(name))))
+            found[str(name)] = [what for what, names in SAID.items() if there.isdisjoint(names)]
+    return {name: missing for name, missing in found.items() if missing}
+
+
+def _names(value: Any) -> Iterator[str]:
+    """Of all that has a name in a JSON file, however deep."""
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _names(each)
+    yield from value if isinstance(value, dict) else ()
+
+
+def records() -> list[str]:
+    """The table of results that do not say all of their run."""
+    by_missing: dict[str, list[str]] = {}
+    for name, missing in not_recorded().items():
+        by_missing.setdefault(", ".join(missing), []).append(f"`{name}`")
+    body = [[what, ", ".join(files)] for what, files in sorted(by_missing.items())]
+    return markdown(["not recorded", "files"], body)
+
+
 def main() -> None:
     write_between(FOLDER / "README.md", "results", tables())
+    write_between(FOLDER / "README.md", "records", records())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -20,7 +19,7 @@ import numpy as np
 
 from penstock.analyze import analyze_trace
 from penstock.analyze.analysis_page import to_page
-from penstock.bench.record import commit, machine
+from penstock.bench.record import record
 from penstock.formats.traces import RunTrace, read_trace
 
 FOLDER = Path(__file__).resolve().parent
@@ -115,9 +114,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER / "results.json")
     options = parser.parse_args()
     found = {
-        "commit": commit(),
-        "machine": machine(),
-        "python": sys.version.split()[0],
+        **record(),
         "traces": [one(path) for path in options.traces],
         "large": large(options.traces[0]),
     }

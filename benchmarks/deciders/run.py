@@ -294,7 +294,7 @@ def compared(before: Path, cases: int, first: int, seconds: float) -> dict[str, 
 
 
 def main() -> int:
-    from penstock.bench.record import commit, machine  # here, as this file also runs with the package of BEFORE
+    from penstock.bench.record import commit, record  # here, as this file also runs with the package of BEFORE
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="a checkout of commit 59f8f88")
@@ -303,12 +303,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="ask no case later than that")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    here = record()
     head = {
         "command": f"python benchmarks/deciders/run.py BEFORE --cases {given.cases} --first {given.first}",
         "before": commit(given.before),
         "now": commit(NOW),
         "seeds": [given.first, given.first + given.cases - 1],
-        "machine": machine(),
+        "machine": here["machine"],
+        "load": here["load"],
     }
     found = compared(given.before.resolve(), given.cases, given.first, given.seconds)
     for name, row in found["deciders"].items():

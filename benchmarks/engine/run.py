@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.record import commit
+from penstock.bench.record import command, commit, machine
 
 FOLDER = Path(__file__).parent
 PHASES = ("build", "check", "lower", "simulate")
@@ -63,12 +63,12 @@ print(json.dumps({**rows[0][1], "seconds": [row[0] for row in rows], "peak_mib":
 def measured(size: str) -> list[dict[str, Any]]:
     """Seconds of each phase and the peak memory of every schedule of a size."""
     num_ranks, num_microbatches = size.split("x")
-    found, measured_at = [], commit()
+    found, here = [], {"commit": commit(), "command": command(sys.argv), "machine": machine()}
     for name in SIZES[size]["schedules"]:
-        command = [sys.executable, "-c", ONE, name, num_ranks, num_microbatches, str(SIZES[size]["repeats"])]
+        words = [sys.executable, "-c", ONE, name, num_ranks, num_microbatches, str(SIZES[size]["repeats"])]
         load = os.getloadavg()[0]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        found.append({"schedule": name, "size": size, "commit": measured_at, "load": load, **json.loads(said)})
+        said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+        found.append({"schedule": name, "size": size, **here, "load": load, **json.loads(said)})
         print(name, size, *(f"{phase} {of(found[-1], phase):.3f}" for phase in PHASES), flush=True)
     return found
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from exact_solver import Instance, solve
 from penstock.bench.plan import FAMILY_RANKS, PLACEMENTS, family_problem
-from penstock.bench.record import commit, machine
+from penstock.bench.record import record
 
 RESULTS = Path(__file__).parent / "optimum.json"
 SEED = 12
@@ -62,8 +62,7 @@ def main() -> None:
         "proved": solved.proved,
         "seconds": round(time.perf_counter() - began, 1),
         "workers": given.workers,
-        "machine": machine(),
-        "commit": commit(),
+        **record(),
     }
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     rows = [each for each in rows if (each["family"], each["number"]) != (given.family, given.number)]

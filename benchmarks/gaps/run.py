@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import penstock as ps
 from penstock.bench.plan import FAMILY_RANKS, FAMILY_SECONDS, PLACEMENTS, family_problem
-from penstock.bench.record import commit
+from penstock.bench.record import commit, record
 from penstock.planning import compile_ahead, exact
 from penstock.planning.bounds import work_bound
 from penstock.planning.destructive_bound import Destructive
@@ -53,8 +52,7 @@ def planned(family: str, number: int) -> dict[str, Any]:
         "gap": found.gap,
         "seconds": found.seconds,
         "how": found.how,
-        "load": os.getloadavg()[0],
-        "commit": commit(),
+        **record(),
     }
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from typing import Any
 
 import penstock as ps
 from penstock.bench.readme import write_between
-from penstock.bench.record import commit
+from penstock.bench.record import record
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -135,13 +134,14 @@ def table(plans: dict[str, Any], results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write(path: Path, option: str, measured_at: str, cases: dict[str, Any]) -> None:
-    """Writes cases over those in a file, and the commit of each."""
+def write(path: Path, option: str, here: dict[str, Any], cases: dict[str, Any]) -> None:
+    """Writes cases over those in a file, and the commit of each; machine and load are those of the last run."""
     before = json.loads(path.read_text()) if path.exists() else {"cases": {}, "commits": {}}
     found = {
         "command": f"python benchmarks/late_link/run.py {option}",
-        "commits": before["commits"] | dict.fromkeys(cases, measured_at),
-        "num_processors": os.cpu_count(),
+        "commits": before["commits"] | dict.fromkeys(cases, here["commit"]),
+        "machine": here["machine"],
+        "load": here["load"],
         "stretch": STRETCH,
         "num_steps": NUM_STEPS,
         "cases": before["cases"] | cases,
@@ -155,13 +155,13 @@ def main() -> None:
     parser.add_argument("--emulate", nargs="*", choices=CASES, metavar="CASE")
     parser.add_argument("--readme", action="store_true")
     asked = parser.parse_args()
-    measured_at = commit()
+    here = record()
     plans, results = FOLDER / "plans.json", FOLDER / "results.json"
     if asked.plan is not None:
-        write(plans, "--plan", measured_at, planned(asked.plan or CASES))
+        write(plans, "--plan", here, planned(asked.plan or CASES))
     if asked.emulate is not None:
         measured = emulated(json.loads(plans.read_text())["cases"], asked.emulate or CASES)
-        write(results, "--emulate", measured_at, measured)
+        write(results, "--emulate", here, measured)
     if asked.readme:
         filled = table(json.loads(plans.read_text()), json.loads(results.read_text()))
         write_between(FOLDER / "README.md", "results", filled)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.readme import write_between
-from penstock.bench.record import commit
+from penstock.bench.record import commit, machine
 
 FOLDER = Path(__file__).parent
 SIZES = ((8, 32), (32, 256), (128, 1024))
@@ -115,7 +115,7 @@ def main() -> None:
         kept = {name_of(row): row for row in results["rows"]}
         results = {
             "command": "python benchmarks/limits/run.py SIZE CACHE",
-            "num_processors": os.cpu_count(),
+            "machine": machine(),
             "rows": [
                 row for _, row in sorted((kept | new).items(), key=lambda item: (item[0][:2], item[0][2:][::-1]))
             ],

@@ -25,7 +25,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import penstock as ps
-from penstock.bench.record import commit
+from penstock.bench.record import commit, record
 from penstock.program.placements import bidirectional
 from penstock.schedule import Op, Placement, circular, declare_shown_order, one_to_one, v_shape
 
@@ -348,11 +348,11 @@ def main() -> None:
         found = make_plans(peers, asked.every, (part[0], part[1]))
         if part[0] > 1:
             found = [*json.loads(asked.out.read_text())["rows"], *found]
-        asked.out.write_text(json.dumps({"seconds": SECONDS, "rows": found}, indent=1) + "\n")
+        asked.out.write_text(json.dumps({**record(), "seconds": SECONDS, "rows": found}, indent=1) + "\n")
         print(table(found))
     elif asked.checkout and asked.dualpipe:
         made = make_peers(asked.checkout, asked.dualpipe)
-        (HERE / "peers.json").write_text(json.dumps(made, indent=1) + "\n")
+        (HERE / "peers.json").write_text(json.dumps({**record(), **made}, indent=1) + "\n")
         print(f"{sum('makespan' in row for row in made['rows'])} of {len(made['rows'])} settings were made")
     else:
         parser.error("give --checkout and --dualpipe, or --plan")

@@ -14,6 +14,7 @@ from typer.main import get_command
 
 from compatibility_cells import read_cells
 from documents import ROOT, broken_links
+from penstock.bench.readme import between
 from penstock.cli.app import app
 from penstock.engine.tolerance import EPSILON
 
@@ -195,6 +196,31 @@ def test_the_index_has_every_folder_with_the_figures_of_its_results(monkeypatch:
     listed = [each.folder for each in index.benchmarks()]
     assert sorted(listed) == sorted(path.parent.name for path in BENCHMARKS.glob("*/README.md"))
     assert broken_links(BENCHMARKS / "README.md") == []
+
+
+NOT_RECORDED = {
+    "analyze": "results", "compatibility": "gpu results", "deciders": "results", "delegate": "results",
+    "dispatch": "by_sigma emulated results", "emulated": "processes-stretch-2 threads-stretch-2 threads",
+    "engine": "results", "faults": "mptcp", "fuzz": "between gpu one-process planted-before",
+    "gaps": "optimum results", "head_of_line": "threads", "lab": "interface links others store",
+    "late_link": "plans results", "libraries": "results", "limits": "starts", "mesh": "ddp matrix",
+    "peers": "peers results", "plan": "families_sample free speed tight tight_32x128 tight_8x32", "play": "results",
+    "profiling": "results", "runtime": "gloo host in_turns runtime", "space": "results", "split": "compiled results",
+    "tune": "results", "uneven": "assignment results times",
+}  # fmt: skip
+"""Results from before their scripts recorded commit, command, machine and load; one that is run again leaves it."""
+
+
+def test_the_index_says_what_results_do_not_record_and_no_file_joins_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = script("", monkeypatch, "index.py")
+    page = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    assert between(page, "records").splitlines() == index.records(), "run python benchmarks/index.py"
+    found: dict[str, list[str]] = {}
+    for name in index.not_recorded():
+        folder, _, file = name.partition("/")
+        found.setdefault(folder, []).append(file.removesuffix(".json"))
+    said = {folder: set(files.split()) for folder, files in NOT_RECORDED.items()}
+    assert {folder: set(files) for folder, files in found.items()} == said, "take what was run again out of the list"
 
 
 def test_the_index_has_commands_that_the_folders_readmes_have(monkeypatch: pytest.MonkeyPatch) -> None:

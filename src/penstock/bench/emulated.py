@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock as ps
-from penstock.bench.record import machine
+from penstock.bench.record import record
 from penstock.runtime.launch import init_process, launch
 
 OP = 10.0
@@ -133,8 +133,8 @@ def main(arguments: Sequence[str]) -> None:
     rows = (run_processes if given.processes else run)(ranks, schedules, given.steps, given.stretch)
     if rank != 0:
         return
-    found = {"machine": machine(), "ranks_are": "processes" if given.processes else "threads", "rows": rows}
     if given.out is not None:
+        found = {**record(), "ranks_are": "processes" if given.processes else "threads", "rows": rows}
         Path(given.out).write_text(json.dumps(found, indent=1) + "\n")
     if "RANK" not in os.environ:
         print(table(rows))

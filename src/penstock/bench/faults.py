@@ -32,7 +32,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from penstock.bench.faults_rank import MICROBATCHES, FaultJob
-from penstock.bench.record import machine
+from penstock.bench.record import record
 from penstock.lab import HostProcess, Lab
 
 NUM_STEPS = 4
@@ -421,8 +421,7 @@ def main(argv: Sequence[str]) -> int:
     for name, figures in total.items():
         print(f"{name}: {json.dumps(figures)}")
     if given.out is not None:
-        command = f"python -m penstock.bench.faults {' '.join(argv)}"
-        result = {"command": command, "machine": machine(), "seed": seed, "summary": total, "rows": rows}
+        result = {**record(), "seed": seed, "summary": total, "rows": rows}
         Path(given.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0 if all(figures["all_equal"] and figures["all_messages_once"] for figures in total.values()) else 1
 

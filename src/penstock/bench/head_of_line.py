@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock as ps
-from penstock.bench.record import machine
+from penstock.bench.record import record
 from penstock.cost.presets import PRESETS
 from penstock.runtime.emulation.emulated_run import Emulation
 from penstock.runtime.emulation.processes import emulate_processes
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str]) -> None:
         print(row["pipeline"], row["schedule"], row["links"], row["transport"], row["depth"], file=sys.stderr)
     if given.out is not None:
         kind = "processes" if given.processes else "threads"
-        found = {"machine": machine(), "ranks_are": kind, "stretch": given.stretch, "rows": rows}
+        found = {**record(), "ranks_are": kind, "stretch": given.stretch, "rows": rows}
         Path(given.out).write_text(json.dumps(found, indent=1) + "\n")
     print(table(rows))
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.record import machine
+from penstock.bench.record import record
 from penstock.lab import Lab
 
 CONDITIONS = (
@@ -100,9 +100,7 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     rows = run(given.small, given.large)
     if given.out is not None:
-        command = f"python -m penstock.bench.lab_links {' '.join(argv)}"
-        text = json.dumps({"command": command, "machine": machine(), "rows": rows}, indent=1)
-        Path(given.out).write_text(text + "\n", encoding="utf-8")
+        Path(given.out).write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 import penstock as ps
-from penstock.bench.record import machine
+from penstock.bench.record import record
 from penstock.runtime.launch import init_process, launch
 
 OP = 10.0
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> None:
             raise SystemExit(code)
         rows = json.loads(Path(name, "rows.json").read_text())
     if given.out is not None:
-        Path(given.out).write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+        Path(given.out).write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n")
     print(table(rows))
 
 

@@ -78,7 +78,8 @@ def _git(checkout: Path, *words: str) -> str:
 def command(argv: Sequence[str]) -> str:
     """What was typed, from the root of the checkout that the script lies in.
 
-    `python -m experiments.pipemorph.figure15 --backend threads`, `python benchmarks/uneven/run.py --times`. `--out`
+    `python -m experiments.pipemorph.figure15 --backend threads`, `python benchmarks/uneven/run.py --times`,
+    `python -m penstock.bench.faults --count 20`. `--out`
     is left out: it says where the result went, and not how it was found.
     """
     path = Path(argv[0]).resolve()
@@ -86,7 +87,7 @@ def command(argv: Sequence[str]) -> str:
     if path.suffix != ".py":
         program = ["-m", path.name]
     elif (path.parent / "__init__.py").is_file():
-        program = ["-m", ".".join(path.relative_to(root).with_suffix("").parts)]
+        program = ["-m", ".".join(path.relative_to(root).with_suffix("").parts).removeprefix("src.")]
     else:
         program = [path.relative_to(root).as_posix()]
     given = [word for word in argv[1:] if not word.startswith("--out=")]

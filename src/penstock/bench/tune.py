@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from penstock.bench.record import machine
+from penstock.bench.record import machine, record
 from penstock.library import build
 from penstock.runtime import partition
 from penstock.train.settings import Settings
@@ -101,7 +101,8 @@ def run(
             if len(raw[setting]) > number:
                 continue  # an earlier call came so far
             _await_quiet(patience)
-            found = _round(setting, told, model, steps, seconds)
+            here = record()  # before the round, which is a load of its own
+            found = _round(setting, told, model, steps, seconds) | {name: here[name] for name in ("commit", "load")}
             raw[setting].append(found)
             keep(_result(raw))
             print(

@@ -1,6 +1,6 @@
 """`penstock bench`: what our parts cost beside their peers, measured in alternation in one run.
 
-penstock bench split --out split.json          penstock bench runtime --schedule zb-v --size tiny
+penstock bench split --out split.json          penstock bench runtime --schedule zb-v --gpt tiny
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ bench = typer.Typer(
 app.add_typer(bench, name="bench")
 
 Raw = Annotated[
-    str | None, typer.Option("--out", metavar="FILE", help="Also write every single number to FILE, as JSON.")
+    str | None, typer.Option("--out", metavar="FILE", help="Where the result goes: every single number, as JSON.")
 ]
 
 
@@ -41,14 +41,14 @@ def split(
     width: Annotated[
         list[int] | None, typer.Option("--width", help="Width of the blocks; may be repeated. [8, 128, 512]")
     ] = None,
-    blocks: Annotated[
+    depth: Annotated[
         list[int] | None,
-        typer.Option("--blocks", help="Transformer blocks in the stage; may be repeated. [1, 4, 16]"),
+        typer.Option("--depth", help="Number of blocks, in the stage; may be repeated. [1, 4, 16]"),
     ] = None,
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, help="How many times each variant is timed, in turn with the others.")
+        int, typer.Option("--repeats", min=1, help="How many times each is timed, in turn with the others.")
     ] = 15,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Samples in a batch.")] = 2,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Samples per step, which is here one backward.")] = 2,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens per sample.")] = 64,
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Compile the stage with torch.compile, in both variants.")
@@ -63,36 +63,41 @@ def split(
     from penstock.bench.record import machine
 
     torch.set_num_threads(1)
-    rows = measured.run(width or (8, 128, 512), blocks or (1, 4, 16), repeats, batch, tokens, compiled)
+    rows = measured.run(width or (8, 128, 512), depth or (1, 4, 16), repeats, batch, tokens, compiled)
     _give(context, {"machine": machine(), "rows": rows}, measured.table(rows), out, json)
 
 
 @bench.command(short_help="Compare steps with those of torch.distributed.pipelining.")
 def runtime(
     context: typer.Context,
-    size: Annotated[
-        list[str] | None, typer.Option("--size", help="Size of the GPT: tiny or small; may be repeated. [both]")
+    gpt: Annotated[
+        list[str] | None, typer.Option("--gpt", help="Which GPT is run: tiny or small; may be repeated. [both]")
     ] = None,
     schedule: Annotated[
         list[str] | None,
-        typer.Option("--schedule", help="1f1b, interleaved-1f1b or zb-v; may be repeated. [all three]"),
+        typer.Option(
+            "--schedule", help="Library schedule by name: 1f1b, interleaved-1f1b or zb-v; may be repeated. [all]"
+        ),
     ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
             "--steps",
             min=1,
-            help="Steps that a side runs before it is the other's turn. [10 of size tiny, 2 of size small]",
+            help="How many steps to run, of each side, before it is the other's turn. [10 of tiny, 2 of small]",
         ),
     ] = None,
-    blocks: Annotated[int, typer.Option("--blocks", min=1, help="How many times it is each side's turn.")] = 12,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, help="Number of rounds, in each of which it is every side's turn.")
+    ] = 12,
     dispatch: Annotated[
-        str, typer.Option("--dispatch", help="How Penstock's ranks choose their ops: frozen, hinted or dynamic.")
+        str,
+        typer.Option("--dispatch", help="How ranks choose their ops: frozen, hinted or dynamic. Those of Penstock."),
     ] = "frozen",
     transport: Annotated[
         list[str] | None,
         typer.Option(
-            "--transport", help="Penstock's transport: host (shared memory) or gloo; may be repeated. [both]"
+            "--transport", help="What carries messages: host (shared memory) or gloo; may be repeated. [both]"
         ),
     ] = None,
     memory: Annotated[
@@ -104,16 +109,16 @@ def runtime(
     """Run the same GPT over four processes in Penstock's runtime and in torch's, in alternation."""
     from penstock.bench import runtime as measured
 
-    sizes, schedules = size or list(measured.SIZES), schedule or list(measured.SCHEDULES)
+    sizes, schedules = gpt or list(measured.SIZES), schedule or list(measured.SCHEDULES)
     transports = transport or list(measured.TRANSPORTS)
     for name, chosen, known in (
-        ("--size", sizes, measured.SIZES),
+        ("--gpt", sizes, measured.SIZES),
         ("--schedule", schedules, measured.SCHEDULES),
         ("--transport", transports, measured.TRANSPORTS),
     ):
         if wrong := [value for value in chosen if value not in known]:
             raise Misuse(f"{name} {wrong[0]}: choose among {', '.join(known)}")
-    result = measured.run(sizes, schedules, steps, blocks, dispatch, transports, memory)
+    result = measured.run(sizes, schedules, steps, rounds, dispatch, transports, memory)
     _give(context, result, measured.table(result["rows"]), out, json)
 
 
@@ -121,11 +126,11 @@ def runtime(
 def tune(
     context: typer.Context,
     rounds: Annotated[
-        int, typer.Option("--rounds", min=1, help="How many quiet rounds each setting is to have.")
+        int, typer.Option("--rounds", min=1, help="Number of rounds, quiet ones, that each setting is to have.")
     ] = 5,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps per round.")] = 20,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="How many steps to run, timed, in a round.")] = 20,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.01, help="For how many seconds layers are measured in a round.")
+        float, typer.Option("--seconds", min=0.01, help="For how many seconds layers are measured, in a round.")
     ] = 1.0,
     patience: Annotated[
         float, typer.Option("--patience", min=0, help="Most seconds to wait for a quiet moment before each round.")
@@ -134,9 +139,11 @@ def tune(
         list[int] | None,
         typer.Option("--setting", help="Run only the setting of this number, counted from 1; may be repeated. [all]"),
     ] = None,
-    resume: Annotated[
+    go_on: Annotated[
         bool,
-        typer.Option("--resume", help="Continue after the rounds that --out has from this command, which was ended."),
+        typer.Option(
+            "--continue", help="Continue after the rounds that --out has from this command, which was ended."
+        ),
     ] = False,
     out: Raw = None,
     json: Json = False,
@@ -147,7 +154,7 @@ def tune(
     if wrong := [number for number in setting or () if not 1 <= number <= len(measured.SETTINGS)]:
         raise Misuse(f"--setting {wrong[0]}: there are 1 to {len(measured.SETTINGS)}")
     settings = [measured.SETTINGS[number - 1] for number in setting or range(1, len(measured.SETTINGS) + 1)]
-    before = _before(context, out) if resume else None
+    before = _before(context, out) if go_on else None
     result = measured.run(
         rounds, steps, seconds, settings, patience, before, lambda result: _keep(context, result, out)
     )  # fmt: skip
@@ -178,7 +185,7 @@ def plan(
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", help="Seed of the random problems. [drawn, and printed]")
+        int | None, typer.Option("--seed", help="Seed of random numbers: the problems. [drawn, and printed]")
     ] = None,
     out: Raw = None,
     json: Json = False,
@@ -223,7 +230,7 @@ def space(
         list[int] | None, typer.Option("--ranks", min=2, help="Number of ranks; may be repeated. [2, 4, ..., 128]")
     ] = None,
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, help="How many times each search is timed, after one to warm up.")
+        int, typer.Option("--repeats", min=1, help="How many times each is timed, after one to warm up.")
     ] = 3,
     out: Raw = None,
     json: Json = False,
@@ -253,9 +260,11 @@ def _give(context: typer.Context, result: dict[str, Any], table: str, out: str |
 
 
 def _keep(context: typer.Context, result: dict[str, Any], out: str | None) -> None:
-    """Writes the numbers to `--out`, where it is given, with the command that made them."""
+    """Writes the numbers to `--out`, where it is given, with the record of what made them."""
+    from penstock.bench.record import record
+
     if out is not None:
-        written = {"command": _command(context, out), **result}
+        written = {**record(), "command": _command(context, out), **result}
         write_whole(Path(out), json_module.dumps(written, indent=1) + "\n")
 
 
@@ -264,7 +273,7 @@ def _command(context: typer.Context, out: str | None) -> str:
     return " ".join(["penstock", *(word for word in context.obj.arguments if word not in _NOT_ASKED and word != out)])
 
 
-_NOT_ASKED = ("--out", "--json", "--resume")
+_NOT_ASKED = ("--out", "--json", "--continue")
 
 
 def _before(context: typer.Context, out: str | None) -> dict[str, Any] | None:
@@ -272,18 +281,18 @@ def _before(context: typer.Context, out: str | None) -> dict[str, Any] | None:
     from penstock.bench.record import machine
 
     if out is None:
-        raise Misuse("--resume goes on with the numbers in a file; give it with --out")
+        raise Misuse("--continue goes on with the numbers in a file; give it with --out")
     if not Path(out).exists():
         return None
     try:
         found: dict[str, Any] = json_module.loads(Path(out).read_text())
         then = {"command": found["command"], "machine": found["machine"]}
     except (ValueError, KeyError, TypeError):
-        raise Misuse(f"--resume: {out} is no file of penstock bench; give another --out") from None
+        raise Misuse(f"--continue: {out} is no file of penstock bench; give another --out") from None
     for what, now in (("command", _command(context, out)), ("machine", machine())):
         if then[what] != now:
             raise Misuse(
-                f"--resume: {out} is of another {what}, {then[what]}, and this is {now}; give another --out, or "
-                "leave out --resume to begin anew"
+                f"--continue: {out} is of another {what}, {then[what]}, and this is {now}; give another --out, or "
+                "leave out --continue to begin anew"
             )
     return found
