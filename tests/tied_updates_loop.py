@@ -4,6 +4,10 @@ The loop shares no code with the runtime. It runs a schedule's ops one by one th
 copy of each stage, none of which shares anything. What is one parameter it treats by the definition: the owner, the
 lowest stage, steps it; another stage reads at a forward what the owner's stage had made when it ran the forward of
 the same microbatch, and at a backward what its rule says; gradients are added up deepest use first.
+
+By a rule that predicts, another stage reads what stands for the same update as what the owner's stage reads in the
+same op: in a forward the same tensor; in a backward the newest that has come, moved on by as many updates as are
+missing to what the owner's stage will read in its own.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +29,8 @@ from penstock.runtime.tensors.dtensor import whole
 from penstock.schedule import Op
 
 MSE = nn.MSELoss()
+KEEPING = ("pipedream", "vnag", "pipedream-2bw")
+"""Rules by which a backward reads the version that its forward read."""
 
 
 class VersionsLoop:
@@ -60,6 +67,8 @@ class VersionsLoop:
         }
         self.masters = {name: Parameter(found[0].clone()) for name, found in self.versions.items()}
         self.optimizer = optimizer(list(self.masters.values()))
+        self.states: dict[str, list[dict[str, Any]]] = {name: [{}] for name in self.versions}
+        """Of the optimizer, with each version."""
         self.made = {(k, s): 0 for k in range(self.num_pipelines) for s in range(len(model))}
         """By copy of a stage, the updates it has taken over."""
         self.seen = {(k, s, owner): 0 for k, s in self.made for owner in range(len(model))}
@@ -122,14 +131,68 @@ class VersionsLoop:
             return min(newest, max(self.first_window + m // self.window - 1, 0))
         return newest
 
-    def put(self, k: int, s: int, versions: Mapping[str, int]) -> None:
+    def put(self, k: int, s: int, versions: Mapping[str, int], stands_for: Mapping[str, int] | None = None) -> None:
+        """Has a copy hold these versions of its parameters, or where they will be after so many updates."""
         for name, full, owned in self.names(s):
             parameter = self.copies[k][s].get_parameter(name)
             value = self.versions[owned][versions[full]]
-            if self.rule == "none":
+            if stands_for is not None and (steps := stands_for[full] - versions[full]) > 0:
+                value = self.predicted(owned, versions[full], steps)
+            if self.rule not in KEEPING:
                 parameter.data.copy_(value)
             else:
                 parameter.data = value
+
+    def predicted(self, name: str, version: int, steps: int) -> Tensor:
+        """W - s lr v, or W - s lr m / (1 - b1^t) / (sqrt(r / (1 - b2^t)) + eps)."""
+        weight, state = self.versions[name][version], self.states[name][version]
+        (group,) = self.optimizer.param_groups
+        if self.rule == "spectrain":
+            found = state.get("momentum_buffer")
+            return weight if found is None else weight + found * -(steps * group["lr"])
+        if not (t := float(state.get("step", 0))):
+            return weight
+        (b1, b2), rate = group["betas"], group["lr"] / self.slowed(int(name.split(".")[0]))
+        divisor = (state["exp_avg_sq"].sqrt() / (1 - b2**t) ** 0.5) + group["eps"]
+        return torch.addcdiv(weight, state["exp_avg"], divisor, value=-(steps * (rate / (1 - b1**t))))
+
+    def slowed(self, stage: int) -> int:
+        """By what xpipe-lr divides the rate of a stage: one more than the most updates that a gradient is late by."""
+        if not self.rule.endswith("-lr"):
+            return 1
+        return 1 + max(
+            m // self.window - self.num_before("F", stage, m) for m in range(self.schedule.num_microbatches)
+        )
+
+    def num_before(self, kinds: str, stage: int, m: int) -> int:
+        """Updates of its copy before an op of a microbatch, in the order."""
+        k = self.schedule.microbatch_pipeline[m]
+        for row in self.schedule.order:
+            made = 0
+            for op in row:
+                made += op.kind == "U" and op.stage == stage and self.schedule.pipeline_of(op) == k
+                if op.kind in kinds and op[1:] == (stage, m):
+                    return made
+        raise AssertionError
+
+    def stands_for(self, kinds: str, s: int, m: int) -> dict[str, int] | None:
+        """By name after how many updates the weights are that an op reads; None where nothing is predicted.
+
+        What a stage has of a tied parameter, and what it predicts, stands for what its owner's stage reads.
+        """
+        if self.rule in KEEPING or self.rule == "none":
+            return None
+        found = {}
+        for _, full, owned in self.names(s):
+            owner = int(owned.split(".")[0])
+            made = self.num_before(kinds, owner, m)
+            if self.rule == "spectrain":
+                back = owner // 2
+                made += (back if kinds == "BI" else back + len(self.copies[0]) - owner - 1) // self.window
+            elif kinds == "F":
+                made = m // self.window
+            found[full] = self.first_window + made
+        return found
 
     def F(self, op: Op, k: int) -> None:
         _, s, m = op
@@ -138,7 +201,7 @@ class VersionsLoop:
         self.held["made", s, m] = self.made[k, s]
         versions = {full: self.read(k, s, int(owned.split(".")[0]), m) for _, full, owned in self.names(s)}
         self.held["versions", s, m] = versions
-        self.put(k, s, versions)
+        self.put(k, s, versions, self.stands_for("F", s, m))
         x = self.inputs[m] if s == 0 else self.held["sent", s - 1, m].detach().requires_grad_()
         y = self.called(k, s, m, x)
         self.held["x", s, m], self.held["y", s, m], self.held["sent", s, m] = x, y, y.detach()
@@ -156,18 +219,18 @@ class VersionsLoop:
     def R(self, op: Op, k: int) -> None:
         """The forward again, with the weights of the backward that follows."""
         _, s, m = op
-        self.put(k, s, self.read_by_backward(s, k, m))
+        self.put(k, s, self.read_by_backward(s, k, m), self.stands_for("BI", s, m))
         self.held["y", s, m] = self.called(k, s, m, self.held["x", s, m])
 
     def read_by_backward(self, s: int, k: int, m: int) -> dict[str, int]:
-        if self.rule != "none":
+        if self.rule in KEEPING:
             found: dict[str, int] = self.held["versions", s, m]
             return found
         return {full: self.read(k, s, int(owned.split(".")[0]), m) for _, full, owned in self.names(s)}
 
     def B(self, op: Op, k: int) -> None:
         _, s, m = op
-        self.put(k, s, self.read_by_backward(s, k, m))
+        self.put(k, s, self.read_by_backward(s, k, m), self.stands_for("BI", s, m))
         module, x = self.copies[k][s], self.held["x", s, m]
         module.zero_grad()
         torch.autograd.backward(self.held["y", s, m], self.held.get(("g", s + 1, m)))
@@ -211,10 +274,21 @@ class VersionsLoop:
             self.masters[name].grad = sum(sums[1:], sums[0])
         if self.clip_norm is not None and own:
             torch.nn.utils.clip_grad_norm_([self.masters[name] for name in own], self.clip_norm)
+        (group,) = self.optimizer.param_groups
+        rate, group["lr"] = group["lr"], group["lr"] / self.slowed(s)
         self.optimizer.step()
+        group["lr"] = rate
         for name in own:
             self.masters[name].grad = None
             self.versions[name].append(self.masters[name].detach().clone())
+            state = self.optimizer.state[self.masters[name]]
+            self.states[name].append({key: value.clone() for key, value in state.items() if torch.is_tensor(value)})
+
+
+def with_rule(schedule: ps.Schedule, rule: str) -> ps.Schedule:
+    """The same order, whose ops read weights by another rule."""
+    assert schedule.updates is not None
+    return replace(schedule, updates=replace(schedule.updates, rule=rule))
 
 
 def batches(num_microbatches: int, count: int) -> list[tuple[Tensor, Tensor]]:

@@ -33,6 +33,8 @@ def several_pipelines(rank: int) -> dict[str, list[str]]:
 
 def updates(rank: int) -> dict[str, list[str]]:
     amdp, double = ps.build("amdp", 4, 16, window=4), ps.build("pipedream-2bw", 4, 16, window=4)
+    by_rule = {rule: loop.with_rule(amdp, rule) for rule in ("xpipe", "xpipe-lr", "spectrain")}
+    momentum = {"optimizer": runs.MOMENTUM}
     cases: dict[str, tuple[ps.Schedule, str, dict[str, Any]]] = {
         "amdp": (amdp, "sequential", {}),
         "amdp, functions": (amdp, "functions", {}),
@@ -42,10 +44,25 @@ def updates(rank: int) -> dict[str, list[str]]:
         "pipedream-2bw, over delegates": (double, "sequential", {"transport": "delegate"}),
         "windows of chimera": (ps.passes.repeat_windows(ps.build("chimera", 4, 8), 3), "sequential", {}),
         "windows of zb-v": (ps.passes.repeat_windows(ps.build("zb-v", 4, 8), 3), "functions", {}),
+        "xpipe": (ps.build("xpipe", 4, 8, window=1), "sequential", {}),
+        "xpipe, over delegates": (
+            ps.build("xpipe", 4, 16, window=4),
+            "functions",
+            {"transport": "delegate"},
+        ),
+        "spectrain": (ps.build("spectrain", 4, 8, window=1), "list", momentum),
+        "amdp, xpipe": (by_rule["xpipe"], "functions", {}),
+        "amdp, xpipe, every copy steps": (by_rule["xpipe"], "sequential", {"zero": False}),
+        "amdp, xpipe-lr, clipped": (by_rule["xpipe-lr"], "sequential", {"clip_norm": 0.05}),
+        "amdp, spectrain": (by_rule["spectrain"], "list", momentum),
+        "amdp, xpipe, dynamic": (by_rule["xpipe"], "functions", {"dispatch": "dynamic"}),
     }
-    by_day = ("amdp, every copy steps", "pipedream", "pipedream-2bw, over delegates", "windows of chimera")
+    by_day = (
+        "amdp, every copy steps", "pipedream", "pipedream-2bw, over delegates", "windows of chimera", "spectrain",
+        "xpipe, over delegates", "amdp, xpipe",
+    )  # fmt: skip
     return {
-        name: loop.unlike_the_loop(schedule, runs.ADAM, given, **options)
+        name: loop.unlike_the_loop(schedule, given=given, **{"optimizer": runs.ADAM, **options})
         for name, (schedule, given, options) in chosen(cases, by_day).items()
     }
 
@@ -92,10 +109,6 @@ def refusals(rank: int) -> dict[str, list[str]]:
     asynchronous = ps.build("amdp", 4, 16, window=4)
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
     said: dict[str, tuple[str, str]] = {}
-    for given in tie_runs.GIVEN:
-        source, tied = tie_runs.as_given(tie_runs.tied_model(4), given)
-        made = tie_runs.refused(source, ps.build("xpipe", 4, 16, window=4), tied=tied)
-        said[f"ties and predictions, {given}"] = made, "a tied parameter that another stage owns"
     sparse = tie_runs.sparse_model(4)
     said["sparse and updates"] = tie_runs.refused(sparse, asynchronous), "the pipelines of amdp send one another"
     tied_sparse = tie_runs.refused(tie_runs.sparse_model(4, tied=True), ps.build("1f1b", 4, 4))

@@ -25,13 +25,25 @@ def mesh() -> Any:
     return init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
 
 
+def unlike(name: str, num: int, window: int, given: str = "sequential", **options: Any) -> list[str]:
+    """What is not as in the loop, of a schedule for two ranks."""
+    optimizer = runs.MOMENTUM if "spectrain" in name else runs.ADAM
+    return loop.unlike_the_loop(built(name, num, window), optimizer, given, num_replicas=2, **options)
+
+
+def built(name: str, num: int, window: int) -> ps.Schedule:
+    """A schedule for two ranks, whose name may be followed by a rule."""
+    order, _, rule = name.partition(", ")
+    schedule = ps.build(order, 2, num, window=window)
+    return loop.with_rule(schedule, rule) if rule else schedule
+
+
 def beside_the_loop(rank: int) -> dict[str, list[str]]:
     """Two replicas' sums are the same in either order, so that nothing may differ in a bit."""
     groups = mesh()
 
-    def run(name: str, num: int, window: int, given: str = "sequential", **options: Any) -> list[str]:
-        schedule = ps.build(name, 2, num, window=window)
-        return loop.unlike_the_loop(schedule, runs.ADAM, given, num_replicas=2, mesh=groups, **options)
+    def run(*case: Any, **options: Any) -> list[str]:
+        return unlike(*case, mesh=groups, **options)
 
     cases = {
         "amdp": lambda: run("amdp", 8, 4),
@@ -50,11 +62,8 @@ def in_parts_beside_the_loop(rank: int) -> dict[str, list[str]]:
     """Where each replica keeps a part of every parameter."""
     groups = mesh()
 
-    def run(name: str, num: int, window: int, given: str = "sequential", **options: Any) -> list[str]:
-        schedule = ps.build(name, 2, num, window=window)
-        return loop.unlike_the_loop(
-            schedule, runs.ADAM, given, num_replicas=2, mesh=groups, sharding="fsdp", **options
-        )
+    def run(*case: Any, **options: Any) -> list[str]:
+        return unlike(*case, mesh=groups, sharding="fsdp", **options)
 
     return {
         "amdp": run("amdp", 8, 4),
@@ -62,6 +71,30 @@ def in_parts_beside_the_loop(rank: int) -> dict[str, list[str]]:
         "pipedream": run("pipedream", 4, 1, "list"),
         "pipedream-2bw, dynamic": run("pipedream-2bw", 8, 4, dispatch="dynamic"),
     }
+
+
+def predicting(rank: int) -> dict[str, list[str]]:
+    """By rules that predict weights, from what each replica has of the optimizer's state."""
+    groups = mesh()
+
+    def run(*case: Any, **options: Any) -> list[str]:
+        return unlike(*case, mesh=groups, **options)
+
+    cases = {
+        "xpipe": lambda: run("xpipe", 8, 2),
+        "xpipe, zero1": lambda: run("xpipe", 4, 1, "functions", sharding="zero1"),
+        "xpipe, fsdp": lambda: run("xpipe", 4, 1, "list", sharding="fsdp", clip_norm=0.05),
+        "spectrain, zero1": lambda: run("spectrain", 4, 1, sharding="zero1"),
+        "spectrain, fsdp": lambda: run("spectrain", 4, 1, "functions", sharding="fsdp"),
+        "amdp, xpipe": lambda: run("amdp, xpipe", 8, 2),
+        "amdp, xpipe, every copy steps": lambda: run("amdp, xpipe", 8, 2, zero=False),
+        "amdp, xpipe, zero1": lambda: run("amdp, xpipe", 8, 2, "functions", sharding="zero1"),
+        "amdp, xpipe, fsdp": lambda: run("amdp, xpipe", 8, 2, "functions", sharding="fsdp"),
+        "amdp, xpipe-lr, fsdp, dynamic": lambda: run("amdp, xpipe-lr", 8, 2, sharding="fsdp", dispatch="dynamic"),
+        "amdp, spectrain, zero1": lambda: run("amdp, spectrain", 8, 2, "list", sharding="zero1"),
+    }
+    by_day = ("xpipe, zero1", "spectrain, fsdp", "amdp, xpipe, zero1", "amdp, xpipe-lr, fsdp, dynamic")
+    return {name: case() for name, case in chosen(cases, by_day).items()}
 
 
 def goes_on(
@@ -75,11 +108,11 @@ def goes_on(
     groups = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp")) if shards else mesh()
     cut = tie_runs.by_columns if shards else None
     found: dict[str, list[str]] = {}
-    for number, name in enumerate(("amdp", "pipedream-2bw")):
+    for number, name in enumerate(("amdp", "pipedream-2bw", "amdp, xpipe")):
         for sharding in ("none",) if shards else in_turn(shardings, number):
 
             def made(name: str = name, sharding: str = sharding) -> ps.Pipeline:
-                schedule = ps.build(name, 2, 8, window=4)
+                schedule = built(name, 8, 4)
                 model = tie_runs.tied_model(2)
                 return ps.Pipeline(
                     model,
@@ -121,11 +154,19 @@ def test_updates_over_replicas(tmp_path: Path) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
+def test_predictions_over_replicas() -> None:
+    outcomes = run_ranks(4, predicting)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    found = [f"rank {o.rank}, {each}: {text}" for o in outcomes for each, texts in o.value.items() for text in texts]
+    assert not found, "\n".join(found)
+
+
 def given_and_kept(rank: int) -> dict[str, list[str]]:
     """An optimizer that was given has the parts, frozen parameters stay as they are, and the state is shared out."""
     groups, values, held = mesh(), [], []
     for sharding in ("copies", "fsdp"):
-        schedule, model = ps.build("amdp", 2, 8, window=4), tie_runs.tied_model(2)
+        schedule, model = built("amdp, xpipe", 8, 4), tie_runs.tied_model(2)
         frozen = next(parameter for parameter in model.parameters() if parameter.dim() == 1).requires_grad_(False)
         optimizer = runs.ADAM([parameter for parameter in model.parameters() if parameter is not frozen])
         pipe = ps.Pipeline(

@@ -101,10 +101,6 @@ BAD: dict[str, tuple[str, list[str]]] = {
         ["no rule named 'adam'", "pipedream-2bw, spectrain, xpipe"],
     ),
     "a rule without updates": ("--rule xpipe", ["--rule xpipe", "not for 1f1b", "leave it out"]),
-    "a prediction of what another copy keeps": (
-        "--schedule amdp --rule xpipe --sharding copies",
-        ["rule 'xpipe' predicts", "--sharding none"],
-    ),
     "a rule without its optimizer": (
         "--schedule amdp --rule xpipe --optimizer SGD",
         ["--optimizer SGD", "Adam's two moments"],
@@ -113,7 +109,6 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "a window without updates": ("--schedule two.json --window 4", ["two.json has no updates", "leave out --window"]),
     "more mismatch than allowed": ("--schedule xpipe --window 1 --max-mismatch 1", ["microbatch 2", "at most 1"]),
     "sharding": ("--schedule amdp --sharding maybe", ["no sharding 'maybe'", "none, copies, zero1 or fsdp"]),
-    "tied and predicted": ("--schedule spectrain --tied", ["rule 'spectrain'", "another stage owns", "--no-tied"]),
     "no microbatch for each": ("--schedule amdp --batch 3", ["batch of 3", "4 microbatches"]),
     "no run": ("--resume empty-folder", ["empty-folder is no run", "settings.json"]),
     "no folder": ("--resume nowhere", ["nowhere is no run"]),

@@ -89,19 +89,10 @@ def test_2bw_finds_its_version_where_check_says_so(p: int) -> None:
             run_forwards(schedule)
 
 
-@pytest.mark.parametrize("rule", ["spectrain", "xpipe"])
-def test_predictions_want_the_optimizers_state_on_every_copy(rule: str) -> None:
-    schedule = with_rule(ps.build("amdp", 4, 16, window=8), rule)
-    rule_of(rule).require_schedule(schedule, False)
-    with pytest.raises(RuntimeFailure, match="of the 2 copies of each stage in amdp only one has it"):
-        rule_of(rule).require_schedule(schedule, True)
-    rule_of(rule).require_schedule(with_rule(ps.build("pipedream", 4, 16, window=1), rule), True)
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_is_for_schedules_with_updates(rule: str) -> None:
     with pytest.raises(ScheduleError, match="has no updates as ops"):
-        rule_of(rule).require_schedule(ps.build("1f1b", 2, 4), True)
+        rule_of(rule).require_schedule(ps.build("1f1b", 2, 4))
 
 
 def test_steps_ahead_are_those_between_a_forward_and_its_own_update() -> None:

@@ -27,7 +27,6 @@ from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.pipeline_copies import require_one_copy_a_rank
 from penstock.runtime.parameters.ties import Ties
-from penstock.runtime.parameters.versions import rule_of
 from penstock.runtime.stage.branches import is_plain, require_matching
 from penstock.runtime.transport.wiring import tied_sums
 from penstock.schedule import Schedule, ScheduleError, StageGraph, check
@@ -61,15 +60,6 @@ class Combination:
     def num_microbatches(self, stage: int) -> int:
         """How many a stage works on."""
         return self.schedule.graph.microbatches_of(stage, self.schedule.num_microbatches)
-
-    def most_predicted(self, stage: int) -> int:
-        """The most updates that an op of a stage predicts."""
-        updates = self.schedule.updates
-        return 0 if updates is None else rule_of(updates.rule).most_steps(self.schedule, stage)
-
-    @property
-    def predicts(self) -> bool:
-        return any(self.most_predicted(stage) for stage in range(self.schedule.num_stages))
 
 
 def _fed_by(graph: StageGraph, stage: int) -> set[int]:
@@ -114,7 +104,7 @@ class Refusal:
     holds: Callable[[Combination], bool]
 
 
-UPDATES, PREDICTIONS = "updates as ops of the schedule", "weights that a rule predicts"
+UPDATES = "updates as ops of the schedule"
 TIED = "a tied parameter that they share"
 REFUSALS = (
     Refusal(
@@ -150,32 +140,9 @@ REFUSALS = (
         "untie them, or use a schedule without updates as ops",
         lambda c: c.has_updates and not all(_carries(c.schedule, stages) for stages in c.tied.values()),
     ),
-    Refusal(
-        PREDICTIONS,
-        "a tied parameter that another stage owns",
-        "the prediction is made from the optimizer's state, which the lowest of its stages alone has",
-        "untie them, or use rule 'none' or 'pipedream', which predict nothing",
-        lambda c: any(c.most_predicted(stage) for stages in c.tied.values() for stage in stages[1:]),
-    ),
-    Refusal(
-        PREDICTIONS,
-        "several pipelines of which one has the optimizer's state",
-        "the prediction is made from the optimizer's state, which copies in the other pipelines do not have",
-        "give sharding=\"none\" (--sharding none), or use rule 'none' or 'pipedream', which predict nothing",
-        lambda c: c.predicts and c.schedule.placement.num_pipelines > 1 and c.sharding != "none",
-    ),
-    Refusal(
-        PREDICTIONS,
-        'sharding="zero1" or "fsdp" over replicas',
-        "the prediction is made from the optimizer's state, of which each replica has a part",
-        "use sharding=\"copies\", or rule 'none' or 'pipedream', which predict nothing",
-        lambda c: c.predicts and c.num_replicas > 1 and c.sharding in ("zero1", "fsdp"),
-    ),
 )
-"""Every one is looked at before any stage is built, and those of tied parameters once it is known which are one.
-
-The first that holds is raised. Several pipelines come before replicas, whose way out they refuse.
-"""
+"""Every one is looked at before any stage is built, and those of tied parameters once it is known which are one. The
+first that holds is raised."""
 
 OF_SCHEDULES = (
     ("a rank that hosts a stage in two pipelines", "copies are there so that other ranks run them"),
@@ -231,15 +198,12 @@ def require_compatible(combination: Combination) -> None:
     if (row := refusal_of(combination)) is None:
         return
     schedule = combination.schedule
-    subject = schedule.name
-    if row.one == PREDICTIONS and schedule.updates is not None:
-        subject = f"{subject} (rule {schedule.updates.rule!r})"
     shared = ""
     if "tied" in row.other:
         tied = (f"{names} of stages {', '.join(map(str, stages))}" for names, stages in combination.tied.items())
         shared = f" ({'; '.join(tied)})"
     raise RuntimeFailure(
-        f"{subject}: {row.one} and {row.other}{shared} exclude one another: {row.why}; {row.instead}"
+        f"{schedule.name}: {row.one} and {row.other}{shared} exclude one another: {row.why}; {row.instead}"
     )
 
 

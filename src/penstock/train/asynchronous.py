@@ -47,7 +47,7 @@ ASYNCHRONOUS: Mapping[str, Usual] = {
 
 OPTIONS = ("window", "rule", "max_mismatch", "drain_every")
 PREDICTING = ("spectrain", "xpipe", "xpipe-lr")
-"""Rules that need the optimizer's state on every copy of a stage."""
+"""Rules by which each copy of a stage predicts for itself, unless the optimizer's state is to be shared out."""
 
 
 def usual_microbatches(schedule: str, ranks: int, batch: int | None = None) -> int | None:

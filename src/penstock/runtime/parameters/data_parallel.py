@@ -30,6 +30,7 @@ from penstock.runtime.parameters.buckets import GradientBucket, SumBucket, cut_i
 from penstock.runtime.parameters.late_rings import LateRing, sleep_until
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.sharding import OwnedParameters, Unsharded
+from penstock.runtime.parameters.versions import Write
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.tensors.dtensor import as_shard, local
 from penstock.schedule import Schedule
@@ -197,6 +198,16 @@ class Replicas:
         """After an update: every replica gets what others have stepped, of all parameters where none are named."""
         if self._peers is not None:
             self.sharding.spread((self._wanting or []) if stepped is None else stepped, self._peers)
+
+    @property
+    def has_all_state(self) -> bool:
+        """Whether all of the optimizer's state is on this replica, of what is stepped in this process."""
+        return self._peers is None or self.sharding.has_all_state
+
+    def predicted(self, masters: Sequence[Parameter], write: Write) -> list[Tensor]:
+        """Where masters will be, whose state replicas have parts of; see `Unsharded.predicted`."""
+        assert self._peers is not None, "without others all state is here"
+        return self.sharding.predicted(masters, write, self._peers)
 
     def share_buffers(self) -> None:
         """Gives every replica the first one's buffers (statistics, say), which each keeps for itself in a step."""

@@ -4,6 +4,8 @@
 none, copies     all                    everything       every replica      nothing is sent
 zero1            all                    what it owns     the owner          owners send their parameters
 fsdp             a part of everything   its parts        each its part      parts are gathered
+
+What a rule predicts, who steps a parameter predicts, and it goes the way of what an update has made.
 """
 
 from __future__ import annotations
@@ -31,13 +33,20 @@ from penstock.runtime.parameters.buckets import (
     send_values,
 )
 from penstock.runtime.parameters.gradients import Gradients
+from penstock.runtime.parameters.versions import Write
 from penstock.runtime.stage.autograd import sees_gradients
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.dtensor import is_sharded, local, memory
 
 
 class Unsharded:
-    """Every replica keeps all of every parameter, and steps it. The other settings say what differs."""
+    """Every replica keeps all of every parameter, and steps it. The other settings say what differs.
+
+    Attributes:
+        has_all_state: each replica has all of the optimizer's state.
+    """
+
+    has_all_state = True
 
     def unshard(self) -> None:
         """Before forwards: all parameters are whole here."""
@@ -75,6 +84,17 @@ class Unsharded:
     def spread(self, stepped: Iterable[Parameter], peers: GroupPeers) -> None:
         """After an update: every replica gets what the others have stepped."""
 
+    def predicted(self, masters: Sequence[Parameter], write: Write, peers: GroupPeers) -> list[Tensor]:
+        """Of each master where it will be, on every replica. Where `has_all_state` is not set all must call it.
+
+        Args:
+            write: writes into a tensor where something will be that this replica steps.
+        """
+        found = [torch.empty_like(memory(master)) for master in masters]
+        for out, master in zip(found, masters, strict=True):
+            write(out, master)
+        return found
+
 
 class OwnedParameters(Unsharded):
     """Every parameter has an owner among the replicas (ZeRO-1): the largest first, each to who has least so far.
@@ -82,6 +102,8 @@ class OwnedParameters(Unsharded):
     Args:
         follow: parameters of this process that are one with another, and that one: they have its owner.
     """
+
+    has_all_state = False
 
     def __init__(
         self,
@@ -115,6 +137,15 @@ class OwnedParameters(Unsharded):
 
     def spread(self, stepped: Iterable[Parameter], peers: GroupPeers) -> None:
         send_values(stepped, lambda p: self._owner[id(p)], peers)
+
+    def predicted(self, masters: Sequence[Parameter], write: Write, peers: GroupPeers) -> list[Tensor]:
+        found = [torch.empty_like(memory(master)) for master in masters]
+        owner = {id(out): self._owner[id(master)] for out, master in zip(found, masters, strict=True)}
+        for out, master in zip(found, masters, strict=True):
+            if owner[id(out)] == peers.here[0]:
+                write(out, master)
+        send_values(found, lambda out: owner[id(out)], peers)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +202,8 @@ class ShardedParameters(Unsharded):
     Args:
         stages: with the same values on all replicas.
     """
+
+    has_all_state = False
 
     def __init__(self, stages: Mapping[int, Stage], mesh: ProcessMesh) -> None:
         assert isinstance(mesh.replicas, GroupPeers)
@@ -241,18 +274,22 @@ class ShardedParameters(Unsharded):
             for one in bucket:
                 whole = local(one.whole.data)
                 whole.untyped_storage().resize_(whole.numel() * whole.element_size())
-            self.gather(bucket, [local(one.whole.data) for one in bucket])
+            self.gather(bucket, [local(one.part) for one in bucket], [local(one.whole.data) for one in bucket])
         for one in self.of_whole.values():
             one.whole.requires_grad_(one.part.requires_grad)
             one.put(one.whole)
         self._is_whole = True
 
     @torch.no_grad()
-    def gather(self, bucket: Sequence[ShardedParameter], into: Sequence[Tensor]) -> None:
-        """Writes what the parts of some parameters come to into local tensors. Every replica must call it."""
+    def gather(self, bucket: Sequence[ShardedParameter], parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """Writes what the parts of some parameters come to into local tensors. Every replica must call it.
+
+        Args:
+            parts: what each replica has: the parts themselves, or others like them.
+        """
         num, mine, shapes = self._mesh.num_replicas, [], []
-        for one in bucket:
-            part = local(one.part).movedim(one.dim, 0)
+        for one, own in zip(bucket, parts, strict=True):
+            part = own.movedim(one.dim, 0)
             shapes.append((rows_per_part(local(one.whole).shape[one.dim], num), *part.shape[1:]))
             padded = part.new_zeros(shapes[-1])
             padded[: len(part)] = part
@@ -322,7 +359,23 @@ class ShardedParameters(Unsharded):
     def spread(self, stepped: Iterable[Parameter], peers: GroupPeers) -> None:
         mine = [master for master in stepped if id(master) in self._of_master]
         for bucket in cut_into_buckets(mine, lambda _: None):
-            self.gather([self._of_master[id(master)] for master in bucket], [memory(m) for m in bucket])
+            ones = [self._of_master[id(master)] for master in bucket]
+            self.gather(ones, [local(one.part) for one in ones], [memory(m) for m in bucket])
+
+    def predicted(self, masters: Sequence[Parameter], write: Write, peers: GroupPeers) -> list[Tensor]:
+        found = {id(master): torch.empty_like(memory(master)) for master in masters}
+        parts: dict[int, Tensor] = {}
+        for master in masters:
+            one = self._of_master.get(id(master))
+            if one is None:  # one number, which every replica steps
+                write(found[id(master)], master)
+            else:
+                parts[id(master)] = torch.empty_like(memory(one.part))
+                write(parts[id(master)], one.part)
+        for bucket in cut_into_buckets((m for m in masters if id(m) in parts), lambda _: None):
+            ones = [self._of_master[id(master)] for master in bucket]
+            self.gather(ones, [parts[id(m)] for m in bucket], [found[id(m)] for m in bucket])
+        return list(found.values())
 
     def require_unhooked(self) -> None:
         """Raises RuntimeFailure where a hook waits for the gradient of a part: none comes to it by a backward."""

@@ -196,6 +196,15 @@ class SharedTensors:
                     with torch.no_grad():
                         local(parameter).copy_(local(value))
 
+    def share_of_stage(self, index: int, tensors: Iterable[Tensor]) -> None:
+        """Gives tensors what the owner of a stage has in their place, in the copies of all pipelines."""
+        self._of_stages[index].share(tensors, self._peers)
+
+    def share_of_tie(self, slot: int, tensor: Tensor) -> None:
+        """Gives a tensor what the owner of a tied parameter has in its place, on all ranks that hold it."""
+        if (holders := self._of_ties[slot - 1]).adds:
+            holders.share([tensor], self._peers)
+
     def spread(self, slot: int, tensor: Tensor | None) -> Tensor | None:
         """What the owner of a tied parameter has of it, for all ranks that hold it."""
         return self._of_ties[slot - 1].given([tensor], [self.tied(slot)], self._peers)[0]

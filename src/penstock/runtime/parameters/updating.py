@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -17,12 +18,14 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.data_parallel import Replicas
 from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.local_model import LocalModel
-from penstock.runtime.parameters.versions import CopyWeights, rule_of
+from penstock.runtime.parameters.ties import Tie
+from penstock.runtime.parameters.versions import CopyWeights, TiedLeaf, rule_of
 from penstock.runtime.stage.stage import Copy
-from penstock.runtime.tensors.dtensor import as_shard, local
+from penstock.runtime.tensors.dtensor import as_shard, local, memory
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.wiring import twins_of
 from penstock.schedule import Schedule
+from penstock.schedule.staleness import Needs, predictions_of, tied_reads_of
 from penstock.schedule.updates import OWNER
 
 GRADIENTS = "gradients/"
@@ -58,7 +61,13 @@ class Updating:
         self.replicas, self.is_first_shard = replicas, is_first_shard
         self._windows = schedule.windows
         self.rule = rule_of(schedule.updates.rule)
-        self.rule.require_schedule(schedule, zero)
+        self.rule.require_schedule(schedule)
+        self._needs: dict[Copy, Needs] = predictions_of(schedule, model.ties.stages, zero)
+        self._tied_reads = {
+            (tie.name, stage): tied_reads_of(schedule, tie.owner, stage)
+            for tie in model.ties
+            for stage in tie.stages[1:]
+        }
         replicas.unshard()
         copies.separate_weights()
         model.tied.separate()
@@ -72,7 +81,12 @@ class Updating:
 
     def _weights_of(self, pipeline: int, stage: int) -> CopyWeights:
         read = self._model.tied.read_by((pipeline, stage))
-        leaves = {self._model.ties[slot - 1].name: leaf for slot, leaf in read.items() if leaf.requires_grad}
+        ties = self._model.ties
+        leaves = {
+            name: TiedLeaf(leaf, self._tied_reads[name, stage].get(pipeline))
+            for name, leaf in ((ties[slot - 1].name, leaf) for slot, leaf in read.items())
+            if leaf.requires_grad
+        }
         one = self.copies.here[pipeline, stage]
         return CopyWeights(
             one,
@@ -81,9 +95,20 @@ class Updating:
             pipeline,
             self.rule,
             pipeline == OWNER or not self.zero,
-            [name for name, _ in one.named_parameters() if self._model.ties.is_elsewhere(name)],
+            [name for name, _ in one.named_parameters() if ties.is_elsewhere(name)],
             leaves,
+            self._needs.get((pipeline, stage)),
+            self.replicas.has_all_state,
         )
+
+    def needed(self, pipeline: int, stage: int, num_updates: int) -> Sequence[int]:
+        """How far ahead of the weights that so many updates of a pass have made a copy must know them."""
+        return self._needs.get((pipeline, stage), {}).get(num_updates, ())
+
+    def tied_needed(self, name: str, pipeline: int, stage: int, num_updates: int) -> Sequence[int]:
+        """The same of a tied parameter, of a copy of a stage that does not own it."""
+        reads = self._tied_reads[name, stage].get(pipeline)
+        return () if reads is None else reads.needed(num_updates)
 
     def tied_name(self, edge: Edge) -> str:
         """Of the tied parameter whose value an edge carries."""
@@ -138,6 +163,53 @@ class Updating:
         self._fill_twins()
         for key in self.copies.each():
             self.weights[key].begin(optimizer, rates, clip_norm, leave_open)
+        if self._needs:
+            self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """As a step begins: all copies get what they can't predict themselves of the weights that are there. Every
+        process must call it.
+        """
+        for key in self.copies.each():
+            self.weights[key].look_ahead(self.replicas.predicted)
+        shared, num_pipelines = self._model.shared, self._windows.num_pipelines
+        for index in self.copies.stages if self.zero else ():
+            others = [(k, index) for k in range(num_pipelines) if k != OWNER]
+            found: dict[int, list[Tensor]] = {}
+            for steps in sorted({steps for key in others for steps in self.needed(*key, 0)}):
+                found[steps] = self._ahead_at_owner(index, steps)
+                shared.share_of_stage(index, found[steps])
+            for key in others:
+                if key in self.weights:
+                    self.weights[key].give_ahead({steps: found[steps] for steps in self.needed(*key, 0)})
+        for slot, tie in self._model.ties.slots():
+            self._look_ahead_of_tie(slot, tie)
+
+    def _ahead_at_owner(self, index: int, steps: int) -> list[Tensor]:
+        """Where the parameters of a stage will be; on a copy that is to be told, memory for that."""
+        if (OWNER, index) in self.weights:
+            self.copies.select(OWNER, index)
+            return list(self.weights[OWNER, index].ahead(steps))
+        pipeline = next(k for k, stage in self.weights if stage == index)
+        return [torch.empty_like(memory(p)) for p in self.weights[pipeline, index].stepped()]
+
+    def _look_ahead_of_tie(self, slot: int, tie: Tie) -> None:
+        """The same of a tied parameter, for the stages that read it and do not own it."""
+        parameter = self._model.shared.tied(slot)
+        trained = any(tie.name in weights.tied or tie.name in weights.trained for weights in self.weights.values())
+        if parameter is None or not trained:
+            return
+        reads = [one for stage in tie.stages[1:] for one in self._tied_reads[tie.name, stage].values()]
+        found: dict[int, Tensor] = {}
+        for steps in sorted({steps for one in reads for steps in one.needed(0)}):
+            found[steps] = torch.empty_like(memory(parameter))
+            if (OWNER, tie.owner) in self.weights:
+                self.copies.select(OWNER, tie.owner)
+                found[steps] = self.weights[OWNER, tie.owner].value(tie.name, [steps])[1]
+            self._model.shared.share_of_tie(slot, found[steps])
+        for weights in self.weights.values():
+            if tie.name in weights.tied and (needed := weights.tied_needed(tie.name)):
+                weights.give_ahead_tied(tie.name, {steps: found[steps] for steps in needed})
 
     def end(self) -> None:
         """Ends a step: all parameters are the newest, wherever they are read. Every process must call it."""

@@ -2,7 +2,7 @@
 
     F, B, I, R, W    the copy binds what the op reads, then the plain handler runs it
     U, owner         own gradients + those that came, in the order of pipelines; their sum over all replicas
-                     -> optimizer -> parameters go out
+                     -> optimizer -> parameters go out, with what is predicted of them for who takes them
     U, another copy  takes over what came
     F                takes over tied parameters, too, that updates on their owners' stages have made since
 
@@ -55,7 +55,7 @@ class UpdatingOps:
             raise RuntimeFailure(f"{schedule.name} has no updates")
         weights = {key: updating.weights[key] for key in updating.copies.of_rank(rank)}
         self._weights, self._here, self._schedule = weights, updating.weights, schedule
-        self._tied, self._tied_name = tied or {}, updating.tied_name
+        self._tied, self._updating = tied or {}, updating
         self._meeting = meeting
         self._shared = {} if meeting is None else {stage for stage, _ in schedule.placement.shared}
         self._replicas = updating.replicas
@@ -132,7 +132,9 @@ class UpdatingOps:
             weights = self._of(self._schedule.pipeline_of(edge.producer), stage)
             return Payload.gradients(weights.gradients(update))
         if self._zero:
-            return Payload.gradients(list(self._of(OWNER, stage).values()))
+            _, pipeline = self._windows.update_of(edge.consumer.microbatch)
+            steps = self._updating.needed(pipeline, stage, update + 1)
+            return Payload.gradients([*self._of(OWNER, stage).values(steps)])
         return Payload.gradients(self._reduced[stage])
 
     def _tied_value(self, edge: Edge) -> list[Tensor | None]:
@@ -142,14 +144,14 @@ class UpdatingOps:
             return []
         stage = edge.producer.stage
         self._select(pipeline, stage)
-        value = self._here[pipeline, stage].value(self._tied_name(edge))
-        return [] if value is None else [value]
+        name = self._updating.tied_name(edge)
+        steps = self._updating.tied_needed(name, pipeline, edge.consumer.stage, update + 1)
+        return [*self._here[pipeline, stage].value(name, steps)]
 
     def _take_tied(self, weights: CopyWeights, edges: Sequence[Edge], came: Sequence[Payload]) -> None:
         for edge, payload in zip(edges, came, strict=True):
-            for value in payload.leaves:
-                if value is not None:
-                    weights.tied[self._tied_name(edge)].advance([value])
+            if values := [value for value in payload.leaves if value is not None]:
+                weights.take_over_tied(self._updating.tied_name(edge), values)
 
     def _apart(self, payload: Payload) -> Payload:
         """With memory of its own for what a stage returns of its parameters, which an update may write to."""
@@ -169,6 +171,7 @@ class UpdatingOps:
                 self._reduced[op.stage] = total
             weights.apply(update, [total], self._replicas.sharding.to_step)
             self._replicas.share_stepped(list(weights.masters.values()))
+            weights.look_ahead(self._replicas.predicted)
         elif self._zero:
             weights.take_over(update, [leaf for leaf in received[0].leaves if leaf is not None])
         else:

@@ -19,7 +19,7 @@ rules    what each op reads by each of them       copy_weights    one copy's wei
 versioned   parameters that change together, and which version each op reads
 """
 
-from penstock.runtime.parameters.versions.copy_weights import CopyWeights
+from penstock.runtime.parameters.versions.copy_weights import CopyWeights, TiedLeaf, Write
 from penstock.runtime.parameters.versions.rules import VersionRule, rule_of
 
-__all__ = ["CopyWeights", "VersionRule", "rule_of"]
+__all__ = ["CopyWeights", "TiedLeaf", "VersionRule", "Write", "rule_of"]

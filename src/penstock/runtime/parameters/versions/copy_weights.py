@@ -1,19 +1,24 @@
 """The weights of one copy of a stage while updates come between its ops.
 
     before_forward(m) ... before_backward(m) ... done(m)      before_weight(m)
-    gradients(n) -> [reduce] -> apply(n, parts)               on a copy with the optimizer's state
-    gradients(n) -> [reduce] ... [broadcast] -> take_over(n, values)         on one without
+    gradients(n) -> [reduce] -> apply(n, parts) -> look_ahead()         on a copy with the optimizer's state
+    gradients(n) -> [reduce] ... [broadcast] -> take_over(n, values)    on one without
 
 The optimizer never steps the module's own parameters: a step in place would count as a change of what forwards in
 flight have saved, and their backward would fail. It steps masters, other parameters on the same memory or on their
 own; `versioned.py` has the module's parameters hold what the rule says an op reads.
+
+What a rule predicts, it predicts from the optimizer's state, when an op asks for it. Where that state is on another
+copy, or in parts on several replicas, all that ops will read of a version is predicted as soon as that is made, by
+whoever has the state, and travels as the version does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -25,13 +30,32 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.clip import factor_of, norms_of
 from penstock.runtime.parameters.gradients import Gradients, WindowGradients, num_bytes
 from penstock.runtime.parameters.muon import marked_like
-from penstock.runtime.parameters.versions.rules import VersionRule
+from penstock.runtime.parameters.versions.rules import TiedPrediction, VersionRule
 from penstock.runtime.parameters.versions.versioned import VersionedParameters
 from penstock.runtime.stage.autograd import added
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard
 from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.staleness import Needs, Reads
 
 ToStep = Callable[[Sequence[Parameter], Gradients], tuple[Sequence[Parameter], Gradients]]
+Write = Callable[[Tensor, Parameter], None]
+"""Writes into a tensor where something that the optimizer steps will be."""
+
+Spread = Callable[[Sequence[Parameter], Write], list[Tensor]]
+"""Of each master where it will be, which whoever steps it writes."""
+
+
+@dataclass(frozen=True)
+class TiedLeaf:
+    """What a copy reads a tied parameter from that another stage owns.
+
+    Attributes:
+        leaf: takes the parameter's place in the copy.
+        reads: what ops of the copy read of it, by a rule that predicts.
+    """
+
+    leaf: Parameter
+    reads: Reads | None = None
 
 
 class CopyWeights:
@@ -50,6 +74,9 @@ class CopyWeights:
         owns: this copy has the optimizer's state and applies updates; another takes over what an owner sends.
         elsewhere: names of the stage's parameters that other stages own.
         tied: by the name on its owner's stage what ops of this copy read such a parameter from.
+        needs: how far ahead of its newest weights this copy must know them, for its own ops and for those of others.
+        predicts: this copy predicts them itself when asked, as it has all of the optimizer's state; another is given
+            them.
 
     Attributes:
         tied: the versions of these, each for itself.
@@ -66,7 +93,9 @@ class CopyWeights:
         rule: VersionRule,
         owns: bool,
         elsewhere: Collection[str] = (),
-        tied: Mapping[str, Parameter] | None = None,
+        tied: Mapping[str, TiedLeaf] | None = None,
+        needs: Needs | None = None,
+        predicts: bool = True,
     ) -> None:
         if schedule.updates is None or schedule.windows is None:
             raise ScheduleError(
@@ -76,23 +105,25 @@ class CopyWeights:
         self._windows, self._elsewhere = schedule.windows, frozenset(elsewhere)
         self._parameters = {name: p for name, p in self.own() if p.requires_grad}
         # `.data` has a version counter of its own, so that a step leaves the parameter's alone.
-        predicts = owns and rule.most_steps(schedule, index) > 0
-        apart = rule.keeps or predicts
-        self.masters = {name: _master_of(p, apart) for name, p in self._parameters.items()} if owns else {}
-        self._owns = owns
+        moves = rule.most_steps(schedule, index) > 0
+        self.masters = (
+            {name: _master_of(p, rule.keeps or moves) for name, p in self._parameters.items()} if owns else {}
+        )
+        self._owns, self._predicts, self._needs = owns, owns and predicts, needs or {}
         self.mismatch: dict[int, int] = {}
         self._ahead = rule.ahead(schedule, index)
         self._slowed = rule.slowed(schedule, index)
         self._gradients = WindowGradients(list(self._parameters.values()))
-
-        def versioned(named: Mapping[str, Parameter], masters: Sequence[Parameter] = ()) -> VersionedParameters:
-            predict = self._predict if predicts and masters else None
-            return VersionedParameters(
-                named, masters, rule, index, schedule.num_stages, self._windows.window, predict
-            )
-
-        self._weights = versioned(self._parameters, list(self.masters.values()))
-        self.tied = {name: versioned({name: leaf}) for name, leaf in (tied or {}).items()}
+        masters = list(self.masters.values())
+        place = index, schedule.num_stages, self._windows.window
+        predict = self._predict if self._predicts else None
+        self._weights = VersionedParameters(self._parameters, masters, rule, *place, moves, predict)
+        self._tied_reads = {name: one.reads for name, one in (tied or {}).items() if one.reads is not None}
+        self.tied: dict[str, VersionedParameters] = {}
+        for name, one in (tied or {}).items():
+            tied_rule = rule if one.reads is None else TiedPrediction()
+            moves = one.reads is not None and bool(one.reads.needs)
+            self.tied[name] = VersionedParameters({name: one.leaf}, [], tied_rule, *place, moves)
         self._optimizer: Optimizer | None = None
         self._groups: dict[int, Mapping[str, Any]] = {}
         self._rates: Sequence[float] | None = None
@@ -132,16 +163,20 @@ class CopyWeights:
 
     def before_forward(self, m: int) -> None:
         """Has the parameters hold what the forward of microbatch `m` reads."""
-        for each in self._all():
-            each.before_forward(m, self._first + self._window(m), self._ahead.get(m, 0))
+        window = self._first + self._window(m)
+        self._weights.before_forward(m, window, self._ahead.get(m, 0))
+        for name, each in self.tied.items():
+            reads = self._tied_reads.get(name)
+            each.before_forward(m, window, 0 if reads is None else self._behind(each, reads.forward[m]))
 
     def before_backward(self, m: int) -> None:
         """Has them hold what its backward (B or I) or recomputation (R) reads, and collect its window's gradients."""
-        window, ahead = self._window(m), self._ahead.get(m, 0)
-        self.mismatch[m] = self._weights.before_backward(m, self._first + window, ahead)
-        for each in self.tied.values():
-            each.before_backward(m, self._first + window, ahead)
-        self._gradients.select(window)
+        window = self._first + self._window(m)
+        self.mismatch[m] = self._weights.before_backward(m, window, self._ahead.get(m, 0))
+        for name, each in self.tied.items():
+            reads = self._tied_reads.get(name)
+            each.before_backward(m, window, 0 if reads is None else self._behind(each, reads.backward[m]))
+        self._gradients.select(self._window(m))
 
     def before_weight(self, m: int) -> None:
         """Has the parameters collect the gradients of the window of `m`, whose W comes; it reads no weights."""
@@ -203,21 +238,57 @@ class CopyWeights:
             masters, total = to_step(masters, total)
         step_masters(self._optimizer, masters, total, rate, self._slowed)
 
-    def values(self) -> list[Tensor]:
-        """Copies of the newest parameters with gradients, in their order."""
-        return [value.clone() for value in self._weights.newest_values().values()]
+    def look_ahead(self, spread: Spread) -> None:
+        """As a pass begins and after each update: has all predicted that ops will read of the newest version, where
+        this copy has a part of the optimizer's state. Whoever has the other parts must call it too.
+        """
+        if self._predicts or not self._owns or not self._needs:
+            return
+        masters = list(self.masters.values())
+        self._weights.give_ahead({s: spread(masters, partial(self._predict, num_steps=s)) for s in self.needed()})
 
-    def value(self, name: str) -> Tensor | None:
-        """A copy of the newest value of a parameter; None where it is not trained."""
-        value = self._weights.newest_values().get(name)
-        return None if value is None else value.clone()
+    def needed(self) -> Sequence[int]:
+        """How far ahead of the newest weights this copy must know them by now."""
+        return self._needs.get(self.num_updates - self._first, ())
+
+    def ahead(self, num_steps: int) -> Sequence[Tensor]:
+        """The parameters after so many more updates, in their order."""
+        if not self._predicts:
+            return self._weights.ahead(num_steps)
+        masters = self.masters.values()
+        found = [torch.empty_like(memory(master)) for master in masters]
+        for out, master in zip(found, masters, strict=True):
+            self._predict(out, master, num_steps)
+        return found
+
+    def values(self, steps: Sequence[int] = ()) -> list[Tensor]:
+        """Copies of the newest parameters with gradients, in their order. Behind them, for each of `steps`, where
+        they will be after so many more updates.
+        """
+        newest = [value.clone() for value in self._weights.newest_values().values()]
+        return newest + [value.clone() for each in steps for value in self.ahead(each)]
+
+    def value(self, name: str, steps: Sequence[int] = ()) -> list[Tensor]:
+        """The same of one parameter; nothing where it is not trained."""
+        if name not in self._parameters:
+            return []
+        place = list(self._parameters).index(name)
+        found = [self._weights.newest_values()[name].clone()]
+        for each in steps:
+            if self._predicts:
+                found.append(torch.empty_like(found[0]))
+                self._predict(found[-1], self.masters[name], each)
+            else:
+                found.append(self._weights.ahead(each)[place].clone())
+        return found
 
     def older(self, name: str) -> Tensor | None:
         """The version before the newest of a parameter, where it is held."""
         return self._weights.older().get(name)
 
     def take_over(self, update: int, values: Sequence[Tensor]) -> None:
-        """Makes `values` the newest version of a copy without the optimizer's state.
+        """Makes `values` the newest version of a copy without the optimizer's state. Behind them is what is predicted
+        for ops of this copy, as `CopyWeights.values` gives it.
 
         Raises:
             RuntimeFailure: another update is next, or this copy applies its own.
@@ -227,7 +298,30 @@ class CopyWeights:
         self._require_next(update)
         if self._owns:
             raise RuntimeFailure(f"stage {self._index}: a copy that applies updates itself was sent parameters")
-        self._weights.advance(values)
+        num = len(self._parameters)
+        self._weights.advance(values[:num])
+        if steps := self.needed():
+            ahead = [value.clone() for value in values[num:]]
+            self.give_ahead({each: ahead[n * num : (n + 1) * num] for n, each in enumerate(steps)})
+
+    def give_ahead(self, ahead: Mapping[int, Sequence[Tensor]]) -> None:
+        """What the newest parameters will be after so many updates, on a copy that does not predict."""
+        self._weights.give_ahead(ahead)
+
+    def tied_needed(self, name: str) -> Sequence[int]:
+        """How far ahead of the newest value of a tied parameter ops of this copy read it by now."""
+        reads = self._tied_reads.get(name)
+        return () if reads is None else reads.needed(self.tied[name].newest - self._first)
+
+    def take_over_tied(self, name: str, values: Sequence[Tensor]) -> None:
+        """A new value of a tied parameter has come, and behind it what is predicted on top, as `value` gives it."""
+        self.tied[name].advance(values[:1])
+        if steps := self.tied_needed(name):
+            self.give_ahead_tied(name, {each: value.clone() for each, value in zip(steps, values[1:], strict=True)})
+
+    def give_ahead_tied(self, name: str, ahead: Mapping[int, Tensor]) -> None:
+        """What the newest value of a tied parameter will be after so many updates."""
+        self.tied[name].give_ahead({each: [value] for each, value in ahead.items()})
 
     # -- between passes --------------------------------------------------------------------------------------
 
@@ -312,16 +406,21 @@ class CopyWeights:
     def _all(self) -> list[VersionedParameters]:
         return [self._weights, *self.tied.values()]
 
-    def _predict(self, out: Tensor, master: Parameter, num_steps: int) -> None:
-        if self._optimizer is None or id(master) not in self._groups:
+    def _behind(self, tied: VersionedParameters, stands_for: int) -> int:
+        """How many updates of the pass are missing to so many."""
+        return max(0, self._first + stands_for - tied.newest)
+
+    def _predict(self, out: Tensor, stepped: Parameter, num_steps: int) -> None:
+        """Writes where something will be after so many more updates that the optimizer steps: a master, or a part."""
+        if self._optimizer is None or id(stepped) not in self._groups:
             raise RuntimeFailure(
                 f"rule {self._rule.name!r} predicts weights of stage {self._index}, and the optimizer does not have "
                 "them; give ps.Pipeline an optimizer over all parameters"
             )
-        group = self._groups[id(master)]
+        group = self._groups[id(stepped)]
         rate = group["lr"] if self._rates is None else self._rates[self.num_updates - self._first]
-        state = {key: local(value) for key, value in self._optimizer.state.get(master, {}).items()}
-        self._rule.predict(out, memory(master), num_steps, float(rate) / self._slowed, group, state)
+        state = {key: local(value) for key, value in self._optimizer.state.get(stepped, {}).items()}
+        self._rule.predict(out, memory(stepped), num_steps, float(rate) / self._slowed, group, state)
 
     def _left_open(self, update: int) -> bool:
         return self._open and update == self._windows.num_updates - 1

@@ -111,35 +111,13 @@ class VersionRule:
     def require(self, optimizer: Optimizer | None) -> None:
         """Raises RuntimeFailure where the rule has no formula for the optimizer."""
 
-    def require_schedule(self, schedule: Schedule, zero: bool) -> None:
-        """Raises where an op would not find what it is to read.
-
-        Args:
-            zero: one copy of each stage has the optimizer's state; where not, all have.
-
-        Raises:
-            ScheduleError: a schedule without updates. `check` proves that its order fits the rule.
-            RuntimeFailure: a prediction on a copy that does not have the optimizer's state.
-        """
+    def require_schedule(self, schedule: Schedule) -> None:
+        """Raises ScheduleError for a schedule without updates. `check` proves that its order fits the rule."""
         if schedule.updates is None:
             raise ScheduleError(
                 f"{schedule.name} has no updates as ops (U), and rule {self.name!r} says which weights ops between "
                 "updates read; build it with a window (rule: updates)",
                 rule="updates",
-            )
-
-
-class PredictingRule(VersionRule):
-    """A rule by which ops read weights that are predicted from the optimizer's state."""
-
-    def require_schedule(self, schedule: Schedule, zero: bool) -> None:
-        super().require_schedule(schedule, zero)
-        num = schedule.placement.num_pipelines
-        if num > 1 and zero:
-            raise RuntimeFailure(
-                f"rule {self.name!r} predicts weights from the optimizer's state, and of the {num} copies of each "
-                f"stage in {schedule.name} only one has it; give ps.ParallelOptions(sharding='none') "
-                "(--sharding none), or use rule 'none'"
             )
 
 
@@ -219,7 +197,7 @@ class DoubleBuffer(VersionRule):
         return max(newest - 1, 0)
 
 
-class MomentumPrediction(PredictingRule):
+class MomentumPrediction(VersionRule):
     """Forward and backward read what the momentum predicts.
 
         reads W - s lr v,  s = floor(k/2) + N - k - 1 in the forward, floor(k/2) in the backward
@@ -271,7 +249,7 @@ class MomentumPrediction(PredictingRule):
             )
 
 
-class AdamPrediction(PredictingRule):
+class AdamPrediction(VersionRule):
     """The forward reads what Adam's moments, or Muon's, predict, the backward the newest weights.
 
         reads W - s lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)        what Adam steps
@@ -402,6 +380,23 @@ class SlowedPrediction(AdamPrediction):
 
     def slowed(self, schedule: Schedule, stage: int) -> int:
         return _versions(schedule, stage)
+
+
+class TiedPrediction(VersionRule):
+    """Of a tied parameter that another stage owns: the newest that came, moved on by `Spot.ahead`.
+
+    So each op reads what stands for the same moment as what the owner's stage reads in the same op of the microbatch
+    (`schedule/staleness.py`), under any rule that predicts. In a forward it is the same to the bit, as all stages
+    have the same version of it there. In a backward the owner's stage will have made updates that have not come here.
+    """
+
+    name = "tied"
+
+    def forward(self, spot: Spot) -> Read:
+        return Read(spot.newest, spot.ahead)
+
+    def backward(self, spot: Spot, forward: Read) -> Read:
+        return Read(spot.newest, spot.ahead)
 
 
 def _versions(schedule: Schedule, stage: int) -> int:

@@ -223,6 +223,9 @@ class CopiedVersions(HeldVersions):
 Predict = Callable[[Tensor, Parameter, int], None]
 """Writes into a tensor where a master will be after so many more updates."""
 
+Ahead = Mapping[int, Sequence[Tensor]]
+"""By the updates that are predicted on top of the newest version what the parameters will be, in their order."""
+
 
 class WrittenVersion:
     """The newest version of one copy, and what its parameters hold.
@@ -236,25 +239,31 @@ class WrittenVersion:
     though it is one, and the rule wants it so. Copies that autocast made in a forward stay in its graph: their
     backward reads those.
 
+    Where ops read predictions, the newest version has memory of its own while a pass runs. What they read is made
+    when an op asks for it, or it is given with the version, by whoever has the optimizer's state.
+
     Args:
         parameters: the module's, those with gradients.
         masters: what the optimizer steps, in the same order; none on a copy without its state.
-        predict: where ops read predictions, what makes them; masters then have memory of their own, shards from the
-            start.
+        moves: whether ops read predictions.
+        predict: what makes them; None where they are given.
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], masters: Sequence[Parameter], predict: Predict | None = None
+        self,
+        parameters: Sequence[Parameter],
+        masters: Sequence[Parameter],
+        moves: bool = False,
+        predict: Predict | None = None,
     ) -> None:
         self.newest = 0
-        self._parameters = parameters
-        self._masters = masters
-        self._predict = predict
+        self._parameters, self._masters = parameters, masters
+        self._moves, self._predict = moves, predict
         self._holds = Read(0)
-        if predict is not None:
-            for master in masters:
-                if not is_sharded(master):
-                    master.data = master.data.clone()
+        self._apart: list[Tensor] = []
+        """The newest version of a copy without masters, while a pass runs."""
+        self._ahead: Ahead = {}
+        self._most_ahead = 0
 
     @property
     def oldest(self) -> int:
@@ -267,28 +276,32 @@ class WrittenVersion:
 
     @property
     def num_beside(self) -> int:
-        return 0 if self._predict is None else 1
+        return self._moves + self._most_ahead
 
     def begin(self) -> None:
         """A pass begins: what the parameters hold by now is the newest version."""
-        self.bind(Read(self.newest))
         for parameter, master in zip(self._parameters, self._masters, strict=False):
-            if self._predict is not None:
+            if not is_sharded(parameter):
+                master.data = parameter.data.clone() if self._moves else parameter.data
+            elif self._moves:  # a shard's memory never moves: it has its own from the start
                 memory(master).copy_(memory(parameter))
-            elif not is_sharded(parameter):  # a shard's memory never moves
-                master.data = parameter.data
+        if self._moves and not self._masters:
+            self._apart = [memory(parameter).clone() for parameter in self._parameters]
         self._holds = Read(self.newest)
+        self._ahead, self._most_ahead = {}, 0
 
     def bind(self, read: Read) -> None:
         """Writes what an op reads, unless it is there."""
-        if self._predict is None or read == self._holds:
+        if not self._moves or read == self._holds:
             return
         with torch.no_grad():
-            for parameter, master in zip(self._parameters, self._masters, strict=True):
-                if read.steps:
-                    self._predict(memory(parameter), master, read.steps)
+            for place, (parameter, newest) in enumerate(zip(self._parameters, self.newest_values(), strict=True)):
+                if not read.steps:
+                    memory(parameter).copy_(newest)
+                elif self._predict is not None:
+                    self._predict(memory(parameter), self._masters[place], read.steps)
                 else:
-                    memory(parameter).copy_(memory(master))
+                    memory(parameter).copy_(self.ahead(read.steps)[place])
         self._holds = read
 
     def hold(self, read: Read) -> None:
@@ -298,25 +311,50 @@ class WrittenVersion:
         """Nothing was held."""
 
     def advance(self, oldest: int, values: Sequence[Tensor] | None = None) -> None:
-        """The next version: `values`, or what the optimizer makes of the newest one."""
+        """The next version: `values`, or what the optimizer makes of the newest one. What was given of the one before
+        is gone.
+        """
         self.newest += 1
+        self._ahead = {}
         if values is not None:
-            for parameter, value in zip(self._parameters, values, strict=True):
-                memory(parameter).copy_(local(value))
+            for tensor, value in zip(self.newest_values(), values, strict=True):
+                tensor.copy_(local(value))
+
+    def give_ahead(self, ahead: Ahead) -> None:
+        """What is predicted on top of the newest version, which is held until there is another."""
+        self._ahead = ahead
+        self._most_ahead = max(self._most_ahead, len(ahead))
+
+    def ahead(self, steps: int) -> Sequence[Tensor]:
+        """What was given for so many more updates. Raises RuntimeFailure where it was not."""
+        if steps not in self._ahead:
+            raise RuntimeFailure(
+                f"an op reads weights {steps} updates ahead of version {self.newest}, and with that version came "
+                f"those {', '.join(map(str, self._ahead)) or 0} ahead: the order does not fit the rule"
+            )
+        return self._ahead[steps]
 
     def newest_values(self) -> list[Tensor]:
-        return [memory(each) for each in (self._masters or self._parameters)]
+        return self._apart or [memory(each) for each in (self._masters or self._parameters)]
 
     def end(self, oldest: int) -> None:
-        """A pass ended: the parameters hold the newest version."""
+        """A pass ended: the parameters hold the newest version, and nothing else is held."""
         self.bind(Read(self.newest))
+        self._let_go()
 
     def fill(self, values: Sequence[Tensor], oldest: int) -> None:
         """Between passes, even after one that broke off: the newest version has these values."""
+        self._let_go()
         for each in (self._parameters, self._masters):
             for parameter, value in zip(each, values, strict=False):
                 memory(parameter).copy_(local(value))
         self._holds = Read(self.newest)
+
+    def _let_go(self) -> None:
+        for parameter, master in zip(self._parameters, self._masters, strict=False):
+            if not is_sharded(parameter):
+                master.data = parameter.data
+        self._apart, self._ahead = [], {}
 
     def older(self) -> list[Tensor] | None:
         return None
@@ -335,7 +373,7 @@ class VersionedParameters:
     masters: what the optimizer steps in their place, in the same order; none where it steps none here.
     rule: which version ops read.
     stage, num_stages: of the copy. window_size: microbatches that an update gathers.
-    predict: where ops read predictions, what makes them.
+    moves: whether ops read predictions. predict: what makes them; None where they are given.
     """
 
     def __init__(
@@ -346,6 +384,7 @@ class VersionedParameters:
         stage: int,
         num_stages: int,
         window_size: int,
+        moves: bool = False,
         predict: Predict | None = None,
     ) -> None:
         self.named = dict(named)
@@ -355,7 +394,7 @@ class VersionedParameters:
         if rule.keeps:
             self._versions = versions_of(parameters, masters)
         else:
-            self._versions = WrittenVersion(parameters, masters, predict)
+            self._versions = WrittenVersion(parameters, masters, moves, predict)
         self._reads: dict[int, tuple[Read, int]] = {}
 
     @property
@@ -392,6 +431,16 @@ class VersionedParameters:
     def advance(self, values: Sequence[Tensor] | None = None) -> None:
         """The next version: `values`, or what the optimizer is about to make of the newest one."""
         self._versions.advance(self._rule.oldest(self.newest + 1), values)
+
+    def give_ahead(self, ahead: Ahead) -> None:
+        """What is predicted on top of the newest version, which this copy could not predict itself."""
+        assert isinstance(self._versions, WrittenVersion), "a rule that predicts keeps no versions"
+        self._versions.give_ahead(ahead)
+
+    def ahead(self, steps: int) -> Sequence[Tensor]:
+        """What was given for so many more updates than the newest version has, in the order of the names."""
+        assert isinstance(self._versions, WrittenVersion), "a rule that predicts keeps no versions"
+        return self._versions.ahead(steps)
 
     def end(self) -> None:
         """A pass ended, however it went: the parameters hold the newest version."""
