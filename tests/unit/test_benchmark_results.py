@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ from typer.main import get_command
 
 from compatibility_cells import read_cells
 from documents import ROOT, broken_links
+from penstock.bench import tune
 from penstock.bench.readme import between
 from penstock.cli.app import app
 from penstock.engine.tolerance import EPSILON
@@ -188,6 +190,32 @@ def test_rank_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own["small"] == own["small, in memory"]
     assert own["large"] == own["large, once more"] == own["large, freed memory given back"]
     assert max(next(row["peak"] for row in found["own"] if "given back" in row["case"])) < 0.6
+
+
+TUNED = ("tune.md", "bench.md")
+
+
+def test_tune() -> None:
+    """How far predictions are off, in the README and in the guides: chains of one stage per rank, and all else."""
+    rows = json.loads((BENCHMARKS / "tune/results.json").read_text(encoding="utf-8"))["rows"]
+    readme = (BENCHMARKS / "tune/README.md").read_text(encoding="utf-8")
+    assert tune.table(rows) in readme
+    chains = [row["off"] for row in rows if row["schedule"] in ("1f1b", "zb-h1") and row["dp"] == 1]
+    others = [row["off"] for row in rows if row["off"] not in chains]
+    assert (len(chains), len(others)) == (3, 3)
+    near, far = (f"{100 * min(off):.0f} to {100 * max(off):.0f}%" for off in (chains, others))
+    guide, bench = (" ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split()) for name in TUNED)
+    assert f"three were {near} off in the median, and three were {far} off" in guide
+    assert f"are off by {near} in the median" in bench
+    assert f"are off by {far} (" in bench
+    assert max(chains) < 0.1 < min(others), "what the README says of the aim"
+    by = {(row["schedule"], row["pp"], row["dp"]): row for row in rows}
+    plain = by["1f1b", 2, 1]
+    for name in ("interleaved-1f1b", "chimera"):
+        assert by[name, 2, 1]["predicted_ms"] < plain["predicted_ms"], "the tuner ranks it above 1f1b"
+        assert by[name, 2, 1]["measured_ms"] > plain["measured_ms"], "the clock does not"
+    most = max(abs(row["predicted_bytes"] / row["measured_bytes"] - 1) for row in rows)
+    assert f"Memory is within {math.ceil(100 * most)}%" in readme
 
 
 def test_the_index_has_every_folder_with_the_figures_of_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
