@@ -11,6 +11,7 @@ the paper (`penstock.cost.presets`, A800). All else is counted or the maker's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 
 from experiments.amdp.command import command
 from experiments.amdp.methods import METHODS, Trial, trial_of
@@ -124,6 +125,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     yield from _chosen(rows)
     yield ""
     yield from _targets(rows, kinds)
+    yield from _clock(rows)
     yield ""
     yield from _others(rows)
 
@@ -164,6 +166,16 @@ def _targets(rows: Sequence[Row], kinds: Sequence[str]) -> Iterator[str]:
                 for method, least in TARGETS.items()
             ]
             yield f"{model}, d = 8, b = 128, {kind}: AMDP is {' and '.join(parts)}"
+
+
+def _clock(rows: Sequence[Row]) -> Iterator[str]:
+    """How far what was measured is from what was simulated, over all cells of the table."""
+    off = sorted(abs(row["measured"] / row["simulated"] - 1) for row in rows if row["measured"] is not None)
+    if off:
+        yield (
+            f"measured of {len(off)} cells: {median(off):.1%} off the simulated in the median, nine of ten within "
+            f"{off[9 * len(off) // 10]:.1%}, all within {off[-1]:.1%}"
+        )
 
 
 def _others(rows: Sequence[Row]) -> Iterator[str]:
