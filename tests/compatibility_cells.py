@@ -31,7 +31,7 @@ from penstock.runtime.compatibility import Combination, Refusal, refusal_of
 from penstock.runtime.tensors.dtensor import whole
 from penstock.schedule import Needs, Op, Registered
 from plain_loop import cut, weights
-from tied_updates_loop import VersionsLoop
+from tied_updates_loop import VersionsLoop, with_rule
 
 WIDTH, NUM, WINDOW, NUM_STEPS = 8, 8, 4, 2
 """Of the model; microbatches of each replica; microbatches of an update that is an op; steps."""
@@ -39,6 +39,8 @@ MSE = nn.MSELoss()
 ADAM = partial(torch.optim.AdamW, lr=0.02)
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 """For sums in another order: Adam makes much of the rounding of a gradient near nothing."""
+SMOOTH_ADAM = partial(torch.optim.AdamW, lr=0.02, eps=0.01)
+"""And less of it the larger its epsilon is: for rules that predict what Adam does."""
 
 TOLERANCE = {"float32": 2e-5, "clipped": 2e-5, "bfloat16": 5e-2}
 """By precision, of the largest entry, where replicas or shards add up in another order than one process."""
@@ -68,8 +70,19 @@ SHAPES = {
 }
 """By mesh the processes along pp, dp and tp. Where there is one along pp, each has all ranks of its pipeline."""
 
+PREDICTING = {
+    "xpipe": ("xpipe", "xpipe", 4),
+    "spectrain": ("spectrain", "spectrain", 1),
+    "xpipe-lr": ("pipedream", "xpipe-lr", 1),
+    "amdp, xpipe": ("amdp", "xpipe", 4),
+}
+"""Families whose rule predicts weights: an order, a rule, and the microbatches of an update."""
+
+FEATURES_OF_RULES = {**FEATURES, "family": tuple(PREDICTING)}
+"""The values of each feature in the array of these rules."""
+
 FORK = ps.schedule.StageGraph(4, ((0, 1), (0, 2), (1, 3), (2, 3)))
-UPDATING = ("amdp", "pipedream-2bw")
+UPDATING = ("amdp", "pipedream-2bw", *PREDICTING)
 
 
 @dataclass(frozen=True)
@@ -141,15 +154,15 @@ class Cell:
         return "Cell(" + ", ".join(f"{k}={v!r}" for k, v in changed.items()) + ")"
 
 
-def read_cells() -> list[Cell]:
-    """The cells of the covering array."""
-    path = Path(__file__).parents[1] / "benchmarks" / "compatibility" / "cells.json"
+def read_cells(name: str = "cells") -> list[Cell]:
+    """The cells of the covering array, or those of the array of rules that predict ("rules")."""
+    path = Path(__file__).parents[1] / "benchmarks" / "compatibility" / f"{name}.json"
     return [Cell(**each) for each in json.loads(path.read_text(encoding="utf-8"))["cells"]]
 
 
-def some_cells(num_processes: int, num: int) -> list[Cell]:
+def some_cells(num_processes: int, num: int, name: str = "cells") -> list[Cell]:
     """So many of those with a number of processes that are to run, from all over the array."""
-    cells = [cell for cell in read_cells() if cell.num_processes == num_processes and cell.refusal is None]
+    cells = [cell for cell in read_cells(name) if cell.num_processes == num_processes and cell.refusal is None]
     return [cells[place * len(cells) // num] for place in range(num)]
 
 
@@ -161,8 +174,10 @@ def _schedule(family: str, ranks: int, recompute: bool, asynchronous: str) -> ps
     if family == "fork":
         made = ps.Program(ps.placements.circular(ranks, FORK.num_stages), NUM, stages=FORK).build()
     else:
-        options = {"window": WINDOW} if family in UPDATING else {}
-        made = ps.build(family, ranks, NUM, **options)
+        name, rule, window = PREDICTING.get(family, (family, None, WINDOW))
+        made = ps.build(name, ranks, NUM, **({"window": window} if family in UPDATING else {}))
+        if rule is not None:
+            made = with_rule(made, rule)
     if recompute:
         made = _recomputed(made)
     if asynchronous == "note":
@@ -249,6 +264,10 @@ def batch_of(cell: Cell, step: int) -> tuple[Tensor, Tensor]:
 
 
 def optimizer_of(cell: Cell) -> Any:
+    if cell.family == "spectrain":
+        return SGD
+    if cell.family in PREDICTING and not cell.exact:
+        return SMOOTH_ADAM
     return ADAM if cell.exact else SGD
 
 

@@ -3,6 +3,7 @@
     python benchmarks/compatibility/run.py --draw                            cells.json, from its seed alone
     python benchmarks/compatibility/run.py --out benchmarks/compatibility/results.json
     python benchmarks/compatibility/run.py --device cuda     all stages on a GPU that the processes share
+    python benchmarks/compatibility/run.py --array rules --out benchmarks/compatibility/rules_results.json
     python benchmarks/compatibility/run.py --cell 17                         one cell, in words
     python benchmarks/compatibility/run.py --so-far ended.json --minutes 3 --out ...   in pieces
 
@@ -21,9 +22,9 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from compatibility_cells import FEATURES, Cell, read_cells, run_cell
+from compatibility_cells import FEATURES, FEATURES_OF_RULES, Cell, read_cells, run_cell
 from fuzz_cases import Outcome
 from fuzz_runs import between_processes
 from penstock.bench.record import record
@@ -40,7 +41,6 @@ from penstock.runtime.compatibility import refusal_of
 from processes import forkserver
 
 HERE = Path(__file__).parent
-CELLS = HERE / "cells.json"
 SEED = 13
 IN_TRIPLES = ("sharding", "adapt", "asynchronous")
 """Of every triple with one of these all values are covered; of the others every pair."""
@@ -53,35 +53,75 @@ Tuple = tuple[tuple[int, int], ...]
 """(feature, value) by their numbers, ascending."""
 
 
+@dataclass(frozen=True)
+class Array:
+    """A covering array.
+
+    Attributes:
+        name: of its file. features: their values. size: of the largest tuples.
+        covers: whether it covers a tuple of values, by feature.
+    """
+
+    name: str
+    features: Mapping[str, tuple[Any, ...]]
+    size: int
+    covers: Callable[[Mapping[str, Any]], bool]
+
+    @property
+    def path(self) -> Path:
+        return HERE / f"{self.name}.json"
+
+
+def _of_features(values: Mapping[str, Any]) -> bool:
+    """Every pair, and every triple with certain features."""
+    return len(values) == 2 or bool(values.keys() & {*IN_TRIPLES})
+
+
+def _of_rules(values: Mapping[str, Any]) -> bool:
+    """A rule and another value; with and without a tie, where replicas share out the optimizer's state."""
+    if len(values) == 2:
+        return "family" in values
+    is_shared = values.get("mesh") == "pp 2 dp 2" and values.get("sharding") in ("zero1", "fsdp")
+    return is_shared and values.keys() == {"family", "mesh", "sharding", "tied"}
+
+
+WHOLE = Array("cells", FEATURES, 3, _of_features)
+RULES = Array("rules", FEATURES_OF_RULES, 4, _of_rules)
+"""Rules that predict weights, each with every value of the other features."""
+ARRAYS = {array.name: array for array in (WHOLE, RULES)}
+
+
 # The covering array.
 
 
-def tuples() -> list[Tuple]:
-    """All pairs, and the triples that the array covers."""
-    names = list(FEATURES)
+def tuples(array: Array = WHOLE) -> list[Tuple]:
+    """All that the array covers."""
+    features = list(array.features.items())
     found: list[Tuple] = []
-    for size in (2, 3):
-        for chosen in combinations(range(len(names)), size):
-            if size == 2 or any(names[place] in IN_TRIPLES for place in chosen):
-                sizes = [range(len(FEATURES[names[place]])) for place in chosen]
-                found += [tuple(zip(chosen, values, strict=True)) for values in product(*sizes)]
+    for size in range(2, array.size + 1):
+        for chosen in combinations(range(len(features)), size):
+            for numbers in product(*(range(len(features[place][1])) for place in chosen)):
+                one = tuple(zip(chosen, numbers, strict=True))
+                if array.covers({features[place][0]: features[place][1][n] for place, n in one}):
+                    found.append(one)
     return found
 
 
-def draw(seed: int) -> list[Cell]:
+def draw(seed: int, array: Array = WHOLE) -> list[Cell]:
     """Rows that cover all tuples: each by one that the table does not refuse, where there is such a one.
 
     A row begins with a tuple that is not covered yet; the other features follow in a random order, each with the
     value that covers most, the drawn one among equals. Of several such rows the best is kept.
     """
     rng = random.Random(seed)
-    sizes = [len(values) for values in FEATURES.values()]
+    largest = array.size
+    sizes = [len(values) for values in array.features.values()]
     refused: dict[tuple[int, ...], bool] = {}
 
     def is_refused(row: Sequence[int]) -> bool:
         key = tuple(row)
         if key not in refused:
-            refused[key] = cell_of(key).refusal is not None
+            refused[key] = cell_of(key, array).refusal is not None
         return refused[key]
 
     def completed(start: Tuple, left: set[Tuple]) -> list[int]:
@@ -90,10 +130,10 @@ def draw(seed: int) -> list[Cell]:
             if place in row:
                 continue
             values = rng.sample(range(sizes[place]), sizes[place])
-            row[place] = max(values, key=lambda value: _new(row, place, value, left))
+            row[place] = max(values, key=lambda value: _new(row, place, value, left, largest))
         return [row[place] for place in range(len(sizes))]
 
-    free, rows = set(tuples()), []
+    free, rows = set(tuples(array)), []
     only_refused: set[Tuple] = set()
     while free:
         start = rng.choice(sorted(free))
@@ -105,33 +145,33 @@ def draw(seed: int) -> list[Cell]:
             free.discard(start)
             only_refused.add(start)
             continue
-        best = max(runs, key=lambda row: len(_covered(row, free)))
-        free -= _covered(best, free)
+        best = max(runs, key=lambda row: len(_covered(row, free, largest)))
+        free -= _covered(best, free, largest)
         rows.append(best)
     while only_refused:
         start = rng.choice(sorted(only_refused))
         made = [completed(start, only_refused) for _ in range(TRIES)]
-        best = max(made, key=lambda row: len(_covered(row, only_refused)))
-        only_refused -= _covered(best, only_refused)
+        best = max(made, key=lambda row: len(_covered(row, only_refused, largest)))
+        only_refused -= _covered(best, only_refused, largest)
         rows.append(best)
-    return [cell_of(row) for row in rows]
+    return [cell_of(row, array) for row in rows]
 
 
-def cell_of(row: Sequence[int]) -> Cell:
-    return Cell(**{name: values[place] for (name, values), place in zip(FEATURES.items(), row, strict=True)})
+def cell_of(row: Sequence[int], array: Array = WHOLE) -> Cell:
+    found = zip(array.features.items(), row, strict=True)
+    return Cell(**{name: values[place] for (name, values), place in found})
 
 
-def _new(row: dict[int, int], place: int, value: int, left: set[Tuple]) -> int:
+def _new(row: dict[int, int], place: int, value: int, left: set[Tuple], largest: int) -> int:
     """How many tuples a value adds to those that a part of a row covers."""
-    others = sorted(row.items())
-    one = (place, value)
-    pairs = sum(tuple(sorted((one, other))) in left for other in others)
-    return pairs + sum(tuple(sorted((one, *two))) in left for two in combinations(others, 2))
+    others, one = sorted(row.items()), (place, value)
+    more = (combinations(others, size - 1) for size in range(2, largest + 1))
+    return sum(tuple(sorted((one, *some))) in left for each in more for some in each)
 
 
-def _covered(row: Sequence[int], left: set[Tuple]) -> set[Tuple]:
+def _covered(row: Sequence[int], left: set[Tuple], largest: int) -> set[Tuple]:
     items = list(enumerate(row))
-    return {each for size in (2, 3) for each in combinations(items, size) if each in left}
+    return {each for size in range(2, largest + 1) for each in combinations(items, size) if each in left}
 
 
 def _random(start: Tuple, sizes: Sequence[int], rng: random.Random) -> list[int]:
@@ -139,11 +179,12 @@ def _random(start: Tuple, sizes: Sequence[int], rng: random.Random) -> list[int]
     return [fixed.get(place, rng.randrange(size)) for place, size in enumerate(sizes)]
 
 
-def missing(cells: Sequence[Cell]) -> list[Tuple]:
+def missing(cells: Sequence[Cell], array: Array = WHOLE) -> list[Tuple]:
     """The tuples that no cell covers."""
-    left = set(tuples())
+    left = set(tuples(array))
     for cell in cells:
-        left -= _covered([values.index(getattr(cell, name)) for name, values in FEATURES.items()], left)
+        row = [values.index(getattr(cell, name)) for name, values in array.features.items()]
+        left -= _covered(row, left, array.size)
     return sorted(left)
 
 
@@ -220,7 +261,8 @@ def report(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draw", action="store_true", help="write cells.json")
+    parser.add_argument("--array", choices=ARRAYS, default=WHOLE.name, help="which one")
+    parser.add_argument("--draw", action="store_true", help="write the array's cells")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where all stages lie")
     parser.add_argument("--every", type=int, default=1, help="this one in so many cells, from --first on")
@@ -234,15 +276,16 @@ def main() -> None:
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    array = ARRAYS[given.array]
     if given.draw:
-        cells = draw(given.seed)
+        cells = draw(given.seed, array)
         rows = ",\n".join("  " + json.dumps({name: getattr(cell, name) for name in FEATURES}) for cell in cells)
-        CELLS.write_text(f'{{"seed": {given.seed}, "cells": [\n{rows}\n]}}\n')
-        refused = sum(refusal_of(cell.combination) is not None for cell in cells)
-        print(f"wrote {CELLS}: {len(cells)} cells, {refused} that the table refuses, {len(missing(cells))} missing")
+        array.path.write_text(f'{{"seed": {given.seed}, "cells": [\n{rows}\n]}}\n')
+        refused, left = sum(refusal_of(cell.combination) is not None for cell in cells), len(missing(cells, array))
+        print(f"wrote {array.path}: {len(cells)} cells, {refused} that the table refuses, {left} missing")
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    cells = [replace(cell, device=given.device) for cell in read_cells()]
+    cells = [replace(cell, device=given.device) for cell in read_cells(array.name)]
     if given.cell is not None:
         chosen = [cells[number] for number in given.cell]
         found = run_all(chosen, batch=given.batch, numbers=given.cell, beside=given.beside)
