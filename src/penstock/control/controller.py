@@ -51,7 +51,7 @@ from penstock.control.trial import (
     ANSWERS,
     TELLS,
     ChangeTrial,
-    Simulated,
+    StepSimulation,
     StepTimes,
     TakenBack,
     Verdict,
@@ -466,7 +466,7 @@ class Controller:
             elif self._iteration - self._cause_seen.setdefault(key, self._iteration) >= self.sensitivity.fall:
                 del self._causes[key], self._cause_seen[key]
 
-    def _try(self, event: IterationEnded, simulated: Simulated) -> None:
+    def _try(self, event: IterationEnded, simulated: StepSimulation) -> None:
         """Hands the step to the trial of what runs, and takes its verdict."""
         trial = self._trial
         if trial is None or self._revert is not None:
@@ -529,7 +529,7 @@ class Controller:
         self._scored = tuple(score(job, measured, each) for each in found)
         self._rate = choose(self._scored, 0.0, self.job.least_gain)[1] if self._scored else 0.0
 
-    def _simulated(self, ms: float) -> Simulated:
+    def _simulated(self, ms: float) -> StepSimulation:
         """What the step that has just ended takes by simulation, with the links and op times that it had."""
         links = self._book.latest(self.now.delegated, ms)
         job = self._job_as_measured(self._book.factors)

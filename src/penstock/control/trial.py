@@ -62,7 +62,7 @@ _ONE_EVENT = 6
 """Steps between two changes up to which they count as one: the two directions of a link are verified one by one."""
 
 
-class Simulated(Protocol):
+class StepSimulation(Protocol):
     """What a step would take (ms) by simulation with a configuration."""
 
     def __call__(self, configuration: Configuration, late: bool = True) -> float:
@@ -70,11 +70,11 @@ class Simulated(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedStep:
     """A step as measured, in ms, and what simulation says of it; None where links were not measured."""
 
     ms: float
-    simulated: Simulated | None = None
+    simulated: StepSimulation | None = None
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,17 @@ class StepTimes:
 
     def __init__(self, ran: Configuration | None = None) -> None:
         self.ran = ran
-        self._calm: deque[Step] = deque(maxlen=_CALM)
-        self._since: deque[Step] = deque(maxlen=_SINCE)
+        self._calm: deque[TimedStep] = deque(maxlen=_CALM)
+        self._since: deque[TimedStep] = deque(maxlen=_SINCE)
         self._num_since: int | None = None
         self._rose = False
 
-    def add(self, ms: float, simulated: Simulated | None = None) -> None:
+    def add(self, ms: float, simulated: StepSimulation | None = None) -> None:
         """Takes the next step."""
         if self._num_since is None:
-            self._calm.append(Step(ms, simulated))
+            self._calm.append(TimedStep(ms, simulated))
         else:
-            self._since.append(Step(ms, simulated))
+            self._since.append(TimedStep(ms, simulated))
             self._num_since += 1
 
     def changed(self, num_steps: int, rose: bool) -> None:
@@ -196,7 +196,9 @@ class StepTimes:
         return error_of(self.noise, len(self.now), num_after)
 
 
-def both_ways(steps: Sequence[Step], ran: Configuration | None, late: bool = True) -> Sequence[tuple[float, float]]:
+def both_ways(
+    steps: Sequence[TimedStep], ran: Configuration | None, late: bool = True
+) -> Sequence[tuple[float, float]]:
     """Each step as measured and as simulated with `ran`, in ms; those of which nothing can be simulated left out."""
     return [(step.ms, step.simulated(ran, late)) for step in steps if step.simulated is not None and ran is not None]
 
@@ -291,7 +293,7 @@ class ChangeTrial:
         self.runs = runs
         self.void = False
         """Whether links changed since the switch, so that steps before and after it had different ones."""
-        self._after: list[Step] = []
+        self._after: list[TimedStep] = []
         self._num_ran = 0
         self._decided = False
 
@@ -300,7 +302,9 @@ class ChangeTrial:
         """Whether it is not known yet if the change stays."""
         return not self._decided
 
-    def add(self, iteration: int, ms: float, is_there: bool, simulated: Simulated | None = None) -> Verdict | None:
+    def add(
+        self, iteration: int, ms: float, is_there: bool, simulated: StepSimulation | None = None
+    ) -> Verdict | None:
         """Takes a step that ran the change.
 
         Args:
@@ -313,7 +317,7 @@ class ChangeTrial:
         """
         self._num_ran += 1
         if self._num_ran > 1:
-            self._after.append(Step(ms, simulated))
+            self._after.append(TimedStep(ms, simulated))
         num = len(self._after)
         if self._decided:
             return self._look_again(iteration) if num == LATER else None
