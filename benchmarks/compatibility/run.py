@@ -4,6 +4,7 @@
     python benchmarks/compatibility/run.py --out benchmarks/compatibility/results.json
     python benchmarks/compatibility/run.py --device cuda     all stages on a GPU that the processes share
     python benchmarks/compatibility/run.py --array rules --out benchmarks/compatibility/rules_results.json
+    python benchmarks/compatibility/run.py --readme                          the table of rules, from that file
     python benchmarks/compatibility/run.py --cell 17                         one cell, in words
     python benchmarks/compatibility/run.py --so-far ended.json --minutes 3 --out ...   in pieces
 
@@ -36,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from compatibility_cells import FEATURES, FEATURES_OF_RULES, Cell, read_cells, run_cell
 from fuzz_cases import Outcome
 from fuzz_runs import between_processes
+from penstock.bench.readme import markdown, write_between
 from penstock.bench.record import record
 from penstock.runtime.compatibility import refusal_of
 from processes import forkserver
@@ -259,10 +261,25 @@ def report(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> dict[str, Any]
     }
 
 
+def table(cells: Sequence[Cell], outcomes: Sequence[str]) -> list[str]:
+    """Of each rule how its cells ended."""
+    ended: dict[str, list[str]] = {}
+    for cell, outcome in zip(cells, outcomes, strict=True):
+        ended.setdefault(cell.family, []).append(outcome)
+    body = []
+    for family in sorted(ended):
+        found = Counter("within the tolerance" if each.startswith("within") else each for each in ended[family])
+        same, close, refused = found["bitwise"], found["within the tolerance"], found["refused"]
+        wrong = len(ended[family]) - same - close - refused
+        body.append([family, *map(str, (len(ended[family]), same, close, refused, wrong))])
+    return markdown(("rule", "cells", "bitwise", "within the tolerance", "refused", "wrong"), body)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--array", choices=ARRAYS, default=WHOLE.name, help="which one")
     parser.add_argument("--draw", action="store_true", help="write the array's cells")
+    parser.add_argument("--readme", action="store_true", help="write the table of rules that predict into README.md")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where all stages lie")
     parser.add_argument("--every", type=int, default=1, help="this one in so many cells, from --first on")
@@ -283,6 +300,10 @@ def main() -> None:
         array.path.write_text(f'{{"seed": {given.seed}, "cells": [\n{rows}\n]}}\n')
         refused, left = sum(refusal_of(cell.combination) is not None for cell in cells), len(missing(cells, array))
         print(f"wrote {array.path}: {len(cells)} cells, {refused} that the table refuses, {left} missing")
+        return
+    if given.readme:
+        outcomes = json.loads((HERE / "rules_results.json").read_text())["outcomes"]
+        write_between(HERE / "README.md", "rules", table(read_cells(RULES.name), outcomes))
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     cells = [replace(cell, device=given.device) for cell in read_cells(array.name)]

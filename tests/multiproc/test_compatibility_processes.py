@@ -63,6 +63,20 @@ def test_cells_of_the_array_are_the_plain_loop(num_processes: int, num: int) -> 
     assert not {str(c): o.detail for c, o in zip(chosen, outcomes, strict=True) if o.kind != "same"}
 
 
+@pytest.mark.parametrize(
+    ("num_processes", "num"),
+    [
+        pytest.param(2, 4, marks=pytest.mark.slow),
+        pytest.param(4, sample(24, 6), marks=pytest.mark.slow),
+        pytest.param(8, 4, marks=pytest.mark.nightly),
+    ],
+)
+def test_rules_that_predict_go_with_every_other_feature(num_processes: int, num: int) -> None:
+    chosen = cells.some_cells(num_processes, num, "rules")
+    outcomes = between_processes(num_processes, chosen, run_cell)
+    assert not {str(c): o.detail for c, o in zip(chosen, outcomes, strict=True) if o.kind != "same"}
+
+
 @pytest.mark.slow
 def test_mistakes_that_were_there_once() -> None:
     assert not _ended(MENDED)

@@ -19,6 +19,7 @@ from penstock.bench import tune
 from penstock.bench.readme import between
 from penstock.cli.app import app
 from penstock.engine.tolerance import EPSILON
+from penstock.schedule.staleness import predictions_of
 
 pytestmark = pytest.mark.results
 
@@ -101,6 +102,21 @@ def test_cells_that_the_table_allows_cover_every_pair_and_triple(monkeypatch: py
     """A refused cell shows nothing of its other features; five triples stood in one alone."""
     run = script("compatibility", monkeypatch)
     assert not run.missing([cell for cell in read_cells() if cell.refusal is None])
+
+
+def test_rules_that_predict_with_every_other_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pair stands in a cell that is not refused, every cell has something to predict, and none is wrong."""
+    run, cells = script("compatibility", monkeypatch), read_cells("rules")
+    found = json.loads((BENCHMARKS / "compatibility/rules_results.json").read_text(encoding="utf-8"))
+    assert len(cells) == len(found["outcomes"]) == found["cells"] <= 40
+    assert not run.missing([cell for cell in cells if cell.refusal is None], run.RULES)
+    assert all(predictions_of(cell.schedule) for cell in cells)
+    assert found["wrong"] == []
+    sharded = {cell for cell, said in zip(cells, found["outcomes"], strict=True) if said != "bitwise"}
+    assert sharded == {cell for cell in cells if cell.shape[2] > 1}
+    table = run.table(cells, found["outcomes"])
+    readme = (BENCHMARKS / "compatibility/README.md").read_text(encoding="utf-8")
+    assert between(readme, "rules").splitlines() == table
 
 
 def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,3 +159,10 @@ def test_cells_of_the_covering_array_in_one_process_are_the_plain_loop() -> None
     chosen = cells.some_cells(1, sample(20, 8))
     ended = {str(cell): cells.run_cell(cell) for cell in chosen}
     assert not {cell: outcome for cell, outcome in ended.items() if outcome.kind != "same"}
+
+
+@pytest.mark.slow
+def test_rules_that_predict_go_with_every_other_feature_in_one_process() -> None:
+    """All four; those between processes are in tests/multiproc/test_compatibility_processes.py."""
+    ended = {str(cell): cells.run_cell(cell) for cell in cells.some_cells(1, 4, "rules")}
+    assert not {cell: outcome for cell, outcome in ended.items() if outcome != cells.Outcome("same", "bitwise")}
