@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.multiproc]
 @pytest.mark.nightly
 def test_both_runtimes_agree_and_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "runtime.json"
-    arguments = ["bench", "runtime", "--size", "tiny", "--schedule", "zb-v", "--steps", "1", "--blocks", "2"]
+    arguments = ["bench", "runtime", "--gpt", "tiny", "--schedule", "zb-v", "--steps", "1", "--rounds", "2"]
     arguments += ["--transport", "host", "--no-memory", "--out"]
     assert main([*arguments, str(out)]) == 0
     assert "| tiny | zb-v |" in capsys.readouterr().out
     result = json.loads(out.read_text())
-    assert result["command"].endswith("--steps 1 --blocks 2 --transport host --no-memory")
+    assert result["command"].endswith("--steps 1 --rounds 2 --transport host --no-memory")
     assert {"processor", "num_processors", "torch", "python"} <= set(result["machine"])
     (row,) = result["rows"]
     assert max(row["largest_difference"].values()) < 1e-4

@@ -152,7 +152,7 @@ def test_a_command_on_every_host(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_command_that_takes_too_long_is_stopped(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["lab", "run", "--timeout", "0.5", "--json", "--", "sleep", "600"]) == 1
+    assert main(["lab", "run", "--stop-after", "0.5", "--json", "--", "sleep", "600"]) == 1
     result = json.loads(capfd.readouterr().out)
     assert [each["exit_code"] for each in result["hosts"]] == [None, None]
     assert left_of(result["name"]) == []

@@ -232,7 +232,7 @@ def test_ranges_of_steps_that_fall_or_never_end_are_refused(
 ) -> None:
     (tmp_path / "run.csv").write_text(TABLE + "".join(ROWS), encoding="utf-8")
     for steps in ("1-0", "0-99999999999"):
-        assert main(["analyze", str(tmp_path / "run.csv"), "--steps", steps]) == 2
+        assert main(["analyze", str(tmp_path / "run.csv"), "--only-steps", steps]) == 2
         assert "give ranges that rise, of at most 1,000,000 numbers" in capsys.readouterr().err
 
 

@@ -76,7 +76,7 @@ def test_simulate_gives_the_papers_figures(penstock: Any, options: str, makespan
 
 
 def test_simulate_prints_a_summary_and_the_timeline(penstock: Any) -> None:
-    ran = penstock(f"simulate {ZB} --link 0:1=20 --transport blocking:1")
+    ran = penstock(f"simulate {ZB} --link 0:1=20 --messages blocking:1")
     assert ran.code == 0
     assert "makespan" in ran.out
     assert "rank 3 |" in ran.out
@@ -201,8 +201,12 @@ MISUSE = {
     f"simulate {ZB} --link 0:1=1 --link 0:1=2": "--link 0:1=2: link 0:1 is given twice",
     f"simulate {ZB} --default-delay -1": "the default delay is -1.0",
     f"simulate {ZB} --dispatch warm": "dispatch 'warm': give 'frozen', 'hinted' or 'dynamic'",
-    f"simulate {ZB} --transport slow": "--transport slow: write decoupled, blocking or blocking:DEPTH",
-    f"simulate {ZB} --transport blocking:0": "a blocking link of depth 0 can carry nothing",
+    f"simulate {ZB} --messages slow": "--messages slow: write decoupled, blocking or blocking:DEPTH",
+    f"simulate {ZB} --messages blocking:0": "a blocking link of depth 0 can carry nothing",
+    "show 1f1b --ranks 2 --microbatches 2 --max-in-flight 2,1": "--max-in-flight 2,1: a schedule has one limit for",
+    "check 1f1b --ranks 2 --microbatches 2 --max-in-flight nan": "--max-in-flight nan: give a number above 0",
+    "check 1f1b --ranks 2 --microbatches 2 --max-in-flight 0": "--max-in-flight 0: give a number above 0",
+    "play 1f1b --ranks 2 --microbatches 2 --max-in-flight x": "--max-in-flight x: 'x' is not a number",
     f"simulate {ZB} --memory-limit 9,8": "--memory-limit 9,8 has 2 entries; give one, or one per rank: 4",
     f"simulate {ZB} --costs c.json": "--costs c.json and --f both give costs; use one of them",
     f"simulate {ZB} --out x.bmp": "x.bmp: pictures are written as",
@@ -277,7 +281,7 @@ def test_help_names_every_verb(penstock: Any) -> None:
         for verb in ("simulate", "check", "show", "convert", "data"):
             assert f"\n  {verb} " in ran.out + ran.err
     assert penstock("--version").out == f"penstock {ps.__version__}\n"
-    assert "--link A:B=MS" in penstock("simulate --help").out
+    assert "--link A:B=CONDITION" in penstock("simulate --help").out
 
 
 STARTS = ("--help", "simulate --help", f"simulate {ZB} --json", "check zb --ranks 2 --microbatches 4")
@@ -342,6 +346,15 @@ def test_the_help_of_training_is_in_groups_and_leaves_nothing_out(penstock: Any)
         ("compare amdp --zero off", "--zero of penstock compare is --sharding"),
         ("check 1f1b --memory-limit 3", "--memory-limit of penstock check is --max-in-flight since 0.2"),
         ("simulate 1f1b --max-held 3", "--max-held of penstock simulate is --memory-limit since 0.2"),
+        ("simulate 1f1b --transport blocking", "--transport of penstock simulate is --messages since 0.2"),
+        ("analyze x.json --preset megatron", "--preset of penstock analyze is --framework since 0.2"),
+        ("analyze x.json --steps 3", "--steps of penstock analyze is --only-steps since 0.2"),
+        ("split net.py:Net --at a.b", "--at of penstock split is --first-layers since 0.2"),
+        ("bench split --blocks 1", "--blocks of penstock bench split is --depth since 0.2"),
+        ("bench runtime --blocks 1", "--blocks of penstock bench runtime is --rounds since 0.2"),
+        ("bench runtime --size tiny", "--size of penstock bench runtime is --gpt since 0.2"),
+        ("bench tune --resume", "--resume of penstock bench tune is --continue since 0.2"),
+        ("lab run --timeout 3 -- true", "--timeout of penstock lab run is --stop-after since 0.2"),
         ("plan --ranks 2 --microbatches 2 --placement v", "choose among one-to-one, circular, v-shape, wave"),
     ],
 )

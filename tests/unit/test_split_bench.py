@@ -38,10 +38,10 @@ def test_a_torch_without_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.nightly
 def test_the_file_says_what_it_was_measured_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "r.json"
-    words = ["bench", "split", "--width", "8", "--blocks", "1", "--repeats", "1", "--tokens", "4", "--out", str(out)]
+    words = ["bench", "split", "--width", "8", "--depth", "1", "--repeats", "1", "--tokens", "4", "--out", str(out)]
     assert main(words) == 0
     assert capsys.readouterr().out.startswith("| width |")
     written = json.loads(out.read_text())
-    assert written["command"] == "penstock bench split --width 8 --blocks 1 --repeats 1 --tokens 4"
+    assert written["command"] == "penstock bench split --width 8 --depth 1 --repeats 1 --tokens 4"
     assert written["machine"]["torch"] == torch.__version__
     assert str(tmp_path) not in out.read_text()

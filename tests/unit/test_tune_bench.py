@@ -99,17 +99,17 @@ def test_every_round_is_kept_and_a_run_that_was_ended_goes_on(
     rows = json.loads(out.read_text())["rows"]
     assert [(row["pp"], row["num_rounds"]) for row in rows] == [(1, 1), (2, 1)]
     rest = tune_models.Ranks()
-    assert call(rest, "--resume") == 0
+    assert call(rest, "--continue") == 0
     assert len(rest.tasks) == 6, "the other two rounds alone"
     whole = json.loads(out.read_text())
     assert [(row["pp"], row["num_rounds"]) for row in whole["rows"]] == [(1, 2), (2, 2)]
     assert whole["command"] == "penstock bench tune --rounds 2 --steps 2 --setting 1 --setting 2"
     capsys.readouterr()
     words[3] = "3"
-    assert call(tune_models.Ranks(), "--resume") == 2
+    assert call(tune_models.Ranks(), "--continue") == 2
     assert "is of another command" in capsys.readouterr().err
     out.write_text("[]")
-    assert call(tune_models.Ranks(), "--resume") == 2
+    assert call(tune_models.Ranks(), "--continue") == 2
     assert "is no file of penstock bench" in capsys.readouterr().err
-    assert main(["bench", "tune", "--resume"]) == 2
+    assert main(["bench", "tune", "--continue"]) == 2
     assert "give it with --out" in capsys.readouterr().err

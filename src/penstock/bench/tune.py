@@ -1,7 +1,7 @@
 """Whether a tuned step takes as long as was predicted: predicted beside measured, in alternation.
 
     penstock bench tune --out FILE.json
-    penstock bench tune --out FILE.json --resume     goes on where that was ended
+    penstock bench tune --out FILE.json --continue     goes on where that was ended
 
 For each setting a round measures layers and messages afresh, predicts the step, and then runs the schedule for real
 through the launcher and the runtime. Rounds of the settings alternate. Of the steps those count in which ranks and

@@ -1,6 +1,6 @@
 """`penstock analyze`: what slowed a recorded run, what each cause costs, and what would help.
 
-penstock analyze trace.parquet            penstock analyze profiles/ --preset torchtitan --out page.html --json
+penstock analyze trace.parquet            penstock analyze profiles/ --framework torchtitan --out page.html --json
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ def analyze(
     ],
     out: Annotated[
         str | None,
-        typer.Option("--out", metavar="FILE", help="Write the page to FILE. [TRACE.analysis.html in this folder]"),
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Where the result goes: the page, .html. [TRACE.analysis.html in this folder]",
+        ),
     ] = None,
-    preset: Annotated[
+    framework: Annotated[
         str | None,
         typer.Option(
-            "--preset",
+            "--framework",
             help="Whose names the ops have: penstock, torchtitan, megatron or deepspeed. [found by the names]",
         ),
     ] = None,
@@ -53,13 +57,16 @@ def analyze(
     unit: Annotated[str, typer.Option("--unit", help="Unit of the times in a table: s, ms, us or ns.")] = "ms",
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", min=1, help="Ranks of one pipeline, where names in profiles do not say the stage."),
+        typer.Option(
+            "--ranks", min=1, help="Number of ranks, of one pipeline, where names in profiles do not say the stage."
+        ),
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option("--microbatches", min=1, help="Microbatches per step, where profiles do not say it.")
+        int | None,
+        typer.Option("--microbatches", min=1, help="Number of microbatches, per step, where profiles do not say it."),
     ] = None,
-    steps: Annotated[
-        str | None, typer.Option("--steps", metavar="LIST", help="Analyse only these steps, such as 12,20-23.")
+    only_steps: Annotated[
+        str | None, typer.Option("--only-steps", metavar="LIST", help="Analyse only these steps, such as 12,20-23.")
     ] = None,
     drop_incomplete: Annotated[
         bool, typer.Option("--drop-incomplete", help="Leave out steps in which ops are missing.")
@@ -86,12 +93,12 @@ def analyze(
     trace = read_trace(
         traces,
         patterns=pattern or (),
-        preset=preset,
+        preset=framework,
         columns=_columns(column or ()),
         unit=unit,
         num_ranks=ranks,
         num_microbatches=microbatches,
-        steps=None if steps is None else _whole_numbers(steps, "--steps"),
+        steps=None if only_steps is None else _whole_numbers(only_steps, "--only-steps"),
     )
     found = analyze_trace(
         trace,

@@ -70,7 +70,7 @@ def check(
             several_files = source.is_file(name) and len(schedules) > 1
             found = _proved(
                 name,
-                source.GivenCounts(max_in_flight=max_in_flight, max_mismatch=max_mismatch)
+                source.GivenCounts(max_in_flight=wanted.max_in_flight, max_mismatch=max_mismatch)
                 if several_files
                 else wanted,
                 channel_depth,

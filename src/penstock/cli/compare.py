@@ -41,30 +41,36 @@ def compare(
         typer.Argument(metavar="[NAME|FILE]...", help=f"Library schedules, or files. [{' '.join(USUAL)}]"),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", help=f"Number of pipeline ranks. [{DEFAULTS.ranks}, or those of a file]")
+        int | None,
+        typer.Option("--ranks", help=f"Number of ranks, of the pipeline. [{DEFAULTS.ranks}, or those of a file]"),
     ] = None,
     microbatches: Annotated[
         int | None,
         typer.Option(
-            "--microbatches", help=f"Microbatches per step. [{DEFAULTS.microbatches}; with amdp 4 for each rank]"
+            "--microbatches",
+            help=f"Number of microbatches, per step. [{DEFAULTS.microbatches}; with amdp 4 for each rank]",
         ),
     ] = None,
     batch: options.Batch = None,
-    steps: Annotated[int, typer.Option("--steps", min=0, help="How many steps to train; 0 simulates only.")] = STEPS,
-    window: Annotated[int | None, typer.Option("--window", help="Asynchronous: microbatches per update.")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=0, help="How many steps to run; 0 simulates only.")] = STEPS,
+    window: Annotated[
+        int | None, typer.Option("--window", help="Microbatches per update, of an asynchronous schedule.")
+    ] = None,
     rule: Annotated[
-        str | None, typer.Option("--rule", help="Asynchronous: which weights ops read, such as xpipe.")
+        str | None, typer.Option("--rule", help="Which weights ops read, in an asynchronous schedule: such as xpipe.")
     ] = None,
     max_mismatch: Annotated[
         int | None,
         typer.Option(
             "--max-mismatch",
-            help="Asynchronous: most updates between a microbatch's F and B. [amdp: 0; with --rule 1]",
+            help="Most updates between a microbatch's forward and its backward. [amdp: 0; with --rule 1]",
         ),
     ] = None,
     drain_every: Annotated[
         int | None,
-        typer.Option("--drain-every", help="Asynchronous: steps after which the pipeline drains. [about 8]"),
+        typer.Option(
+            "--drain-every", help="Steps after which the pipeline drains, of an asynchronous schedule. [about 8]"
+        ),
     ] = None,
     sharding: Annotated[
         str | None,
@@ -83,19 +89,24 @@ def compare(
         str | None,
         typer.Option(
             "--data",
-            help="Text file, folder, .jsonl or .bin/.idx, or your own, data.py:make_data. [Python's own library]",
+            help=f"{options.LEARNT_FROM}. [Python's own library]",
         ),
     ] = None,
-    lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate, the same for all.")] = None,
+    lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate.")] = None,
     lr_warmup: Annotated[
         int | None, typer.Option("--lr-warmup", help="Steps in which the learning rate rises to its peak.")
     ] = None,
     optimizer: Annotated[
-        str | None, typer.Option("--optimizer", help="Optimizer, the same for all. [the usual one of each schedule]")
+        str | None,
+        typer.Option(
+            "--optimizer", help="A class of torch.optim, the same for all. [the usual one of each schedule]"
+        ),
     ] = None,
     optimizer_options: options.OptimizerOptions = None,
     clip: options.Clip = DEFAULTS.clip,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of weights and data order.")] = DEFAULTS.seed,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of random numbers: weights and data order.")
+    ] = DEFAULTS.seed,
     threads: Annotated[
         int | None, typer.Option("--threads", help="Threads per rank. [its share of the cores]")
     ] = None,
@@ -110,15 +121,17 @@ def compare(
         typer.Option(
             "--costs",
             metavar="NAME|FILE",
-            help=f"Simulate over {', '.join(PRESETS)}, with options as in gpt2-7b:device=a100, or over a file; else "
-            "over what the model's layers take here.",
+            help=f"All costs, of a preset or a file: {', '.join(PRESETS)}, with options as in gpt2-7b:device=a100, "
+            "or a file. [what the model's layers take here]",
         ),
     ] = None,
     link: costs_options.Link = None,
     default_delay: costs_options.DefaultDelay = 0.0,
     dispatch: Annotated[
         str,
-        typer.Option("--dispatch", help="Simulated: how ranks choose their ops: frozen, hinted, dynamic or auto."),
+        typer.Option(
+            "--dispatch", help="How ranks choose their ops: frozen, hinted, dynamic or auto. Of what is simulated."
+        ),
     ] = "frozen",
     memory_limit: costs_options.MemoryLimit = None,
     database: options.DatabaseFile = None,
@@ -126,7 +139,9 @@ def compare(
     fresh: options.Fresh = False,
     out: Annotated[
         str | None,
-        typer.Option("--out", metavar="DIR", help="Keep the runs in DIR, and write a page with charts there."),
+        typer.Option(
+            "--out", metavar="DIR", help="Where the result goes: the runs, and a page with charts, into a folder."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -24,7 +24,9 @@ from penstock.program.placements import num_ranks_of
 F = Annotated[
     str | None,
     typer.Option(
-        "--f", metavar="MS", help="Forward: ms, or one per stage: 10,12. [1 for each rank's share of the model]"
+        "--f",
+        metavar="MS",
+        help="Time of a forward: ms, or one per stage: 10,12. [1 for each rank's share of the model]",
     ),
 ]
 I = Annotated[
@@ -59,25 +61,26 @@ CostsSource = Annotated[
     typer.Option(
         "--costs",
         metavar="NAME|FILE",
-        help=f"All costs: {', '.join(PRESETS)}, with options as in gpt2-7b:device=a100; a file, like "
-        '{"f": 10, "i": 10, "w": [10, 12]}; or one that penstock profile wrote.',
+        help=f"All costs, of a preset or a file: {', '.join(PRESETS)}, with options as in gpt2-7b:device=a100; a "
+        'file, like {"f": 10, "i": 10, "w": [10, 12]}; or one that penstock profile wrote.',
     ),
 ]
 Link = Annotated[
     list[str] | None,
     typer.Option(
         "--link",
-        metavar="A:B=MS",
-        help="Delay between ranks A and B, both ways unless B:A is given; or conditions: "
-        "0:1=latency:30ms+occupancy:5ms+bandwidth:1GB/s+loss:1%.",
+        metavar="A:B=CONDITION",
+        help="What messages between A and B meet, both ways unless B:A is given: a delay in ms, 0:1=20, or "
+        "0:1=latency:30ms+occupancy:5ms+bandwidth:1GB/s+loss:1%; may be repeated.",
     ),
 ]
 LateLink = Annotated[
     list[str] | None,
     typer.Option(
         "--link",
-        metavar="A:B=MS",
-        help="Delay between ranks A and B, both ways unless B:A is given: 0:1=20 or 0:1=latency:20ms.",
+        metavar="A:B=CONDITION",
+        help="What messages between A and B meet, both ways unless B:A is given: a delay in ms alone, 0:1=20 or "
+        "0:1=latency:20ms; may be repeated.",
     ),
 ]
 DefaultDelay = Annotated[float, typer.Option("--default-delay", help="Delay of all other links, in ms.")]

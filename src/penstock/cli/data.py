@@ -44,7 +44,7 @@ def prepare(
     ],
     prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="What is written is PREFIX.bin and PREFIX.idx.")],
     tokenizer: Annotated[
-        str, typer.Option("--tokenizer", help="bytes, or a JSON file of the tokenizers library.")
+        str, typer.Option("--tokenizer", help="A JSON file of the tokenizers library, or bytes.")
     ] = "bytes",
     end_of_document: Annotated[
         bool,
@@ -88,13 +88,11 @@ def lengths(
         ),
     ],
     tokenizer: Annotated[
-        str, typer.Option("--tokenizer", help="bytes, or a JSON file of the tokenizers library.")
+        str, typer.Option("--tokenizer", help="A JSON file of the tokenizers library, or bytes.")
     ] = "bytes",
     context: Annotated[
         int | None,
-        typer.Option(
-            "--context", min=1, help="Cut documents that are longer into pieces of so many tokens. [no cut]"
-        ),
+        typer.Option("--context", min=1, help="Tokens per sample, into which longer documents are cut. [no cut]"),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -121,7 +119,9 @@ def lengths(
 def generate(
     num: Annotated[int, typer.Argument(metavar="NUM", min=1, help="How many lengths to draw.")],
     mean: Annotated[float, typer.Option("--mean", min=1.0, help="Mean length, in tokens.")] = 2048.0,
-    seed: Annotated[int, typer.Option("--seed", help="Seed: the same one draws the same lengths.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of random numbers: the same one draws the same lengths.")
+    ] = 0,
     quantiles: Annotated[
         str,
         typer.Option(
@@ -132,7 +132,7 @@ def generate(
     ] = "0.81,0.88,1.92",
     longest: Annotated[float, typer.Option("--longest", help="The longest length, divided by the mean.")] = 4.0,
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE", help="Also write the lengths to FILE, as a JSON list.")
+        str | None, typer.Option("--out", metavar="FILE", help="Where the result goes: the lengths, as a JSON list.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -157,12 +157,18 @@ def generate(
 def draw_images(
     num: Annotated[int, typer.Argument(metavar="NUM", min=1, help="How many samples to draw.")],
     side: Annotated[int, typer.Option("--side", min=2, help="Most patches along one side of an image.")] = 32,
-    context: Annotated[int, typer.Option("--context", min=1, help="Most words in a sample.")] = 256,
-    seed: Annotated[int, typer.Option("--seed", help="Seed: the same one draws the same samples.")] = 0,
+    context: Annotated[
+        int, typer.Option("--context", min=1, help="Tokens per sample, at most: words beside its images.")
+    ] = 256,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of random numbers: the same one draws the same samples.")
+    ] = 0,
     out: Annotated[
         str | None,
         typer.Option(
-            "--out", metavar="FILE", help="Also write the sizes to FILE, as JSON that ps.planning.plan_batch takes."
+            "--out",
+            metavar="FILE",
+            help="Where the result goes: the sizes, as JSON that ps.planning.plan_batch takes.",
         ),
     ] = None,
     json: Json = False,

@@ -33,14 +33,20 @@ Links = Annotated[
     typer.Option(
         "--link",
         metavar="A:B[@NETWORK]=CONDITION",
-        help="What the link does: 0:1=latency:30ms, or 0:1@1=loss:1% on network 1; may be repeated.",
+        help="What messages between A and B meet, two hosts: 0:1=latency:30ms, or 0:1@1=loss:1% on network 1; may be "
+        "repeated.",
     ),
 ]
 Name = Annotated[str | None, typer.Option("--lab", metavar="NAME", help="Name of the lab; needed where several run.")]
 Command = Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="The program to run, and its arguments.")]
 Seconds = Annotated[
     float | None,
-    typer.Option("--timeout", min=0.1, help="Stop the command on all hosts after so many seconds. [never]"),
+    typer.Option(
+        "--stop-after",
+        metavar="SECONDS",
+        min=0.1,
+        help="Stop the command on all hosts after so many seconds. [never]",
+    ),
 ]
 Interface = Annotated[
     str, typer.Argument(metavar="HOST:NETWORK", help="A host and one of its networks: 0:1 is host 0's eth1.")
@@ -68,7 +74,7 @@ def run(
             help="What changes, and when: '5s down 0:1', '8s up 0:1', '9s link 0:1 20ms'; may be repeated.",
         ),
     ] = None,
-    timeout: Seconds = None,
+    stop_after: Seconds = None,
     json: Json = False,
 ) -> None:
     """Make a lab, run COMMAND on every host, and remove the lab. There torchrun needs no options for its hosts."""
@@ -77,7 +83,7 @@ def run(
 
     events = read_events(at or [], Layout("0", hosts, nics))
     with Lab(hosts, nics, link or []) as made:
-        raise typer.Exit(_run(made, command, made.hosts, events, timeout, json))
+        raise typer.Exit(_run(made, command, made.hosts, events, stop_after, json))
 
 
 @lab.command("exec", short_help="Run a command on hosts of a lab.", context_settings=_TAKES_COMMAND)
@@ -87,7 +93,7 @@ def execute(
         list[int] | None, typer.Option("--host", help="Run it on this host; may be repeated. [all hosts]")
     ] = None,
     name: Name = None,
-    timeout: Seconds = None,
+    stop_after: Seconds = None,
     json: Json = False,
 ) -> None:
     """Run COMMAND on every host of a lab that is running, or on some of them."""
@@ -96,7 +102,7 @@ def execute(
     found = find(name)
     for each in host or []:
         found.layout.check(each)
-    raise typer.Exit(_run(found, command, host or found.hosts, [], timeout, json))
+    raise typer.Exit(_run(found, command, host or found.hosts, [], stop_after, json))
 
 
 @lab.command(short_help="Make a lab that lasts until it is removed.")

@@ -26,10 +26,11 @@ def layout(
         typer.Argument(metavar="LAYOUT", help="The layout, as Megatron's --pipeline-model-parallel-layout takes it."),
     ],
     ranks: Annotated[
-        int, typer.Option("--ranks", min=1, help="Number of pipeline ranks. Stage s lies on rank s mod RANKS.")
+        int,
+        typer.Option("--ranks", min=1, help="Number of ranks, of the pipeline. Stage s lies on rank s mod RANKS."),
     ],
     microbatches: Annotated[
-        int | None, typer.Option("--microbatches", min=1, help="Microbatches per step. [four per rank]")
+        int | None, typer.Option("--microbatches", min=1, help="Number of microbatches, per step. [four per rank]")
     ] = None,
     times: Annotated[
         str | None,

@@ -18,14 +18,18 @@ Microbatches = Annotated[
     int | None, typer.Option("--microbatches", help="Number of microbatches, for a schedule given by name.")
 ]
 Stages = Annotated[
-    int | None, typer.Option("--stages", help="Number of stages over the whole model (interleaved-1f1b).")
+    int | None, typer.Option("--stages", help="Number of stages, over the whole model (interleaved-1f1b).")
 ]
 Warmup = Annotated[
     str | None, typer.Option("--warmup", metavar="X0,X1,...", help="Warm-up counts, one per rank (zb).")
 ]
 MaxInFlight = Annotated[
-    float | None,
-    typer.Option("--max-in-flight", help="Most stage activations that a rank may hold, each until its B or W."),
+    str | None,
+    typer.Option(
+        "--max-in-flight",
+        metavar="COUNT",
+        help="Most stage activations that a rank may hold, each until its B or W: 7. plan takes 7,5 by rank, too.",
+    ),
 ]
 ScheduleOption = Annotated[
     list[str] | None,
@@ -37,7 +41,7 @@ ScheduleOption = Annotated[
 ]
 Window = Annotated[
     int | None,
-    typer.Option("--window", help="Microbatches per update (asynchronous schedules); by default no updates."),
+    typer.Option("--window", help="Microbatches per update, of an asynchronous schedule. [no updates]"),
 ]
 MaxMismatch = Annotated[
     int | None,
@@ -52,7 +56,14 @@ PlacementNames = Annotated[
         "a second pipeline runs the other way. search tries those given, or all; plan takes one, or one-to-one.",
     ),
 ]
-Out = Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write it to FILE, by its ending.")]
+Out = Annotated[
+    str | None,
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="Where the result goes: the schedule as .json, .txt or .csv (torch's), or its picture as .svg or .html.",
+    ),
+]
 
 _LINK = re.compile(r"(?P<source>[0-9]{1,9}):(?P<target>[0-9]{1,9})=(?P<delay>.+)")
 _CONDITION = re.compile(r"=.*[:+]|=-?[0-9.]+(?!e-?[0-9]+$)[A-Za-z]")
@@ -131,6 +142,22 @@ def number_of_bytes(option: str, text: str) -> float:
     return number * _UNITS[match["unit"].lower()]
 
 
+def one_count(option: str, text: str | None) -> float | None:
+    """Reads `7` for a verb that has one limit for all ranks.
+
+    Raises:
+        Misuse: what is no number above 0; one number per rank.
+    """
+    if text is None:
+        return None
+    values = numbers(option, text)
+    if len(values) > 1:
+        raise Misuse(f"{option} {text}: a schedule has one limit for all ranks; give one number (plan takes several)")
+    if not values[0] > 0:
+        raise Misuse(f"{option} {text}: give a number above 0")
+    return values[0]
+
+
 def counts(option: str, text: str) -> list[int]:
     """Reads `7,5,3,1`."""
     try:
@@ -164,7 +191,7 @@ def transport_of(text: str) -> Decoupled | Blocking:
     """Reads `decoupled`, `blocking` or `blocking:4`."""
     match = _TRANSPORT.fullmatch(text)
     if match is None:
-        raise Misuse(f"--transport {text}: write decoupled, blocking or blocking:DEPTH")
+        raise Misuse(f"--messages {text}: write decoupled, blocking or blocking:DEPTH")
     if text == "decoupled":
         return Decoupled()
     return Blocking(int(match["depth"])) if match["depth"] else Blocking()

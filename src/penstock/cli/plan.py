@@ -18,7 +18,7 @@ import penstock as ps
 from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, Out, PlacementNames, numbers
+from penstock.cli.options import Json, MaxInFlight, Out, PlacementNames, numbers
 from penstock.cli.output import in_colour, print_json
 from penstock.planning import Progress
 from penstock.program import placements
@@ -43,14 +43,7 @@ def plan(
     freed_by_input: costs_options.FreedByInput = None,
     link: costs_options.LateLink = None,
     default_delay: costs_options.DefaultDelay = 0.0,
-    max_in_flight: Annotated[
-        str | None,
-        typer.Option(
-            "--max-in-flight",
-            metavar="COUNT",
-            help="Most stage activations that a rank may hold, each until B or W: 7, or one number per rank: 7,5.",
-        ),
-    ] = None,
+    max_in_flight: MaxInFlight = None,
     memory_limit: costs_options.MemoryLimit = None,
     placement: PlacementNames = None,
     stages: Annotated[
@@ -73,17 +66,22 @@ def plan(
     ] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="How many delays are drawn for --vary.")] = 16,
     dispatch: Annotated[
-        str, typer.Option("--dispatch", help="How the schedule will be run: frozen, hinted or dynamic.")
+        str,
+        typer.Option(
+            "--dispatch", help="How ranks choose their ops: frozen, hinted or dynamic. For that the plan is made."
+        ),
     ] = "frozen",
     split: Annotated[
         bool | None,
-        typer.Option("--split/--no-split", help="Split every backward, or none. [whichever is best for each]"),
+        typer.Option(
+            "--split/--no-split", help="Split every backward into I and W, or keep it whole. [the better for each]"
+        ),
     ] = None,
     recompute: Annotated[
         bool | None,
         typer.Option(
             "--recompute/--no-recompute",
-            help="Allow forwards to run again, or forbid it. [allowed if the costs say what that keeps]",
+            help="Let forwards run again, or forbid it. [allowed if the costs say what that keeps]",
         ),
     ] = None,
     offload: Annotated[
@@ -105,7 +103,7 @@ def plan(
     stop_at_gap: Annotated[
         float, typer.Option("--stop-at-gap", help="End the search at this gap between plan and bound; 0.01 is 1%.")
     ] = 1e-4,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the search's random numbers.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of random numbers: those of the search.")] = 0,
     out: Out = None,
     json: Json = False,
 ) -> None:

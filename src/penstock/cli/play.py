@@ -35,10 +35,13 @@ def play(
     max_in_flight: MaxInFlight = None,
     option: ScheduleOption = None,
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE", help="Write the page to FILE instead of serving it.")
+        str | None,
+        typer.Option(
+            "--out", metavar="FILE", help="Where the result goes: the page, .html, which is then not served."
+        ),
     ] = None,
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port to serve the page on. [any free port]")
+        int, typer.Option("--port", min=0, max=65535, help="Port to use, for serving the page. [any free port]")
     ] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
     json: Json = False,

@@ -37,7 +37,8 @@ def profile(
     device: options.Device = "cpu",
     threads: options.Threads = 1,
     ranks: Annotated[
-        int, typer.Option("--ranks", min=1, help="How many ranks work side by side while layers are measured.")
+        int,
+        typer.Option("--ranks", min=1, help="Number of ranks, which work side by side while layers are measured."),
     ] = 1,
     microbatch_size: Annotated[
         str,
@@ -47,7 +48,9 @@ def profile(
     ] = "1",
     recompute: Annotated[
         bool,
-        typer.Option("--recompute", help="Measure blocks that keep only their input and run their forward again."),
+        typer.Option(
+            "--recompute", help="Let forwards run again, so that blocks keep only their input, and measure that."
+        ),
     ] = False,
     database: options.DatabaseFile = None,
     seconds: options.Seconds = 1.0,
@@ -55,7 +58,9 @@ def profile(
     out: Annotated[
         str | None,
         typer.Option(
-            "--out", metavar="FILE", help="Also write what was measured to FILE, as JSON for penstock tune --costs."
+            "--out",
+            metavar="FILE",
+            help="Where the result goes: what was measured, as JSON for penstock tune --costs.",
         ),
     ] = None,
     json: Json = False,

@@ -39,7 +39,9 @@ def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or the control.jsonl in it.")],
     out: Annotated[
         str | None,
-        typer.Option("--out", metavar="FILE", help="Write the page to FILE. [report.html in the run's folder]"),
+        typer.Option(
+            "--out", metavar="FILE", help="Where the result goes: the page, .html. [report.html in the run's folder]"
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

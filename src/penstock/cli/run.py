@@ -30,7 +30,19 @@ RENAMED = {
     ("train", "--zero"): "--sharding (copies for on, none for off)",
     ("compare", "--zero"): "--sharding (copies for on, none for off)",
     ("simulate", "--max-held"): "--memory-limit",
-} | {(verb, "--memory-limit"): "--max-in-flight" for verb in ("check", "show")}
+    ("simulate", "--transport"): "--messages",
+    ("check", "--memory-limit"): "--max-in-flight",
+    ("show", "--memory-limit"): "--max-in-flight",
+    ("analyze", "--preset"): "--framework",
+    ("analyze", "--steps"): "--only-steps",
+    ("split", "--at"): "--first-layers",
+    ("bench split", "--blocks"): "--depth",
+    ("bench runtime", "--blocks"): "--rounds",
+    ("bench runtime", "--size"): "--gpt",
+    ("bench tune", "--resume"): "--continue",
+    ("lab run", "--timeout"): "--stop-after",
+    ("lab exec", "--timeout"): "--stop-after",
+}
 """By verb and option, the names that options have now."""
 
 TRACEBACK = "PENSTOCK_TRACEBACK"
@@ -175,7 +187,7 @@ def _usage_failure(error: Exception, arguments: Sequence[str]) -> Failure:
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "penstock"
-    gone = where.split()[-1], getattr(error, "option_name", "")
+    gone = where.partition(" ")[2], getattr(error, "option_name", "")
     if gone in RENAMED:
         message = f"{gone[1]} of {where} is {RENAMED[gone]} since 0.2"
     return Failure(MISUSE, f"{' '.join(message.split())}\nsee {where} --help", rule="usage")

@@ -71,7 +71,8 @@ def search(
     shared_ends: Annotated[
         bool,
         typer.Option(
-            "--shared-ends/--no-shared-ends", help="Let all ranks together run the first and the last part."
+            "--shared-ends/--no-shared-ends",
+            help="Let all ranks together run the first and the last part, such as embedding and head.",
         ),
     ] = False,
     split: Annotated[

@@ -21,7 +21,6 @@ from penstock.cli.options import (
     MaxInFlight,
     MaxMismatch,
     Microbatches,
-    Out,
     Ranks,
     ScheduleOption,
     Stages,
@@ -67,10 +66,10 @@ def simulate(
             help="How ranks choose their ops: frozen, hinted, hinted:0.5, dynamic, or auto for the fastest.",
         ),
     ] = "frozen",
-    transport: Annotated[
+    messages: Annotated[
         str,
         typer.Option(
-            "--transport", help="How messages travel: decoupled (they hold up no rank), blocking or blocking:DEPTH."
+            "--messages", help="How messages travel: decoupled (they hold up no rank), blocking or blocking:DEPTH."
         ),
     ] = "decoupled",
     memory_limit: costs_options.MemoryLimit = None,
@@ -82,25 +81,33 @@ def simulate(
             help="Also run it on emulated devices, with ranks as threads or processes, and compare.",
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Emulated: how many steps to run. [3]")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="How many steps to run, emulated. [3]")] = None,
     stretch: Annotated[
         float | None,
         typer.Option(
-            "--stretch", help="Emulated: make ops and links slower by this factor, so that noise matters less."
+            "--stretch", help="Make ops and links slower by this factor, emulated, so that noise matters less. [1]"
         ),
     ] = None,
-    out: Out = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Where the result goes: the timeline as a picture, .svg, .html or .txt, or as a trace, .json or "
+            ".json.gz.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Time a schedule over costs and links: makespan, bubbles, memory and a picture."""
     given_counts = source.counts_of(ranks, microbatches, stages, warmup, max_in_flight, window, max_mismatch, option)
     plan = source.read_or_build(schedule, given_counts)
-    ps.check(plan, max_in_flight=max_in_flight)
+    ps.check(plan, max_in_flight=given_counts.max_in_flight)
     given = costs_options.GivenCosts(costs, f, i, w, b, activation, message_bytes, freed_by_input, lengths)
     chosen = given.read(plan.num_ranks, plan.placement)
     assumed = given.assumed(plan.num_ranks, plan.placement)
     links = options.links_of(link or [], default_delay)
-    mode = options.transport_of(transport)
+    mode = options.transport_of(messages)
     checked = dispatch == "frozen" and options.limits_of("--memory-limit", memory_limit, plan.num_ranks)[1]
     if checked:  # what is held follows from the order, and is counted below
         given.require_weights(memory_limit, chosen)
@@ -119,7 +126,7 @@ def simulate(
     emulation = None
     if emulate is not None:
         if mode != ps.simulation.Decoupled():
-            raise Misuse(f"--emulate sends messages decoupled from ops; leave out --transport {transport}")
+            raise Misuse(f"--emulate sends messages decoupled from ops; leave out --messages {messages}")
         emulation = _emulate(emulate)(
             plan,
             chosen,
@@ -136,10 +143,10 @@ def simulate(
 
         save(timeline, out)
     if json:
-        found = _as_json(timeline, chosen, assumed, links, transport)
+        found = _as_json(timeline, chosen, assumed, links, messages)
         print_json(found if emulation is None else {**found, "emulated": _emulated_json(emulation, str(emulate))})
         return
-    _print(timeline, chosen, assumed, links, transport)
+    _print(timeline, chosen, assumed, links, messages)
     if emulation is not None:
         _print_emulated(emulation)
     if out is not None:

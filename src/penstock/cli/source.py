@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.failure import Misuse
-from penstock.cli.options import counts, schedule_options
+from penstock.cli.options import counts, one_count, schedule_options
 from penstock.formats import load
 from penstock.library import SCHEDULES, build
 from penstock.schedule import Schedule, check
@@ -36,16 +36,15 @@ def counts_of(
     microbatches: int | None,
     stages: int | None,
     warmup: str | None,
-    max_in_flight: float | None,
+    max_in_flight: str | None,
     window: int | None,
     max_mismatch: int | None,
     option: list[str] | None = None,
 ) -> GivenCounts:
-    """The counts as options give them. Raises Misuse for a warm-up that is no list of whole numbers."""
+    """The counts as options give them. Raises Misuse for a warm-up or a limit that is not written as they are."""
     warmups = None if warmup is None else counts("--warmup", warmup)
-    return GivenCounts(
-        ranks, microbatches, stages, warmups, max_in_flight, window, max_mismatch, schedule_options(option)
-    )
+    most = one_count("--max-in-flight", max_in_flight)
+    return GivenCounts(ranks, microbatches, stages, warmups, most, window, max_mismatch, schedule_options(option))
 
 
 def is_file(source: str) -> bool:

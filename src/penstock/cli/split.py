@@ -33,27 +33,31 @@ def split(
         int | None,
         typer.Option("--stages", min=1, help="Number of stages, of about equal cost. [every layer is a stage]"),
     ] = None,
-    at: Annotated[
+    first_layers: Annotated[
         str | None,
-        typer.Option("--at", metavar="LAYER,...", help="The layers with which stages begin, in place of --stages."),
+        typer.Option(
+            "--first-layers", metavar="LAYER,...", help="The layers with which stages begin, in place of --stages."
+        ),
     ] = None,
     model_options: options.ModelOptions = None,
     data: Annotated[
         str | None,
-        typer.Option("--data", help="As in penstock train: the first microbatch gives operations and messages."),
+        typer.Option("--data", help=f"{options.LEARNT_FROM}. Its first microbatch gives operations and messages."),
     ] = None,
     microbatches: Annotated[
-        int, typer.Option("--microbatches", min=1, help="Microbatches per step.")
+        int, typer.Option("--microbatches", min=1, help="Number of microbatches, per step.")
     ] = DEFAULTS.microbatches,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples per step.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the weights.")] = DEFAULTS.seed,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of random numbers: the weights.")] = DEFAULTS.seed,
     json: Json = False,
 ) -> None:
     """Show which layers each stage has, their parameters and costs, and what stages pass on."""
     if not is_own(model):
         raise Misuse(f"{model}: penstock split is for a model of your own; give FILE.py:NAME")
     given = options.json_object("--model-options", model_options)
-    found, size = _found(model, given, data, microbatches, batch, seed, stages, at.split(",") if at else [])
+    found, size = _found(
+        model, given, data, microbatches, batch, seed, stages, first_layers.split(",") if first_layers else []
+    )
     sizes = [len(paths) for paths in found.layers]
     words = ["penstock", "train", "--model", model]
     words += ["--model-options", model_options] if model_options else []

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from penstock.tune.search import SearchFound, TuneCandidate
     from penstock.tune.session import Source
 
-Preset = Annotated[str, typer.Option("--preset", help="Sizes of a GPT, as in penstock train.")]
+Preset = Annotated[str, typer.Option("--preset", help="Preset that says the sizes of the model.")]
 OwnPreset = Annotated[
-    str | None, typer.Option("--preset", help="Sizes of the model, as in penstock train. [tiny; of clip nano]")
+    str | None, typer.Option("--preset", help="Preset that says the sizes of the model. [tiny; of clip nano]")
 ]
 Depth = Annotated[int | None, typer.Option("--depth", min=1, help="Number of blocks. [the model's]")]
 Width = Annotated[int | None, typer.Option("--width", min=1, help="Width of the blocks. [the model's]")]
@@ -42,8 +42,12 @@ Tied = Annotated[
     bool | None,
     typer.Option("--tied/--no-tied", help="Let embedding and head share one weight, or not. [the model's]"),
 ]
-Tokenizer = Annotated[str | None, typer.Option("--tokenizer", help="A tokenizers JSON file; without one, bytes.")]
-Precision = Annotated[str, typer.Option("--precision", help="float32, or bfloat16 with float32 weights.")]
+Tokenizer = Annotated[
+    str | None, typer.Option("--tokenizer", help="A JSON file of the tokenizers library. [bytes as tokens]")
+]
+Precision = Annotated[
+    str, typer.Option("--precision", help="Type of numbers: float32, or bfloat16 with float32 weights.")
+]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="A class of torch.optim.")]
 OptimizerOptions = Annotated[
     str | None,
@@ -57,24 +61,25 @@ Model = Annotated[
     typer.Option(
         "--model",
         metavar="NAME|PATH",
-        help="bert, a Hugging Face folder, or your own, nets.py:Net; penstock tune takes clip, too. [gpt]",
+        help="What is trained: bert, a Hugging Face folder, or your own, nets.py:Net; penstock tune takes clip, too. "
+        "[gpt]",
     ),
 ]
-Data = Annotated[
-    str | None, typer.Option("--data", metavar="FILE.py:NAME", help="What your own model learns from, or text.")
-]
+LEARNT_FROM = "What the model learns from: text (a file, folder, .jsonl or .bin/.idx), or your own, data.py:make_data"
+Data = Annotated[str | None, typer.Option("--data", help=f"{LEARNT_FROM}. Random tokens serve a GPT.")]
 Batch = Annotated[
     int | None, typer.Option("--batch", min=1, help="Samples per step. [16, or those of your own data]")
 ]
 Clip = Annotated[float, typer.Option("--clip", min=0, help="Largest norm of the gradient; 0 for no clipping.")]
-Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
-Threads = Annotated[int, typer.Option("--threads", min=1, help="Threads of each rank.")]
+Device = Annotated[str, typer.Option("--device", help="Device that ops run on: cpu or cuda.")]
+Threads = Annotated[int, typer.Option("--threads", min=1, help="Threads per rank.")]
 DatabaseFile = Annotated[
     str | None,
     typer.Option("--database", metavar="FILE", help="File of measurements. [one in your cache folder]"),
 ]
 Seconds = Annotated[
-    float, typer.Option("--seconds", min=0.01, help="For how many seconds each microbatch size is measured.")
+    float,
+    typer.Option("--seconds", min=0.01, help="For how many seconds layers are measured, for each microbatch size."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what the database has.")]
 
@@ -88,7 +93,9 @@ def tune(
     tower: Annotated[
         list[str] | None,
         typer.Option(
-            "--tower", metavar="NAME=KEY:VALUE", help="clip, repeatable: text=ranks:2, contrast=microbatches:4."
+            "--tower",
+            metavar="NAME=KEY:VALUE",
+            help="Settings of one tower of a clip: text=ranks:2, contrast=microbatches:4; may be repeated.",
         ),
     ] = None,
     depth: Depth = None,
@@ -105,32 +112,41 @@ def tune(
     clip: Clip = 1.0,
     device: Device = "cpu",
     threads: Threads = 1,
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Most ranks to use. [as many as fit]")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Number of ranks, at most. [as many as fit]")
+    ] = None,
     pp: Annotated[
-        str | None, typer.Option("--pp", metavar="N,N,...", help="Numbers of ranks per pipeline to try: 2,4.")
+        str | None,
+        typer.Option("--pp", metavar="N,N,...", help="Number of ranks per pipeline, or several to try: 2,4."),
     ] = None,
     dp: Annotated[
-        str | None, typer.Option("--dp", metavar="N,N,...", help="Numbers of replicas to try: 1,2.")
+        str | None,
+        typer.Option("--dp", metavar="N,N,...", help="Number of replicas of the pipeline, or several to try: 1,2."),
     ] = None,
     microbatch_size: Annotated[
-        str | None, typer.Option("--microbatch-size", metavar="N,N,...", help="Samples per microbatch to try: 1,2,4.")
+        str | None,
+        typer.Option(
+            "--microbatch-size", metavar="N,N,...", help="Samples per microbatch: one size, or several as 1,2,4."
+        ),
     ] = None,
     schedule: Annotated[
-        list[str] | None, typer.Option("--schedule", help="Library schedule to try; may be repeated. [all]")
+        list[str] | None, typer.Option("--schedule", help="Library schedule by name, to try; may be repeated. [all]")
     ] = None,
     dispatch: Annotated[
         str, typer.Option("--dispatch", help="How ranks choose their ops: frozen, hinted, dynamic or auto.")
     ] = "frozen",
     recompute: Annotated[
         bool | None,
-        typer.Option("--recompute/--no-recompute", help="Try recomputing too, or not. [if memory is limited]"),
+        typer.Option(
+            "--recompute/--no-recompute", help="Let forwards run again: try that too, or not. [if memory is limited]"
+        ),
     ] = None,
     shared_ends: Annotated[
         bool | None,
         typer.Option(
             "--shared-ends/--no-shared-ends",
-            help="Try only ways in which all ranks of a pipeline share embedding and head, or none of them. [both, "
-            "where one of the two costs more than a rank's even part, or memory is limited]",
+            help="Let all ranks together run the first and the last part, embedding and head, or none. [both, "
+            "where one of the ends costs more than a rank's even part, or memory is limited]",
         ),
     ] = None,
     programs: Annotated[
@@ -143,7 +159,9 @@ def tune(
     costs: Annotated[
         str | None,
         typer.Option(
-            "--costs", metavar="FILE", help="Take the costs of layers from FILE, such as penstock profile writes."
+            "--costs",
+            metavar="FILE",
+            help="All costs, of a preset or a file: here a file that penstock profile wrote.",
         ),
     ] = None,
     tflops: Annotated[
@@ -156,7 +174,7 @@ def tune(
     top: Annotated[int, typer.Option("--top", min=1, help="How many candidates to show.")] = 10,
     verify: Annotated[int, typer.Option("--verify", min=0, help="How many of the best to run for real.")] = 0,
     steps: Annotated[
-        int, typer.Option("--steps", min=1, help="Steps of a verification, each of which runs twice.")
+        int, typer.Option("--steps", min=1, help="How many steps to run, each of them twice, with --verify.")
     ] = 10,
     database: DatabaseFile = None,
     seconds: Seconds = 1.0,
@@ -166,7 +184,8 @@ def tune(
         typer.Option(
             "--out",
             metavar="FILE",
-            help="Write the schedule of the choice. A program, which has no name, goes to runs/ without it.",
+            help="Where the result goes: the schedule of the choice, .json or .txt. A program, which has no name, "
+            "goes to runs/ without it.",
         ),
     ] = None,
     json: Json = False,

@@ -79,9 +79,9 @@ def _option(text: str, field: str | None = None, **rest: Any) -> Any:
 
 def train(
     call: typer.Context,
-    schedule: Annotated[str | None, _option("Name of a library schedule, or a schedule file.", "schedule")] = None,
-    ranks: Annotated[int | None, _option("Number of pipeline ranks, each of which is a process.", "ranks")] = None,
-    pp: Annotated[int | None, _option("The same as --ranks.")] = None,
+    schedule: Annotated[str | None, _option("Library schedule by name, or a schedule file.", "schedule")] = None,
+    ranks: Annotated[int | None, _option("Number of ranks, of the pipeline; each is a process.", "ranks")] = None,
+    pp: Annotated[int | None, _option("Number of ranks per pipeline, the same as --ranks.")] = None,
     dp: Annotated[
         int | None, _option("Number of replicas of the pipeline, each with its part of the batch.", "dp")
     ] = None,
@@ -90,11 +90,12 @@ def train(
         str | None, _option("What the holders of a stage divide: none, copies, zero1, fsdp.", "sharding")
     ] = None,
     microbatches: Annotated[
-        int | None, _option("Microbatches per step; with amdp 4 for each rank.", "microbatches")
+        int | None, _option("Number of microbatches, per step; with amdp 4 for each rank.", "microbatches")
     ] = None,
-    stages: Annotated[int | None, _option("Number of stages of the whole model (interleaved-1f1b).")] = None,
+    stages: Annotated[int | None, _option("Number of stages, over the whole model (interleaved-1f1b).")] = None,
     warmup: Annotated[
-        str | None, _option("How many forwards each rank runs before its first backward (zb).", metavar="X0,X1,...")
+        str | None,
+        _option("Warm-up counts, one per rank: forwards before its first backward (zb).", metavar="X0,X1,..."),
     ] = None,
     cut: Annotated[
         str | None, _option("How many layers each stage has. [stages of about equal cost]", metavar="N0,N1,...")
@@ -105,7 +106,8 @@ def train(
     model: Annotated[
         str | None,
         _option(
-            "gpt, bert, clip, captioner, a Hugging Face folder or config.json, or your own, nets.py:Net.",
+            "What is trained: gpt, bert, clip, captioner, a Hugging Face folder or config.json, or your own, "
+            "nets.py:Net.",
             "model",
             metavar="NAME|PATH",
         ),
@@ -122,7 +124,7 @@ def train(
     tower: Annotated[
         list[str] | None,
         _option(
-            "Of a clip, one tower: text=ranks:2+microbatches:8+schedule:1f1b; may be repeated.",
+            "Settings of one tower of a clip: text=ranks:2+microbatches:8+schedule:1f1b; may be repeated.",
             metavar="NAME=KEY:VALUE",
         ),
     ] = None,
@@ -134,10 +136,13 @@ def train(
     tied: Annotated[bool | None, _option("Let embedding and head share one weight, or not. [the preset's]")] = None,
     data: Annotated[
         str | None,
-        _option("Text file, folder, .jsonl or .bin/.idx, or your own, data.py:make_data. [Python's own library]"),
+        _option(
+            "What the model learns from: text (a file, folder, .jsonl or .bin/.idx), or your own, data.py:make_data. "
+            "[Python's own library]"
+        ),
     ] = None,
     tokenizer: Annotated[str | None, _option("A JSON file of the tokenizers library. [bytes as tokens]")] = None,
-    steps: Annotated[int | None, _option("How many updates to make.", "steps")] = None,
+    steps: Annotated[int | None, _option("How many steps to run, each with its update.", "steps")] = None,
     batch: Annotated[int | None, _option("Samples per step.", "batch")] = None,
     packing: Annotated[
         str | None,
@@ -169,11 +174,13 @@ def train(
         str | None, _option("Options of the optimizer other than lr, as JSON.", metavar="JSON")
     ] = None,
     clip: Annotated[float | None, _option("Largest norm of the gradient; 0 for no clipping.", "clip")] = None,
-    precision: Annotated[str | None, _option("float32, or bfloat16 with float32 weights.", "precision")] = None,
-    recompute: Annotated[
-        bool | None, _option("Keep only the input of each block, and run its forward again before its backward.")
+    precision: Annotated[
+        str | None, _option("Type of numbers: float32, or bfloat16 with float32 weights.", "precision")
     ] = None,
-    seed: Annotated[int | None, _option("Seed of weights, data order and dropout.", "seed")] = None,
+    recompute: Annotated[
+        bool | None, _option("Let forwards run again, so that blocks keep only their input until their backward.")
+    ] = None,
+    seed: Annotated[int | None, _option("Seed of random numbers: weights, data order and dropout.", "seed")] = None,
     evaluate_every: Annotated[
         int | None, _option("Steps between evaluations; 0 evaluates only at the end.", "evaluate_every")
     ] = None,
@@ -183,13 +190,20 @@ def train(
     keep: Annotated[int | None, _option("How many checkpoints to keep.", "keep")] = None,
     device: Annotated[
         str | None,
-        _option("cpu (even where there are GPUs), cuda, or emulated: ops take time and compute nothing.", "device"),
+        _option(
+            "Device that ops run on: cpu (even where there are GPUs), cuda, or emulated, where ops take time only.",
+            "device",
+        ),
     ] = None,
     costs: Annotated[
-        str | None, _option(f"Emulated: {', '.join(PRESETS)}, or a file. [{EMULATED.costs}]", metavar="NAME|FILE")
+        str | None,
+        _option(
+            f"All costs, of a preset or a file, emulated: {', '.join(PRESETS)}, or a file. [{EMULATED.costs}]",
+            metavar="NAME|FILE",
+        ),
     ] = None,
     stretch: Annotated[
-        float | None, _option("Emulated: make ops and links slower by this factor, so that noise matters less. [1]")
+        float | None, _option("Make ops and links slower by this factor, emulated, so that noise matters less. [1]")
     ] = None,
     message_cap: Annotated[
         str | None,
@@ -198,20 +212,23 @@ def train(
     timeout: Annotated[float | None, _option("Most seconds that any wait may last.", "timeout")] = None,
     threads: Annotated[int | None, _option("Threads per rank. [its share of the cores]")] = None,
     sample: Annotated[int | None, _option("How many tokens of text the model writes at the end.", "sample")] = None,
-    window: Annotated[int | None, _option("Asynchronous: microbatches per update.")] = None,
+    window: Annotated[int | None, _option("Microbatches per update, of an asynchronous schedule.")] = None,
     rule: Annotated[
         str | None,
-        _option(f"Asynchronous: which weights ops read: {', '.join(RULES)}.", metavar="NAME"),
+        _option(f"Which weights ops read, in an asynchronous schedule: {', '.join(RULES)}.", metavar="NAME"),
     ] = None,
     max_mismatch: Annotated[
-        int | None, _option("Asynchronous: most updates between a microbatch's F and B. [amdp: 0; with --rule 1]")
+        int | None, _option("Most updates between a microbatch's forward and its backward. [amdp: 0; with --rule 1]")
     ] = None,
     drain_every: Annotated[
-        int | None, _option("Asynchronous: steps after which the pipeline drains. [about 8]")
+        int | None, _option("Steps after which the pipeline drains, of an asynchronous schedule. [about 8]")
     ] = None,
     link: Annotated[
         list[str] | None,
-        _option("Make a link slow on purpose: 0:1=latency:30ms+loss:1%; may be repeated.", metavar="A:B=CONDITION"),
+        _option(
+            "What messages between A and B meet, made slow on purpose: 0:1=latency:30ms+loss:1%; may be repeated.",
+            metavar="A:B=CONDITION",
+        ),
     ] = None,
     transport: Annotated[
         str | None, _option("What carries messages: host, gloo, direct, delegate or nccl.", "transport")
@@ -240,7 +257,7 @@ def train(
         str | None,
         _option("A TOML file of TorchTitan's, which says what no option here does.", metavar="FILE"),
     ] = None,
-    out: Annotated[str | None, _option("Folder of the run. [a new one in runs/]")] = None,
+    out: Annotated[str | None, _option("Where the result goes: the folder of the run. [a new one in runs/]")] = None,
     resume: Annotated[
         str | None,
         _option("Continue the run in this folder; with the same --out, begin it there if need be.", metavar="RUN"),
@@ -252,9 +269,9 @@ def train(
         str | None,
         _option("Where to write the model at the end; a Hugging Face model is written as a folder.", metavar="PATH"),
     ] = None,
-    port: Annotated[int | None, _option("Port at which ranks find each other. [a free one]")] = None,
+    port: Annotated[int | None, _option("Port to use, at which ranks find each other. [a free one]")] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as one JSON object and nothing else.")
+        bool, typer.Option("--json", help="Print one JSON object and nothing else: the report.")
     ] = False,
     help_all: Annotated[
         bool, typer.Option("--help-all", is_eager=True, callback=_print_all, help="Show every option and exit.")

@@ -1,0 +1,107 @@
+"""One meaning per option over all verbs: what `--help` says of it begins alike everywhere, and it takes one type."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+from typer.models import OptionInfo
+
+import penstock.cli  # noqa: F401  (registers the verbs)
+from penstock.cli.app import app
+from penstock.cli.run import RENAMED
+
+pytestmark = pytest.mark.unit
+
+SEVERAL = "the verb compares what is given, and so takes several"
+OTHER_TYPES: dict[str, str] = {
+    "--depth": SEVERAL,
+    "--dp": SEVERAL,
+    "--pp": SEVERAL,
+    "--ranks": SEVERAL,
+    "--schedule": SEVERAL,
+    "--transport": SEVERAL,
+    "--width": SEVERAL,
+}
+"""Options whose type differs between verbs, each with the reason. A new entry needs one."""
+
+
+class Given(NamedTuple):
+    """An option of a verb. meaning: its help up to the first punctuation."""
+
+    verb: str
+    name: str
+    type: Any
+    meaning: str
+
+
+def commands(group: typer.Typer, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    for command in group.registered_commands:
+        yield " ".join((*path, command.name or command.callback.__name__)), command.callback
+    for inner in group.registered_groups:
+        yield from commands(inner.typer_instance, (*path, str(inner.name)))
+
+
+def without_none(annotation: Any) -> Any:
+    """`int` of `int | None`."""
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return annotation
+    kept = [each for each in typing.get_args(annotation) if each is not type(None)]
+    return kept[0] if len(kept) == 1 else annotation
+
+
+def options() -> Iterator[Given]:
+    for verb, function in commands(app):
+        for parameter, annotation in typing.get_type_hints(function, include_extras=True).items():
+            if typing.get_origin(annotation) is not typing.Annotated:
+                continue
+            kind, info = typing.get_args(annotation)[:2]
+            if not isinstance(info, OptionInfo):
+                continue
+            first = [info.default] if isinstance(info.default, str) else []
+            names = [*first, *(info.param_decls or ())] or [f"--{parameter.replace('_', '-')}"]
+            for name in names[0].split("/")[:1]:
+                assert info.help, (verb, name)
+                yield Given(verb, name, without_none(kind), re.split(r"[.,;:(\[]", info.help)[0].strip())
+
+
+EVERY = list(options())
+BY_NAME: dict[str, list[Given]] = defaultdict(list)
+for each in EVERY:
+    BY_NAME[each.name].append(each)
+
+
+def test_the_collection_is_whole() -> None:
+    verbs = dict(commands(app))
+    assert {"train", "plan", "bench runtime", "lab run", "data images"} <= verbs.keys()
+    for verb, function in verbs.items():
+        hints = typing.get_type_hints(function, include_extras=True)
+        taken = [name for name in inspect.signature(function).parameters if hints[name] is not typer.Context]
+        arguments = sum("ArgumentInfo" in repr(hints[name]) for name in taken)
+        assert len([given for given in EVERY if given.verb == verb]) + arguments == len(taken), verb
+    assert {name for name, given in BY_NAME.items() if len(given) > 1} >= OTHER_TYPES.keys()
+
+
+@pytest.mark.parametrize("name", sorted(name for name, given in BY_NAME.items() if len(given) > 1))
+def test_an_option_means_the_same_in_every_verb(name: str) -> None:
+    meanings = defaultdict(list)
+    for given in BY_NAME[name]:
+        meanings[given.meaning].append(given.verb)
+    assert len(meanings) == 1, f"{name} begins with other words in other verbs: {dict(meanings)}"
+    assert len(next(iter(meanings)).split()) > 1, f"{name}: {meanings} says too little to be a meaning"
+    kinds = {given.type for given in BY_NAME[name]}
+    assert (len(kinds) == 1) == (name not in OTHER_TYPES), f"{name} takes {kinds}"
+
+
+def test_what_was_renamed_is_gone_and_what_is_named_instead_is_there() -> None:
+    there = {(given.verb, given.name) for given in EVERY}
+    for (verb, old), new in RENAMED.items():
+        assert (verb, old) not in there
+        assert (verb, new.split()[0]) in there, (verb, new)
