@@ -332,7 +332,7 @@ GROUPS = {
             "runtime",
             "What does running a schedule cost, beside torch's own pipelines?",
             runtime,
-            "penstock bench runtime --blocks 6 --no-memory",
+            "penstock bench runtime --rounds 6 --no-memory",
         ),
         Benchmark(
             "split",
@@ -507,7 +507,12 @@ SAID: dict[str, tuple[str, ...]] = {
     "load": ("load", "load_before_and_after"),
 }
 """What a result says of its run, and the names that it has in the files."""
-NO_RESULTS = ("compatibility/cells.json", "hf_families/families.json", "late_link/schedules/*")
+NO_RESULTS = (
+    "compatibility/cells.json",
+    "compatibility/rules.json",
+    "hf_families/families.json",
+    "late_link/schedules/*",
+)
 """What was drawn, listed or planned for a benchmark to run."""
 
 
