@@ -15,6 +15,7 @@ import torch
 
 import penstock as ps
 from penstock.cli import main
+from penstock.train import checks
 from penstock.train.compare.contenders import contenders
 from penstock.train.compare.page import headline
 from penstock.train.compare.result import Compared, Comparison
@@ -225,6 +226,25 @@ def test_a_synchronous_step_ends_with_its_update() -> None:
     makespan = ps.simulate(plan, costs).makespan
     assert found.milliseconds == makespan + 5.0
     assert found.busy == pytest.approx((2 * 4 * 3 + 3 + 5) / (2 * (makespan + 5)))
+
+
+def test_a_file_is_read_once_and_again_where_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a comparison read it three times, and could be of three different schedules."""
+    path = tmp_path / "mine.json"
+    ps.save(ps.build("zb-h1", 4, 8), path)
+    read: list[str] = []
+
+    def load(source: str) -> ps.Schedule:
+        read.append(source)
+        return ps.load(source)
+
+    monkeypatch.setattr(checks, "load_schedule", load)
+    for _ in range(2):
+        assert main(["compare", "1f1b", str(path), "--steps", "0", "--costs", "gpt2-7b", "--json"]) == 0
+    assert read == [str(path)]
+    ps.save(ps.build("zb-h2", 4, 12), path)
+    assert contenders([str(path), "1f1b"], {})[1].microbatches == 12
+    assert len(read) == 2
 
 
 def test_all_train_as_many_steps() -> None:

@@ -170,6 +170,24 @@ def test_a_program_goes_to_a_file_so_that_the_line_trains(
     assert named["best"][0]["step_ms"] >= result["best"][0]["step_ms"]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "title"),
+    [
+        ("", "tiny"),
+        ("--depth 8 --heads 3", "tiny"),
+        ("--depth 3 --width 32 --heads 2", "tiny with depth 3, width 32, heads 2"),
+        ("--tied --dropout 0.1", "tiny with dropout 0.1, tied weights"),
+    ],
+)
+def test_the_title_says_which_sizes_are_others_than_the_presets(
+    sizes: str, title: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: it named the preset alone, whatever else was asked for."""
+    line = f"tune --preset tiny {sizes} --batch 2 --tflops 1 --ranks 1 --no-programs --schedule 1f1b"
+    assert main(line.split()) == 0
+    assert f"{title}: the fastest by prediction" in capsys.readouterr().out
+
+
 def test_what_is_estimated_for_gpus_needs_none_here(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +266,7 @@ def test_an_impossible_memory_limit_says_the_least(capsys: pytest.CaptureFixture
         (["--memory-limit", "8"], "--memory-limit 8 has no unit"),
         (["--memory-limit", "8"], "give a unit, as in 35GiB"),
         (["--memory-limit", "1GiB,2GiB"], "one limit for all ranks is needed here"),
-        (["--memory-limit", "0B"], "a memory limit of 0 bytes holds nothing"),
+        (["--memory-limit", "0B"], "0B is no limit; give what is above 0"),
         (["--ranks", "2", "--pp", "4"], "no way to spread the batch is left"),
         (["--ranks", "2", "--pp", "two"], "--pp two: whole numbers are needed"),
         (["--ranks", "2", "--schedule", "zbv"], "did you mean"),

@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def read_schedule(
 
 
 def _read_file(schedule: str, ranks: int, microbatches: int, window: int | None) -> Schedule:
-    found = load_schedule(schedule)
+    found = _load_once(schedule)
     if (found.num_ranks, found.num_microbatches) != (ranks, microbatches):
         raise ScheduleError(
             f"{schedule} is for {found.num_ranks} ranks and {found.num_microbatches} microbatches, "
@@ -120,6 +121,20 @@ def _read_file(schedule: str, ranks: int, microbatches: int, window: int | None)
     return found
 
 
+def _load_once(path: str) -> Schedule:
+    """The schedule of a file, which is read again only where it is another. Raises ScheduleError."""
+    try:
+        now = os.stat(path)
+    except OSError:
+        return load_schedule(path)  # which says what is wrong
+    return _loaded(os.path.abspath(path), (now.st_ino, now.st_mtime_ns, now.st_size))
+
+
+@lru_cache(maxsize=8)
+def _loaded(path: str, version: tuple[int, ...]) -> Schedule:
+    return load_schedule(path)
+
+
 def said_by_file(given: Mapping[str, Any]) -> dict[str, Any]:
     """What a schedule file says itself of a run's settings: ranks and microbatches; nothing for a schedule by name.
 
@@ -128,7 +143,7 @@ def said_by_file(given: Mapping[str, Any]) -> dict[str, Any]:
     if not is_schedule_file(given["schedule"]):
         return {}
     path = os.path.abspath(given["schedule"])
-    schedule = load_schedule(path)
+    schedule = _load_once(path)
     counts = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
     if schedule.updates is not None:
         window, whole = schedule.updates.window, schedule.num_microbatches

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.data import ByteTokenizer, load_tokenizer
 from penstock.library import build
-from penstock.models import GPTConfig, gpt_costs, tower_costs
+from penstock.models import GPTConfig, bert_presets, gpt_costs, presets, tower_costs
 from penstock.runtime import PartitionError, split
 from penstock.runtime.stage.stage import GATHERS
 from penstock.runtime.tensors.pytree import flatten
@@ -24,6 +24,7 @@ from penstock.train.tasks.clip import clip_config
 from penstock.train.tasks.gpt import gpt_config
 from penstock.train.tasks.open import open_layers, open_task
 from penstock.train.tasks.own import OwnTask
+from penstock.train.tasks.sizes import words_of_sizes
 from penstock.train.towers import CONTRAST
 from penstock.tune.errors import TuneError
 
@@ -90,7 +91,8 @@ def tuned_model(settings: Settings, runs_here: bool = True) -> TunedModel:
     if settings.model != GPT:
         return _layered(settings)
     tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else ByteTokenizer()
-    return gpt_model(settings.preset, gpt_config(settings, tokenizer.vocab_size))
+    title = words_of_sizes(settings, presets.get(settings.preset))
+    return gpt_model(settings.preset, gpt_config(settings, tokenizer.vocab_size), title)
 
 
 def why_no_shared_ends(settings: Settings, num_ranks: int) -> str:
@@ -106,10 +108,14 @@ def why_no_shared_ends(settings: Settings, num_ranks: int) -> str:
     return ""
 
 
-def gpt_model(name: str, config: GPTConfig) -> TunedModel:
-    """A GPT of some sizes."""
+def gpt_model(name: str, config: GPTConfig, title: str | None = None) -> TunedModel:
+    """A GPT of some sizes.
+
+    Args:
+        name: of the preset. title: what to call it, if its sizes are others.
+    """
     return TunedModel(
-        name=name,
+        name=title or name,
         layers=("embedding", *(f"block {number}" for number in range(config.depth)), "head"),
         costs=tuple(gpt_costs(config)),
         num_tokens=config.context,
@@ -124,7 +130,7 @@ def _clip(settings: Settings) -> TunedModel:
     """A CLIP: the layers of its towers one tower after another, and the contrast."""
     config, parts = clip_config(settings), parts_of(settings)
     return TunedModel(
-        name=f"clip {settings.preset}",
+        name=f"clip {words_of_sizes(settings)}",
         layers=(*(f"{name} {layer}" for name in config.towers for layer in parts[name].layers), CONTRAST),
         costs=tuple(cost for part in parts.values() for cost in part.costs),
         num_tokens=sum(tower.context for tower in config.towers.values()),
@@ -163,14 +169,14 @@ def parts_of(settings: Settings) -> dict[str, TunedModel]:
 def _layered(settings: Settings) -> TunedModel:
     """A BERT, or a model of Hugging Face's; of the latter, blocks may differ from one another."""
     task = open_layers(settings)
-    num_layers = len(task.layer_costs)
+    num_layers, sizes = len(task.layer_costs), words_of_sizes(settings, bert_presets.get(settings.preset))
     path = settings.model if is_path(settings.model) else None
     first = task.read(None).batches[0] if is_own(settings.data) else None
     options = ["--model", settings.model, *(["--preset", settings.preset] if path is None else [])]
     if settings.data is not None:
         options += ["--data", settings.data]
     return TunedModel(
-        name=f"{settings.model} {settings.preset}" if path is None else Path(path).resolve().stem,
+        name=f"{settings.model} {sizes}" if path is None else Path(path).resolve().stem,
         layers=("embedding", *(f"block {number}" for number in range(num_layers - 2)), "head"),
         costs=tuple(task.layer_costs),
         num_tokens=task.num_tokens,

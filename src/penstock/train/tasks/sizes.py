@@ -40,6 +40,22 @@ def changed(config: Any, settings: Settings, **more: Any) -> Any:
         raise SettingsError(str(error)) from None
 
 
+def words_of_sizes(settings: Settings, preset: object = None) -> str:
+    """`tiny`, or `tiny with depth 3, width 32` where options change its sizes.
+
+    Args:
+        preset: the config of that name, whose own sizes change nothing; None where it has several.
+    """
+    given = {name: getattr(settings, name) for name in OPTIONS if getattr(settings, name) is not None}
+    own = {name: getattr(preset, "num_heads" if name == "heads" else name, None) for name in given}
+    changes = [
+        {True: "tied weights", False: "weights not tied"}[value] if name == "tied" else f"{name} {value}"
+        for name, value in given.items()
+        if value != own[name]
+    ]
+    return f"{settings.preset} with {', '.join(changes)}" if changes else settings.preset
+
+
 def kept_sizes(config: Any) -> dict[str, Any]:
     """Of a config what a resumed run must share: all but dropout."""
     return {name: value for name, value in dataclasses.asdict(config).items() if name != "dropout"}
