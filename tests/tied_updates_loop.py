@@ -27,6 +27,7 @@ import tie_runs
 from packed import packed
 from penstock.runtime.tensors.dtensor import whole
 from penstock.schedule import Op
+from penstock.schedule.staleness import PREDICTING, predictions_of
 
 MSE = nn.MSELoss()
 KEEPING = ("pipedream", "vnag", "pipedream-2bw")
@@ -308,6 +309,8 @@ def unlike_the_loop(
     **options: Any,
 ) -> list[str]:
     """What is not as in the loop after some steps, in words."""
+    assert schedule.updates is not None
+    assert schedule.updates.rule not in PREDICTING or predictions_of(schedule), "a case that predicts nothing"
     model, num = tie_runs.tied_model(schedule.num_stages), schedule.num_microbatches * num_replicas
     loop = VersionsLoop(copy.deepcopy(model), schedule, optimizer, clip_norm, num_replicas)
     source, tied = tie_runs.as_given(model, given)

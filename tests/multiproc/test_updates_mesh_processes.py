@@ -91,7 +91,6 @@ def predicting(rank: int) -> dict[str, list[str]]:
         "amdp, xpipe, zero1": lambda: run("amdp, xpipe", 8, 2, "functions", sharding="zero1"),
         "amdp, xpipe, fsdp": lambda: run("amdp, xpipe", 8, 2, "functions", sharding="fsdp"),
         "amdp, xpipe-lr, fsdp, dynamic": lambda: run("amdp, xpipe-lr", 8, 2, sharding="fsdp", dispatch="dynamic"),
-        "amdp, spectrain, zero1": lambda: run("amdp, spectrain", 8, 2, "list", sharding="zero1"),
     }
     by_day = ("xpipe, zero1", "spectrain, fsdp", "amdp, xpipe, zero1", "amdp, xpipe-lr, fsdp, dynamic")
     return {name: case() for name, case in chosen(cases, by_day).items()}

@@ -13,6 +13,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.models import GPTConfig, build_layers
+from tied_updates_loop import with_rule
 
 pytestmark = pytest.mark.unit
 
@@ -32,12 +33,15 @@ RUNS: list[tuple[str, int, dict[str, Any], Any, bool]] = [
     ("pipedream", 8, {"window": 2}, MOMENTUM, True),
     ("pipedream-2bw", 12, {"window": 4}, ADAM, True),
     ("spectrain", 6, {"window": 1}, MOMENTUM, True),
+    ("amdp, xpipe", 16, {"window": 4}, ADAM, True),
+    ("amdp, xpipe", 16, {"window": 4}, ADAM, False),
+    ("xpipe", 12, {"window": 4}, ADAM, True),
     ("vnag", 8, {"window": 1}, NADAM, True),
     ("1f1b", 4, {}, ADAM, True),
     ("chimera", 4, {}, ADAM, True),
     ("chimera", 4, {}, ADAM, False),
 ]
-"""Schedule, microbatches, options, optimizer, zero."""
+"""Schedule (and the rule, where that is another than its own), microbatches, options, optimizer, zero."""
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +83,9 @@ def test_a_pipeline_holds_what_its_footprint_says(
     name: str, num_microbatches: int, options: dict[str, Any], optimizer: Any, zero: bool
 ) -> None:
     layers = build_layers(CONFIG, range(4), seed=0)
+    name, _, rule = name.partition(", ")
     schedule = ps.build(name, 4, num_microbatches, **options)
+    schedule = with_rule(schedule, rule) if rule else schedule
     expected = ps.footprint(schedule, costs_of(layers, optimizer), sharding="copies" if zero else "none")
     pipe = ps.Pipeline(
         nn.Sequential(*layers),

@@ -13,6 +13,7 @@ import asynchronous_runs as runs
 import penstock as ps
 import tie_runs
 import tied_updates_loop as loop
+from penstock.schedule import with_updates
 from tied_updates_loop import with_rule
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -56,24 +57,15 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         runs.ADAM,
         {"given": "functions", "clip_norm": 0.05},
     ),
-    "amdp of two ranks, spectrain": (
-        lambda: with_rule(ps.build("amdp", 2, 8, window=2), "spectrain"),
+    "updates in zb-h1, xpipe": (lambda: with_updates(ps.build("zb-h1", 4, 8), 1, rule="xpipe"), runs.ADAM, {}),
+    "updates in zb-v, spectrain": (
+        lambda: with_updates(ps.build("zb-v", 2, 8), 1, rule="spectrain"),
         runs.MOMENTUM,
-        {},
+        {"given": "functions"},
     ),
-    "windows of chimera, xpipe": (
-        lambda: with_rule(ps.passes.repeat_windows(ps.build("chimera", 4, 8), 3), "xpipe"),
+    "updates in interleaved-1f1b, xpipe-lr": (
+        lambda: with_updates(ps.build("interleaved-1f1b", 2, 8), 1, rule="xpipe-lr"),
         runs.ADAM,
-        {},
-    ),
-    "windows of zb-v, xpipe": (
-        lambda: with_rule(ps.passes.repeat_windows(ps.build("zb-v", 2, 4), 3), "xpipe"),
-        runs.ADAM,
-        {},
-    ),
-    "windows of zb-h1, spectrain": (
-        lambda: with_rule(ps.passes.repeat_windows(ps.build("zb-h1", 4, 8), 3), "spectrain"),
-        runs.MOMENTUM,
         {},
     ),
 }

@@ -43,7 +43,7 @@ def updates_ahead(schedule: Schedule, stage: int) -> dict[int, int]:
     ahead: dict[int, int] = {}
     if windows is None:
         return ahead
-    for row in schedule.order:
+    for row in _rows_of(schedule, stage):
         passed: dict[int, int] = {}
         for op in row:
             if op.stage != stage:
@@ -98,7 +98,7 @@ def reads_of(schedule: Schedule, stage: int) -> dict[int, Reads]:
     if (steps := _steps_of(schedule, stage)) is None:
         return found
     ahead, backward = steps
-    for row in schedule.order:
+    for row in _rows_of(schedule, stage):
         newest: dict[int, int] = {}
         for op in _of_stage(row, stage):
             pipeline, m = schedule.pipeline_of(op), op.microbatch
@@ -122,7 +122,7 @@ def tied_reads_of(schedule: Schedule, owner: int, stage: int) -> dict[int, Reads
     """
     found: dict[int, Reads] = {}
     owners = reads_of(schedule, owner)
-    for row in schedule.order if owners else ():
+    for row in _rows_of(schedule, stage) if owners else ():
         came: dict[int, int] = {}
         for op in _of_stage(row, stage):
             pipeline, m = schedule.pipeline_of(op), op.microbatch
@@ -178,6 +178,13 @@ def _steps_of(schedule: Schedule, stage: int) -> tuple[Callable[[int], int], int
         window, forward = schedule.updates.window, forward_steps(stage, schedule.num_stages, schedule.updates.window)
         return lambda m: forward, backward_steps(stage, window)
     return (updates_ahead(schedule, stage).__getitem__, 0) if rule in BY_ADAM else None
+
+
+def _rows_of(schedule: Schedule, stage: int) -> list[Sequence[Op]]:
+    """The rows of the ranks that host a stage."""
+    placement = schedule.placement
+    hosts = {rank for pipeline in range(placement.num_pipelines) for rank in placement.hosts(pipeline, stage)}
+    return [row for rank, row in enumerate(schedule.order) if rank in hosts]
 
 
 def _of_stage(row: Sequence[Op], stage: int) -> list[Op]:

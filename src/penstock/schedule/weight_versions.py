@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE
-from penstock.schedule.staleness import forward_steps, updates_ahead
+from penstock.schedule.staleness import BY_ADAM, forward_steps, updates_ahead
 from penstock.schedule.updates import NEWEST
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def count_versions(schedule: Schedule) -> Copies:
 
 def _predicts(schedule: Schedule, rule: str, stage: int) -> bool:
     """Whether any op of the stage reads weights other than the newest."""
-    if rule in ("xpipe", "xpipe-lr"):
+    if rule in BY_ADAM:
         return any(updates_ahead(schedule, stage).values())
     window = 1 if schedule.updates is None else schedule.updates.window
     return forward_steps(stage, schedule.num_stages, window) > 0

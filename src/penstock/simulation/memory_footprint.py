@@ -23,12 +23,10 @@ from penstock.renamed import refuse_old
 from penstock.schedule import Placement, Schedule, count_versions
 from penstock.schedule.op import BACKWARD, UPDATE, WEIGHT
 from penstock.schedule.short_repr import short_repr
+from penstock.schedule.staleness import PREDICTING, predictions_of
 from penstock.schedule.updates import OWNER
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
-
-PREDICTING = ("spectrain", "xpipe", "xpipe-lr")
-"""Rules by which ops read weights that are written for them, beside the newest."""
 
 
 class RankFootprint(NamedTuple):
@@ -36,7 +34,7 @@ class RankFootprint(NamedTuple):
 
     Attributes:
         weights: the newest parameters of each copy of a stage, as ops read them.
-        versions: older ones, and the copy that predictions are written to.
+        versions: older ones, the copy that predictions are written to, and those that came with the weights.
         gradients: a buffer a copy; two where the gradients of two windows are under way at once.
         optimizer: moments, and parameters in full precision.
         activations: kept from forwards.
@@ -125,8 +123,8 @@ def footprint(
         dispatch: of the run.
         memory_limit: of activations in the run, as for `simulate`.
         sharding: "copies": only the copy that owns a stage has the optimizer's state, and sends the parameters of
-            each update to the others (ZeRO; AMDP, section 3.4). "none": each copy has it. "zero1" and
-            "fsdp" are about replicas, of which a schedule knows none, and count as "copies".
+            each update to the others (ZeRO; AMDP, section 3.4), with what a rule predicts for them. "none": each copy
+            has it. "zero1" and "fsdp" are about replicas, of which a schedule knows none, and count as "copies".
         masters: `optimizer_bytes` include the parameters, in full precision. Then rules that predict need no second
             version: what ops read is written from those anyway.
 
@@ -147,8 +145,8 @@ def footprint(
     _require_weights(costs, sharding)
     timeline = simulate(schedule, costs, links=links, dispatch=dispatch, memory_limit=memory_limit)
     versions, buffers = count_versions(schedule), count_buffers(schedule)
-    if masters and schedule.updates is not None and schedule.updates.rule in PREDICTING:
-        versions = dict.fromkeys(versions, 1)
+    if schedule.updates is not None and schedule.updates.rule in PREDICTING:
+        versions = _with_predictions(schedule, versions, sharding, masters)
     state = _state(schedule.placement, schedule.num_ranks, costs, sharding, versions, buffers)
     peaks = zip(state, timeline.peak_activations, _message_peaks(timeline, costs), strict=True)
     return Footprint(tuple(mine._replace(activations=held, messages=messages) for mine, held, messages in peaks))
@@ -239,6 +237,20 @@ def _state(
             optimizer=mine.optimizer + (optimizer[stage] if has_state else 0.0),
         )
     return ranks
+
+
+def _with_predictions(
+    schedule: Schedule, versions: Mapping[tuple[int, int], int], sharding: str, masters: bool
+) -> dict[tuple[int, int], int]:
+    """Versions with those predictions that a copy without the optimizer's state is sent, and holds until the next."""
+    sent = predictions_of(schedule)
+    found = {}
+    for (stage, pipeline), num in versions.items():
+        if pipeline == OWNER or sharding == "none":
+            found[stage, pipeline] = 1 if masters else num
+        else:
+            found[stage, pipeline] = num + max(map(len, sent.get((pipeline, stage), {}).values()), default=0)
+    return found
 
 
 def count_buffers(schedule: Schedule) -> dict[tuple[int, int], int]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from penstock.schedule.staleness import PREDICTING
 from penstock.train.checks import SettingsError, is_schedule_file, refuse_options
 from penstock.train.passes import usual_steps
 
@@ -46,8 +47,6 @@ ASYNCHRONOUS: Mapping[str, Usual] = {
 """Schedules that are trained with their updates among the other ops. `amdp` is, where an option says how."""
 
 OPTIONS = ("window", "rule", "max_mismatch", "drain_every")
-PREDICTING = ("spectrain", "xpipe", "xpipe-lr")
-"""Rules by which each copy of a stage predicts for itself, unless the optimizer's state is to be shared out."""
 
 
 def usual_microbatches(schedule: str, ranks: int, batch: int | None = None) -> int | None:
@@ -94,7 +93,7 @@ def completed(given: Mapping[str, Any], learning: bool = True) -> dict[str, Any]
     found.setdefault("dispatch", "frozen")
     if usual.max_mismatch is not None and rule is None:  # a rule is for what a mismatch does
         found.setdefault("max_mismatch", usual.max_mismatch)
-    if schedule == "amdp" and rule in PREDICTING:
+    if schedule == "amdp" and rule in PREDICTING:  # each copy predicts for itself, and less is sent
         found.setdefault("sharding", "none")
     if all(isinstance(found[name], int) and found[name] > 0 for name in ("window", "microbatches", "steps")):
         # What learns is a number of passes; an emulated step is one.
