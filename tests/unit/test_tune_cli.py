@@ -279,6 +279,7 @@ def test_an_impossible_memory_limit_says_the_least(capsys: pytest.CaptureFixture
         (["--tflops", "1", "--ranks", "2", "--bandwidth", "0"], "bandwidth is 0"),
         (["--tflops", "1", "--ranks", "2", "--verify", "1"], "--verify runs the model on this machine"),
         (["--tflops", "1", "--costs", "x.json"], "both give costs"),
+        (["--costs", "gpt2-7b"], "a preset, whose costs are those of stages, and tune cuts layers; give a file that"),
         (["--costs", "nowhere.json", "--ranks", "2"], "nowhere.json: No such file"),
         (["--out", "best.svg"], "written as .json or .txt"),
         (["--device", "cuda"], "finds no GPU"),

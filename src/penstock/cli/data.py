@@ -18,6 +18,7 @@ from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json
 from penstock.cli.output import plural, print_json
+from penstock.cli.tune import Tokenizer
 
 data = typer.Typer(
     help="Prepare text for training, and show or draw lengths of documents.",
@@ -43,9 +44,7 @@ def prepare(
         ),
     ],
     prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="What is written is PREFIX.bin and PREFIX.idx.")],
-    tokenizer: Annotated[
-        str, typer.Option("--tokenizer", help="A JSON file of the tokenizers library, or bytes.")
-    ] = "bytes",
+    tokenizer: Tokenizer = None,
     end_of_document: Annotated[
         bool,
         typer.Option(
@@ -58,7 +57,7 @@ def prepare(
     from penstock.data import ByteTokenizer, load_tokenizer
     from penstock.data import prepare as write
 
-    chosen = ByteTokenizer() if tokenizer == "bytes" else load_tokenizer(tokenizer)
+    chosen = ByteTokenizer() if tokenizer is None else load_tokenizer(tokenizer)
     made = write(None if source == "stdlib" else source, prefix, chosen, append_eod=end_of_document)
     if json:
         print_json(
@@ -87,9 +86,7 @@ def lengths(
             help="A text file, a folder of them, JSONL or a .bin/.idx pair; stdlib is Python's own library.",
         ),
     ],
-    tokenizer: Annotated[
-        str, typer.Option("--tokenizer", help="A JSON file of the tokenizers library, or bytes.")
-    ] = "bytes",
+    tokenizer: Tokenizer = None,
     context: Annotated[
         int | None,
         typer.Option("--context", min=1, help="Tokens per sample, into which longer documents are cut. [no cut]"),
@@ -104,7 +101,7 @@ def lengths(
 
     from penstock.data import ByteTokenizer, Sequences, document_lengths, load_tokenizer, open_corpus
 
-    chosen = ByteTokenizer() if tokenizer == "bytes" else load_tokenizer(tokenizer)
+    chosen = ByteTokenizer() if tokenizer is None else load_tokenizer(tokenizer)
     corpus = open_corpus(None if source == "stdlib" else source, chosen)
     sides = (corpus.train, corpus.train_starts), (corpus.validation, corpus.validation_starts)
     if context is None:

@@ -23,6 +23,7 @@ from penstock.cli.costs import MemoryLimit
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, bytes_of, counts
 from penstock.cli.output import print_json
+from penstock.cost.presets import is_preset
 
 if TYPE_CHECKING:
     from penstock.train.settings import Settings
@@ -307,6 +308,11 @@ def _source(
 
     if costs is not None and tflops is not None:
         raise Misuse(f"--costs {costs} and --tflops {tflops:g} both give costs; use one of them")
+    if costs is not None and is_preset(costs):
+        raise Misuse(
+            f"--costs {costs} is a preset, whose costs are those of stages, and tune cuts layers; give a file that "
+            "penstock profile wrote, or --tflops for devices that are not here; penstock compare takes presets"
+        )
     if costs is not None:
         return Reading(costs)
     if tflops is not None:

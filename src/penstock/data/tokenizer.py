@@ -119,7 +119,9 @@ def load_tokenizer(path: str | Path) -> FileTokenizer:
     """
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"{path}: no such tokenizer file. Give the tokenizer.json of a tokenizer.")
+        raise DataError(
+            f"{path}: no such tokenizer file. Give the tokenizer.json of a tokenizer; without one, bytes are tokens."
+        )
     try:
         from tokenizers import Tokenizer as Reader
     except ImportError:
