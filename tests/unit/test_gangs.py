@@ -230,15 +230,15 @@ def test_any_of_them_run_by_workers_in_their_order_and_none_before_what_it_needs
         change = memory_changes(wiring.graph, Costs.uniform(schedule.num_stages))
         caps = frozen_peaks(wiring.graph, change)
         for dispatch in ("frozen", "dynamic"):
-            boxes, meeting = [Mailbox() for _ in schedule.order], Gang(wiring.graph)
+            boxes, gang = [Mailbox() for _ in schedule.order], Gang(wiring.graph)
             workers = [
                 Worker(
                     wiring,
                     rank,
                     Dispatcher(wiring.graph, rank, as_dispatch(dispatch), change, caps[rank]),
-                    Meets(meeting, rank, schedule),
+                    Meets(gang, rank, schedule),
                     LoopbackTransport(boxes, rank),
-                    meeting,
+                    gang,
                 )
                 for rank in range(schedule.num_ranks)
             ]
@@ -257,9 +257,9 @@ def test_any_of_them_run_by_workers_in_their_order_and_none_before_what_it_needs
 class Meets(NullBackend):
     """Leaves word for the other ranks, as handlers do that run something."""
 
-    def __init__(self, meeting: Gang, rank: int, schedule: ps.Schedule) -> None:
+    def __init__(self, gang: Gang, rank: int, schedule: ps.Schedule) -> None:
         super().__init__()
-        self._meeting, self._rank, self._schedule = meeting, rank, schedule
+        self._gang, self._rank, self._schedule = gang, rank, schedule
 
     def run(self, station: Any, inputs: Any) -> Any:
         outputs = super().run(station, [payload for payload in inputs if payload.skeleton is not None])
@@ -273,7 +273,7 @@ class Meets(NullBackend):
     def meet(self, op: ps.Op) -> None:
         ranks = self._schedule.hosts(op)
         if len(ranks) > 1:
-            self._meeting.leave(op, None) if self._rank == ranks[0] else self._meeting.find(op)
+            self._gang.leave(op, None) if self._rank == ranks[0] else self._gang.find(op)
 
 
 @pytest.mark.slow

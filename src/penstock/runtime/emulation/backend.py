@@ -205,7 +205,7 @@ class EmulatedDevices:
         self.signatures = ["emulated"] * num_indices, zlib.crc32(b"emulated")
         self._costs, self._barrier = costs, barrier
 
-    def table(self, rank: int, plan: StepPlan, training: bool, meeting: Gang | None) -> EmulatedBackend:
+    def table(self, rank: int, plan: StepPlan, training: bool, gang: Gang | None) -> EmulatedBackend:
         made = EmulatedBackend(plan.wiring, self._costs, self.stretch, self.ended, rank, self._barrier)
         self.backends[rank] = made
         return made

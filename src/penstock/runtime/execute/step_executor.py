@@ -24,8 +24,8 @@ from penstock.runtime.transport.conditioned import Conditions, local_transports,
 class Devices(Protocol):
     """What the ranks in this process run their ops on."""
 
-    def table(self, rank: int, plan: StepPlan, training: bool, meeting: Gang | None) -> Backend:
-        """The handlers of a rank in a step. `meeting`: where ranks that take turns meet."""
+    def table(self, rank: int, plan: StepPlan, training: bool, gang: Gang | None) -> Backend:
+        """The handlers of a rank in a step. `gang`: where ranks take turns."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -75,13 +75,13 @@ class StepExecutor:
         dispatch = running.dispatch if is_free else Dispatch.FROZEN
         together = self._together if dispatch.is_dynamic else None
         decides = Dispatcher if together is None else together.dispatcher
-        meeting = Gang(graph) if takes_turns and graph.gang_ops else None
+        gang = Gang(graph) if takes_turns and graph.gang_ops else None
         end_of, pause = self._ends(plan.wiring.schedule.num_ranks, transport)
         workers: list[Worker] = []
         for rank in self._ranks:
             dispatcher = decides(graph, rank, dispatch, plan.memory_change, plan.caps[rank])
-            table = self._devices.table(rank, plan, training, meeting)
-            workers.append(Worker(plan.wiring, rank, dispatcher, table, end_of(rank), meeting))
+            table = self._devices.table(rank, plan, training, gang)
+            workers.append(Worker(plan.wiring, rank, dispatcher, table, end_of(rank), gang))
         if takes_turns:
             run_local(workers, pause)
         else:

@@ -112,12 +112,12 @@ class TorchDevices:
                 runner.end()
             del self._settings  # with the batch
 
-    def table(self, rank: int, plan: StepPlan, training: bool, meeting: Gang | None) -> OpTable:
+    def table(self, rank: int, plan: StepPlan, training: bool, gang: Gang | None) -> OpTable:
         """The handlers of a rank in a step: those of the step before, where they keep nothing of it."""
         known, table = self._tables.get(training, (None, None))
         if known is plan and table is not None:
             return table
-        table = self._made_table(rank, plan, training, meeting)
+        table = self._made_table(rank, plan, training, gang)
         keeps_nothing = self._updating is None and not plan.wiring.schedule.graph.registered and self._queue is None
         if len(self._ranks) == 1 and keeps_nothing:
             self._tables[training] = plan, table
@@ -141,21 +141,21 @@ class TorchDevices:
         first = batch.replica * len(batch)
         return {first + m: on_host(value) for runner in self.ends for m, value in runner.results.items()}
 
-    def _made_table(self, rank: int, plan: StepPlan, training: bool, meeting: Gang | None) -> OpTable:
+    def _made_table(self, rank: int, plan: StepPlan, training: bool, gang: Gang | None) -> OpTable:
         model, schedule = self._model, plan.wiring.schedule
         runners = {key: self.runners[key] for key in model.copies.of_rank(rank)}
         inside = model.inside if training and model.is_shared else None
         tied = model.tied if model.ties else None
-        handlers = TorchOps(runners, tied, schedule, meeting, inside).handlers
+        handlers = TorchOps(runners, tied, schedule, gang, inside).handlers
         launched = None if self._queue is None else self._launched_ops(self._queue, schedule)
         if self._updating is not None and training:
-            handlers = UpdatingOps(handlers, self._updating, rank, plan.wiring.tied_values, meeting).handlers
+            handlers = UpdatingOps(handlers, self._updating, rank, plan.wiring.tied_values, gang).handlers
         if model.device.type != "cpu":
             handlers = {kind: with_inputs_on(model.device, handler) for kind, handler in handlers.items()}
         if not schedule.graph.registered:
             return OpTable(handlers, launched=launched)
         select = model.copies.select if training else None
-        registered = RegisteredOps(rank, self._calls, self._outputs, self._queue, meeting, select)
+        registered = RegisteredOps(rank, self._calls, self._outputs, self._queue, gang, select)
         return OpTable({**handlers, **registered.handlers}, registered.start, launched)
 
     def _launched_ops(self, queue: DeviceQueue, schedule: Schedule) -> LaunchedOps:

@@ -54,7 +54,7 @@ class Worker:
     """One rank's step, from its first op to its last.
 
     Args:
-        meeting: where ranks of this process meet for ops that they run together; None where each is on its own.
+        gang: where ranks of this process meet for ops that they run together; None where each is on its own.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Worker:
         dispatcher: Dispatcher,
         backend: Backend,
         transport: Transport,
-        meeting: Gang | None = None,
+        gang: Gang | None = None,
     ) -> None:
         self.rank = rank
         self.dispatcher = dispatcher
@@ -79,7 +79,7 @@ class Worker:
         self._held_back: int | None = None
         """An op that is not launched before all messages have left."""
         self._number, self._stations = wiring.waiting(rank), wiring.stations
-        self._meeting = meeting
+        self._gang = gang
         self._standing: int | None = None
         """The op that this rank has come to, and others have not."""
         self._stream: Stream | None = None
@@ -116,7 +116,7 @@ class Worker:
     def run_ready(self) -> bool:
         """Runs ops until the next one must wait; returns whether anything moved."""
         moved = False
-        number, meeting, arrivals = self._number, self._meeting, self.transport.arrivals
+        number, gang, arrivals = self._number, self._gang, self.transport.arrivals
         launched = self._launched
         while True:
             if launched is not None and self._take_ended(launched):
@@ -138,12 +138,12 @@ class Worker:
                 op = self.dispatcher.next() if self._standing is None else self._standing
             if op is None:
                 return moved
-            if meeting is not None and self._wiring.graph.gang[op] != ALONE:
+            if gang is not None and self._wiring.graph.gang[op] != ALONE:
                 if self._standing is None:
-                    meeting.come(op)
+                    gang.come(op)
                     self._standing = op
                     moved = True
-                if not meeting.may_run(op):
+                if not gang.may_run(op):
                     return moved
                 self._standing = None
             self._run(op)
@@ -186,9 +186,9 @@ class Worker:
                 return f"rank {self.rank} waits for its device to end {edge.producer}, to send it to rank {target}"
             return f"rank {self.rank} waits to send {edge} to rank {target}: the channel is full"
         wiring = self._wiring
-        if self._standing is not None and self._meeting is not None:
+        if self._standing is not None and self._gang is not None:
             op = wiring.graph.ops[self._standing]
-            others = ", ".join(map(str, self._meeting.absent(self._standing) or [wiring.rank_of(op)]))
+            others = ", ".join(map(str, self._gang.absent(self._standing) or [wiring.rank_of(op)]))
             return f"rank {self.rank} has come to {op.short()} of stage {op.stage} and waits for rank {others}"
         number = self.dispatcher.first_awaited()
         if number is not None:
@@ -217,8 +217,8 @@ class Worker:
             self.dispatcher.finish(number)
             moved = True
         while (found := self.dispatcher.next_apart()) is not None:
-            if self._meeting is not None and self._wiring.graph.gang[found] != ALONE:
-                self._meeting.come(found)
+            if self._gang is not None and self._wiring.graph.gang[found] != ALONE:
+                self._gang.come(found)
             self._apart.append(found)
             moved = True
         while self._apart and self._may_start(self._apart[0]):
@@ -229,8 +229,8 @@ class Worker:
         return moved
 
     def _may_start(self, number: int) -> bool:
-        alone = self._meeting is None or self._wiring.graph.gang[number] == ALONE
-        return alone or self._meeting.may_run(number)  # type: ignore[union-attr]
+        alone = self._gang is None or self._wiring.graph.gang[number] == ALONE
+        return alone or self._gang.may_run(number)  # type: ignore[union-attr]
 
     def _run(self, number: int) -> None:
         op, _, _, _, _, taken, num_tokens, sent = station = self._stations[number]
@@ -271,8 +271,8 @@ class Worker:
         """Launches the backward of a pair right behind its forward, if it is what comes next."""
         number = self.dispatcher.next()
         if number is not None and self._stations[number].op == launched.may_join:
-            if self._meeting is not None:
-                self._meeting.come(number)
+            if self._gang is not None:
+                self._gang.come(number)
             self._run(number)
         else:
             self._held_back = number

@@ -29,7 +29,7 @@ class RegisteredOps:
         outputs: what forwards made here.
         queue: in which the stages' device has its work, so that an op may go on there when its function has returned;
             None for a device that has none.
-        meeting: where ranks of this process meet; the first of an op's ranks calls its function for all of them.
+        gang: where ranks of this process meet; the first of an op's ranks calls its function for all of them.
         select: has a stage hold what its copy of a pipeline has; a function sees what the owner's has.
     """
 
@@ -39,11 +39,11 @@ class RegisteredOps:
         calls: Calls,
         outputs: Outputs,
         queue: DeviceQueue | None = None,
-        meeting: Gang | None = None,
+        gang: Gang | None = None,
         select: Callable[[int, int], None] | None = None,
     ) -> None:
         self._rank, self._calls, self._select = rank, calls, select
-        self._outputs, self._meeting = outputs, meeting
+        self._outputs, self._gang = outputs, gang
         self._queue = queue
         kinds = {op.kind for host, op in calls if host == rank}
         self.handlers: dict[str, Handler] = dict.fromkeys(kinds, self._run)
@@ -67,13 +67,13 @@ class RegisteredOps:
     def _once(self, op: Op, call: Callable[[Op], Any]) -> Any:
         """Calls a function on the first rank of those in this process that run it together; the others get what that
         returned."""
-        meeting, ranks = self._meeting, self._calls[self._rank, op][1].ranks
-        if meeting is None or len(ranks) == 1:
+        gang, ranks = self._gang, self._calls[self._rank, op][1].ranks
+        if gang is None or len(ranks) == 1:
             return call(op)
         if self._rank != ranks[0]:
-            return meeting.find(op)
+            return gang.find(op)
         outcome = call(op)
-        meeting.leave(op, outcome)
+        gang.leave(op, outcome)
         return outcome
 
     def _call(self, op: Op) -> Any:

@@ -42,7 +42,7 @@ class TorchOps:
         runners: of the copies of stages that the rank hosts, by (pipeline, stage).
         tied: gradients of parameters that stages share; None where they share none. schedule: what runs.
         inside: around an op of a copy of a stage, by pipeline and stage; None where nothing is to be done there.
-        meeting: where ranks of this process meet for the stages that they share: the first of them has the stage, and
+        gang: where ranks of this process meet for the stages that they share: the first of them has the stage, and
             what it leaves there is what came of the op on the others.
 
     A device may still run an op when its handler returns; `LaunchedOps` knows when it has ended.
@@ -53,14 +53,14 @@ class TorchOps:
         runners: Mapping[Copy, StageRunner],
         tied: TiedGradients | None,
         schedule: Schedule,
-        meeting: Gang | None = None,
+        gang: Gang | None = None,
         inside: Callable[[int, int], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._runners, self._inside = runners, inside
         self._tied, self._pipelines = tied, schedule.microbatch_pipeline
         self._junctions = None if is_plain(schedule) else Junctions(schedule)
-        self._shared = {} if meeting is None else {stage for stage, _ in schedule.placement.shared}
-        self._meeting = meeting
+        self._shared = {} if gang is None else {stage for stage, _ in schedule.placement.shared}
+        self._gang = gang
         works = {
             FORWARD: self._forward,
             BACKWARD: self._backward,
@@ -105,15 +105,15 @@ class TorchOps:
         self, run: Callable[[Op, Sequence[Payload]], Payload | None], op: Op, inputs: Sequence[Payload]
     ) -> Payload | None:
         """What came of an op that several ranks of this process may run: run by the first, found by the others."""
-        if op.stage not in self._shared or self._meeting is None:
+        if op.stage not in self._shared or self._gang is None:
             return run(op, inputs)
         if (self._pipelines[op.microbatch], op.stage) in self._runners:
             outcome = run(op, inputs)
-            self._meeting.leave(op, outcome)
+            self._gang.leave(op, outcome)
             return outcome
         if self._junctions is not None and op.kind == FORWARD:
             self._junctions.inputs(op, inputs)  # it must know how gradients are cut
-        found: Payload | None = self._meeting.find(op)
+        found: Payload | None = self._gang.find(op)
         return found
 
     def _forward(self, runner: StageRunner, op: Op, inputs: Sequence[Payload]) -> Payload:

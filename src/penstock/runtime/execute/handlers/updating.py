@@ -39,7 +39,7 @@ class UpdatingOps:
         updating: the updates of this process.
         rank: whose handlers they are.
         tied: the edges along which values of tied parameters come, by the forward that takes them.
-        meeting: where ranks of this process meet for stages that they share, of which the first has the weights.
+        gang: where ranks of this process meet for stages that they share, of which the first has the weights.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class UpdatingOps:
         updating: Updating,
         rank: int,
         tied: Mapping[Op, Sequence[Edge]] | None = None,
-        meeting: Gang | None = None,
+        gang: Gang | None = None,
     ) -> None:
         schedule = updating.schedule
         if schedule.windows is None:
@@ -56,8 +56,8 @@ class UpdatingOps:
         weights = {key: updating.weights[key] for key in updating.copies.of_rank(rank)}
         self._weights, self._here, self._schedule = weights, updating.weights, schedule
         self._tied, self._updating = tied or {}, updating
-        self._meeting = meeting
-        self._shared = {} if meeting is None else {stage for stage, _ in schedule.placement.shared}
+        self._gang = gang
+        self._shared = {} if gang is None else {stage for stage, _ in schedule.placement.shared}
         self._replicas = updating.replicas
         self._select = updating.copies.select
         self._windows, self._zero = schedule.windows, updating.zero
@@ -110,13 +110,13 @@ class UpdatingOps:
     def _run_update(self, station: Station, inputs: Sequence[Payload]) -> list[Payload]:
         op = station.op
         key = self._schedule.pipeline_of(op), op.stage
-        if self._meeting is None or op.stage not in self._shared:
+        if self._gang is None or op.stage not in self._shared:
             self._update(self._of(*key), op, inputs)
         elif key in self._weights:
             self._update(self._of(*key), op, inputs)
-            self._meeting.leave(op, None)
+            self._gang.leave(op, None)
         else:
-            self._meeting.find(op)  # the first of the ranks has made it
+            self._gang.find(op)  # the first of the ranks has made it
         return [
             Payload.gradients(self._tied_value(edge)) if edge.is_tied_value else self._update_payload(edge)
             for edge in station.given
