@@ -27,7 +27,11 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A schedule, what steps it, and how often it must run for more than fifty updates."""
+    """A schedule, what steps it, and how often it must run for more than fifty updates.
+
+    Attributes:
+        rule: in place of the schedule's own.
+    """
 
     schedule: str
     options: dict[str, Any]
@@ -36,9 +40,13 @@ class Run:
     zero: bool = True
     clip_norm: float | None = None
     split: bool = False
+    rule: str | None = None
 
     def build(self) -> ps.Schedule:
         schedule = ps.build(self.schedule, NUM_RANKS, self.num_microbatches, **self.options)
+        if self.rule is not None:
+            assert schedule.updates is not None
+            schedule = dataclasses.replace(schedule, updates=dataclasses.replace(schedule.updates, rule=self.rule))
         return ps.passes.separate_gradients(schedule) if self.split else schedule
 
 
@@ -53,6 +61,8 @@ RUNS = {
     "vnag": Run("vnag", {"window": 1}, NADAM),
     "amdp, Muon": Run("amdp", {"window": 4}, MUON),
     "xpipe, Muon": Run("xpipe", {"window": 4}, MUON),
+    "amdp, xpipe": Run("amdp", {"window": 4}, rule="xpipe"),
+    "amdp, xpipe, Muon": Run("amdp", {"window": 4}, MUON, rule="xpipe"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -48,12 +49,13 @@ def test_with_mismatch_it_is_not() -> None:
     assert runs.unlike({n: p.detach() for n, p in pipe.named_parameters()}, runs.synchronous(run, 1))
 
 
-def test_zero_or_not_the_parameters_are_the_same() -> None:
+@pytest.mark.parametrize("name", ["amdp", "amdp, xpipe", "amdp, xpipe, Muon"])
+def test_zero_or_not_the_parameters_are_the_same(name: str) -> None:
     found = []
     for zero in (True, False):
-        pipe = runs.pipeline_of(runs.Run("amdp", {"window": 4}, zero=zero, clip_norm=0.05))
+        pipe = runs.pipeline_of(replace(RUNS[name], zero=zero, clip_norm=0.05))
         for step in range(3):
-            pipe.step(*runs.batch_of(16, step))
+            pipe.step(*runs.batch_of(16, step), rates=[0.02, 0.04, 0.01, 0.03])
         found.append({n: p.detach() for n, p in pipe.named_parameters()})
         copies = pipe._local.model.copies.here
         for (_, stage), module in copies.items():
@@ -81,7 +83,7 @@ def test_split_backwards_keep_the_windows_apart(name: str) -> None:
     assert not runs.unlike(*found)
 
 
-@pytest.mark.parametrize("name", ["amdp", "pipedream", "pipedream-2bw", "xpipe"])
+@pytest.mark.parametrize("name", ["amdp", "pipedream", "pipedream-2bw", "xpipe", "amdp, xpipe"])
 def test_a_checkpoint_in_the_middle_of_a_window(name: str, tmp_path: Path) -> None:
     """The gradients of a window that is still open, and older versions, go on to the bit."""
 
