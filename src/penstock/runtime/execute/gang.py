@@ -27,25 +27,25 @@ from penstock.schedule import Op
 
 
 class Gang:
-    """Who has come to what, in one step of the ranks of this process, which take turns."""
+    """Who has arrived at which op, in one step of the ranks of this process, which take turns."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._sizes = [last - first for first, last in pairwise(graph.gang_first)]
-        self._come: list[set[int]] = [set() for _ in self._sizes]
+        self._arrived: list[set[int]] = [set() for _ in self._sizes]
         self._outcomes: dict[Op, tuple[Any, int]] = {}
 
-    def come(self, number: int) -> None:
+    def arrive(self, number: int) -> None:
         """A rank stands ready for its part of an op."""
-        self._come[self._graph.gang[number]].add(number)
+        self._arrived[self._graph.gang[number]].add(number)
 
     def is_whole(self, number: int) -> bool:
-        """Whether all ranks of an op have come to it."""
+        """Whether all ranks of an op have arrived at it."""
         gang = self._graph.gang[number]
-        return len(self._come[gang]) == self._sizes[gang]
+        return len(self._arrived[gang]) == self._sizes[gang]
 
     def may_run(self, number: int) -> bool:
-        """Whether all have come, and the first of the ranks has run it, where this is another one's part."""
+        """Whether all have arrived, and the first of the ranks has run it, where this is another one's part."""
         return self.is_whole(number) and (self.is_first(number) or self._graph.ops[number] in self._outcomes)
 
     def is_first(self, number: int) -> bool:
@@ -66,10 +66,10 @@ class Gang:
         return outcome
 
     def absent(self, number: int) -> list[int]:
-        """The ranks that have not come."""
+        """The ranks that have not arrived."""
         graph, gang = self._graph, self._graph.gang[number]
         members = graph.gang_ops[graph.gang_first[gang] : graph.gang_first[gang + 1]]
-        return [graph.host(n) for n in members if n not in self._come[gang]]
+        return [graph.host(n) for n in members if n not in self._arrived[gang]]
 
 
 class Barrier(Protocol):

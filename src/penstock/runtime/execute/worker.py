@@ -140,7 +140,7 @@ class Worker:
                 return moved
             if gang is not None and self._wiring.graph.gang[op] != ALONE:
                 if self._standing is None:
-                    gang.come(op)
+                    gang.arrive(op)
                     self._standing = op
                     moved = True
                 if not gang.may_run(op):
@@ -218,7 +218,7 @@ class Worker:
             moved = True
         while (found := self.dispatcher.next_apart()) is not None:
             if self._gang is not None and self._wiring.graph.gang[found] != ALONE:
-                self._gang.come(found)
+                self._gang.arrive(found)
             self._apart.append(found)
             moved = True
         while self._apart and self._may_start(self._apart[0]):
@@ -272,7 +272,7 @@ class Worker:
         number = self.dispatcher.next()
         if number is not None and self._stations[number].op == launched.may_join:
             if self._gang is not None:
-                self._gang.come(number)
+                self._gang.arrive(number)
             self._run(number)
         else:
             self._held_back = number
