@@ -48,9 +48,10 @@ def analyze() -> str:
 
 
 def compatibility() -> str:
-    found = read("compatibility/results.json")
+    found, rules = read("compatibility/results.json"), read("compatibility/rules_results.json")
     trained, refused, wrong = found["trained"], found["refused"], len(found["wrong"])
-    return f"of {found['cells']} combinations {trained} train right; refused by name: {refused}, wrong: {wrong}"
+    said = f"of {found['cells']} combinations {trained} train right; refused by name: {refused}, wrong: {wrong}"
+    return f"{said}; of {rules['cells']} with rules that predict weights {rules['trained']} train right"
 
 
 def deciders() -> str:
