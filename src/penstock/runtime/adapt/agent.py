@@ -48,7 +48,7 @@ RESEND, GIVE_UP = 1.0, 15.0
 
 
 @dataclass(frozen=True)
-class Readied:
+class PreparedPlan:
     """A plan that could run: `made` is what the pipeline worked out for it. None for both: it cannot run here."""
 
     number: int
@@ -92,8 +92,8 @@ class Agent:
         self._stopped: str | None = None
         self._has_ended = False
         self._iteration = 0
-        self._held: Readied | None = None
-        self._voted_for: Readied | None = None
+        self._held: PreparedPlan | None = None
+        self._voted_for: PreparedPlan | None = None
         self._least = 1
         self._lock = threading.Lock()
         self._since: float | None = None
@@ -173,7 +173,7 @@ class Agent:
         self._voted_for = held = self._held
         return Vote(*running) if held is None else Vote(*running, held.number, held.vote_digest)
 
-    def count_votes(self, votes: Sequence[Vote]) -> Readied | None:
+    def count_votes(self, votes: Sequence[Vote]) -> PreparedPlan | None:
         """What to run from the next step on, where that changes: the same on every rank, or nowhere.
 
         Raises:
@@ -295,26 +295,26 @@ class Agent:
     def _take(self, plan: NumberedPlan) -> None:
         """Proves a plan and holds it, unless it is old."""
         if self._is_news(plan.number):
-            readied = self._prove(plan)
+            prepared = self._prove(plan)
             with self._lock:
                 if self._is_news(plan.number):
-                    self._held = readied
+                    self._held = prepared
 
     def _is_news(self, number: int) -> bool:
         held = self._held
         return number >= self._least and (held is None or number > held.number)
 
-    def _prove(self, plan: NumberedPlan) -> Readied:
+    def _prove(self, plan: NumberedPlan) -> PreparedPlan:
         """Reads a plan, proves it, and works out what running it needs."""
         try:
             configuration = Configuration.from_json(plan.text)
             if configuration.digest == plan.digest:
-                return Readied(plan.number, configuration, self._ready(configuration))
+                return PreparedPlan(plan.number, configuration, self._ready(configuration))
             error: Exception = ControlError(f"its digest is {configuration.digest}, {plan.digest} was sent")
         except Exception as failure:  # whatever it is, the others must hear that it will not run
             error = failure
         self.notices.append(f"plan {plan.number} cannot run here: {error!r}")
-        return Readied(plan.number)
+        return PreparedPlan(plan.number)
 
 
 def steer(
