@@ -103,16 +103,16 @@ class Agent:
         self._rendezvous = rendezvous
         self._closed = threading.Event()
         self._coordinator = None
-        self._lines: list[StoreClient] = []
+        self._clients: list[StoreClient] = []
         try:
             for _ in range(3 if rendezvous.first == 0 else 2):
-                self._lines.append(StoreClient(rendezvous.store.another()))
+                self._clients.append(StoreClient(rendezvous.store.another()))
             if rendezvous.first == 0:
                 self._coordinator = Coordinator(
                     steering,
                     setting,
-                    self._lines[1],
-                    self._lines[2],
+                    self._clients[1],
+                    self._clients[2],
                     rendezvous.reports,
                     rendezvous.plans,
                     self._take,
@@ -166,7 +166,7 @@ class Agent:
     def vote(self) -> Vote:
         """What this process tells all others at the end of a step; their answers go to `count_votes`."""
         running = self.number, short_digest(self.digest)
-        if self._stopped is None and (late := [line for line in self._lines if self._is_lost(line)]):
+        if self._stopped is None and (late := [client for client in self._clients if self._is_lost(client)]):
             self._stopped = f"the store was gone for {self._steering.patience:g} s: {late[0].error}"
         if self._stopped is not None:
             return Vote(*running, STOPPED)
@@ -205,7 +205,7 @@ class Agent:
         end = time.monotonic() + ENDS
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
-        answers = all(line.silent() <= ENDS for line in self._lines)
+        answers = all(client.silent() <= ENDS for client in self._clients)
         if not answers:
             self._let_go()  # of the store, in which a thread may stand still
         if self._coordinator is not None:
@@ -218,8 +218,8 @@ class Agent:
             thread.join(GONE)
 
     def _let_go(self) -> None:
-        for line in self._lines:
-            line.close()
+        for client in self._clients:
+            client.close()
 
     def _follow_up(self, coordinator: Coordinator, number: int, refused: int | None, missing: Sequence[int]) -> None:
         """Rank 0 sees to a plan that not all ranks hold."""
@@ -244,8 +244,8 @@ class Agent:
             if self._held is not None and self._held.number <= number:
                 self._held = None
 
-    def _is_lost(self, line: StoreClient) -> bool:
-        return line.silent() > self._steering.patience
+    def _is_lost(self, client: StoreClient) -> bool:
+        return client.silent() > self._steering.patience
 
     def end(self, reason: str) -> None:
         """Steers no more, on every process alike; training goes on with what runs now."""
@@ -271,14 +271,14 @@ class Agent:
             self._stop_later(f"rank {self._rendezvous.first} could not go on: {error!r}")
 
     def _send(self) -> None:
-        line, waiting, failed = self._lines[0], deque[bytes](maxlen=KEPT), False
+        client, waiting, failed = self._clients[0], deque[bytes](maxlen=KEPT), False
         while not self._closed.is_set():
             if not waiting or (failed and not self._out.empty()):
                 put = self._out.get()
                 if put is None:
                     return
                 waiting.append(self._report(*put))
-            failed = not line.push(self._rendezvous.reports, waiting[0])
+            failed = not client.push(self._rendezvous.reports, waiting[0])
             if not failed:
                 waiting.popleft()
 
@@ -286,9 +286,9 @@ class Agent:
         return report_of(iteration, measured, ahead, self._stretch, copy).to_json()
 
     def _receive(self) -> None:
-        line, queue = self._lines[1], self._rendezvous.plans(self._rendezvous.first)
+        client, queue = self._clients[1], self._rendezvous.plans(self._rendezvous.first)
         while not self._closed.is_set():
-            data = line.pop(queue, WAIT)
+            data = client.pop(queue, WAIT)
             if data is not None:
                 self._take(NumberedPlan.from_json(data))
 
