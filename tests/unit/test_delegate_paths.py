@@ -35,12 +35,12 @@ def test_a_failed_path_gives_way_to_the_next_and_rests_longer_each_time() -> Non
     assert paths.choose(FIRST_REST) == (FIRST, FIRST_REST)
     for path in BOTH[1:]:
         paths = paths.failed(path, 0)
-    assert paths.hopeless
+    assert paths.all_failed
     assert paths.choose(0) == (None, FIRST_REST)
     for _ in range(20):
         paths = paths.failed(FIRST, 0)
     assert paths.backoffs[FIRST].until == LONGEST_REST
-    assert not paths.stands(FIRST).hopeless
+    assert not paths.stands(FIRST).all_failed
 
 
 def test_what_the_kernel_says_is_down_is_not_tried() -> None:
@@ -48,7 +48,7 @@ def test_what_the_kernel_says_is_down_is_not_tried() -> None:
     assert paths.choose(0) == (SECOND, 0)
     paths = paths.interface(1, False, 0)
     assert paths.choose(7) == (None, 7 + LONGEST_REST)
-    assert paths.hopeless
+    assert paths.all_failed
     assert paths.interface(0, True, 9).choose(9) == (FIRST, 9)
 
 

@@ -96,7 +96,7 @@ class OutLane:
         if self._trial is None:
             path, when = self._paths.choose(now)
             if path is None:
-                if not self._lost and self._paths.hopeless:
+                if not self._lost and self._paths.all_failed:
                     self._lost = True
                     self._tell(Note.NO_WAY, self._paths.order[0], Why.INTERFACE_DOWN)
                 return when
@@ -144,7 +144,7 @@ class OutLane:
         if why is Why.REFUSED and not self._refused:
             self._refused = True
             self._tell(Note.REFUSED, path, why)
-        elif not self._lost and self._paths.hopeless:
+        elif not self._lost and self._paths.all_failed:
             self._lost = True
             self._tell(Note.NO_WAY, path, why)
 

@@ -67,7 +67,7 @@ class Paths:
         return None, min(self._backoff(path).until for path in usable)
 
     @property
-    def hopeless(self) -> bool:
+    def all_failed(self) -> bool:
         """Whether every path failed the last time, or is down."""
         return all(path.ours in self.down or self._backoff(path).failures for path in self.order)
 
