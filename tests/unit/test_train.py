@@ -68,6 +68,23 @@ def train(tmp_path: Path, text: Path, capfd: Any) -> Train:
     return call
 
 
+def test_options_of_a_library_schedule_are_those_of_its_file(train: Train, tmp_path: Path) -> None:
+    """`--option` builds what `penstock show --option` writes. A run goes on with it; another schedule drops it."""
+    paired, plain = tmp_path / "paired.json", tmp_path / "plain.json"
+    for path, overlap in ((paired, True), (plain, False)):
+        ps.save(ps.build("dualpipe-v", 4, 8, overlap=overlap), path)
+    small = f"{SMALL} --microbatches 8 --depth 6 --steps 2"
+    train("named", "--schedule dualpipe-v --option overlap=true", small)
+    train("file", f"--schedule {paired}", small)
+    assert ps.load(tmp_path / "named" / "schedule.txt") == ps.load(paired) != ps.load(plain)
+    assert losses(tmp_path / "named") == losses(tmp_path / "file")
+    train("named", f"--resume {tmp_path / 'named'} --steps 3", "")
+    saved = json.loads((tmp_path / "named" / "settings.json").read_text())
+    assert saved["schedule_options"] == {"overlap": True}
+    train("named", f"--resume {tmp_path / 'named'} --steps 4 --schedule gpipe", "")
+    assert json.loads((tmp_path / "named" / "settings.json").read_text())["schedule_options"] == {}
+
+
 def test_what_a_run_leaves(train: Train, tmp_path: Path, text: Path) -> None:
     run, model = tmp_path / "run", tmp_path / "model.safetensors"
     options = f"--save-every 2 --evaluate-every 4 --keep 2 --lr-warmup 4 --steps 9 --sample 20 --export {model}"

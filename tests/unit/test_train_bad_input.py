@@ -31,6 +31,10 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "microbatches for interleaved": ("--schedule interleaved-1f1b --stages 8 --microbatches 6", ["6", "4"]),
     "stages not a multiple": ("--schedule interleaved-1f1b --stages 6", ["6", "4"]),
     "stages of 1f1b": ("--stages 8", ["1f1b", "stages"]),
+    "option of no schedule": ("--option colour=red", ["1f1b has no option 'colour'"]),
+    "option without a value": ("--option colour", ["--option colour", "write KEY=VALUE"]),
+    "option with a setting": ("--schedule zb --option warmup=[4,3,2,1]", ["--option warmup: give --warmup"]),
+    "option of a file": ("--schedule two.json --option overlap=true", ["--option overlap", "two.json says it itself"]),
     "warm-up counts": ("--schedule zb --warmup 7,5", ["2 counts", "one per rank", "4"]),
     "warm-up words": ("--warmup many", ["--warmup many", "7,5,3,1"]),
     "more stages than layers": ("--ranks 8 --depth 2", ["8 stages", "4 layers"]),
@@ -341,3 +345,11 @@ def test_a_password_is_not_written_down(given: str | None, written: str | None) 
     settings = Settings(adapt=given is not None, store=given)
     assert json.loads(settings.to_json())["store"] == written
     assert settings.store == given
+
+
+def test_options_of_one_chain_are_refused_for_towers(
+    tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--model", "clip", "--option", "overlap=true", "--in-process"]) == 2
+    assert "--option overlap is for one chain of stages, and each tower" in capfd.readouterr().err

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -195,23 +194,3 @@ def transport_of(text: str) -> Decoupled | Blocking:
     if text == "decoupled":
         return Decoupled()
     return Blocking(int(match["depth"])) if match["depth"] else Blocking()
-
-
-def schedule_options(texts: list[str] | None) -> dict[str, Any]:
-    """Reads `num_stages=8`, `warmup=[7,5]` or `rule=text`: values are JSON, or text where they are none.
-
-    Raises:
-        Misuse: a text without `=`, or a key given twice.
-    """
-    found: dict[str, Any] = {}
-    for text in texts or ():
-        key, equals, value = text.partition("=")
-        if not equals or not key.isidentifier():
-            raise Misuse(f"--option {text}: write KEY=VALUE, like num_stages=8")
-        if key in found:
-            raise Misuse(f"--option {text}: {key} is given twice")
-        try:
-            found[key] = json.loads(value)
-        except ValueError:
-            found[key] = value
-    return found

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.failure import Misuse
-from penstock.cli.options import counts, one_count, schedule_options
+from penstock.cli.options import counts, one_count
 from penstock.formats import load
 from penstock.library import SCHEDULES, build
+from penstock.library.options import read_options
 from penstock.schedule import Schedule, check
 
 SCHEDULE = "A library schedule (" + ", ".join(SCHEDULES) + ") or a schedule file (.json, .txt, torch's .csv)"
@@ -44,7 +45,7 @@ def counts_of(
     """The counts as options give them. Raises Misuse for a warm-up or a limit that is not written as they are."""
     warmups = None if warmup is None else counts("--warmup", warmup)
     most = one_count("--max-in-flight", max_in_flight)
-    return GivenCounts(ranks, microbatches, stages, warmups, most, window, max_mismatch, schedule_options(option))
+    return GivenCounts(ranks, microbatches, stages, warmups, most, window, max_mismatch, read_options(option or ()))
 
 
 def is_file(source: str) -> bool:

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from numbers import Integral
+from typing import Any
 
 from penstock.schedule import ScheduleError
+
+
+def read_options(texts: Sequence[str]) -> dict[str, Any]:
+    """Reads `num_stages=8`, `warmup=[7,5]` or `rule=text`, as --option takes them: JSON, or text where it is none.
+
+    Raises ScheduleError for a text without `=`, or a key given twice.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise ScheduleError(f"--option {text}: write KEY=VALUE, like num_stages=8", rule="options")
+        if key in found:
+            raise ScheduleError(f"--option {text}: {key} is given twice", rule="options")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
 
 
 def whole_number(name: str, what: str, count: object) -> None:

@@ -81,18 +81,26 @@ def read_schedule(
     window: int | None = None,
     max_mismatch: int | None = None,
     rule: str | None = None,
+    others: Mapping[str, Any] | None = None,
 ) -> Schedule:
     """The schedule by name or from a file, checked. Raises ScheduleError.
 
     Args:
+        others: options of a schedule by name, by which no argument here goes.
         window: microbatches an update gathers, None for a schedule without updates among its ops.
         max_mismatch: most updates between a microbatch's forward and its backward; None for the schedule's own bound.
         rule: which weights ops read; None for the schedule's own rule.
     """
     if is_schedule_file(schedule):
+        if others:
+            raise ScheduleError(
+                f"--option {min(others)} is for library schedules; the file {schedule} says it itself, so leave it "
+                "out",
+                rule="options",
+            )
         found = _read_file(schedule, ranks, microbatches, window)
     else:
-        options: dict[str, Any] = {"num_stages": stages, "warmup": warmup, "window": window}
+        options: dict[str, Any] = {"num_stages": stages, "warmup": warmup, "window": window, **(others or {})}
         if "max_mismatch" in inspect.signature(SCHEDULES.get(schedule, build)).parameters:
             options["max_mismatch"] = max_mismatch
         found = build(schedule, ranks, microbatches, **options)

@@ -27,7 +27,7 @@ DEFAULTS, EMULATED = Settings(), EmulatedSettings()
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Schedule": ("schedule", "ranks", "microbatches", "stages", "warmup", "cut", "dispatch", "in_process"),
+    "Schedule": ("schedule", "ranks", "microbatches", "stages", "warmup", "option", "cut", "dispatch", "in_process"),
     "Mesh": ("pp", "dp", "tp", "sharding"),
     "Model": ("model", "model_options", "lora", "preset", "tower", "depth", "width", "heads", "context", "dropout",
               "tied"),
@@ -96,6 +96,12 @@ def train(
     warmup: Annotated[
         str | None,
         _option("Warm-up counts, one per rank: forwards before its first backward (zb).", metavar="X0,X1,..."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        _option(
+            "Another option of a library schedule, as for ps.build, repeatable: overlap=true.", metavar="KEY=VALUE"
+        ),
     ] = None,
     cut: Annotated[
         str | None, _option("How many layers each stage has. [stages of about equal cost]", metavar="N0,N1,...")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cost.presets import is_preset
+from penstock.library.options import read_options
 from penstock.train.asynchronous import ASYNCHRONOUS, completed, usual_microbatches
 from penstock.train.checks import SettingsError, said_by_file
 from penstock.train.emulated.settings import EmulatedSettings
@@ -35,6 +36,8 @@ def read_given(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, field in (("link", "link"), ("tower", "towers")):
         if each := given.pop(name, None):
             given[field] = shlex.join(each)
+    if option := given.pop("option", None):
+        given["schedule_options"] = read_options(option)
     if (pp := given.pop("pp", None)) is not None:
         if given.get("ranks", pp) != pp:
             raise SettingsError(f"--pp {pp} and --ranks {given['ranks']} are the same thing; give one of them")
@@ -202,7 +205,7 @@ def _cleared(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("dp") == 1:
         cleared |= {"sharding": "copies"}
     if "schedule" in given or "ranks" in given:
-        cleared |= {"stages": None, "warmup": None, "cut": None, "towers": None}
+        cleared |= {"stages": None, "warmup": None, "schedule_options": {}, "cut": None, "towers": None}
     return cleared
 
 

@@ -102,7 +102,7 @@ class Report(RunReport):
         ]
 
     def last_rows(self) -> list[tuple[str, str]]:
-        rows = [("wrote", path) for path in self.files.values()]
+        rows = super().last_rows()
         if self.interrupted:
             rows.append(("go on", f"penstock train --resume {Path(self.files['metrics']).parent}"))
         return rows

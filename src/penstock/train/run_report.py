@@ -22,6 +22,10 @@ WIDTH = 100
 """Columns that notes are wrapped to."""
 
 
+PAGE = "page"
+"""Of a report's files the one that is not there yet: how to write the page on a run that adapted."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunReport(ABC):
     """What a run came to.
@@ -72,7 +76,8 @@ class RunReport(ABC):
 
     def last_rows(self) -> list[tuple[str, str]]:
         """Those behind the notices."""
-        return list(self.files.items())
+        written = [("wrote", path) for what, path in self.files.items() if what != PAGE]
+        return [*written, *((PAGE, how) for what, how in self.files.items() if what == PAGE)]
 
     def to_text(self) -> str:
         ended = "interrupted after " if self.interrupted else ""

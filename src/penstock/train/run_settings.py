@@ -30,7 +30,8 @@ class RunSettings(Travel):
 
     Attributes:
         schedule: a library schedule's name, or a schedule file.
-        ranks, microbatches, stages, warmup: what the schedule is built for.
+        ranks, microbatches, stages, warmup: what the schedule is built for. schedule_options: the library schedule's
+            other options, such as {"overlap": true}.
         dispatch: "frozen", "hinted", "dynamic", or "auto": the fastest of them by simulation.
         steps: to run.
         sharding: what the holders of a stage share out, see `ParallelOptions`.
@@ -49,6 +50,7 @@ class RunSettings(Travel):
     microbatches: int = 8
     stages: int | None = None
     warmup: tuple[int, ...] | None = None
+    schedule_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dispatch: str = "frozen"
     steps: int = 400
     sharding: str = "copies"
@@ -76,8 +78,16 @@ class RunSettings(Travel):
         check_numbers(self, least=least, above_zero=("timeout", *above_zero))
         check_choices(self, {"dispatch": (*map(str, Dispatch), "auto"), **(choices or {})})
         check_updates(self)
+        self._check_schedule_options()
         self.link_conditions()
         self.check_travel()
+
+    def _check_schedule_options(self) -> None:
+        """Raises SettingsError for options of the schedule that have a setting of their own."""
+        own = {"num_ranks": "ranks", "num_microbatches": "microbatches", "num_stages": "stages"}
+        own |= {name: name for name in ("warmup", "window", "max_mismatch", "rule")}
+        if both := sorted(own.keys() & self.schedule_options):
+            raise SettingsError(f"--option {both[0]}: give --{own[both[0]].replace('_', '-')}")
 
     @property
     def num_processes(self) -> int:
@@ -116,7 +126,9 @@ class RunSettings(Travel):
     def replica_schedule(self) -> Schedule:
         """The schedule of a pass of one replica, checked. Raises ScheduleError."""
         if not self.is_asynchronous:
-            return read_schedule(self.schedule, self.ranks, self.microbatches, self.stages, self.warmup)
+            return read_schedule(
+                self.schedule, self.ranks, self.microbatches, self.stages, self.warmup, others=self.schedule_options
+            )
         passes = self.passes
         return read_schedule(
             self.schedule,
@@ -127,6 +139,7 @@ class RunSettings(Travel):
             passes.window_in_pass,
             self.max_mismatch,
             self.rule,
+            self.schedule_options,
         )
 
     def to_json(self) -> str:

@@ -30,7 +30,9 @@ def schedule_of(settings: Settings) -> Schedule:
     if settings.replicas_here == 1:
         return settings.replica_schedule()
     count = settings.microbatches * settings.replicas_here
-    return read_schedule(settings.schedule, settings.ranks, count, settings.stages, settings.warmup)
+    return read_schedule(
+        settings.schedule, settings.ranks, count, settings.stages, settings.warmup, others=settings.schedule_options
+    )
 
 
 def open_task(settings: Settings, schedule: Schedule) -> Task:
