@@ -36,7 +36,7 @@ class Orders:
 
         return SimpleNamespace(order=order)
 
-    def revive(self, post: Post, resumed: Any) -> Any:
+    def restart(self, post: Post, resumed: Any) -> Any:
         self.resumed = resumed
         self.given.pop(post, None)
         return self.get(post)
@@ -80,7 +80,7 @@ def test_a_delegate_gets_no_more_than_fits_its_ring_when_it_starts_anew() -> Non
     assert all(send(outbox, at, 10) for at in range(MOST_WAITING))
     assert send(outbox, 0, 10) is None
     outbox.answered(Descriptor(Note.ANSWERED, Lane(0, 1, 0, 0), 3))
-    assert outbox.revive(Post(True, 0, 0)) == MOST_WAITING - 3
+    assert outbox.restart(Post(True, 0, 0)) == MOST_WAITING - 3
     assert [one.number for one in fleet.given[Post(True, 0, 0)]] == list(range(4, MOST_WAITING + 1))
 
 
@@ -160,7 +160,7 @@ def test_a_new_receiving_delegate_knows_what_its_forerunner_delivered_and_what_i
     for number in (1, 2, 3):
         inbox.came(POST, message(number, 99 + number))
     inbox.free(inbox.take(EDGES[1]))
-    inbox.revive(POST)
+    inbox.restart(POST)
     assert fleet.resumed.lanes == [(0, 1, 3)]
     assert fleet.resumed.taken == [(4096, 4096), (3 * 4096, 4096)]
     assert [one.note for one in fleet.given[POST]] == [Note.EXPECT]

@@ -253,7 +253,7 @@ class Fleet:
         delegate = self._delegates.get(post)
         return delegate is not None and delegate.ended()
 
-    def revive(self, post: Post, resumed: Resumed) -> DelegateProcess:
+    def restart(self, post: Post, resumed: Resumed) -> DelegateProcess:
         """Starts a dead delegate again. What it told must have been read."""
         delegate = self._delegates[post]
         self._leave(delegate)

@@ -204,7 +204,7 @@ class DelegateInbox:
         lane = Lane(0, self._fleet.rank, post.kind, post.place)
         return self._fleet.get(post).order(Descriptor(Note.GRANT, lane, num_bytes))
 
-    def revive(self, post: Post) -> None:
+    def restart(self, post: Post) -> None:
         """Starts a dead delegate again: with what it delivered, and without what is still held of its memory."""
         self._free.pop(post, None)
         self._limits.pop(post, None)
@@ -214,7 +214,7 @@ class DelegateInbox:
             list(self._slots.get(post, {}).items()),
             self._fleet.share + self._lent.get(post, 0),
         )
-        delegate = self._fleet.revive(post, resumed)
+        delegate = self._fleet.restart(post, resumed)
         for lane in self._watched:
             if (lane.kind, lane.place) == (post.kind, post.place):
                 delegate.order(Descriptor(Note.EXPECT, lane))

@@ -125,9 +125,9 @@ class Outbox:
         """Ranks to which messages are on their way."""
         return {lane.target for lane, end in self._lanes.items() if end.waiting}
 
-    def revive(self, post: Post) -> int:
+    def restart(self, post: Post) -> int:
         """Starts a dead delegate again, with all that was not answered; returns how many messages that are."""
-        delegate, again = self._fleet.revive(post, Resumed([], [], 0)), 0
+        delegate, again = self._fleet.restart(post, Resumed([], [], 0)), 0
         for lane, end in self._lanes.items():
             if _post(lane) != post:
                 continue

@@ -21,11 +21,11 @@ ENDS = 10.0
 class Supervisor:
     """Args:
     lock: held while a delegate is started.
-    revive: starts a dead delegate again; called with the lock held.
+    restart: starts a dead delegate again; called with the lock held.
     """
 
-    def __init__(self, fleet: Fleet, lock: threading.RLock, revive: Callable[[Post], None]) -> None:
-        self._fleet, self._lock, self._revive = fleet, lock, revive
+    def __init__(self, fleet: Fleet, lock: threading.RLock, restart: Callable[[Post], None]) -> None:
+        self._fleet, self._lock, self._restart = fleet, lock, restart
         self.error: RuntimeFailure | None = None
         self._thread = threading.Thread(target=self._work, name="penstock-delegates", daemon=True)
         self._thread.start()
@@ -47,7 +47,7 @@ class Supervisor:
         self._fleet.pass_on()
         for post in posts:
             if self._fleet.dead(post):
-                self._revive(post)
+                self._restart(post)
             else:
                 self._fleet.get(post)
 

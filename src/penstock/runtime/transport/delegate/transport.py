@@ -108,7 +108,7 @@ class DelegateTransport:
         # One thread of the rank's uses this; the other one is the supervisor.
         self._lock = threading.RLock()
         self._copying: Copying = copying_for(place, self._lock)
-        self._supervisor = Supervisor(self._fleet, self._lock, self._revive)
+        self._supervisor = Supervisor(self._fleet, self._lock, self._restart)
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._fleet.also_watch(self._waker)
 
@@ -375,13 +375,13 @@ class DelegateTransport:
             self._fleet.hush()
         return other
 
-    def _revive(self, post: Post) -> None:
+    def _restart(self, post: Post) -> None:
         """Starts a dead delegate again, after all that it still told was taken in."""
         self._listen()
         if post.outgoing:
-            self.counters.resent += self._outbox.revive(post)
+            self.counters.resent += self._outbox.restart(post)
         else:
-            self._inbox.revive(post)
+            self._inbox.restart(post)
         self._starving.pop(post, None)
 
     def _listen(self) -> None:
