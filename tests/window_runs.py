@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import compatibility_cells as cells
 import penstock as ps
 from penstock.runtime.tensors.dtensor import whole
+from penstock.schedule.staleness import predictions_of
 
 WINDOW, NUM_WINDOWS = 4, 3
 
@@ -91,3 +92,30 @@ def unlike_when_loaded(name: str, num_ranks: int, tied: Sequence[int], folder: P
         for each, value in found.items()
         if not torch.equal(value, values[0][each])
     ]
+
+
+def predicting(name: str, rule: str, tied: Sequence[int], **options: Any) -> dict[str, Tensor]:
+    """The parameters here after two steps on four ranks, by a rule that predicts, with an update per microbatch."""
+    if name == "fork":
+        base = ps.Program(ps.placements.circular(4, 4), WINDOW * NUM_WINDOWS, stages=cells.FORK).build()
+    else:
+        base = ps.build(name, 4, WINDOW * NUM_WINDOWS)
+    schedule = ps.schedule.with_updates(base, 1, rule=rule)
+    assert predictions_of(schedule)
+    optimizer = cells.SGD if rule == "spectrain" else cells.ADAM
+    model = model_of(schedule.num_stages, tied)
+    pipe = ps.Pipeline(model, schedule, loss_fn=cells.MSE, optimizer=optimizer, timeout=20, **options)
+    for number in range(2):
+        pipe.step(*batch(number))
+    found = {each: parameter.detach().clone() for each, parameter in pipe.named_parameters()}
+    pipe.close()
+    return found
+
+
+PREDICTING = [
+    ("mllm", "xpipe", (0, 5)),
+    ("mllm", "spectrain", (1, 3)),
+    ("fork", "xpipe", (0, 1, 2, 3)),
+    ("fork", "spectrain", (0, 3)),
+]
+"""What `predicting` is given."""

@@ -223,6 +223,25 @@ def test_updates_where_stages_are_shared_or_branch(tmp_path: Path) -> None:
     assert not found, "\n".join(found)
 
 
+def predicting_where_stages_are_shared_or_branch(rank: int) -> list[dict[str, Any]]:
+    return [window_runs.predicting(*case) for case in window_runs.PREDICTING]
+
+
+@pytest.mark.slow
+def test_predictions_where_stages_are_shared_or_branch_are_those_of_one_process() -> None:
+    outcomes = run_ranks(4, predicting_where_stages_are_shared_or_branch)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    with runs.one_thread():
+        for number, case in enumerate(window_runs.PREDICTING):
+            one, dynamic = (window_runs.predicting(*case, dispatch=each) for each in ("frozen", "dynamic"))
+            assert not runs.unlike(one, dynamic)
+            for outcome in outcomes:
+                mine = outcome.value[number]
+                assert mine.keys() <= one.keys()
+                assert not runs.unlike(mine, {name: one[name] for name in mine}), (case, outcome.rank)
+            assert {name for outcome in outcomes for name in outcome.value[number]} == one.keys()
+
+
 def in_parts(rank: int, folder: str) -> dict[str, list[str]]:
     return in_parts_beside_the_loop(rank) | goes_on(rank, folder, shardings=("fsdp",)) | given_and_kept(rank)
 

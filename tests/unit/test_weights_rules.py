@@ -13,7 +13,14 @@ import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.versions import CopyWeights, rule_of
 from penstock.schedule import Schedule, ScheduleError, Updates, count_mismatch
-from penstock.schedule.staleness import backward_steps, forward_steps, updates_ahead
+from penstock.schedule.staleness import (
+    backward_steps,
+    forward_steps,
+    predictions_of,
+    reads_of,
+    tied_reads_of,
+    updates_ahead,
+)
 from penstock.schedule.updates import RULES
 
 pytestmark = pytest.mark.unit
@@ -106,6 +113,45 @@ def test_steps_ahead_are_those_between_a_forward_and_its_own_update() -> None:
     # F0 F1 F2 B0 F3 B1 U0 F4 B2 F5 B3 U1 B4 B5 U2
     assert updates_ahead(ps.build("pipedream", 3, 6, window=2), 0) == {0: 0, 1: 0, 2: 1, 3: 1, 4: 1, 5: 1}
     assert updates_ahead(ps.build("1f1b", 3, 6), 0) == {}
+
+
+def test_a_tied_parameter_stands_for_what_its_owners_stage_reads_in_the_same_op() -> None:
+    # rank 0 | F0 F1 F2 .  .  B0 U0 F3 B1 U1 F4 B2 U2 F5 B3 U3 .  B4 U4 .  B5 U5
+    # rank 1 | .  F0 F1 .  B0 U0 F2 B1 U1 F3 B2 U2 F4 B3 U3 F5 B4 U4 .  B5 U5
+    # rank 2 | .  .  F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3 F4 B4 U4 F5 B5 U5
+    schedule = ps.build("xpipe", 3, 6, window=1)
+    owner, middle, last = reads_of(schedule, 0)[0], *(tied_reads_of(schedule, 0, stage)[0] for stage in (1, 2))
+    came = {0: 0, 1: 0, 2: 0, 3: 1, 4: 2, 5: 3}  # the updates of stage 0 before each of its forwards
+    assert owner.newest == middle.newest == last.newest == came
+    assert owner.forward == middle.forward == last.forward == {m: m for m in range(6)}  # up to its own update
+    assert owner.backward == middle.backward == last.backward == {m: m for m in range(6)}
+    # Stage 0 has made those m by its backwards. The last stage reads F and B of m when min(m, 2) of them are missing.
+    assert {newest: last.needed(newest) for newest in range(6)} == {
+        0: (1, 2),
+        1: (2,),
+        2: (2,),
+        3: (2,),
+        4: (),
+        5: (),
+    }
+    # On stage 1 a backward comes behind the forward of the next microbatch: B3 behind F4, with which update 1 has come.
+    assert middle.needed(2) == (1, 2)
+    assert predictions_of(schedule) == {
+        (0, 0): {0: (1, 2), 1: (2,), 2: (2,), 3: (2,)},
+        (0, 1): dict.fromkeys(range(5), (1,)),
+    }
+    assert predictions_of(schedule, [[0, 1]])[0, 0][2] == (1, 2)
+    assert not reads_of(ps.build("pipedream", 3, 6, window=1), 0)
+
+
+def test_of_several_pipelines_the_owner_predicts_what_all_copies_ask_for() -> None:
+    schedule = with_rule(ps.build("amdp", 4, 16, window=4), "xpipe")
+    alone, owner = predictions_of(schedule), predictions_of(schedule, from_owner=True)
+    for stage in range(4):
+        of_copies = [alone.get((pipeline, stage), {}) for pipeline in range(2)]
+        want = {newest: {*of_copies[0].get(newest, ()), *of_copies[1].get(newest, ())} for newest in range(4)}
+        assert {newest: {*owner[0, stage].get(newest, ())} for newest in range(4)} == want
+        assert owner.get((1, stage)) == alone.get((1, stage))
 
 
 def test_steps_of_spectrain_are_the_references() -> None:
