@@ -82,8 +82,8 @@ class Fleet:
             self._stack.callback(self._listeners.close)
             told = gather((rank, num_places, secrets.randbits(62), self._listeners.ports()))
             self._meet(told, num_ranks)
-            self._voices, self._watched = select.epoll(), select.epoll()
-            self._stack.callback(self._voices.close)
+            self._notes_poll, self._watched = select.epoll(), select.epoll()
+            self._stack.callback(self._notes_poll.close)
             self._stack.callback(self._watched.close)
             self.out_memory = self._memory(host_memory)
             self._stop = os.eventfd(0, os.EFD_CLOEXEC)
@@ -133,7 +133,7 @@ class Fleet:
         delegate = self._delegates.get(post)
         if delegate is None:
             delegate = self._delegates[post] = DelegateProcess(self._orders(post))
-            self._attend(post, delegate)
+            self._register(post, delegate)
         return delegate
 
     def memory(self, post: Post) -> SharedMemory:
@@ -187,7 +187,7 @@ class Fleet:
 
     def fileno(self) -> int:
         """A descriptor that is ready to be read when a delegate may have something to say."""
-        return self._voices.fileno()
+        return self._notes_poll.fileno()
 
     def notes(self) -> Iterator[tuple[Post, Descriptor]]:
         """What all delegates told since the last call."""
@@ -197,7 +197,7 @@ class Fleet:
 
     def also_watch(self, descriptor: int) -> None:
         """Lets `wait` end, too, when this descriptor is ready to be read."""
-        self._voices.register(descriptor, select.EPOLLIN)
+        self._notes_poll.register(descriptor, select.EPOLLIN)
         self._others.add(descriptor)
 
     def wait(self, seconds: float) -> bool:
@@ -205,12 +205,12 @@ class Fleet:
 
         Needs no lock.
         """
-        return any(number in self._others for number, _ in self._voices.poll(max(0.0, seconds)))
+        return any(number in self._others for number, _ in self._notes_poll.poll(max(0.0, seconds)))
 
-    def hush(self) -> None:
+    def reset_wakeups(self) -> None:
         """Resets the wake-ups, before the news are read."""
         for delegate in self._delegates.values():
-            delegate.hush()
+            delegate.reset_wakeups()
 
     # Life and death.
 
@@ -256,23 +256,23 @@ class Fleet:
     def restart(self, post: Post, resumed: Resumed) -> DelegateProcess:
         """Starts a dead delegate again. What it told must have been read."""
         delegate = self._delegates[post]
-        self._leave(delegate)
+        self._unregister(delegate)
         generation = delegate.orders.generation + 1
         orders = replace(delegate.orders, generation=generation, **resumed._asdict())
         self.restarts += 1
         delegate.restart(orders)
-        self._attend(post, delegate)
-        os.eventfd_write(delegate.told, 1)  # whoever waits may have been told by the one before it
+        self._register(post, delegate)
+        os.eventfd_write(delegate.notes_ready, 1)  # whoever waits may have been told by the one before it
         return delegate
 
-    def _attend(self, post: Post, delegate: DelegateProcess) -> None:
-        self._voices.register(delegate.told, select.EPOLLIN)
+    def _register(self, post: Post, delegate: DelegateProcess) -> None:
+        self._notes_poll.register(delegate.notes_ready, select.EPOLLIN)
         if delegate.end is not None:
             self._watched.register(delegate.end, select.EPOLLIN)
             self._deaths[delegate.end] = post
 
-    def _leave(self, delegate: DelegateProcess) -> None:
-        self._voices.unregister(delegate.told)
+    def _unregister(self, delegate: DelegateProcess) -> None:
+        self._notes_poll.unregister(delegate.notes_ready)
         if delegate.end is not None:
             self._watched.unregister(delegate.end)
             del self._deaths[delegate.end]

@@ -56,10 +56,10 @@ class DelegateProcess:
         for ring in (self._commands, self._notes):
             stack.callback(ring.close)
         flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
-        self._wake, self.told = os.eventfd(0, flags), -1
+        self._wake, self.notes_ready = os.eventfd(0, flags), -1
         stack.callback(os.close, self._wake)
-        self.told = os.eventfd(0, flags)
-        stack.callback(os.close, self.told)
+        self.notes_ready = os.eventfd(0, flags)
+        stack.callback(os.close, self.notes_ready)
         lifeline, self._line = os.pipe()
         self._patience = 0.0
         stack.callback(self._let_go)
@@ -72,12 +72,12 @@ class DelegateProcess:
                     "lifeline": lifeline,
                     "rings": shared,
                     "commands": self._wake,
-                    "notes": self.told,
+                    "notes": self.notes_ready,
                 }
             )
             written = orders.write()
             brief.callback(os.close, written)
-            passed = [written, lifeline, shared, self._wake, self.told, orders.memory, *orders.listeners]
+            passed = [written, lifeline, shared, self._wake, self.notes_ready, orders.memory, *orders.listeners]
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _CODE, str(written)],
                 pass_fds=passed,
@@ -108,17 +108,17 @@ class DelegateProcess:
         waiting = len(self._notes)
         if not waiting:
             return
-        self.hush()
+        self.reset_wakeups()
         while (note := self._notes.take()) is not None:
             self.deaths = 0
             yield note
         if waiting >= DEPTH:
             os.eventfd_write(self._wake, 1)  # it may have more to say than the ring held
 
-    def hush(self) -> None:
+    def reset_wakeups(self) -> None:
         """Resets the wake-up, before the ring is read."""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.told)
+            os.eventfd_read(self.notes_ready)
 
     def ended(self) -> bool:
         """Whether the process is dead."""

@@ -372,7 +372,7 @@ class DelegateTransport:
         """Sleeps until a delegate says something; returns whether another descriptor is ready."""
         other = self._fleet.wait(seconds)
         with self._lock:
-            self._fleet.hush()
+            self._fleet.reset_wakeups()
         return other
 
     def _restart(self, post: Post) -> None:
