@@ -25,7 +25,19 @@ from penstock.control import (
 )
 from penstock.control.advice import Obstacle
 from penstock.control.configuration import peaks
-from penstock.control.trial import EARLY, LATER, STEPS, WORSE, ChangeTrial, Explained, StepTimes, explained
+from penstock.control.trial import (
+    EARLY,
+    LATER,
+    NO_LINKS,
+    STEPS,
+    WORSE,
+    ChangeTrial,
+    Explained,
+    StepTimes,
+    TimedStep,
+    explained,
+)
+from penstock.dispatch import Dispatch
 
 pytestmark = pytest.mark.unit
 
@@ -252,14 +264,14 @@ def test_no_change_stays_that_is_slower_in_250_random_streams_of_each_noise(
         effect = draw.choice((-0.3, -0.1, 0.0, 0.02, 0.05, 0.1, 0.2, 0.5))
         times = StepTimes()
         for step in range(24):
-            times.add(100 * step_of(step))
+            times.add(TimedStep(100 * step_of(step)))
         trial = ChangeTrial(1, times, 30.0, {})
         with_it: list[float] = []
         kept = True
         while kept and len(with_it) <= LATER:
             step = 24 + len(with_it)
             with_it.append(100 * (1 + effect) * step_of(step))
-            verdict = trial.add(step, with_it[-1], True)
+            verdict = trial.add(step, TimedStep(with_it[-1]), True)
             if verdict is not None:
                 kept = verdict.kept
             assert verdict is not None or len(with_it) != 1 + STEPS or not trial.is_open
@@ -294,14 +306,20 @@ def test_no_change_stays_that_is_slower_where_links_change_in_every_step(
             level = 100 * draw.uniform(1, 2)
 
             def simulated(
-                configuration: Configuration, late: bool = True, level: float = level, said: float = said
+                configuration: Configuration,
+                late: bool = True,
+                sooner: Delays = NO_LINKS,
+                level: float = level,
+                said: float = said,
             ) -> float:
                 level = level if late else 100.0
                 return level if configuration == JOB.start else level * (1 + said)
 
             if step < 24:
-                times.add(level * step_of(step), simulated)
-            elif (verdict := trial.add(step, level * (1 + effect) * step_of(step), True, simulated)) is not None:
+                times.add(TimedStep(level * step_of(step), simulated))
+                continue
+            taken = TimedStep(level * (1 + effect) * step_of(step), simulated)
+            if (verdict := trial.add(step, taken, True)) is not None:
                 kept = verdict.kept
                 if not kept:
                     break
@@ -319,12 +337,13 @@ def test_a_trial_in_which_links_changed_is_told_by_simulation_only_where_that_ex
     times = StepTimes(JOB.start)
     for step in range(8):
         ms = 100.0 + 10 * step
-        times.add(ms, lambda _, late=True, ms=ms: ms if right else 100.0)  # type: ignore[misc]
+        times.add(TimedStep(ms, lambda *_, ms=ms, **__: ms if right else 100.0))
     trial = ChangeTrial(1, times, 30.0, {}, Configuration(ZB, "dynamic", (), JOB.start.caps))
     trial.void = True
     said = []
     for step in range(1 + STEPS):
-        said.append(trial.add(step, 150.0, True, lambda ran, late=True: 220.0 if ran == JOB.start else 150.0))
+        taken = TimedStep(150.0, lambda ran, *_, **__: 220.0 if ran == JOB.start else 150.0)
+        said.append(trial.add(step, taken, True))
     (verdict,) = [each for each in said if each is not None]
     assert verdict.kept is right
     assert ("the measured 70" if right else "links changed") in verdict.why
@@ -342,16 +361,36 @@ def test_a_link_that_turns_late_while_a_change_is_on_trial_does_not_have_it_take
     assert machine.ms[-1] < as_simulated(both)(JOB.start)
 
 
+@pytest.mark.parametrize("added", [20.0, 40.0])
+def test_what_delegates_add_is_not_laid_to_the_links(added: float) -> None:
+    """Steps are explained by the delays of their messages, which delegates make later and not the links."""
+    start = Configuration(ZB, Dispatch.DYNAMIC, (), JOB.start.caps)
+    machine, draw = Machine(Job(COSTS, start, depth=1, may_replan=False)), random.Random(7)
+    for step in range(80):
+        if step % 4 == 0:
+            late = {link: draw.uniform(0, 10 if step < 20 else 80) for link in WAYS[::2]}
+        waiting = machine.controller.waiting
+        ran = machine.controller.now if waiting is None else waiting.configuration
+        told = {link: ms + added * (link in ran.delegated) for link, ms in late.items()}
+        machine.run(
+            1, told, lambda now, told=told: run_once(machine.controller.job, now, ps.Links(told)).makespan, lag=0
+        )
+    assert any(each.configuration.delegated for each in machine.tried())
+    assert machine.controller.now.delegated == ()
+    first = next(number for number, ran in enumerate(machine.ran) if ran.delegated)
+    assert sum(bool(ran.delegated) for ran in machine.ran[first : first + 12]) <= 8
+
+
 def test_what_is_taken_back_while_links_changed_is_held_against_steps_with_these_links() -> None:
     times = StepTimes(JOB.start)
     for _ in range(12):
-        times.add(100.0)
+        times.add(TimedStep(100.0))
     times.changed(2, True)
     times.resume()
     assert times.now == ()
     assert times.are_enough
-    times.add(250.0)
-    times.add(260.0)
+    times.add(TimedStep(250.0))
+    times.add(TimedStep(260.0))
     assert times.now == (260.0,)
     assert times.rise == 160.0
 
@@ -367,9 +406,9 @@ def test_steps_that_do_not_differ_are_explained_by_nothing() -> None:
 def test_a_change_that_turns_out_slower_is_taken_back_later() -> None:
     times = StepTimes()
     for _ in range(10):
-        times.add(100.0)
+        times.add(TimedStep(100.0))
     trial = ChangeTrial(1, times, 10.0, {})
-    said = [trial.add(step, 90.0 if step < 7 else 110.0, True) for step in range(LATER + 3)]
+    said = [trial.add(step, TimedStep(90.0 if step < 7 else 110.0), True) for step in range(LATER + 3)]
     first, second = [verdict for verdict in said if verdict is not None]
     assert first.kept
     assert not second.kept
@@ -380,25 +419,25 @@ def test_going_back_must_be_no_slower() -> None:
     for ms, kept in ((100.0, True), (101.9, True), (103.0, False)):
         times = StepTimes()
         for _ in range(10):
-            times.add(100.0)
+            times.add(TimedStep(100.0))
         trial = ChangeTrial(1, times, 0.0, {})
-        (verdict,) = [said for step in range(1 + STEPS) if (said := trial.add(step, ms, True)) is not None]
+        (verdict,) = [said for step in range(1 + STEPS) if (said := trial.add(step, TimedStep(ms), True)) is not None]
         assert verdict.kept is kept
 
 
 def test_steps_before_and_since_a_change_are_told_apart_and_the_first_slow_one_is_left_out() -> None:
     times = StepTimes()
     for ms in (100.0, 101.0, 99.0, 150.0, 200.0):
-        times.add(ms)
+        times.add(TimedStep(ms))
     times.changed(2, True)
     assert times.calm == (100.0, 101.0, 99.0)
     assert times.now == (200.0,)
     assert times.rise == 100.0
-    times.add(202.0)
+    times.add(TimedStep(202.0))
     times.changed(3, True)  # the other direction, verified a step later: one event
     assert times.now == (200.0, 202.0)
     for _ in range(20):
-        times.add(202.0)
+        times.add(TimedStep(202.0))
     times.changed(1, False)
     assert set(times.calm) >= {202.0}
     assert times.rise is None

@@ -49,14 +49,14 @@ from penstock.control.orchestrator import Orchestrator
 from penstock.control.switch_limits import Patience
 from penstock.control.trial import (
     ANSWERS,
+    NO_LINKS,
     TELLS,
     ChangeTrial,
-    StepSimulation,
     StepTimes,
     TakenBack,
+    TimedStep,
     Verdict,
     error_of,
-    explained,
 )
 from penstock.cost import Links
 from penstock.schedule import Schedule, check
@@ -309,15 +309,15 @@ class Controller:
         self._age += 1
         news = self._book.end_iteration(event.ms)
         self.changes += [(event.number, change) for change in news]
-        simulated = self._simulated(event.ms)
-        self._steps.add(event.ms, simulated)
+        step = self._timed(event.ms)
+        self._steps.add(step)
         if news:
             self._age = 0
             rose = any(change.change.rose for change in news)
             self._steps.changed(max(change.num_iterations for change in news), rose)
             self._note_causes(news)
         self._forget_causes()
-        self._try(event, simulated)
+        self._try(event.number, step)
         back = bool(self.now.delegated) and event.number - self._delegated_at == self._hold
         self._due = self._due or bool(news) or self._is_age_to_look() or back
         if self._revert is not None and self._waiting is None:
@@ -466,14 +466,14 @@ class Controller:
             elif self._iteration - self._cause_seen.setdefault(key, self._iteration) >= self.sensitivity.fall:
                 del self._causes[key], self._cause_seen[key]
 
-    def _try(self, event: IterationEnded, simulated: StepSimulation) -> None:
+    def _try(self, iteration: int, step: TimedStep) -> None:
         """Hands the step to the trial of what runs, and takes its verdict."""
         trial = self._trial
         if trial is None or self._revert is not None:
             return
         bounds = {key: bound for key, (_, bound) in self._causes.items() if key in trial.cause}
         is_there = any(self._book.is_late(key, bound) for key, bound in bounds.items())
-        verdict = trial.add(event.number, event.ms, is_there, simulated)
+        verdict = trial.add(iteration, step, is_there)
         if verdict is None:
             return
         self._said.append(verdict)
@@ -483,7 +483,7 @@ class Controller:
             return
         self._answered = False
         self._proven = self._fallback  # a change that had stayed may turn out slower after all
-        self._patience.failed(event.number)
+        self._patience.failed(iteration)
         cause = self._moved_for if self._tried[0] is Action.MOVE else trial.cause
         self._taken_back.append(TakenBack(trial.number, self._tried, cause))
         if self._book.down <= set(self._proven.delegated):
@@ -529,11 +529,16 @@ class Controller:
         self._scored = tuple(score(job, measured, each) for each in found)
         self._rate = choose(self._scored, 0.0, self.job.least_gain)[1] if self._scored else 0.0
 
-    def _simulated(self, ms: float) -> StepSimulation:
-        """What the step that has just ended takes by simulation, with the links and op times that it had."""
-        links = self._book.latest(self.now.delegated, ms)
-        job = self._job_as_measured(self._book.factors)
-        return lambda configuration, late=True: predict(job, configuration, [links() if late else Links()])
+    def _timed(self, ms: float) -> TimedStep:
+        """The step that has just ended, which simulation can be asked of with the links and op times that it had."""
+        step, job = self._book.latest(self.now.delegated, ms), self._job_as_measured(self._book.factors)
+
+        def simulated(
+            configuration: Configuration, late: bool = True, sooner: Mapping[Link, float] = NO_LINKS
+        ) -> float:
+            return predict(job, configuration, [step.links(sooner) if late else Links()])
+
+        return TimedStep(ms, simulated, step.least)
 
     def _job_as_measured(self, factors: Factors) -> Job:
         return replace(self.job, costs=scaled(self.job.costs, factors)) if factors else self.job
@@ -601,9 +606,8 @@ class Controller:
         doubt = self._doubt_by_steps(gain)
         if doubt is None:
             return None
-        pairs = self._steps.latest
-        found = explained(pairs)
-        if found is None or gain < TELLS * error_of(found.noise, len(pairs)):
+        found = self._steps.explained
+        if found is None or gain < TELLS * error_of(found.noise, len(self._steps.latest)):
             return doubt
         return None
 

@@ -7,8 +7,8 @@ OpTimes             ---> one ComputeWatch a stage   ---+---> changes, and `Measu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from penstock.control.candidate import Measured, late_links
@@ -26,6 +26,36 @@ _SCENARIOS = 3
 """Iterations that stand for all where delays differ from one to the next."""
 _RECENT = 32
 """Iterations that say how much their times vary."""
+
+
+@dataclass(frozen=True)
+class LinksOfStep:
+    """What was measured of links in one step.
+
+    Attributes:
+        rows: by direction, the delay of each message and how long the link is busy with one, in ms.
+        ms: what the step took.
+    """
+
+    rows: Mapping[Link, tuple[tuple[float, ...], float]]
+    ms: float
+
+    @property
+    def least(self) -> Mapping[Link, float]:
+        """The smallest delay (ms) of a message, by direction."""
+        return {link: min(delays) for link, (delays, _) in self.rows.items()}
+
+    def links(self, sooner: Mapping[Link, float]) -> Links:
+        """As conditions.
+
+        Args:
+            sooner: by how many ms links, each named by its lower rank first, are less late than measured.
+        """
+        found = {}
+        for link, (delays, busy) in self.rows.items():
+            less = sooner.get(undirected(link), 0.0)
+            found[link] = _laid([max(0.0, delay - less) for delay in delays] if less else delays, self.ms, busy)
+        return Links(found)
 
 
 class Book:
@@ -142,13 +172,13 @@ class Book:
         harshest = Links({link: max(row) for link, row in rows.items()})
         return Measured(scenarios, Links(middle), harshest, late, down, self.factors)
 
-    def latest(self, delegated: Collection[Link], iteration_ms: float) -> Callable[[], Links]:
-        """The links of the latest iteration, which took so long, put together only when they are asked for."""
+    def latest(self, delegated: Collection[Link], iteration_ms: float) -> LinksOfStep:
+        """The links of the latest iteration, which took so long."""
         found = {}
         for link, watch in self._links.items():
             times = self._own(link, watch.times(0), delegated) or self._delays(link, delegated)[-1:]
             found[link] = times, min(self._busy(link), fmean(times))
-        return lambda: Links({link: _laid(times, iteration_ms, busy) for link, (times, busy) in found.items()})
+        return LinksOfStep(found, iteration_ms)
 
     def is_late(self, key: Link, bound: float) -> bool:
         """Whether the latest iteration has a link late, in either direction, or a stage slow, by `bound` ms or more.

@@ -28,8 +28,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from penstock.control.configuration import Configuration
@@ -62,19 +63,32 @@ _ONE_EVENT = 6
 """Steps between two changes up to which they count as one: the two directions of a link are verified one by one."""
 
 
+NO_LINKS: Mapping[Link, float] = MappingProxyType({})
+
+
 class StepSimulation(Protocol):
     """What a step would take (ms) by simulation with a configuration."""
 
-    def __call__(self, configuration: Configuration, late: bool = True) -> float:
-        """With the links that were measured in the step, or, where not `late`, with links that take no time."""
+    def __call__(
+        self, configuration: Configuration, late: bool = True, sooner: Mapping[Link, float] = NO_LINKS
+    ) -> float:
+        """With the links that were measured in the step, some of them `sooner` by so many ms; or, where not `late`,
+        with links that take no time."""
 
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A step as measured, in ms, and what simulation says of it; None where links were not measured."""
+    """A step as measured.
+
+    Attributes:
+        ms: what it took.
+        simulated: what simulation says of it; None where links were not measured.
+        least: the smallest delay (ms) of a message, by direction of each link.
+    """
 
     ms: float
     simulated: StepSimulation | None = None
+    least: Mapping[Link, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -127,12 +141,12 @@ class StepTimes:
         self._num_since: int | None = None
         self._rose = False
 
-    def add(self, ms: float, simulated: StepSimulation | None = None) -> None:
+    def add(self, step: TimedStep) -> None:
         """Takes the next step."""
         if self._num_since is None:
-            self._calm.append(TimedStep(ms, simulated))
+            self._calm.append(step)
         else:
-            self._since.append(TimedStep(ms, simulated))
+            self._since.append(step)
             self._num_since += 1
 
     def changed(self, num_steps: int, rose: bool) -> None:
@@ -160,18 +174,27 @@ class StepTimes:
 
     @property
     def now(self) -> Sequence[float]:
-        """The steps (ms) as they are now: those since the change, without the one that was slow in part; the latest
-        where there was no change."""
+        """How long steps take (ms) as they are now."""
+        return tuple(step.ms for step in self.present)
+
+    @property
+    def present(self) -> Sequence[TimedStep]:
+        """The steps as they are now: those since the change, without the one that was slow in part; the latest where
+        there was no change."""
         if self._num_since is None:
-            return self.calm[-_LATEST:]
-        since = tuple(step.ms for step in self._since)
+            return tuple(self._calm)[-_LATEST:]
+        since = tuple(self._since)
         return since[1:] if 1 < len(since) == self._num_since else since
 
     @property
-    def latest(self) -> Sequence[tuple[float, float]]:
-        """The latest steps, whether links changed among them or not, each as measured and as simulated (ms)."""
-        steps = (*self._calm, *self._since)[-_SINCE:]
-        return both_ways(steps, self.ran)
+    def latest(self) -> Sequence[TimedStep]:
+        """The latest steps, whether links changed among them or not."""
+        return (*self._calm, *self._since)[-_SINCE:]
+
+    @property
+    def explained(self) -> Explained | None:
+        """Whether simulation explains the latest of them."""
+        return explained(both_ways(self.latest, self.ran))
 
     @property
     def are_enough(self) -> bool:
@@ -197,10 +220,14 @@ class StepTimes:
 
 
 def both_ways(
-    steps: Sequence[TimedStep], ran: Configuration | None, late: bool = True
+    steps: Sequence[TimedStep],
+    ran: Configuration | None,
+    late: bool = True,
+    sooner: Mapping[Link, float] = NO_LINKS,
 ) -> Sequence[tuple[float, float]]:
     """Each step as measured and as simulated with `ran`, in ms; those of which nothing can be simulated left out."""
-    return [(step.ms, step.simulated(ran, late)) for step in steps if step.simulated is not None and ran is not None]
+    told = [(step.ms, step.simulated) for step in steps]
+    return [(ms, simulated(ran, late, sooner)) for ms, simulated in told if simulated is not None and ran is not None]
 
 
 def error_of(noise: float, num_before: int, num_after: int = STEPS) -> float:
@@ -302,14 +329,11 @@ class ChangeTrial:
         """Whether it is not known yet if the change stays."""
         return not self._decided
 
-    def add(
-        self, iteration: int, ms: float, is_there: bool, simulated: StepSimulation | None = None
-    ) -> Verdict | None:
+    def add(self, iteration: int, step: TimedStep, is_there: bool) -> Verdict | None:
         """Takes a step that ran the change.
 
         Args:
             is_there: whether what the change answers is still seen.
-            simulated: what this step takes by simulation.
 
         Returns:
             The verdict, with the step that it is known after; once more where a change that stayed turns out to be
@@ -317,7 +341,7 @@ class ChangeTrial:
         """
         self._num_ran += 1
         if self._num_ran > 1:
-            self._after.append(TimedStep(ms, simulated))
+            self._after.append(step)
         num = len(self._after)
         if self._decided:
             return self._look_again(iteration) if num == LATER else None
@@ -337,18 +361,36 @@ class ChangeTrial:
         """What each step since the switch gained, with the links that it had; None where simulation does not explain
         the steps."""
         ran, runs = self.before.ran, self.runs
-        before, after = self.before.latest, both_ways(self._after, runs)
+        before, after = both_ways(self.before.latest, ran), both_ways(self._after, runs)
         if ran is None or len(after) < len(self._after):
             return None
         found = explained(before, after) or self._explained_by_delays(before, after)
         if found is None:
             return None
-        instead = both_ways(self._after, ran)
+        instead = both_ways(self._after, ran, sooner=self._added())
         return Gains(
             median(simulated + found.offset - ms for ms, simulated in instead),
             median(old - new for (_, old), (_, new) in zip(instead, after, strict=True)),
             error_of(found.noise, len(before), len(after)),
         )
+
+    def _added(self) -> Mapping[Link, float]:
+        """What delegates may add (ms) to the delays of links that they have carried since the switch.
+
+        Their delays are measured on another path now. What most of them became later by is laid to the delegates, and
+        not to the links.
+        """
+        if self.before.ran is None or self.runs is None:
+            return NO_LINKS
+        moved = sorted(set(self.runs.delegated) - set(self.before.ran.delegated))
+        rows = (self.before.present[-len(self._after) :], self._after)
+        rises = [
+            min(step.least[way] for step in rows[1]) - min(step.least[way] for step in rows[0])
+            for link in moved
+            for way in (link, link[::-1])
+            if all(row and all(way in step.least for step in row) for row in rows)
+        ]
+        return dict.fromkeys(moved, max(0.0, median(rises) if rises else 0.0))
 
     def _explained_by_delays(
         self, before: Sequence[tuple[float, float]], after: Sequence[tuple[float, float]]
