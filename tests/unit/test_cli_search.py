@@ -11,7 +11,7 @@ import penstock as ps
 from penstock.cli import main
 from penstock.cli.search import WORDS
 from penstock.formats.costs import read_costs
-from penstock.planning.program_search import CONSTRUCTED, Found, placements_of, rules_of
+from penstock.planning.program_search import CONSTRUCTED, Found, fold, placements_of, rules_of
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -94,6 +94,7 @@ def test_the_peak_is_below_the_limit(capsys: pytest.CaptureFixture[str]) -> None
         (["--memory-limit", "8GiB"], "these costs do not say what weights take"),
         (["--memory-limit", "20GiB", "--costs", "gpt2-7b"], "rank 0 holds 55.57 GiB of weights, gradients and opt"),
         (["--costs", "gpt2-7b", "--parts", "8"], "leave --parts out"),
+        (["--costs", "gpt2-7b", "--memory-limit", "99GiB", "--shared-ends"], "or leave --shared-ends out"),
         (["--costs", "gpt2-7b", "--f", "3"], "both give costs"),
         (["--costs", "gpt2-77b"], "did you mean gpt2-7b"),
         (["--link", "0:5=3"], "ranks go from 0 to 1"),
@@ -164,3 +165,18 @@ def test_a_limit_may_differ_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
     peaks = ps.simulate(best, ps.Costs.uniform(2)).peak_activations
     assert peaks[0] <= 3
     assert peaks[1] <= 1
+
+
+def test_shared_ends_fit_too_where_a_file_says_what_each_part_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = {"f": 1, "i": 1, "w": 1, "activation": 10, "message_bytes": 1, "weight_bytes": 100}
+    costs, path = tmp_path / "costs.json", tmp_path / "best.json"
+    costs.write_text(json.dumps({name: [value] * 10 for name, value in rows.items()}))
+    given = ["--ranks", "2", "--microbatches", "6", "--costs", str(costs), "--shared-ends", "--out", str(path)]
+    for limit in (1350, 1500):
+        code, out, _ = run(capsys, *given, "--memory-limit", f"{limit}B", "--json")
+        assert code == 0
+        best = ps.load(path)
+        held = ps.footprint(best, fold(read_costs(str(costs), 10), best.num_stages, shared_ends=True))
+        assert held.peak == json.loads(out)["found"][0]["peak_bytes"] <= limit

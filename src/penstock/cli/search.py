@@ -97,6 +97,14 @@ def search(
         model = with_shared_ends(model)
     given = costs_options.GivenCosts(costs, f, i, w, of="part")
     of_model = given.of_model()
+    if of_model is not None and shared_ends:
+        if limits_of("--memory-limit", memory_limit)[1]:
+            raise Misuse(
+                f"--memory-limit {memory_limit} with --shared-ends: {costs} is cut into stages alike, and not with "
+                "the ends apart, so that what they take is not known; give a file of costs of parts with "
+                "weight_bytes, or leave --shared-ends out"
+            )
+        of_model = None  # parts of it are the ends
     if of_model is not None and parts is not None:
         raise Misuse(
             f"--parts {parts} is for costs of equal parts; the layers of {costs} are cut anew for each placement, so "

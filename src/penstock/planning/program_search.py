@@ -258,7 +258,8 @@ def search_space(
         sizes = dict.fromkeys(in_bytes(each, 4) for each in totals or ())
         limit = f"a memory of {_numbers(caps)}" if caps is not None else f"{', '.join(sizes)} per rank, all counted"
         why = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:1])
-        likewise = f", and nothing fits on {len(left_out) - 1} other placements" if len(left_out) > 1 else ""
+        others = len(left_out) - 1
+        likewise = f", and nothing fits on {others} other placement{'s' * (others > 1)}" if others else ""
         unit = ", in the unit of the costs' activations" if caps is not None else ", or take more ranks"
         raise ScheduleError(
             f"no program over {num_ranks} ranks can run within {limit}: {why}{likewise}; raise the limit{unit}",
