@@ -27,6 +27,7 @@ from penstock.runtime.compatibility import (
     require_dense,
     require_runnable,
     steered,
+    why_nodes_stay,
 )
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.active_plan import ActivePlan, dispatch_of, require_switchable, running, start_of
@@ -289,6 +290,20 @@ class LocalPipeline:
         """Runs something else from the next step on."""
         self.running = then
         self.notices.note(split_stages(self.devices.runners, then))
+
+    def movable_nodes(self) -> Nodes | None:
+        """The nodes that may change places; None where none may, which a notice explains. All processes call it."""
+        given, nodes = self._given, self.nodes
+        if nodes is None:
+            return None
+        why = why_nodes_stay(self.start.schedule, given.model, given.optimizer, nodes)
+        if self.own_batches is not None:
+            why = "each replica is given its own part of a batch, which its loader would go on giving it there"
+        why = next(filter(None, self.mesh.everyone.gather(why)), None)  # each process has a torch of its own
+        if why is None:
+            return nodes
+        self.notices.note([f"nodes stay where they lie, also where a link between them is late: {why}"])
+        return None
 
     def note_nodes(self, nodes: tuple[int, ...]) -> None:
         """What runs says from now on where nodes lie: they may change places."""

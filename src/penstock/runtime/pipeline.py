@@ -30,7 +30,6 @@ from penstock.runtime.checkpoint import saving
 from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import state_of
 from penstock.runtime.checkpoint.user_state import Stateful
-from penstock.runtime.compatibility import why_nodes_stay
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.active_plan import ActivePlan, require_free
 from penstock.runtime.execute.enable_split import deferred_shares, little_deferred, stay_on_device
@@ -173,18 +172,8 @@ class Pipeline:
     def _steer(self, adapt: AdaptOptions) -> None:
         """Puts an agent in place, one of all processes of the mesh."""
         local, given = self._local, self._given
-        place, nodes, first = local.mesh, local.nodes, local.start
+        place, nodes, first = local.mesh, local.movable_nodes() if adapt.may_move else None, local.start
         weighs: tuple[float, ...] = ()
-        if nodes is not None and adapt.may_move:
-            why = why_nodes_stay(first.schedule, given.model, given.optimizer, nodes)
-            if local.own_batches is not None:
-                why = "each replica is given its own part of a batch, which its loader would go on giving it there"
-            why = next(filter(None, place.everyone.gather(why)), None)  # each process has a torch of its own
-            if why is not None:
-                local.notices.note([f"nodes stay where they lie, also where a link between them is late: {why}"])
-                nodes = None
-        else:
-            nodes = None
         if nodes is not None:
             first = replace(first, nodes=nodes.mesh.nodes)
             local.note_nodes(first.nodes)
