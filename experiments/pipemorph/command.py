@@ -3,6 +3,8 @@
 results/figure15-simulate.json    of `figure15.py`
 results/figure15-threads.json     of `figure15.py --backend threads`
 results/figure15.svg              its chart, of the last run
+
+Where an option of one figure is not as usual its name is in those of the files: figure22-minutes60-simulate.json.
 """
 
 from __future__ import annotations
@@ -48,6 +50,9 @@ def command(
     for name, (usual, said) in (more or {}).items():
         parser.add_argument(f"--{name}", type=type(usual), default=usual, help=f"{said} (default: {usual})")
     given = parser.parse_args()
+    for name, (usual, _) in (more or {}).items():
+        value = getattr(given, name)
+        figure += f"-{name}{value:g}" if value != usual else ""
     backend = Backend(given.backend, given.stretch, given.steps, 1 if given.backend == "processes" else given.jobs)
     began = time.perf_counter()
     found = list(rows(backend, **{name: getattr(given, name) for name in more or {}}))

@@ -2,7 +2,8 @@
 
     python -m experiments.pipemorph.figure22                        8 minutes: a quarter of an hour of it
     python -m experiments.pipemorph.figure22 --backend threads      5 minutes: all of it within 1.5, stretched by 3
-    python -m experiments.pipemorph.figure22 --minutes 60 --ranks 16 --out runs/hour      over an hour; not run yet
+    python -m experiments.pipemorph.figure22 --minutes 60           half an hour: all of it on 8 ranks
+    python -m experiments.pipemorph.figure22 --ranks 16             half an hour: a quarter of it on 16 ranks
 
 The paper trains a 140B model on 128 GPUs, 8 stages; here 8 ranks, 32 microbatches and ops of 10 ms stand for one of
 its pipelines. The paper: 45.9 iterations a minute (PipeMorph), 41.4 (1F1B), 33.6 (ZB): 1.36 times ZB, 1.11 times
