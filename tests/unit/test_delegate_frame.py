@@ -13,8 +13,8 @@ from penstock.runtime.transport.delegate.carrier.frame import (
     HEADER_BYTES,
     Frame,
     FrameError,
+    FrameKind,
     Lane,
-    What,
     body_bytes,
     pack,
     spec_room,
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.unit
 words, signed = st.integers(0, 2**63 - 1), st.integers(-(2**63), 2**63 - 1)
 ranks, bytes_ = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1)
 lanes = st.builds(Lane, ranks, ranks, st.integers(0, 1), st.integers(0, 255))
-frames = st.builds(Frame, st.sampled_from(What), lanes, words, signed, signed, bytes_, signed, bytes_, words)
+frames = st.builds(Frame, st.sampled_from(FrameKind), lanes, words, signed, signed, bytes_, signed, bytes_, words)
 descriptors = st.builds(
     Descriptor,
     st.sampled_from(Note),
@@ -54,7 +54,7 @@ def test_a_frame_is_read_as_it_was_written(frame: Frame) -> None:
 
 
 def test_other_bytes_are_no_frame() -> None:
-    data = pack(Frame(What.PING, Lane(0, 1, 0, 0)))
+    data = pack(Frame(FrameKind.PING, Lane(0, 1, 0, 0)))
     with pytest.raises(FrameError, match="starts with"):
         unpack(b"HTTP" + data[4:])
     with pytest.raises(FrameError, match="kind 99"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from penstock.runtime.transport.delegate.carrier.frame import HEADER_BYTES, Frame, FrameError, What, unpack
+from penstock.runtime.transport.delegate.carrier.frame import HEADER_BYTES, Frame, FrameError, FrameKind, unpack
 
 MOST = 64
 """Connections that are open at once."""
@@ -43,7 +43,7 @@ class PresenceConnections:
             data = made.recv(HEADER_BYTES)
             if len(data) == HEADER_BYTES:
                 frame = unpack(data)
-                if frame.what is What.DOWN and frame.tag == self._key:
+                if frame.kind is FrameKind.DOWN and frame.tag == self._key:
                     return frame
         return None
 

@@ -23,7 +23,7 @@ class FrameError(Exception):
     """Bytes that no delegate of ours sends."""
 
 
-class What(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is."""
 
     HELLO = 1
@@ -65,13 +65,13 @@ class Frame(NamedTuple):
     """A header.
 
     Attributes:
-        number: of the message in its lane, from 1, or what `what` says.
+        number: of the message in its lane, from 1, or what the kind says.
         tag, step, digest: which message it is to the ranks.
         sent: when its rank handed it over, in nanoseconds of the sender's monotonic clock.
         spec_bytes, payload_bytes: what follows.
     """
 
-    what: What
+    kind: FrameKind
     lane: Lane
     number: int = 0
     tag: int = 0
@@ -98,8 +98,8 @@ def body_bytes(spec_bytes: int, payload_bytes: int) -> int:
 
 def pack(frame: Frame) -> bytes:
     """The header's bytes."""
-    what, (source, target, kind, place), number, tag, step, digest, sent, spec, payload = frame
-    return _HEADER.pack(MAGIC, what, kind, place, source, target, digest, number, tag, step, sent, spec, payload)
+    kind, (source, target, direction, place), number, tag, step, digest, sent, spec, payload = frame
+    return _HEADER.pack(MAGIC, kind, direction, place, source, target, digest, number, tag, step, sent, spec, payload)
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Frame:
@@ -108,11 +108,13 @@ def unpack(data: bytes | bytearray | memoryview) -> Frame:
     Raises:
         FrameError: it is none.
     """
-    magic, what, kind, place, source, target, digest, number, tag, step, sent, spec, payload = _HEADER.unpack(data)
+    magic, kind, direction, place, source, target, digest, number, tag, step, sent, spec, payload = _HEADER.unpack(
+        data
+    )
     if magic != MAGIC:
         raise FrameError(f"a frame that starts with {magic!r}")
     try:
-        known = What(what)
+        known = FrameKind(kind)
     except ValueError:
-        raise FrameError(f"a frame of kind {what}") from None
-    return Frame(known, Lane(source, target, kind, place), number, tag, step, digest, sent, spec, payload)
+        raise FrameError(f"a frame of kind {kind}") from None
+    return Frame(known, Lane(source, target, direction, place), number, tag, step, digest, sent, spec, payload)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from . import sockets, timing
 from .event_loop import GONE, WRITE
-from .frame import HEADER_BYTES, Frame, FrameError, Lane, What, pack, unpack
+from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, unpack
 from .lane import LaneError
 from .ring import Descriptor, Note, Why
 from .stream import SocketStream
@@ -100,7 +100,7 @@ class InConnection:
             if not self._starved:
                 self._heard = time.perf_counter_ns()
                 if self.lane is not None:
-                    self._put(pack(Frame(What.ROOM, self.lane)))
+                    self._put(pack(Frame(FrameKind.ROOM, self.lane)))
                 self._stream.read(True)
 
     # Reading.
@@ -137,13 +137,13 @@ class InConnection:
             self._receiver.home.tell(Descriptor(Note.HEARD, self.lane))
 
     def _take(self, frame: Frame) -> None:
-        if frame.what is What.HELLO:
+        if frame.kind is FrameKind.HELLO:
             self._greet(frame)
         elif self.lane is None or frame.lane != self.lane:
             raise FrameError("a frame before its connection said which lane it carries")
-        elif frame.what is What.PING:
-            self._put(pack(Frame(What.PONG, self.lane)))
-        elif frame.what is What.DATA and frame.body_bytes > 0:
+        elif frame.kind is FrameKind.PING:
+            self._put(pack(Frame(FrameKind.PONG, self.lane)))
+        elif frame.kind is FrameKind.DATA and frame.body_bytes > 0:
             new = self._receiver.lanes[self.lane].begins(self._epoch, frame.number)
             self._frame, self._left, self._view = frame, frame.body_bytes, None
             if new:
@@ -152,7 +152,7 @@ class InConnection:
             else:
                 self._receiver.home.tell(Descriptor(Note.DOUBLED, self.lane))
         else:
-            raise FrameError(f"a {frame.what.name} from a sender")
+            raise FrameError(f"a {frame.kind.name} from a sender")
 
     def _greet(self, frame: Frame) -> None:
         orders = self._receiver.orders
@@ -166,7 +166,7 @@ class InConnection:
             return
         last = self._receiver.greeted(self, lane, frame.number)
         self.lane, self._epoch = lane, frame.number
-        self._put(pack(Frame(What.WELCOME, lane, last)))
+        self._put(pack(Frame(FrameKind.WELCOME, lane, last)))
         sockets.trust(self._socket)
         self._receiver.home.tell(Descriptor(Note.CONNECTED, lane, 0, self.place))
 
@@ -193,7 +193,7 @@ class InConnection:
         slot, self._slot, self._frame, self._view = self._slot, None, None, None
         receiver, lane = self._receiver, self.lane
         if slot is None:
-            self._put(pack(Frame(What.ANSWER, lane, receiver.lanes[lane].last)))
+            self._put(pack(Frame(FrameKind.ANSWER, lane, receiver.lanes[lane].last)))
             return
         receiver.lanes[lane] = receiver.lanes[lane].whole(self._epoch, frame.number)
         note = Descriptor(
@@ -210,14 +210,14 @@ class InConnection:
             frame.spec_bytes,
             frame.payload_bytes,
         )
-        receiver.home.tell(note, lambda: self._put(pack(Frame(What.ANSWER, lane, frame.number))))
+        receiver.home.tell(note, lambda: self._put(pack(Frame(FrameKind.ANSWER, lane, frame.number))))
 
     # Writing.
 
     def _say_full(self) -> None:
         self._said = time.perf_counter_ns()
         if self.lane is not None:
-            self._put(pack(Frame(What.FULL, self.lane)))
+            self._put(pack(Frame(FrameKind.FULL, self.lane)))
 
     def _put(self, *parts: bytes) -> None:
         if self._open:

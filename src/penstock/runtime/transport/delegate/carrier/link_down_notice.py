@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from . import sockets, timing
 from .event_loop import WRITE
-from .frame import Frame, Lane, What, pack
+from .frame import Frame, FrameKind, Lane, pack
 from .paths import Path, by_preference
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class LinkDownNotice:
         if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self._try(time.perf_counter_ns())
             return
-        frame = Frame(What.DOWN, self._lane, self._down, self._receiver.orders.key)
+        frame = Frame(FrameKind.DOWN, self._lane, self._down, self._receiver.orders.key)
         try:
             self._socket.send(pack(frame))
         except OSError:

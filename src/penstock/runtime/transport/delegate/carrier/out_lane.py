@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from . import sockets, timing
 from .connect_attempt import ConnectAttempt
 from .event_loop import WRITE
-from .frame import HEADER_BYTES, Frame, FrameError, Lane, What, pack, spec_room, unpack
+from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, spec_room, unpack
 from .lane import LaneError, Sending
 from .paths import Path, Paths, by_preference
 from .ring import Descriptor, Note, Why
@@ -156,7 +156,7 @@ class OutLane:
         self._deadline = now + timing.patience(timing.WELCOME, failures)
         self._came.clear()
         self._stream = SocketStream(self._loop, trial.socket, self._on_ready)
-        self._put(pack(Frame(What.HELLO, self.lane, self._state.epoch, self._sender.orders.key)))
+        self._put(pack(Frame(FrameKind.HELLO, self.lane, self._state.epoch, self._sender.orders.key)))
 
     def _welcomed(self, last: int, now: int) -> None:
         assert self._stream is not None
@@ -234,7 +234,7 @@ class OutLane:
     def _frame(self, message: Descriptor) -> tuple[bytes, memoryview]:
         spec, payload = message.spec_bytes, message.payload_bytes
         header = Frame(
-            What.DATA,
+            FrameKind.DATA,
             self.lane,
             message.number,
             message.tag,
@@ -250,7 +250,7 @@ class OutLane:
     def _keep_alive(self, now: int) -> int:
         assert self._stream is not None
         if not self._stream.queued and now - self._stream.spoke >= timing.BEAT:
-            self._put(pack(Frame(What.PING, self.lane)))
+            self._put(pack(Frame(FrameKind.PING, self.lane)))
             if self._stream is None:
                 return now
         is_quiet = now - self._heard >= timing.SILENCE
@@ -301,19 +301,19 @@ class OutLane:
             self._cut(Why.BROKEN, now)
 
     def _take(self, frame: Frame, now: int) -> None:
-        if frame.what is What.WELCOME:
+        if frame.kind is FrameKind.WELCOME:
             self._welcomed(frame.number, now)
-        elif frame.what is What.ANSWER:
+        elif frame.kind is FrameKind.ANSWER:
             before = self._state.answered
             self._state = self._state.answer(frame.number)
             if self._state.answered > before:
                 self._release()
-        elif frame.what in (What.FULL, What.ROOM):
-            self._full = frame.what is What.FULL
+        elif frame.kind in (FrameKind.FULL, FrameKind.ROOM):
+            self._full = frame.kind is FrameKind.FULL
             if self._stream is not None:
                 sockets.trust(self._stream.socket, stands_still=self._full)
-        elif frame.what is not What.PONG:
-            raise FrameError(f"a {frame.what.name} from a receiver")
+        elif frame.kind is not FrameKind.PONG:
+            raise FrameError(f"a {frame.kind.name} from a receiver")
 
     def _release(self) -> None:
         """Lets the rank have the slots of what was answered."""
