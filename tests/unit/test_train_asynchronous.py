@@ -122,6 +122,20 @@ def test_a_rule_of_choice_on_amdps_order(train: Train, tmp_path: Path, rule: str
     assert train("copy", f"--resume {copy} --steps 6")["updating"]["rule"] == rule
 
 
+@pytest.mark.slow
+def test_a_rule_that_predicts_with_a_tied_weight_whoever_has_the_optimizers_state(
+    train: Train, tmp_path: Path
+) -> None:
+    """All of this was refused."""
+    for sharding in ("none", "copies"):
+        options = f"--schedule amdp --rule xpipe --tied --steps 4 --drain-every 2 --sharding {sharding}"
+        assert train(sharding, options)["updating"]["zero"] == (sharding == "copies")
+    assert losses(tmp_path / "none") == losses(tmp_path / "copies")
+    report = train("spectrain", "--schedule spectrain --tied --steps 4 --drain-every 2")
+    assert report["updating"]["rule"] == "spectrain"
+    assert len(losses(tmp_path / "spectrain")) == len(losses(tmp_path / "none")) == 4
+
+
 def test_a_run_keeps_the_mismatch_that_it_began_with(train: Train, tmp_path: Path) -> None:
     """Settings saved before amdp drained by default say nothing of it."""
     train("run", "--schedule amdp --max-mismatch 1 --steps 4 --drain-every 2")
