@@ -26,7 +26,7 @@ from penstock.schedule import Op, Schedule, StageGraph
 from penstock.schedule.op import BACKWARD
 
 
-class Junctions:
+class Branches:
     """What a rank must know of branches, in one step.
 
     Args:

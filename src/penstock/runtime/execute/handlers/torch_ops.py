@@ -12,7 +12,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import Handler
 from penstock.runtime.parameters.tied_gradients import TiedGradients
-from penstock.runtime.stage.branches import Junctions, is_plain
+from penstock.runtime.stage.branches import Branches, is_plain
 from penstock.runtime.stage.host_memory import on_device
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.stage.stage import Copy
@@ -58,7 +58,7 @@ class TorchOps:
     ) -> None:
         self._runners, self._inside = runners, inside
         self._tied, self._pipelines = tied, schedule.microbatch_pipeline
-        self._junctions = None if is_plain(schedule) else Junctions(schedule)
+        self._branches = None if is_plain(schedule) else Branches(schedule)
         self._shared = {} if gang is None else {stage for stage, _ in schedule.placement.shared}
         self._gang = gang
         works = {
@@ -72,7 +72,7 @@ class TorchOps:
 
     def _handler(self, work: Callable[[StageRunner, Op, Sequence[Payload]], Payload | None]) -> Handler:
         runners, pipelines, inside = self._runners, self._pipelines, self._inside
-        passes_on = self._tied is None and self._junctions is None  # what comes of an op as it is
+        passes_on = self._tied is None and self._branches is None  # what comes of an op as it is
 
         def handle_alone(station: Station, inputs: Sequence[Payload]) -> Sequence[Payload]:
             op = station.op
@@ -111,20 +111,20 @@ class TorchOps:
             outcome = run(op, inputs)
             self._gang.leave(op, outcome)
             return outcome
-        if self._junctions is not None and op.kind == FORWARD:
-            self._junctions.inputs(op, inputs)  # it must know how gradients are cut
+        if self._branches is not None and op.kind == FORWARD:
+            self._branches.inputs(op, inputs)  # it must know how gradients are cut
         found: Payload | None = self._gang.find(op)
         return found
 
     def _forward(self, runner: StageRunner, op: Op, inputs: Sequence[Payload]) -> Payload:
-        junctions = self._junctions
-        if junctions is None:
+        branches = self._branches
+        if branches is None:
             return runner.forward(op.microbatch, inputs[0] if inputs else None)
-        entering = junctions.inputs(op, inputs)
+        entering = branches.inputs(op, inputs)
         try:
             return runner.forward(op.microbatch, entering)
         except Exception as error:
-            if words := junctions.arguments(op.stage):
+            if words := branches.arguments(op.stage):
                 error.add_note(words)
             raise
 
@@ -134,8 +134,8 @@ class TorchOps:
         if self._tied is not None:
             came, sums = self._tied.sort(op, inputs)
         main = came[0] if came else None
-        if self._junctions is not None:
-            main = self._junctions.gradients(op, came)
+        if self._branches is not None:
+            main = self._branches.gradients(op, came)
         outcome = runner.backward(op.kind, op.microbatch, main, sums)
         if self._tied is not None:
             self._tied.take(op)
@@ -158,5 +158,5 @@ class TorchOps:
             elif outcome is None:
                 raise RuntimeFailure(f"{edge.producer} has nothing to send to {edge.consumer}")
             else:
-                found.append(outcome if self._junctions is None else self._junctions.share(edge, outcome))
+                found.append(outcome if self._branches is None else self._branches.share(edge, outcome))
         return found
