@@ -2,7 +2,9 @@
 
     round 0    0-3 1-2        round 1    0-2 3-1        round 2    0-1 2-3
 
-Between two steps nothing else is under way, so the shortest of a few round trips is what the link takes.
+Between two steps nothing else is under way, so the shortest of a few round trips is what the link takes. The first
+node gathers what all have found and tells every process: a late link holds this up only where it is one of the first
+node's. An all-reduce would cross it several times.
 """
 
 from __future__ import annotations
@@ -47,9 +49,26 @@ def probe(nodes: Sequence[Sequence[int]], timeout: float) -> dict[tuple[int, int
             for a, b in pairs:
                 if node in (a, b):
                     found[a, b] = _round_trip(node == a, firsts[a + b - node], timeout) / 2
-    work = dist.all_reduce(found, async_op=True)
-    _wait(work, None, timeout)
+    _tell_all(found, firsts, timeout)
     return {(a, b): float(found[a, b]) for a in range(num) for b in range(a + 1, num)}
+
+
+def _tell_all(found: torch.Tensor, firsts: Sequence[int], timeout: float) -> None:
+    """Adds up what nodes found in their first processes; all of torch.distributed has the sum then."""
+    me, root = dist.get_rank(), firsts[0]
+    if me == root:
+        rows = {other: torch.zeros_like(found) for other in firsts[1:]}
+        for other, work in [(other, dist.irecv(row, other)) for other, row in rows.items()]:
+            _wait(work, other, timeout)
+        for row in rows.values():
+            found += row
+        others = [other for other in range(dist.get_world_size()) if other != root]
+        for other, work in [(other, dist.isend(found, other)) for other in others]:
+            _wait(work, other, timeout)
+        return
+    if me in firsts:
+        _wait(dist.isend(found, root), root, timeout)
+    _wait(dist.irecv(found, root), root, timeout)
 
 
 def _round_trip(begins: bool, other: int, timeout: float) -> float:
@@ -67,5 +86,5 @@ def _round_trip(begins: bool, other: int, timeout: float) -> float:
     return shortest if begins else 0.0
 
 
-def _wait(work: object, peer: int | None, timeout: float) -> None:
+def _wait(work: object, peer: int, timeout: float) -> None:
     wait_for(work, dist.get_rank(), peer, "a probe of a link", timeout)
