@@ -19,7 +19,7 @@ from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.conditioned import Conditions
 from penstock.runtime.transport.loopback import Mailbox
 from penstock.runtime.transport.transfer_record import TransferRecord
-from penstock.runtime.transport.wiring import Station, Wiring, wire
+from penstock.runtime.transport.wiring import WiredOp, Wiring, wire
 from penstock.schedule import Op, Schedule
 from penstock.simulation import Timeline
 from penstock.simulation.simulator import frozen_caps, memory_changes
@@ -49,9 +49,9 @@ def in_thread(
     return TransportChoice(depth=depth).between_threads(boxes, conditions, timeout)[rank]
 
 
-def station_of(wiring: Wiring, op: Op) -> Station:
+def wired_op(wiring: Wiring, op: Op) -> WiredOp:
     """An op with its edges."""
-    return wiring.stations[wiring.graph.number[op]]
+    return wiring.wired_ops[wiring.graph.number[op]]
 
 
 def start_worker(wiring: Wiring, rank: int, costs: ps.Costs, dispatch: str, transport: Transport) -> Worker:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from emulated_ranks import station_of
+from emulated_ranks import wired_op
 from penstock.cli import main
 from penstock.cost.links import Links
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
@@ -102,8 +102,8 @@ def test_time_owed_is_made_good_by_the_next_op_only_while_there_is_work() -> Non
     device = EmulatedBackend(wiring, costs)
     device.begin()
     begin = time.perf_counter_ns()
-    for station in wiring.stations[:40]:
-        device.run(station, [])
+    for wired in wiring.wired_ops[:40]:
+        device.run(wired, [])
         time.sleep(0.0003)
     # Each op made up for the pause before it, down to nothing: only the last pauses may be left.
     assert len(device.late) == 40
@@ -113,7 +113,7 @@ def test_time_owed_is_made_good_by_the_next_op_only_while_there_is_work() -> Non
     time.sleep(0.02)
     woke = time.perf_counter_ns()
     device.waited(idle, woke)
-    device.run(wiring.stations[0], [])
+    device.run(wiring.wired_ops[0], [])
     assert time.perf_counter_ns() - woke >= 1e6, "time spent waiting is not owed"
 
 
@@ -121,7 +121,7 @@ def test_a_message_for_another_op_is_an_error() -> None:
     schedule = ps.build("1f1b", num_ranks=2, num_microbatches=2)
     wiring = wire(schedule)
     sender, receiver = EmulatedBackend(wiring, uniform(schedule)), EmulatedBackend(wiring, uniform(schedule))
-    sent, other, meant = (station_of(wiring, op) for op in (ps.Op("F", 0, 0), ps.Op("F", 1, 1), ps.Op("F", 1, 0)))
+    sent, other, meant = (wired_op(wiring, op) for op in (ps.Op("F", 0, 0), ps.Op("F", 1, 1), ps.Op("F", 1, 0)))
     payloads = sender.run(sent, [])
     with pytest.raises(RuntimeFailure, match="received something else than F1 of stage 0"):
         receiver.run(other, payloads)
@@ -133,9 +133,9 @@ def test_messages_have_the_stated_size() -> None:
     costs = ps.Costs([1, 1], [1, 1], [1, 1], message_bytes=[1000, 7])
     wiring = wire(schedule)
     device = EmulatedBackend(wiring, costs)
-    (sent,) = device.run(station_of(wiring, ps.Op("F", 0, 0)), [])
+    (sent,) = device.run(wired_op(wiring, ps.Op("F", 0, 0)), [])
     assert [leaf.numel() for leaf in sent.leaves if leaf is not None][1] == 1000
-    backward = station_of(wiring, ps.Op("B", 1, 0))
+    backward = wired_op(wiring, ps.Op("B", 1, 0))
     (back,) = device.run(backward, [Payload([]) for _ in backward.incoming])
     assert [leaf.numel() for leaf in back.leaves if leaf is not None][1] == 1000, "a gradient weighs what it is of"
 

@@ -94,10 +94,10 @@ def test_one_replica_has_nothing_to_add_up() -> None:
 def test_a_failure_ends_the_step_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     run = EmulatedBackend.run
 
-    def failing(self, station, inputs):
-        if station.op == ps.Op("W", 1, 2):
+    def failing(self, wired, inputs):
+        if wired.op == ps.Op("W", 1, 2):
             raise ZeroDivisionError("on purpose")
-        return run(self, station, inputs)
+        return run(self, wired, inputs)
 
     before = set(threading.enumerate())
     monkeypatch.setattr(EmulatedBackend, "run", failing)

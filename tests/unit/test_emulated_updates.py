@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from emulated_ranks import station_of
+from emulated_ranks import wired_op
 from penstock.cost.links import Links
 from penstock.passes import recompute
 from penstock.runtime import RuntimeFailure
@@ -77,7 +77,7 @@ def test_an_update_takes_longest_on_the_copy_that_owns_the_stage(monkeypatch: py
     for number in (0, 1):  # pipeline 0 owns the stage
         before = now[0]
         op = ps.Op("U", 2, number)
-        device.run(station_of(wiring, op), [Payload([]) for _ in wiring.incoming[op]])
+        device.run(wired_op(wiring, op), [Payload([]) for _ in wiring.incoming[op]])
         took.append((now[0] - before) / 1e6)
     assert took == [2.5, 0.5]
 
@@ -99,10 +99,10 @@ def test_a_message_of_another_update_is_an_error() -> None:
     (edge,) = wiring.incoming[owner]
     later = next(e for e in wiring.outgoing[edge.producer._replace(microbatch=15)] if e.is_update)
     sender, receiver = (EmulatedBackend(wiring, costs_of(schedule)) for _ in range(2))
-    sending = station_of(wiring, later.producer)
+    sending = wired_op(wiring, later.producer)
     sent = sender.run(sending, [Payload([]) for _ in sending.incoming])
     with pytest.raises(RuntimeFailure, match="U0 received something else than the window's gradients after B7"):
-        receiver.run(station_of(wiring, owner), [sent[sending.given.index(later)]])
+        receiver.run(wired_op(wiring, owner), [sent[sending.given.index(later)]])
 
 
 @pytest.mark.parametrize("dispatch", ["hinted", "dynamic"])

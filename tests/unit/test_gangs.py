@@ -261,9 +261,9 @@ class Meets(NullBackend):
         super().__init__()
         self._gang, self._rank, self._schedule = gang, rank, schedule
 
-    def run(self, station: Any, inputs: Any) -> Any:
-        outputs = super().run(station, [payload for payload in inputs if payload.skeleton is not None])
-        self.meet(station.op)
+    def run(self, wired: Any, inputs: Any) -> Any:
+        outputs = super().run(wired, [payload for payload in inputs if payload.skeleton is not None])
+        self.meet(wired.op)
         return outputs
 
     def start(self, op: ps.Op, received: Any) -> Awaited:

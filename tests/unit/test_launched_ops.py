@@ -32,7 +32,7 @@ from penstock.runtime.execute.launched_ops import (
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
-from penstock.runtime.transport.wiring import Station, wire
+from penstock.runtime.transport.wiring import WiredOp, wire
 from penstock.simulation.simulator import as_dispatch, frozen_peaks, memory_changes
 from plain_loop import plain_step
 
@@ -72,10 +72,10 @@ class Ranks:
             self.workers.append(worker)
 
     def handler(self, rank: int) -> Any:
-        def handle(station: Station, inputs: Sequence[Payload]) -> list[Payload]:
+        def handle(wired: WiredOp, inputs: Sequence[Payload]) -> list[Payload]:
             launched = self.launched[rank]
-            self.under_way.append((station.op.kind, launched.num_launched - launched.num_ended))
-            return [Payload([], edge) for edge in station.given]
+            self.under_way.append((wired.op.kind, launched.num_launched - launched.num_ended))
+            return [Payload([], edge) for edge in wired.given]
 
         return handle
 

@@ -28,7 +28,7 @@ from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport import conditioned
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
-from penstock.runtime.transport.wiring import Station, wire
+from penstock.runtime.transport.wiring import WiredOp, wire
 from penstock.schedule import Op
 from penstock.simulation.simulator import as_dispatch, frozen_peaks, memory_changes
 from plain_loop import plain_step
@@ -69,8 +69,8 @@ class Sums:
 
         self._device.give(work)
 
-    def handle(self, station: Station, inputs: Sequence[Payload]) -> list[Payload]:
-        op, device = station.op, self._device
+    def handle(self, wired: WiredOp, inputs: Sequence[Payload]) -> list[Payload]:
+        op, device = wired.op, self._device
         came: list[Cell] = [leaf for payload in inputs for leaf in payload.leaves]  # type: ignore[misc]
         key = op.stage, op.microbatch
         if op.kind == "F":
@@ -91,7 +91,7 @@ class Sums:
                 self._waiting[key] = inner
             else:
                 self._add(op.stage, self._held.pop(key), inner)
-        return [Payload([made]) for _ in station.given]  # type: ignore[list-item]
+        return [Payload([made]) for _ in wired.given]  # type: ignore[list-item]
 
     def _add(self, stage: int, held: Cell, gradient: Cell) -> None:
         total = self.cells["gradient", stage]

@@ -239,5 +239,5 @@ def test_any_of_them_complete_without_numbers() -> None:
             assert sorted(ended) == sorted(op for row in schedule.order for op in row)
             for op, start in started.items():
                 assert all(ended[before] <= start for before in predecessors(op, schedule.graph, wiring.graph.number))
-        tokens += sum(station.num_tokens for station in wiring.stations)
+        tokens += sum(wired.num_tokens for wired in wiring.wired_ops)
     assert tokens > 500

@@ -28,7 +28,7 @@ from penstock.runtime.execute.plan import StepPlan
 from penstock.runtime.parameters.late_rings import sleep_until
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.transfer_record import SHORTEST_WAIT
-from penstock.runtime.transport.wiring import Station, Wiring
+from penstock.runtime.transport.wiring import WiredOp, Wiring
 from penstock.schedule import Op
 from penstock.schedule.op import UPDATE
 from penstock.schedule.updates import OWNER
@@ -89,10 +89,10 @@ class EmulatedBackend:
         if end - start > SHORTEST_WAIT:
             self._free = end
 
-    def run(self, station: Station, inputs: Sequence[Payload]) -> list[Payload]:
+    def run(self, wired: WiredOp, inputs: Sequence[Payload]) -> list[Payload]:
         """Takes the time of an op, and gives messages of the sizes that the costs say."""
-        op = station.op
-        self._check(station.incoming, inputs, op)
+        op = wired.op
+        self._check(wired.incoming, inputs, op)
         duration = self._duration(op)
         ready = perf_counter_ns() if self._free is None else self._free
         together = self._wiring.ranks_of(op)
@@ -104,11 +104,11 @@ class EmulatedBackend:
         self.began = ready if len(together) > 1 else None
         if self._ended is not None:
             self._ended(op)
-        return [self._payload(edge) for edge in station.given]
+        return [self._payload(edge) for edge in wired.given]
 
     def start(self, op: Op, received: Sequence[Payload]) -> EmulatedStart:
         """Starts an asynchronous op, which begins when the stream is free, of all ranks that run it together."""
-        self._check(self._wiring.stations[self._numbers[op]].incoming, received, op)
+        self._check(self._wiring.wired_ops[self._numbers[op]].incoming, received, op)
         now = perf_counter_ns()
         # The rank came to it when the op before was to end; or just now, when the last word that it waited for came.
         return EmulatedStart(self, op, now if received or self._free is None else self._free)

@@ -91,7 +91,7 @@ def running(
     """
     schedule = configuration.schedule
     plan = plan_step(schedule, tied_stages, True, rank, tags, costs, configuration.caps)
-    _ = plan.wiring.stations  # here, and not in the first step that runs it
+    _ = plan.wiring.wired_ops  # here, and not in the first step that runs it
     return ActivePlan(
         configuration,
         plan,

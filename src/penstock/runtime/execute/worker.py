@@ -78,7 +78,7 @@ class Worker:
         self._launched = backend.launched
         self._held_back: int | None = None
         """An op that is not launched before all messages have left."""
-        self._number, self._stations = wiring.waiting(rank), wiring.stations
+        self._number, self._wired_ops = wiring.waiting(rank), wiring.wired_ops
         self._gang = gang
         self._standing: int | None = None
         """The op that this rank has come to, and others have not."""
@@ -209,9 +209,9 @@ class Worker:
         """Takes note of asynchronous ops that ended, and starts those whose turn it is; whether there were any."""
         moved = False
         for number, start, end in stream.ended():
-            station = self._wiring.stations[number]
-            self.recorder.apart.append((station.op, start, end))
-            for _, edge, target, is_local in station.sent:  # tokens, all of them
+            wired = self._wiring.wired_ops[number]
+            self.recorder.apart.append((wired.op, start, end))
+            for _, edge, target, is_local in wired.sent:  # tokens, all of them
                 if not is_local:
                     self._unsent.append(Unsent(0, edge, target, TOKEN))
             self.dispatcher.finish(number)
@@ -223,8 +223,8 @@ class Worker:
             moved = True
         while self._apart and self._may_start(self._apart[0]):
             number = self._apart.pop(0)
-            station = self._wiring.stations[number]
-            stream.start(number, station.op, [self.transport.take(edge) for edge in station.incoming])
+            wired = self._wiring.wired_ops[number]
+            stream.start(number, wired.op, [self.transport.take(edge) for edge in wired.incoming])
             moved = True
         return moved
 
@@ -233,7 +233,7 @@ class Worker:
         return alone or self._gang.may_run(number)  # type: ignore[union-attr]
 
     def _run(self, number: int) -> None:
-        op, _, _, _, _, taken, num_tokens, sent = station = self._stations[number]
+        op, _, _, _, _, taken, num_tokens, sent = wired = self._wired_ops[number]
         local, transport, dispatcher = self._local, self.transport, self.dispatcher
         launched = self._launched
         with _BY_ITSELF if launched is None else launched.turn(op):
@@ -246,7 +246,7 @@ class Worker:
                 launched.start(inputs)
             start = perf_counter_ns()
             try:
-                outputs = self._handlers[op.kind](station, inputs)
+                outputs = self._handlers[op.kind](wired, inputs)
             except Exception as error:
                 error.add_note(f"in {op.short()} of stage {op.stage} on rank {self.rank}")
                 raise
@@ -270,7 +270,7 @@ class Worker:
     def _run_beside(self, launched: LaunchedOps) -> None:
         """Launches the backward of a pair right behind its forward, if it is what comes next."""
         number = self.dispatcher.next()
-        if number is not None and self._stations[number].op == launched.may_join:
+        if number is not None and self._wired_ops[number].op == launched.may_join:
             if self._gang is not None:
                 self._gang.arrive(number)
             self._run(number)
@@ -291,7 +291,7 @@ class Worker:
         op, self._held_back = self._held_back, None
         if op is None:
             op = self.dispatcher.next() if self._standing is None else self._standing
-        if op is None or (launched.is_empty and not self._unsent) or self._stations[op].op.kind in WAITS_FOR_NOBODY:
+        if op is None or (launched.is_empty and not self._unsent) or self._wired_ops[op].op.kind in WAITS_FOR_NOBODY:
             return op
         if self._standing is None:
             self._held_back = op

@@ -72,13 +72,13 @@ def lines_of(wiring: Wiring) -> list[NcclChannel]:
     """
     sent: dict[NcclChannel, list[int]] = {}
     taken: dict[NcclChannel, list[int]] = {}
-    for number, station in enumerate(wiring.stations):
+    for number, wired in enumerate(wiring.wired_ops):
         rank = wiring.graph.host(number)
-        for edge, target in station.outgoing:
+        for edge, target in wired.outgoing:
             line = NcclChannel(ChannelKey.of(edge), rank, target)
             if not edge.is_token and line.source != line.target:
                 sent.setdefault(line, []).append(edge.consumer.microbatch)
-        for edge in station.remote:
+        for edge in wired.remote:
             line = NcclChannel(ChannelKey.of(edge), wiring.sender(edge, rank), rank)
             if not edge.is_token:
                 taken.setdefault(line, []).append(edge.consumer.microbatch)

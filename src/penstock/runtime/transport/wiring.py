@@ -18,7 +18,7 @@ from penstock.schedule.text import ranks_together
 from penstock.schedule.updates import OWNER, one_message_a_rank
 
 
-class Station(NamedTuple):
+class WiredOp(NamedTuple):
     """One op on one rank, with its edges.
 
     Attributes:
@@ -42,7 +42,7 @@ class Station(NamedTuple):
     @classmethod
     def of(
         cls, op: Op, rank: int, incoming: Sequence[tuple[Edge, int]], outgoing: Sequence[tuple[Edge, int]]
-    ) -> Station:
+    ) -> WiredOp:
         """A rank's part of an op, with the ranks that edges come from and go to."""
         given = tuple(dict.fromkeys(edge for edge, _ in outgoing if not edge.is_token))
         place = {edge: number for number, edge in enumerate(given)}
@@ -98,11 +98,11 @@ class Wiring:
         return ranks_together(self.schedule)
 
     @cached_property
-    def stations(self) -> list[Station]:
+    def wired_ops(self) -> list[WiredOp]:
         """The edges of each op, by its number."""
-        return [self._station(op, self.graph.host(number)) for number, op in enumerate(self.graph.ops)]
+        return [self._wired_op(op, self.graph.host(number)) for number, op in enumerate(self.graph.ops)]
 
-    def _station(self, op: Op, rank: int) -> Station:
+    def _wired_op(self, op: Op, rank: int) -> WiredOp:
         incoming = [(edge, self.sender(edge, rank)) for edge in self.incoming[op] if self._travels(edge, rank)]
         outgoing = [
             (edge, target)
@@ -110,7 +110,7 @@ class Wiring:
             for target in self.ranks_of(edge.consumer)
             if self.sender(edge, target) == rank and self._travels(edge, target)
         ]
-        return Station.of(op, rank, incoming, outgoing)
+        return WiredOp.of(op, rank, incoming, outgoing)
 
     def _travels(self, edge: Edge, target: int) -> bool:
         """Whether a rank is told of an edge. It is not told by tokens of what it ran itself, nor of what another one
@@ -152,13 +152,13 @@ class Wiring:
 
     def awaited(self, number: int) -> tuple[Edge, ...]:
         """What an op waits for from other ranks; the forward of a pair for both."""
-        remote = self.stations[number].remote
+        remote = self.wired_ops[number].remote
         backward = self.graph.backward_of.get(number)
-        return remote if backward is None else remote + self.stations[backward].remote
+        return remote if backward is None else remote + self.wired_ops[backward].remote
 
     def expected(self, rank: int) -> list[Edge]:
         """Messages `rank` gets from other ranks, in the order in which its frozen order needs them."""
-        return [edge for number in self._numbers_of(rank) for edge in self.stations[number].remote]
+        return [edge for number in self._numbers_of(rank) for edge in self.wired_ops[number].remote]
 
 
 def backward_op(schedule_ops: dict[Op, int], stage: int, microbatch: int) -> Op:

@@ -1,4 +1,4 @@
-"""What runs an op: `handlers[op.kind](station, inputs) -> outputs`, a payload for each edge that goes out.
+"""What runs an op: `handlers[op.kind](wired, inputs) -> outputs`, a payload for each edge that goes out.
 
     Dispatcher --op--> backend: handlers["F"] --> torch_ops --> StageRunner.forward --> payloads --> transport
                                 handlers["U"] --> updating  --> the optimizer's step, values for other copies

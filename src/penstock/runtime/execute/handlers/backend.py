@@ -9,12 +9,12 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.async_ops import Start, Started
 from penstock.runtime.execute.launched_ops import LaunchedOps
 from penstock.runtime.tensors.message import Payload
-from penstock.runtime.transport.wiring import Station
+from penstock.runtime.transport.wiring import WiredOp
 from penstock.schedule import Op
 
-Handler = Callable[[Station, Sequence[Payload]], Sequence[Payload]]
+Handler = Callable[[WiredOp, Sequence[Payload]], Sequence[Payload]]
 """Runs one op on what its incoming edges brought, in their order and without tokens. Returns the payload of each of
-`station.given`, in that order."""
+`wired.given`, in that order."""
 
 
 class Backend(Protocol):

@@ -9,7 +9,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.async_ops import Started
 from penstock.runtime.execute.handlers.backend import Handler
 from penstock.runtime.tensors.message import Payload
-from penstock.runtime.transport.wiring import Station
+from penstock.runtime.transport.wiring import WiredOp
 from penstock.schedule import Op
 
 
@@ -23,13 +23,13 @@ class NullBackend:
         self.ran: list[Op] = []
         self.handlers: dict[str, Handler] = defaultdict(lambda: self.run)
 
-    def run(self, station: Station, inputs: Sequence[Payload]) -> list[Payload]:
+    def run(self, wired: WiredOp, inputs: Sequence[Payload]) -> list[Payload]:
         for payload in inputs:
             edge = payload.skeleton
-            if edge.consumer != station.op:
-                raise RuntimeFailure(f"{station.op} received what was meant for {edge.consumer}")
-        self.ran.append(station.op)
-        return [Payload([], edge) for edge in station.given]
+            if edge.consumer != wired.op:
+                raise RuntimeFailure(f"{wired.op} received what was meant for {edge.consumer}")
+        self.ran.append(wired.op)
+        return [Payload([], edge) for edge in wired.given]
 
     def begin(self) -> None:
         """There is nothing to wait for."""

@@ -15,7 +15,7 @@ from penstock.runtime.execute.launched_ops import DeviceQueue, OnDevice
 from penstock.runtime.stage.host_memory import HostCopy
 from penstock.runtime.stage.registered_ops import Calls, Outputs, name_of
 from penstock.runtime.tensors.message import Payload
-from penstock.runtime.transport.wiring import Station
+from penstock.runtime.transport.wiring import WiredOp
 from penstock.schedule import Op
 from penstock.schedule.updates import OWNER
 
@@ -48,8 +48,8 @@ class RegisteredOps:
         kinds = {op.kind for host, op in calls if host == rank}
         self.handlers: dict[str, Handler] = dict.fromkeys(kinds, self._run)
 
-    def _run(self, station: Station, inputs: Sequence[Payload]) -> tuple[()]:
-        self._once(station.op, self._call)
+    def _run(self, wired: WiredOp, inputs: Sequence[Payload]) -> tuple[()]:
+        self._once(wired.op, self._call)
         return ()
 
     def start(self, op: Op, received: Sequence[Payload]) -> Started:

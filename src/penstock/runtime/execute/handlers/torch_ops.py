@@ -17,7 +17,7 @@ from penstock.runtime.stage.host_memory import on_device
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.message import Payload
-from penstock.runtime.transport.wiring import Station
+from penstock.runtime.transport.wiring import WiredOp
 from penstock.schedule import Op, Schedule
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
 
@@ -29,8 +29,8 @@ def with_inputs_on(device: torch.device, handler: Handler) -> Handler:
     device.
     """
 
-    def handle(station: Station, inputs: Sequence[Payload]) -> Sequence[Payload]:
-        return handler(station, [on_device(device, payload) for payload in inputs])
+    def handle(wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
+        return handler(wired, [on_device(device, payload) for payload in inputs])
 
     return handle
 
@@ -74,14 +74,14 @@ class TorchOps:
         runners, pipelines, inside = self._runners, self._pipelines, self._inside
         passes_on = self._tied is None and self._branches is None  # what comes of an op as it is
 
-        def handle_alone(station: Station, inputs: Sequence[Payload]) -> Sequence[Payload]:
-            op = station.op
+        def handle_alone(wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
+            op = wired.op
             outcome = work(runners[pipelines[op.microbatch], op.stage], op, inputs)
-            if not station.given:
+            if not wired.given:
                 return ()
-            if passes_on and outcome is not None and len(station.given) == 1 and not station.given[0].slot:
+            if passes_on and outcome is not None and len(wired.given) == 1 and not wired.given[0].slot:
                 return (outcome,)
-            return self._outputs(station, outcome)
+            return self._outputs(wired, outcome)
 
         def run(op: Op, inputs: Sequence[Payload]) -> Payload | None:
             key = pipelines[op.microbatch], op.stage
@@ -90,12 +90,12 @@ class TorchOps:
             with inside(*key):
                 return work(runners[key], op, inputs)
 
-        def handle(station: Station, inputs: Sequence[Payload]) -> Sequence[Payload]:
-            outcome = run(station.op, inputs)
-            return self._outputs(station, outcome) if station.given else ()
+        def handle(wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
+            outcome = run(wired.op, inputs)
+            return self._outputs(wired, outcome) if wired.given else ()
 
-        def handle_together(station: Station, inputs: Sequence[Payload]) -> Sequence[Payload]:
-            return self._outputs(station, self._together(run, station.op, inputs))
+        def handle_together(wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
+            return self._outputs(wired, self._together(run, wired.op, inputs))
 
         if self._shared:
             return handle_together
@@ -147,13 +147,13 @@ class TorchOps:
     def _recompute(self, runner: StageRunner, op: Op, inputs: Sequence[Payload]) -> None:
         runner.recompute(op.microbatch)
 
-    def _outputs(self, station: Station, outcome: Payload | None) -> list[Payload]:
+    def _outputs(self, wired: WiredOp, outcome: Payload | None) -> list[Payload]:
         """What goes out along each edge: what came of the op, or its part of that, and sums of tied gradients."""
         found = []
-        for edge in station.given:
+        for edge in wired.given:
             if edge.slot:
                 if self._tied is None:
-                    raise RuntimeFailure(f"{station.op} has no tied gradient to send to {edge.consumer}")
+                    raise RuntimeFailure(f"{wired.op} has no tied gradient to send to {edge.consumer}")
                 found.append(self._tied.give(edge))
             elif outcome is None:
                 raise RuntimeFailure(f"{edge.producer} has nothing to send to {edge.consumer}")

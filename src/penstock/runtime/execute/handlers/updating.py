@@ -22,7 +22,7 @@ from penstock.runtime.parameters.updating import Updating
 from penstock.runtime.parameters.versions import CopyWeights
 from penstock.runtime.tensors.dtensor import local
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.wiring import Station
+from penstock.runtime.transport.wiring import WiredOp
 from penstock.schedule import Op
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE, WEIGHT
 from penstock.schedule.updates import OWNER
@@ -80,14 +80,14 @@ class UpdatingOps:
     def _around(self, handler: Handler) -> Handler:
         """A handler that binds what the op reads first."""
 
-        def handle(station: Station, inputs: Sequence[Payload]) -> Sequence[Payload]:
-            op = station.op
+        def handle(wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
+            op = wired.op
             pipeline = self._schedule.pipeline_of(op)
             came: Sequence[Payload] = ()
             if op.kind == FORWARD and (edges := self._tied.get(op)):
                 came, inputs = inputs[-len(edges) :], inputs[: -len(edges)]
             if self._shared and (pipeline, op.stage) not in self._weights:
-                return handler(station, inputs)  # it finds what came of the op on the first of the ranks
+                return handler(wired, inputs)  # it finds what came of the op on the first of the ranks
             weights = self._of(pipeline, op.stage)
             if op.kind == FORWARD:
                 if came:
@@ -97,18 +97,18 @@ class UpdatingOps:
                 weights.before_weight(op.microbatch)
             else:
                 weights.before_backward(op.microbatch)
-            given = tuple(edge for edge in station.given if not edge.is_update)
-            outputs = iter(handler(station._replace(given=given), inputs))
+            given = tuple(edge for edge in wired.given if not edge.is_update)
+            outputs = iter(handler(wired._replace(given=given), inputs))
             if op.kind in (BACKWARD, INPUT):
                 weights.done(op.microbatch)
             return [
-                self._update_payload(edge) if edge.is_update else self._apart(next(outputs)) for edge in station.given
+                self._update_payload(edge) if edge.is_update else self._apart(next(outputs)) for edge in wired.given
             ]
 
         return handle
 
-    def _run_update(self, station: Station, inputs: Sequence[Payload]) -> list[Payload]:
-        op = station.op
+    def _run_update(self, wired: WiredOp, inputs: Sequence[Payload]) -> list[Payload]:
+        op = wired.op
         key = self._schedule.pipeline_of(op), op.stage
         if self._gang is None or op.stage not in self._shared:
             self._update(self._of(*key), op, inputs)
@@ -119,7 +119,7 @@ class UpdatingOps:
             self._gang.find(op)  # the first of the ranks has made it
         return [
             Payload.gradients(self._tied_value(edge)) if edge.is_tied_value else self._update_payload(edge)
-            for edge in station.given
+            for edge in wired.given
         ]
 
     def _update_payload(self, edge: Edge) -> Payload:
