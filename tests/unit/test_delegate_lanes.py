@@ -15,7 +15,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.delegate import Counters, LaneCount, lanes_for
 from penstock.runtime.transport.delegate import __file__ as package
 from penstock.runtime.transport.delegate.carrier.frame import Lane
-from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note, Why
+from penstock.runtime.transport.delegate.carrier.ring import CloseReason, Descriptor, Note
 from penstock.runtime.transport.delegate.health import Health
 
 pytestmark = pytest.mark.unit
@@ -62,11 +62,11 @@ def test_going_over_to_another_interface_and_back_is_counted_and_told_once_a_lin
     for lane in (OUT, OUT._replace(place=1)):
         found.learn(Descriptor(Note.CONNECTED, lane, 0, 0, 0))
     for lane in (OUT, OUT._replace(place=1)):
-        found.learn(Descriptor(Note.CUT, lane, Why.INTERFACE_DOWN, 0, 0))
+        found.learn(Descriptor(Note.CUT, lane, CloseReason.INTERFACE_DOWN, 0, 0))
         found.learn(Descriptor(Note.CONNECTED, lane, 2, 1, 1))
     assert found.events == [LinkDown((0, 1))]
     assert (counters.failovers, counters.failbacks, counters.resent) == (2, 0, 4)
-    found.learn(Descriptor(Note.CUT, OUT, Why.BETTER_PATH, 1, 1))
+    found.learn(Descriptor(Note.CUT, OUT, CloseReason.BETTER_PATH, 1, 1))
     found.learn(Descriptor(Note.CONNECTED, OUT, 0, 0, 0))
     assert found.events == [LinkDown((0, 1)), LinkUp((0, 1))]
     assert (counters.failovers, counters.failbacks, counters.reconnects) == (2, 1, 0)
@@ -75,7 +75,7 @@ def test_going_over_to_another_interface_and_back_is_counted_and_told_once_a_lin
 def test_a_killed_delegate_at_the_other_end_is_no_dead_link() -> None:
     found, counters = health()
     found.learn(Descriptor(Note.CONNECTED, OUT, 0, 0, 0))
-    found.learn(Descriptor(Note.CUT, OUT, Why.CLOSED, 0, 0))
+    found.learn(Descriptor(Note.CUT, OUT, CloseReason.CLOSED, 0, 0))
     assert "no connection 0->1 forward 0 (last over 10.0.0.1 -> 10.0.0.2): the other end closed it" in found.words()
     found.learn(Descriptor(Note.CONNECTED, OUT, 1, 0, 0))
     assert (found.events, found.words()) == ([], "")
@@ -90,7 +90,7 @@ def test_who_is_gone_and_who_stands_still() -> None:
     found.learn(Descriptor(Note.HEARD, IN))
     assert found.words() == ""
     assert found.gone() == set()
-    found.learn(Descriptor(Note.REFUSED, IN, Why.REFUSED))
+    found.learn(Descriptor(Note.REFUSED, IN, CloseReason.REFUSED))
     assert found.gone() == {1}
     found.learn(Descriptor(Note.CONNECTED, IN, 0, 1))
     assert found.gone() == set()

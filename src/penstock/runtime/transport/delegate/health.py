@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.control.events import LinkDown, LinkUp
 from penstock.runtime.transport.delegate.carrier.frame import Lane
-from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note, Why
+from penstock.runtime.transport.delegate.carrier.ring import CloseReason, Descriptor, Note
 
 
 @dataclass
@@ -47,7 +47,7 @@ class LaneState:
 
     path: tuple[int, int] | None = None
     stands: bool = False
-    why: Why | None = None
+    why: CloseReason | None = None
     refused: bool = False
     silent: bool = False
 
@@ -85,13 +85,13 @@ class Health:
                     self._tell(lane, path, way.why)
             way.path, way.stands, way.why, way.refused, way.silent = path, True, None, False, False
         elif what is Note.CUT:
-            way.stands, way.why, way.silent = False, Why(note.number), False
-            if outgoing and way.why in (Why.INTERFACE_DOWN, Why.TIMED_OUT, Why.UNREACHABLE):
+            way.stands, way.why, way.silent = False, CloseReason(note.number), False
+            if outgoing and way.why in (CloseReason.INTERFACE_DOWN, CloseReason.TIMED_OUT, CloseReason.UNREACHABLE):
                 self._mark(lane.target, up=False)
         elif what is Note.REFUSED:
-            way.stands, way.refused, way.why = False, True, Why.REFUSED
+            way.stands, way.refused, way.why = False, True, CloseReason.REFUSED
         elif what is Note.NO_WAY:
-            way.stands, way.why = False, Why(note.number)
+            way.stands, way.why = False, CloseReason(note.number)
             if outgoing:
                 self._mark(lane.target, up=False)
         elif what in (Note.SILENT, Note.HEARD):
@@ -102,12 +102,12 @@ class Health:
             return
         if way.path == path:
             self._counters.reconnects += 1
-        elif way.why is Why.BETTER_PATH:
+        elif way.why is CloseReason.BETTER_PATH:
             self._counters.failbacks += 1
         else:
             self._counters.failovers += 1
 
-    def _tell(self, lane: Lane, path: tuple[int, int], why: Why | None) -> None:
+    def _tell(self, lane: Lane, path: tuple[int, int], why: CloseReason | None) -> None:
         """For a person: which interfaces carry a link's messages, where that is not the first of each."""
         pairs = (path, (0, 0))
         now, first = (f"{self._addresses(lane.source)[a]} to {self._addresses(lane.target)[b]}" for a, b in pairs)

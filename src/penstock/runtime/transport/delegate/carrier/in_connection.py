@@ -10,7 +10,7 @@ from . import sockets, timing
 from .event_loop import GONE, WRITE
 from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, unpack
 from .lane import LaneError
-from .ring import Descriptor, Note, Why
+from .ring import CloseReason, Descriptor, Note
 from .stream import SocketStream
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class InConnection:
         """Says where nothing is heard; returns when to look again."""
         if self.lane is None:
             if now - self._begun > timing.LONGEST:
-                self.close(Why.NO_WELCOME)
+                self.close(CloseReason.NO_WELCOME)
             return self._begun + timing.LONGEST + 1
         if self._starved:
             if now - self._said >= timing.BEAT:
@@ -66,7 +66,7 @@ class InConnection:
         if mask & WRITE:
             self._put()
         if self._starved and mask & GONE:
-            self.close(Why.RESET)  # nobody reads from it now, who would see
+            self.close(CloseReason.RESET)  # nobody reads from it now, who would see
         elif mask & ~WRITE and self._open and not self._starved:
             try:
                 self._read()
@@ -75,9 +75,9 @@ class InConnection:
             except OSError as error:
                 self.close(sockets.meaning(error.errno))
             except (FrameError, LaneError):
-                self.close(Why.BROKEN)
+                self.close(CloseReason.BROKEN)
 
-    def close(self, why: Why, lost: bool = True) -> None:
+    def close(self, why: CloseReason, lost: bool = True) -> None:
         """Ends it; what came of a message is dropped. `lost`: its lane has no connection then."""
         if not self._open:
             return
@@ -119,7 +119,7 @@ class InConnection:
                 count = self._socket.recv_into(SCRATCH, min(self._left, len(SCRATCH)))
                 self._left -= count
             if not count:
-                self.close(Why.CLOSED)
+                self.close(CloseReason.CLOSED)
                 return
             budget -= count
             self._hear()
@@ -162,7 +162,7 @@ class InConnection:
             raise FrameError("a connection of another run, or for another delegate")
         if self._receiver.home.behind:
             # A message that the rank can't read yet is not to be answered, and a welcome answers all: try again.
-            self.close(Why.NO_WELCOME)
+            self.close(CloseReason.NO_WELCOME)
             return
         last = self._receiver.greeted(self, lane, frame.number)
         self.lane, self._epoch = lane, frame.number

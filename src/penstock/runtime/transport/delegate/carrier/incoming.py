@@ -20,7 +20,7 @@ from .lane import Receiving
 from .link_down_notice import LinkDownNotice
 from .monitor import Monitor
 from .peer_watch import PeerWatch
-from .ring import Descriptor, Note, Why
+from .ring import CloseReason, Descriptor, Note
 from .slots import Slots
 
 
@@ -84,7 +84,7 @@ class Receiver:
         self.lanes[lane] = state
         for other in list(self.connections):
             if other is not connection and other.lane == lane:
-                other.close(Why.CLOSED, lost=False)
+                other.close(CloseReason.CLOSED, lost=False)
         self._watches.setdefault(lane, PeerWatch(self, lane)).connected()
         return state.last
 
@@ -127,6 +127,6 @@ class Receiver:
             if not up:
                 for connection in list(self.connections):
                     if connection.place == place:
-                        connection.close(Why.INTERFACE_DOWN)
+                        connection.close(CloseReason.INTERFACE_DOWN)
                 for lane in {lane.source: lane for lane in self.lanes}.values():
                     self._heralds.append(LinkDownNotice(self, lane, place))

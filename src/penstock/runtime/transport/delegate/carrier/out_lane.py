@@ -18,7 +18,7 @@ from .event_loop import WRITE
 from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, spec_room, unpack
 from .lane import LaneError, Sending
 from .paths import Path, Paths, by_preference
-from .ring import Descriptor, Note, Why
+from .ring import CloseReason, Descriptor, Note
 from .stream import SocketStream
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class OutLane:
         """The kernel's word on one of our interfaces."""
         self._paths = self._paths.interface(ours, up, now)
         if not up and self._path is not None and self._path.ours == ours:
-            self._cut(Why.INTERFACE_DOWN, now)
+            self._cut(CloseReason.INTERFACE_DOWN, now)
         for trial in (self._trial, self._drained):
             if not up and trial is not None and trial.path.ours == ours:
                 trial.close()
@@ -72,7 +72,7 @@ class OutLane:
     def theirs_down(self, theirs: int, now: int) -> None:
         """The other rank says that an interface of its own is down."""
         if self._path is not None and self._path.theirs == theirs:
-            self._cut(Why.INTERFACE_DOWN, now)
+            self._cut(CloseReason.INTERFACE_DOWN, now)
 
     def turn(self, now: int) -> int:
         """Does what is due; returns when to be called again."""
@@ -80,7 +80,7 @@ class OutLane:
             return self._seek(now)
         if not self._state.live:
             if now >= self._deadline:
-                self._cut(Why.NO_WELCOME, now)
+                self._cut(CloseReason.NO_WELCOME, now)
                 return now
             return self._deadline
         when = now + timing.LONGEST
@@ -98,13 +98,13 @@ class OutLane:
             if path is None:
                 if not self._lost and self._paths.all_failed:
                     self._lost = True
-                    self._tell(Note.NO_WAY, self._paths.order[0], Why.INTERFACE_DOWN)
+                    self._tell(Note.NO_WAY, self._paths.order[0], CloseReason.INTERFACE_DOWN)
                 return when
             self._trial = self._try(path, now)
             if self._trial is None:
                 return now
         if now >= self._trial.deadline:
-            self._failed(self._trial, Why.TIMED_OUT, now)
+            self._failed(self._trial, CloseReason.TIMED_OUT, now)
             return now
         return self._trial.deadline
 
@@ -132,16 +132,16 @@ class OutLane:
         else:
             self._drained = trial
 
-    def _failed(self, trial: ConnectAttempt, why: Why, now: int) -> None:
+    def _failed(self, trial: ConnectAttempt, why: CloseReason, now: int) -> None:
         trial.close()
         self._trial = None
         self._missed(trial.path, why, now)
 
-    def _missed(self, path: Path, why: Why, now: int) -> None:
+    def _missed(self, path: Path, why: CloseReason, now: int) -> None:
         self._paths = self._paths.failed(path, now)
         if self._stream is not None:
             return
-        if why is Why.REFUSED and not self._refused:
+        if why is CloseReason.REFUSED and not self._refused:
             self._refused = True
             self._tell(Note.REFUSED, path, why)
         elif not self._lost and self._paths.all_failed:
@@ -169,7 +169,7 @@ class OutLane:
         self._heard = now
         self._tell(Note.CONNECTED, self._path, again)
 
-    def _cut(self, why: Why, now: int) -> None:
+    def _cut(self, why: CloseReason, now: int) -> None:
         """The connection is of no more use."""
         if self._stream is None or self._path is None:
             return
@@ -183,7 +183,7 @@ class OutLane:
         if not lived:
             self._missed(path, why, now)
             return
-        if why not in (Why.CLOSED, Why.RESET):  # that was the other end, not the way there
+        if why not in (CloseReason.CLOSED, CloseReason.RESET):  # that was the other end, not the way there
             self._paths = self._paths.left(path, now)
         self._tell(Note.CUT, path, why)
         self._be_heard()
@@ -199,7 +199,7 @@ class OutLane:
             return now
         if self._trial is not None:
             if now >= self._trial.deadline:
-                self._failed(self._trial, Why.TIMED_OUT, now)
+                self._failed(self._trial, CloseReason.TIMED_OUT, now)
                 return now
             return self._trial.deadline
         path, when = self._paths.better(self._path, now)
@@ -211,7 +211,7 @@ class OutLane:
     def _move(self, trial: ConnectAttempt, now: int) -> None:
         assert self._stream is not None
         assert self._path is not None
-        self._tell(Note.CUT, self._path, Why.BETTER_PATH)
+        self._tell(Note.CUT, self._path, CloseReason.BETTER_PATH)
         self._stream.close()
         self._drained = None
         self._state = self._state.cut()
@@ -255,7 +255,7 @@ class OutLane:
                 return now
         is_quiet = now - self._heard >= timing.SILENCE
         if is_quiet and (self._full or sockets.is_unacknowledged(self._stream.socket)):
-            self._cut(Why.TIMED_OUT, now)
+            self._cut(CloseReason.TIMED_OUT, now)
             return now
         if is_quiet and not self._silent and self._path is not None:
             self._silent = True
@@ -287,7 +287,7 @@ class OutLane:
             self._cut(sockets.meaning(error.errno), now)
             return
         if not data:
-            self._cut(Why.CLOSED, now)
+            self._cut(CloseReason.CLOSED, now)
             return
         self._heard = now
         self._be_heard()
@@ -298,7 +298,7 @@ class OutLane:
                 del self._came[:HEADER_BYTES]
                 self._take(frame, now)
         except (FrameError, LaneError):
-            self._cut(Why.BROKEN, now)
+            self._cut(CloseReason.BROKEN, now)
 
     def _take(self, frame: Frame, now: int) -> None:
         if frame.kind is FrameKind.WELCOME:

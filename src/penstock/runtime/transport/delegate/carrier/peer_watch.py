@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from . import sockets, timing
 from .event_loop import WRITE
 from .frame import Lane
-from .ring import Descriptor, Note, Why
+from .ring import CloseReason, Descriptor, Note
 
 if TYPE_CHECKING:
     from .incoming import Receiver
@@ -63,8 +63,8 @@ class PeerWatch:
         if error:
             self._judge(sockets.meaning(error))
 
-    def _judge(self, why: Why) -> None:
-        if why is Why.REFUSED and not self._told:
+    def _judge(self, why: CloseReason) -> None:
+        if why is CloseReason.REFUSED and not self._told:
             self._told = True
             self._receiver.home.tell(Descriptor(Note.REFUSED, self._lane, why))
 

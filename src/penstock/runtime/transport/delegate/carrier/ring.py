@@ -49,7 +49,7 @@ class Note(IntEnum):
     CONNECTED = 12
     """A lane's connection stands. `tag`, `step`: the interfaces at its ends; `number`: messages sent again on it."""
     CUT = 13
-    """A lane's connection went. `tag`, `step`: as above; `number`: why, a `Why`."""
+    """A lane's connection went. `tag`, `step`: as above; `number`: why, a `CloseReason`."""
     REFUSED = 14
     """Nobody listens where the other rank listened: it has ended."""
     SILENT = 15
@@ -65,10 +65,10 @@ class Note(IntEnum):
     DOUBLED = 20
     """A message came twice, and was dropped."""
     NO_WAY = 21
-    """No interface reaches the other rank just now. `number`: why the last one tried did not, a `Why`."""
+    """No interface reaches the other rank just now. `number`: why the last one tried did not, a `CloseReason`."""
 
 
-class Why(IntEnum):
+class CloseReason(IntEnum):
     """Why a connection went, or did not come about."""
 
     CLOSED = 1
@@ -86,15 +86,15 @@ class Why(IntEnum):
 
 
 _WORDS_FOR = {
-    Why.CLOSED: "the other end closed it",
-    Why.RESET: "the other end reset it",
-    Why.TIMED_OUT: "nothing came back in time",
-    Why.UNREACHABLE: "the network is unreachable",
-    Why.INTERFACE_DOWN: "the interface went down",
-    Why.REFUSED: "nobody listens there",
-    Why.NO_WELCOME: "the other end accepted the connection and said nothing",
-    Why.BETTER_PATH: "a better interface is up again",
-    Why.BROKEN: "what came was no message of ours",
+    CloseReason.CLOSED: "the other end closed it",
+    CloseReason.RESET: "the other end reset it",
+    CloseReason.TIMED_OUT: "nothing came back in time",
+    CloseReason.UNREACHABLE: "the network is unreachable",
+    CloseReason.INTERFACE_DOWN: "the interface went down",
+    CloseReason.REFUSED: "nobody listens there",
+    CloseReason.NO_WELCOME: "the other end accepted the connection and said nothing",
+    CloseReason.BETTER_PATH: "a better interface is up again",
+    CloseReason.BROKEN: "what came was no message of ours",
 }
 
 

@@ -6,25 +6,25 @@ import contextlib
 import errno
 import socket
 
-from .ring import Why
+from .ring import CloseReason
 from .timing import UNACKNOWLEDGED_MS
 
 SEND_BUFFER = 4 << 20
 
 _MEANING = {
-    errno.ECONNREFUSED: Why.REFUSED,
-    errno.ETIMEDOUT: Why.TIMED_OUT,
-    errno.ECONNRESET: Why.RESET,
-    errno.EPIPE: Why.RESET,
-    errno.ECONNABORTED: Why.RESET,
-    errno.EADDRNOTAVAIL: Why.INTERFACE_DOWN,
-    errno.ENETDOWN: Why.INTERFACE_DOWN,
+    errno.ECONNREFUSED: CloseReason.REFUSED,
+    errno.ETIMEDOUT: CloseReason.TIMED_OUT,
+    errno.ECONNRESET: CloseReason.RESET,
+    errno.EPIPE: CloseReason.RESET,
+    errno.ECONNABORTED: CloseReason.RESET,
+    errno.EADDRNOTAVAIL: CloseReason.INTERFACE_DOWN,
+    errno.ENETDOWN: CloseReason.INTERFACE_DOWN,
 }
 
 
-def meaning(number: int | None) -> Why:
+def meaning(number: int | None) -> CloseReason:
     """What an error of a socket says."""
-    return _MEANING.get(number or 0, Why.UNREACHABLE)
+    return _MEANING.get(number or 0, CloseReason.UNREACHABLE)
 
 
 def family_of(address: str) -> socket.AddressFamily:
