@@ -130,8 +130,9 @@ def test_messages_count_too_and_the_bound_stays_that_of_activations_alone(
     (tight, plan), (wide, unlimited), (alone, _) = made
     assert ps.footprint(plan, costs).peak <= 250 < ps.footprint(unlimited, costs).peak
     assert tight["lower_bound"] == alone["lower_bound"] <= wide["makespan"] <= tight["makespan"]
-    assert main([*given, "--memory-limit", "211B"]) != 0
-    assert "no schedule fits" in capsys.readouterr().err
+    for limit in ("209B", "211B", "212B"):
+        assert main([*given, "--memory-limit", limit]) == 1
+        assert "no schedule fits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -193,3 +194,27 @@ def test_plan_and_search_read_the_same_names_of_placements(name: str, capsys: py
     assert [tuple(row) for row in planned["certificate"]["placement"]] == list(searched.placement.pipelines)
     costs = ps.Costs.uniform(searched.num_stages)
     assert ps.plan(costs, 2, 2, placement=name, time_limit=0.1).schedule.placement == searched.placement
+
+
+def test_a_limit_of_bytes_is_the_same_from_python() -> None:
+    rows = ("f", "i", "w", "activation", "message_bytes", "weight_bytes")
+    costs = ps.Costs(**{row: [1.0] * 2 for row in rows[:3]}, **{row: [10.0] * 2 for row in rows[3:]})
+    for limit in (70.0, [90.0, 60.0]):
+        found = ps.plan(costs, 2, 6, total_limit=limit, time_limit=0.5)
+        each = limit if isinstance(limit, list) else [limit] * 2
+        totals = ps.footprint(found.schedule, costs).totals
+        assert all(held <= most for held, most in zip(totals, each, strict=True))
+        assert found.lower_bound <= found.value
+    for changes, words in (
+        ({"total_limit": 35}, "messages of|no schedule fits"),
+        ({"total_limit": 70, "memory_limit": 4}, "give one of them"),
+        ({"total_limit": 70, "max_in_flight": 4}, "give one of them"),
+        ({"total_limit": [70]}, "total_limit has 1 entries"),
+        ({"total_limit": float("nan")}, "give a number above 0"),
+    ):
+        with pytest.raises(ps.ScheduleError, match=words):
+            ps.plan(costs, 2, 6, time_limit=0.2, **changes)
+    with pytest.raises(ps.CostError, match="do not say what weights take"):
+        ps.plan(ps.Costs.uniform(2), 2, 6, total_limit=70)
+    with pytest.raises(ps.CostError, match="rank 0 holds 20 bytes of weights"):
+        ps.plan(costs, 2, 6, total_limit=15)

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, partial
 from typing import Annotated, Any
 
 import typer
@@ -18,14 +15,10 @@ import penstock as ps
 from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, MaxInFlight, Out, PlacementNames, numbers
+from penstock.cli.options import Json, MaxInFlight, Out, PlacementNames, limits_of, numbers
 from penstock.cli.output import in_colour, print_json
 from penstock.planning import Progress
 from penstock.program import placements
-
-MOST_AGAIN, SHARE_AGAIN = 6, 0.2
-"""Times that the search begins again with less room, where messages take more than a limit of bytes leaves, and the
-share of its time that each has at least."""
 
 _VARY = re.compile(r"(?P<source>[0-9]{1,9}):(?P<target>[0-9]{1,9})=(?P<low>[^.]+(?:\.[0-9]+)?)\.\.(?P<high>.+)")
 
@@ -117,17 +110,19 @@ def plan(
     if vary and objective != "makespan":
         raise Misuse(f"--vary plans for the mean makespan; leave --objective {objective} out")
     goal = _expected(vary, links, samples, seed) if vary else objective
-    room = given.activations(memory_limit, chosen, where)
-
-    def search(show: Callable[[Progress], None], seconds: float) -> ps.planning.Plan:
-        return ps.plan(
+    most, in_bytes = limits_of("--memory-limit", memory_limit, ranks)
+    if in_bytes:
+        given.require_weights(memory_limit, chosen)
+    with ProgressLine(time_limit) as show:
+        found = ps.plan(
             chosen,
             ranks,
             microbatches,
             links,
             max_in_flight=_limit("--max-in-flight", max_in_flight),
-            memory_limit=room,
-            time_limit=seconds,
+            memory_limit=None if in_bytes else most,
+            total_limit=most if in_bytes else None,
+            time_limit=time_limit,
             objective=goal,
             dispatch=dispatch,
             placement=where,
@@ -139,22 +134,6 @@ def plan(
             stop_at_gap=stop_at_gap,
             progress=show,
         )
-
-    with ProgressLine(time_limit) as show:
-        found = search(show, time_limit)
-        bound, left = found.lower_bound, room  # of activations alone, so the bound holds for all that fits
-        messages = [0.0] * ranks
-        for again in range(1 + MOST_AGAIN):
-            held = cache(partial(ps.footprint, found.schedule, chosen, links, dispatch=dispatch, memory_limit=room))
-            if not costs_options.above_limit(memory_limit, held):
-                break
-            if again == MOST_AGAIN:
-                raise Misuse(f"messages take more than --memory-limit {memory_limit} leaves to them; raise it")
-            messages = [max(seen, rank.messages) for seen, rank in zip(messages, held().ranks, strict=True)]
-            room = [each - kept for each, kept in zip(left, messages, strict=True)]
-            found = replace(
-                search(show, max(time_limit - found.seconds, SHARE_AGAIN * time_limit)), lower_bound=bound
-            )
     if out is not None:
         from penstock.schedule.picture import save_either
 

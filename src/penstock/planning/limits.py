@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 
-from penstock.cost import Costs
+from penstock.cost import CostError, Costs
 from penstock.engine.tolerance import is_within
 from penstock.schedule import Placement, ScheduleError
+
+MOST_AGAIN = 6
+"""Times that a search begins again with less room, where messages take more than a limit of bytes leaves."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,15 @@ def per_rank(name: str, value: float | Sequence[float], num_ranks: int) -> tuple
         if not isinstance(cap, Real) or isinstance(cap, bool) or not float(cap) > 0:
             raise ScheduleError(f"{name} of rank {rank} is {cap!r}: give a number above 0", rule="options")
     return tuple(float(cap) for cap in values)
+
+
+def require_weights(costs: Costs) -> None:
+    """Raises CostError for costs that do not say what weights take, beside a limit of all that a rank holds."""
+    if not costs.weight_bytes:
+        raise CostError(
+            "total_limit counts all that a rank holds, and the costs do not say what weights take; give "
+            "weight_bytes, or memory_limit, which counts activations alone"
+        )
 
 
 def _check_room(limits: Limits, placement: Placement, name: str, kept: float) -> None:

@@ -15,19 +15,23 @@ from penstock.dispatch import Dispatch
 from penstock.engine import list_by_values, sweep
 from penstock.engine.tolerance import EPSILON, slack
 from penstock.planning.family import Certificate, check_options, family_of, in_turn, read_deal, read_offload
-from penstock.planning.limits import Limits, limits_of
+from penstock.planning.limits import MOST_AGAIN, Limits, limits_of, per_rank, require_weights
 from penstock.planning.objective import Expected, read_objective
 from penstock.planning.progress import Progress, certain, gap
 from penstock.planning.result import Plan
 from penstock.program import placements
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph, check, one_to_one
-from penstock.simulation import Timeline, simulate
+from penstock.simulation import Timeline, footprint, room_for_activations, simulate
+from penstock.simulation.memory_footprint import in_bytes
 from penstock.simulation.simulator import as_dispatch
 
 if TYPE_CHECKING:
     from penstock.planning.joint.search import JointSearch
     from penstock.planning.search import Search
 
+
+SHARE_AGAIN = 0.2
+"""Of the time limit the share that each search has at least that begins again with less room."""
 
 _MOST_UNMEASURED = 5_000
 """Ops up to which a proof is short, so that a guess of its time will do; above, the first order is proved at once and
@@ -49,6 +53,7 @@ def plan(
     *,
     max_in_flight: float | Sequence[float] | None = None,
     memory_limit: float | Sequence[float] | None = None,
+    total_limit: float | Sequence[float] | None = None,
     time_limit: float = 10.0,
     objective: str | Expected = "makespan",
     dispatch: Dispatch | str = Dispatch.FROZEN,
@@ -85,6 +90,9 @@ def plan(
         max_in_flight: most forwards that a rank may have started whose W (or B) has not ended, each stage's counted
             as one: one number, or one for each rank.
         memory_limit: the same limit in the unit of `costs.activation`, of which I frees `costs.freed_by_input`.
+        total_limit: most bytes that a rank may hold in all, as `ps.footprint` counts them: weights, gradients, the
+            optimizer's state, activations and messages. Where messages take more than the plan leaves to them, the
+            search begins again with less room for activations. The bound is that of activations alone.
         time_limit: seconds for all of it, with compiling and proving the result. Whatever the limit, a first order is
             built and proved, and what problems of more than 30,000 ops need is compiled (see `compile_ahead`).
         objective: "makespan"; "span", the longest time from a rank's first start to its last end; or
@@ -135,6 +143,28 @@ def plan(
     require_costs(costs)
     links.require_constant("ps.plan")
     stages = _stages(costs, stages)
+    if total_limit is not None:
+        if memory_limit is not None or max_in_flight is not None:
+            raise ScheduleError(
+                "total_limit counts all that a rank holds, and another limit is given besides; give one of them",
+                rule="options",
+            )
+        if placement is None and stages is not None:
+            raise ScheduleError(
+                "total_limit with stages that branch needs a placement, as weights lie where it says; give one",
+                rule="options",
+            )
+        where = _placement(costs, num_ranks, num_microbatches, placement)
+
+        def again(room: Sequence[float], seconds: float) -> Plan:
+            return plan(
+                costs, num_ranks, num_microbatches, links, memory_limit=room, time_limit=seconds, objective=objective,
+                dispatch=dispatch, placement=where, split=split, recompute=recompute, offload=offload, deal=deal,
+                stages=stages, seed=seed, stop_at_gap=stop_at_gap, progress=progress,
+            )  # fmt: skip
+
+        totals = per_rank("total_limit", total_limit, num_ranks)
+        return _within(again, costs, where, links, dispatch, totals, time_limit)
     if placement is not None or stages is None:
         placement = _placement(costs, num_ranks, num_microbatches, placement)
     else:
@@ -305,6 +335,44 @@ def plan(
     )
     seconds = time.perf_counter() - began
     return Plan(schedule, timeline.makespan, value, bound, certificate, seconds, search.how, timeline)
+
+
+def _within(
+    again: Callable[[Sequence[float], float], Plan],
+    costs: Costs,
+    placement: Placement,
+    links: Links,
+    dispatch: Dispatch | str,
+    totals: Sequence[float],
+    time_limit: float,
+) -> Plan:
+    """A plan that holds no more than `totals`, which count everything.
+
+    Args:
+        again: plans with so much room for activations on each rank, within so many seconds.
+    """
+    began = time.perf_counter()
+    require_weights(costs)
+    left = room = room_for_activations(placement, costs, totals)
+    found = again(room, time_limit)
+    bound = found.lower_bound  # of activations alone, so it holds for all that fits
+    messages = [0.0] * len(left)
+    for tries in range(1 + MOST_AGAIN):
+        held = footprint(found.schedule, costs, links, dispatch=dispatch, memory_limit=room)
+        if all(each <= most for each, most in zip(held.totals, totals, strict=True)):
+            return replace(found, lower_bound=bound, seconds=time.perf_counter() - began)
+        messages = [max(seen, rank.messages) for seen, rank in zip(messages, held.ranks, strict=True)]
+        room = tuple(each - kept for each, kept in zip(left, messages, strict=True))
+        if min(room) <= 0 or tries == MOST_AGAIN:
+            break
+        found = again(room, max(time_limit - (time.perf_counter() - began), SHARE_AGAIN * time_limit))
+    rank = max(range(len(left)), key=lambda r: messages[r] / left[r])
+    raise ScheduleError(
+        f"rank {rank} has {in_bytes(left[rank], 4)} beside weights, gradients and optimizer state, and activations "
+        f"with messages of {in_bytes(messages[rank], 4)} take more; raise the limit",
+        rule="memory",
+        rank=rank,
+    )
 
 
 def _plan_uneven(

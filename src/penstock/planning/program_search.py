@@ -30,7 +30,7 @@ from penstock.engine.list_by_rules import EARLIEST, IN_ORDER
 from penstock.engine.memory import peaks
 from penstock.engine.tolerance import is_within
 from penstock.library import build
-from penstock.planning.limits import per_rank
+from penstock.planning.limits import MOST_AGAIN, per_rank, require_weights
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first, placements
 from penstock.program.rules import Traversal
 from penstock.schedule import Placement, Schedule, ScheduleError
@@ -42,9 +42,8 @@ from penstock.simulation.memory_footprint import in_bytes
 
 COMPILE_ABOVE = 100_000
 """Ops of a whole search above which loading compiled code pays for itself."""
-MOST_AGAIN, LOOKED_AT = 6, 4
-"""Times that a placement is searched where messages take more than a limit of bytes leaves, and how many programs are
-looked at each time beside those that are wanted."""
+LOOKED_AT = 4
+"""Programs of a placement whose messages are counted, beside those that are wanted, before it is searched again."""
 V = "v-shape"
 NUM_STAGE_CAPS = 4
 SHOWN = 8
@@ -234,7 +233,7 @@ def search_space(
             continue
         room = caps
         if totals is not None:
-            _require_weights(own)
+            require_weights(own)
             try:
                 room = room_for_activations(placement, own, totals)
             except CostError as error:
@@ -278,14 +277,6 @@ def _costs_of(costs: Costs | Callable[[int], Costs], num_stages: int, shared_end
             "of the result with ps.planning.order_microbatches"
         )
     return fold(costs, num_stages, shared_ends) if isinstance(costs, Costs) else given
-
-
-def _require_weights(costs: Costs) -> None:
-    if not costs.weight_bytes:
-        raise CostError(
-            "total_limit counts all that a rank holds, and the costs do not say what weights take; give "
-            "weight_bytes, or memory_limit, which counts activations alone"
-        )
 
 
 @dataclass
@@ -341,7 +332,7 @@ class _Space:
         assert self.room is not None
         room = self.room
         self.excess = [0.0] * len(room)
-        for again in range(MOST_AGAIN):
+        for again in range(1 + MOST_AGAIN):
             if again:
                 counts.tried += sum(1 for _ in self.rules_under(room))
             ranked = self._run(room, below, counts)
