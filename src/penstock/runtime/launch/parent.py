@@ -267,9 +267,9 @@ def launch(
         with contextlib.ExitStack() as stack:
             _check(program, num_ranks)
             reports = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True))
-            calls = Calls()
-            stack.enter_context(handled(calls, signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-            family = RankProcesses(reports, grace, patience, calls, waiting)
+            signals = StopSignals()
+            stack.enter_context(handled(signals, signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+            family = RankProcesses(reports, grace, patience, signals, waiting)
             stack.callback(family.end)
             family.start(program, preload, num_ranks, port, {**os.environ, **(env or {})})
             family.watch()
@@ -279,7 +279,7 @@ def launch(
         return MISUSE
 
 
-class Calls:
+class StopSignals:
     """How often this process was asked to stop, and by which signal last."""
 
     def __init__(self) -> None:
@@ -297,9 +297,9 @@ class RankProcesses:
     """The ranks of one launch."""
 
     def __init__(
-        self, reports: str, grace: float, patience: float, calls: Calls, waiting: WaitingServer | None
+        self, reports: str, grace: float, patience: float, signals: StopSignals, waiting: WaitingServer | None
     ) -> None:
-        self._reports, self._grace, self._patience, self._calls = reports, grace, patience, calls
+        self._reports, self._grace, self._patience, self._signals = reports, grace, patience, signals
         self._waiting = waiting
         self._server: RankServer | None = None
         self._ranks: list[RankProcess] = []
@@ -357,15 +357,15 @@ class RankProcesses:
     def watch(self) -> None:
         """Returns when all ranks have ended, which they do soon after one fails."""
         while not self._all_ended():
-            if not self._ranks and (self._calls.interrupts or self._calls.terminated):
+            if not self._ranks and (self._signals.interrupts or self._signals.terminated):
                 return None  # there is nobody yet to pass it on to
-            if self._calls.interrupts and self._interrupted_at is None:
+            if self._signals.interrupts and self._interrupted_at is None:
                 self._interrupted_at = time.time()
                 for each in self._ranks:
                     each.interrupt()
-            if self._calls.interrupts > 1:
+            if self._signals.interrupts > 1:
                 return self._stop(0.0)
-            if self._calls.terminated:
+            if self._signals.terminated:
                 return self._stop(0.0, self._patience)
             if any(self._is_lost(each) for each in self._ranks):
                 return self._stop(self._grace)
@@ -386,10 +386,10 @@ class RankProcesses:
         if ended and root is None:
             print(*(end.held for end in ends), sep="", end="", file=sys.stderr, flush=True)
             return 0
-        if self._calls.terminated:
-            print(f"penstock: stopped by {self._calls.terminated.name}", file=sys.stderr, flush=True)
-            return 128 + self._calls.terminated
-        if self._calls.interrupts and (root is None or root.asked or root.secondary or self._was_interrupt(root)):
+        if self._signals.terminated:
+            print(f"penstock: stopped by {self._signals.terminated.name}", file=sys.stderr, flush=True)
+            return 128 + self._signals.terminated
+        if self._signals.interrupts and (root is None or root.asked or root.secondary or self._was_interrupt(root)):
             print("penstock: interrupted", file=sys.stderr, flush=True)
             return 128 + signal.SIGINT
         if root is None:
@@ -432,10 +432,10 @@ class RankProcesses:
         return end.code > 0 or end.code == -signal.SIGINT or aborted
 
     def _stop(self, grace: float, patience: float = TERM_GRACE) -> None:
-        self._wait(grace, lambda: self._calls.interrupts > 1)
+        self._wait(grace, lambda: self._signals.interrupts > 1)
         for each in self._ranks:
             each.stop(signal.SIGTERM)
-        self._wait(patience, lambda: self._calls.interrupts > 1)
+        self._wait(patience, lambda: self._signals.interrupts > 1)
         for each in self._ranks:
             each.stop(signal.SIGKILL)
         self._wait(None, lambda: False)
