@@ -18,7 +18,7 @@ from penstock.runtime.transport.channel import ExpectedMessages
 from penstock.runtime.transport.transfer_record import TransferRecord
 
 
-class Letter(NamedTuple):
+class Envelope(NamedTuple):
     """A message in a mailbox, of one of its sender's steps."""
 
     step: int
@@ -31,7 +31,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.waiting: deque[Letter] = deque()
+        self.waiting: deque[Envelope] = deque()
         self.lost: int | None = None
         self.woken = False
 
@@ -41,9 +41,9 @@ class Mailbox:
             self.woken = True
             self.changed.notify()
 
-    def put(self, letter: Letter) -> None:
+    def put(self, envelope: Envelope) -> None:
         with self.changed:
-            self.waiting.append(letter)
+            self.waiting.append(envelope)
             self.changed.notify()
 
     def lose(self, rank: int) -> None:
@@ -66,7 +66,7 @@ class LoopbackTransport:
         self._boxes, self._own, self._timeout = boxes, boxes[rank], timeout
         self._step = 0
         self._came: dict[Edge, Payload] = {}
-        self._early: list[Letter] = []
+        self._early: list[Envelope] = []
 
     def begin(
         self,
@@ -88,7 +88,7 @@ class LoopbackTransport:
         """Nothing is left behind."""
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        self._boxes[target].put(Letter(self._step, edge, payload))
+        self._boxes[target].put(Envelope(self._step, edge, payload))
         return True
 
     def has_room(self, target: int, depth: int) -> bool:
@@ -99,12 +99,12 @@ class LoopbackTransport:
         came: list[Edge] = []
         waiting = self._own.waiting
         while waiting:  # appended to by other threads alone
-            letter = waiting.popleft()
-            if letter.step != self._step:  # its sender has begun the next step already
-                self._early.append(letter)
+            envelope = waiting.popleft()
+            if envelope.step != self._step:  # its sender has begun the next step already
+                self._early.append(envelope)
                 continue
-            self._came[letter.edge] = letter.payload
-            came.append(letter.edge)
+            self._came[envelope.edge] = envelope.payload
+            came.append(envelope.edge)
         return came
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
