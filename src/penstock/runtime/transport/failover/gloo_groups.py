@@ -17,7 +17,7 @@ MAKING = 5.0
 """Seconds that the ranks of a group get to connect."""
 
 
-class ToldStore(dist.Store):
+class RelayedStore(dist.Store):
     """What gloo needs to know to connect, told by other means.
 
     Args:

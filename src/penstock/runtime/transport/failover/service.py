@@ -29,7 +29,7 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.interfaces import listen, local_addresses, named
 from penstock.runtime.mesh.peers import GroupPeers, MeshPeers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.transport.failover.gloo_groups import GlooDevice, ToldStore
+from penstock.runtime.transport.failover.gloo_groups import GlooDevice, RelayedStore
 from penstock.runtime.transport.failover.heartbeats import Heartbeats
 from penstock.runtime.transport.failover.retried import RetriedGroup
 
@@ -370,9 +370,9 @@ class Failover:
             self._old.append(made[name])
             group.adopt(number, made[name], those)
 
-    def _store(self, prefix: str, number: int, end: float) -> ToldStore:
+    def _store(self, prefix: str, number: int, end: float) -> RelayedStore:
         """By which the ranks of a group find each other; waits for them as `_told` does."""
-        return ToldStore(
+        return RelayedStore(
             lambda key, value: self._beats.tell(prefix + key, value),
             lambda key: self._told(prefix + key, number, end),
         )
