@@ -73,7 +73,7 @@ def sendings(told: Sequence[HeldAndWanted]) -> list[StateSending]:
     return found
 
 
-class Carried:
+class ReceivedState:
     """State that came from another pipeline, in the form of a checkpoint's `Reader`."""
 
     path, version = "the pipeline before", VERSION
@@ -112,7 +112,7 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
     mine = {name: came[name] if name in came else held[name] for name in after.wanted(known)}
     staged, said = None, None
     try:
-        staged = after.stage(Carried(mine, meta), giver.num_updates)
+        staged = after.stage(ReceivedState(mine, meta), giver.num_updates)
         staged.trial.give()
     except CheckpointError as error:
         said = str(error)
