@@ -46,7 +46,7 @@ from penstock.control.link import Cause, LinkChange, LinkEstimate
 from penstock.control.log import decision_line, event_line, header, unanswered_line, verdict_line
 from penstock.control.measured import Book
 from penstock.control.orchestrator import Orchestrator
-from penstock.control.switch_limits import Patience
+from penstock.control.switch_limits import SwitchLimits
 from penstock.control.trial import (
     ANSWERS,
     NO_LINKS,
@@ -145,7 +145,7 @@ class Controller:
         self._rate = 0.0
         self._waiting: Decision | None = None
         self._number = 0
-        self._patience = Patience()
+        self._switch_limits = SwitchLimits()
         self._hold = self.sensitivity.fall // 2
         self._delegated_at = self._returned_at = self._quiet_until = -(10**9)
         self.verdicts: list[Verdict] = []
@@ -369,11 +369,11 @@ class Controller:
         configuration = replace(found.configuration, nodes=found.mesh.nodes)
         gain, price = found.ms_now - found.ms_then, self.job.prices.move
         lost = gain * (self._iteration - self._late_since)
-        needed = self.job.least_gain * self._patience.times_gain(self._iteration, True) * found.ms_now
+        needed = self.job.least_gain * self._switch_limits.times_gain(self._iteration, True) * found.ms_now
         what = _what(Action.MOVE, configuration)
         if any(each.bars(what, nodes.late) for each in self._taken_back):
             why: tuple[Obstacle, str] | None = Obstacle.TAKEN_BACK, "moving nodes was tried and taken back"
-        elif self._patience.waits(self._iteration, self._is_clear()):
+        elif self._switch_limits.waits(self._iteration, self._is_clear()):
             why = Obstacle.PAUSE, "what runs was changed a short time ago, and is left in peace"
         elif lost < price:
             why = Obstacle.PRICE, f"moving costs {price:.3g} ms, and late links have cost {lost:.3g} ms so far"
@@ -387,7 +387,7 @@ class Controller:
         if why is not None:
             self._explain_nodes(*why, nodes, found.ms_now)
             return None
-        self._patience.decided(self._iteration)
+        self._switch_limits.decided(self._iteration)
         held = tuple(peaks(configuration.schedule, self.job.costs))
         moved = ", ".join(map(str, found.moved))
         self._number += 1
@@ -483,7 +483,7 @@ class Controller:
             return
         self._answered = False
         self._proven = self._fallback  # a change that had stayed may turn out slower after all
-        self._patience.failed(iteration)
+        self._switch_limits.failed(iteration)
         cause = self._moved_for if self._tried[0] is Action.MOVE else trial.cause
         self._taken_back.append(TakenBack(trial.number, self._tried, cause))
         if self._book.down <= set(self._proven.delegated):
@@ -550,13 +550,13 @@ class Controller:
         if not self._scored:
             return None
         forced = self._scored[0].candidate.action is not Action.KEEP
-        if not forced and self._patience.waits(self._iteration, self._is_clear()):
+        if not forced and self._switch_limits.waits(self._iteration, self._is_clear()):
             self._explain(Obstacle.PAUSE, "what runs was changed a short time ago, and is left in peace")
             return None
-        gain = self.job.least_gain * self._patience.times_gain(self._iteration, bool(news))
+        gain = self.job.least_gain * self._switch_limits.times_gain(self._iteration, bool(news))
         # Where links vary, a calm while is no reason to go back: that a delay fell must be verified.
         returning = self._may_return() and (bool(news) or self._scored[0].worst is None)
-        wary = self._patience.is_wary(self._iteration)
+        wary = self._switch_limits.is_wary(self._iteration)
         allowed = [each for each in self._scored if forced or not self._is_barred(each.candidate)]
         chosen, _ = choose(allowed, self.lost - self.paid, gain, returning=returning, wary=wary)
         if chosen.candidate.action is Action.KEEP:
@@ -570,7 +570,7 @@ class Controller:
                 return None
         check(chosen.candidate.configuration.schedule)
         if not forced:
-            self._patience.decided(self._iteration)
+            self._switch_limits.decided(self._iteration)
         recent = list(news) or [self._book.again(change) for _, change in self.changes[-1:]]
         self._number += 1
         self._answered = True

@@ -18,12 +18,12 @@ from __future__ import annotations
 WINDOW = 1024
 """Iterations for which a switch counts."""
 FREE = 2
-"""Switches that call for no patience where something has just changed."""
+"""Switches that are not limited where something has just changed."""
 _GROWTH, _MOST = 1.5, 8.0
 _FIRST_PAUSE = 6
 
 
-class Patience:
+class SwitchLimits:
     """Counts switches."""
 
     def __init__(self) -> None:
