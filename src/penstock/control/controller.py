@@ -44,7 +44,7 @@ from penstock.control.events import (
 )
 from penstock.control.link import Cause, LinkChange, LinkEstimate
 from penstock.control.log import decision_line, event_line, header, unanswered_line, verdict_line
-from penstock.control.measured import Book
+from penstock.control.measured import JobMonitor
 from penstock.control.orchestrator import Orchestrator
 from penstock.control.switch_limits import SwitchLimits
 from penstock.control.trial import (
@@ -136,7 +136,7 @@ class Controller:
         self.lost = self.paid = 0.0
         self.changes: list[tuple[int, LinkChange | ComputeChange]] = []
         self._log = log
-        self._book = Book(job, self.sensitivity)
+        self._monitor = JobMonitor(job, self.sensitivity)
         self._offered: tuple[Schedule, ...] = ()
         self._iteration, self._ms = -1, 0.0
         self._age = 0
@@ -178,7 +178,7 @@ class Controller:
     @property
     def counts(self) -> Counts:
         """How many alarms there were so far, and how many decisions."""
-        watches = self._book.watches
+        watches = self._monitor.watches
         return Counts(
             sum(watch.num_suspected for watch in watches),
             sum(watch.num_verified for watch in watches),
@@ -189,7 +189,7 @@ class Controller:
     @property
     def links(self) -> Mapping[Link, LinkEstimate]:
         """What is known of each direction of each link since its last verified change."""
-        return self._book.estimates
+        return self._monitor.estimates
 
     @property
     def predicted_mesh(self) -> float:
@@ -199,7 +199,7 @@ class Controller:
     @property
     def stranded(self) -> frozenset[Link]:
         """Dead links that nothing can be sent around: the job cannot go on."""
-        return frozenset() if self.job.may_delegate else frozenset(self._book.down)
+        return frozenset() if self.job.may_delegate else frozenset(self._monitor.down)
 
     def feed(self, event: Event) -> tuple[Decision, ...]:
         """Takes an event; returns the decisions it leads to, none or one.
@@ -225,17 +225,17 @@ class Controller:
 
     def _take(self, event: Event) -> Decision | None:
         if isinstance(event, Transfer | Transfers | OpTimes):
-            self._book.feed(event)
+            self._monitor.feed(event)
             return None
         if isinstance(event, IterationEnded):
             return self._end_iteration(event)
         elif isinstance(event, LinkDown):
-            self._book.check_link(event.link)
-            self._book.down.add(undirected(event.link))
+            self._monitor.check_link(event.link)
+            self._monitor.down.add(undirected(event.link))
             self._due = True
         elif isinstance(event, LinkUp):
-            self._book.check_link(event.link)
-            self._book.down.discard(undirected(event.link))
+            self._monitor.check_link(event.link)
+            self._monitor.down.discard(undirected(event.link))
             # What comes back may go again: it is left in peace for a while.
             self._delegated_at = self._iteration
         elif isinstance(event, Probed):
@@ -273,7 +273,7 @@ class Controller:
         if decision.configuration.nodes != self.now.nodes:
             self._relocate(decision.configuration)
         else:
-            self._book.move(moved, self.now.delegated)
+            self._monitor.move(moved, self.now.delegated)
         self.now = decision.configuration
         self.paid += decision.price if decision.ms_now is not None else 0.0
         self._due, self._switched_at = True, self._iteration
@@ -307,7 +307,7 @@ class Controller:
             )
         self._iteration, self._ms = event.number, event.ms
         self._age += 1
-        news = self._book.end_iteration(event.ms)
+        news = self._monitor.end_iteration(event.ms)
         self.changes += [(event.number, change) for change in news]
         step = self._timed(event.ms)
         self._steps.add(step)
@@ -432,7 +432,7 @@ class Controller:
             for a, b in combinations(range(mesh.pp), 2):
                 ms = self._nodes.late.get(undirected((own[a], own[b])), 0.0)
                 late[a, b] = max(late.get((a, b), 0.0), ms)
-        self._book.relocate(late)
+        self._monitor.relocate(late)
         self._causes = {key: each for key, each in self._causes.items() if key[0] == key[1]}
         self._cause_seen = {key: each for key, each in self._cause_seen.items() if key[0] == key[1]}
 
@@ -461,7 +461,7 @@ class Controller:
     def _forget_causes(self) -> None:
         """What has not been late for as long as a fall needs is no cause any more."""
         for key, (_, bound) in list(self._causes.items()):
-            if self._book.is_late(key, bound):
+            if self._monitor.is_late(key, bound):
                 self._cause_seen[key] = self._iteration
             elif self._iteration - self._cause_seen.setdefault(key, self._iteration) >= self.sensitivity.fall:
                 del self._causes[key], self._cause_seen[key]
@@ -472,7 +472,7 @@ class Controller:
         if trial is None or self._revert is not None:
             return
         bounds = {key: bound for key, (_, bound) in self._causes.items() if key in trial.cause}
-        is_there = any(self._book.is_late(key, bound) for key, bound in bounds.items())
+        is_there = any(self._monitor.is_late(key, bound) for key, bound in bounds.items())
         verdict = trial.add(iteration, step, is_there)
         if verdict is None:
             return
@@ -486,7 +486,7 @@ class Controller:
         self._switch_limits.failed(iteration)
         cause = self._moved_for if self._tried[0] is Action.MOVE else trial.cause
         self._taken_back.append(TakenBack(trial.number, self._tried, cause))
-        if self._book.down <= set(self._proven.delegated):
+        if self._monitor.down <= set(self._proven.delegated):
             self._revert = verdict
         else:  # what ran before cannot run any more
             self._trial = None
@@ -515,7 +515,7 @@ class Controller:
 
     def _forced(self) -> Decision | None:
         """A dead link cannot wait for the iteration to end."""
-        if self._waiting is not None or self._book.down <= set(self.now.delegated):
+        if self._waiting is not None or self._monitor.down <= set(self.now.delegated):
             return None
         self._look()
         return self._decide([])
@@ -523,7 +523,7 @@ class Controller:
     def _look(self) -> None:
         """Simulates all candidates under the links as they are now."""
         self._due = False
-        measured = self._measured = self._book.measured(self.now.delegated, self._ms)
+        measured = self._measured = self._monitor.measured(self.now.delegated, self._ms)
         job = self._job_as_measured(measured.factors)
         found = candidates(job, self.now, measured, self._offered, self._may_return())
         self._scored = tuple(score(job, measured, each) for each in found)
@@ -531,7 +531,7 @@ class Controller:
 
     def _timed(self, ms: float) -> TimedStep:
         """The step that has just ended, which simulation can be asked of with the links and op times that it had."""
-        step, job = self._book.latest(self.now.delegated, ms), self._job_as_measured(self._book.factors)
+        step, job = self._monitor.latest(self.now.delegated, ms), self._job_as_measured(self._monitor.factors)
 
         def simulated(
             configuration: Configuration, late: bool = True, sooner: Mapping[Link, float] = NO_LINKS
@@ -571,7 +571,7 @@ class Controller:
         check(chosen.candidate.configuration.schedule)
         if not forced:
             self._switch_limits.decided(self._iteration)
-        recent = list(news) or [self._book.again(change) for _, change in self.changes[-1:]]
+        recent = list(news) or [self._monitor.again(change) for _, change in self.changes[-1:]]
         self._number += 1
         self._answered = True
         self._waiting = Decision(
@@ -679,7 +679,7 @@ class Controller:
     def _reason(self, news: Sequence[LinkChange | ComputeChange], now: float | None, then: float) -> str:
         parts = []
         if now is None:
-            parts.append("link " + ", ".join(show_link(link) for link in sorted(self._book.down)) + " is down")
+            parts.append("link " + ", ".join(show_link(link) for link in sorted(self._monitor.down)) + " is down")
         parts += map(str, news)
         times = f"{then:.4g} ms an iteration" + ("" if now is None else f" instead of {now:.4g}")
         return "; ".join([*parts, f"simulated {times}"])

@@ -58,7 +58,7 @@ class LinksOfStep:
         return Links(found)
 
 
-class Book:
+class JobMonitor:
     """All watches of a job.
 
     Attributes:

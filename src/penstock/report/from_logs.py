@@ -119,9 +119,9 @@ def read_story(
         ran=_configurations(told, found, ran, least),
         memory=_memory(told, ran.values(), records, recorded),
         alarms=Alarms(
-            sum(watch.num_suspected for watch in told.book.watches),
-            sum(watch.num_verified for watch in told.book.watches),
-            sum(watch.num_false for watch in told.book.watches),
+            sum(watch.num_suspected for watch in told.monitor.watches),
+            sum(watch.num_verified for watch in told.monitor.watches),
+            sum(watch.num_false for watch in told.monitor.watches),
         ),
         smallest_delay=least,
         undisturbed=undisturbed,

@@ -28,7 +28,7 @@ from penstock.control.events import (
     undirected,
 )
 from penstock.control.log import read_header
-from penstock.control.measured import Book
+from penstock.control.measured import JobMonitor
 from penstock.report.run_story import Fault
 from penstock.report.what_if import Seen, factors_of
 from penstock.schedule import ScheduleError
@@ -51,7 +51,7 @@ class Told:
     """What a log tells."""
 
     job: Job
-    book: Book
+    monitor: JobMonitor
     seen: dict[int, Seen] = field(default_factory=dict)
     chosen: dict[int, Chosen] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
@@ -92,7 +92,7 @@ def read_log(lines: Iterable[str]) -> Told:
     for value in json_lines(lines, "the log"):
         if told is None:
             job, sensitivity = read_header(value)
-            told = Told(job, Book(job, sensitivity))
+            told = Told(job, JobMonitor(job, sensitivity))
         elif "decision" in value:
             chosen = _chosen(value["decision"], began)
             told.chosen[chosen.number] = chosen
@@ -111,7 +111,7 @@ def read_log(lines: Iterable[str]) -> Told:
                 _switch(told, force, event.number)
                 force = event.number
             elif isinstance(event, Transfer | Transfers | OpTimes):
-                told.book.feed(event)
+                told.monitor.feed(event)
                 if isinstance(event, Transfers):
                     times.setdefault(event.link, []).extend(event.ms)
                     busy[event.link] = event.busy or 0.0
@@ -128,8 +128,8 @@ def read_log(lines: Iterable[str]) -> Told:
 
 def _end(told: Told, seen: Seen, began: int | None) -> int | None:
     """Ends an iteration; returns when what is verified with it began, or `began` where nothing is."""
-    changes = told.book.end_iteration(seen.ms)
-    told.seen[seen.number] = replace(seen, down=frozenset(told.book.down))
+    changes = told.monitor.end_iteration(seen.ms)
+    told.seen[seen.number] = replace(seen, down=frozenset(told.monitor.down))
     chosen = told.chosen.get(seen.decision)
     if chosen is not None and chosen.first is None:
         chosen.first = seen.number
@@ -139,10 +139,10 @@ def _end(told: Told, seen: Seen, began: int | None) -> int | None:
 def _news(told: Told, event: Event, last: int) -> None:
     """A link that went or came back, a decision given up."""
     if isinstance(event, LinkDown):
-        told.book.down.add(undirected(event.link))
+        told.monitor.down.add(undirected(event.link))
         told.faults.append(Fault(last + 1, f"link {_shown(event.link)} went down"))
     elif isinstance(event, LinkUp):
-        told.book.down.discard(undirected(event.link))
+        told.monitor.down.discard(undirected(event.link))
         told.faults.append(Fault(last + 1, f"link {_shown(event.link)} came back"))
     elif isinstance(event, Dropped) and event.number in told.chosen:
         told.chosen[event.number].outcome = "given up"
@@ -159,9 +159,9 @@ def _switch(told: Told, before: int, now: int) -> None:
     told.chosen[now].outcome = "ran"
     was, then = told.configuration(before), told.configuration(now)
     if was.nodes != then.nodes:
-        told.book.relocate({})
+        told.monitor.relocate({})
     else:
-        told.book.move(set(was.delegated) ^ set(then.delegated), was.delegated)
+        told.monitor.move(set(was.delegated) ^ set(then.delegated), was.delegated)
 
 
 def _unanswered(value: Mapping[str, Any]) -> Unanswered:
