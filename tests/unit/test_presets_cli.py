@@ -55,7 +55,7 @@ def test_a_preset_is_timed_planned_and_searched(capsys: pytest.CaptureFixture[st
     assert timed["makespan"] == ps.simulate(ps.build("zb", 4, 12), costs).makespan
     planned = told(capsys, "plan --ranks 4 --microbatches 6 --costs gpt2-7b --time 3")
     assert planned["makespan"] <= ps.simulate(ps.build("zb", 4, 6), costs).makespan
-    assert told(capsys, "search --ranks 2 --microbatches 2 --parts 4 --costs gpt2-7b:tp=2")["makespan"] > 0
+    assert told(capsys, "search --ranks 2 --microbatches 2 --costs gpt2-7b:tp=2")["makespan"] > 0
 
 
 def test_a_rank_works_as_long_as_in_the_papers_figure_14(capsys: pytest.CaptureFixture[str]) -> None:

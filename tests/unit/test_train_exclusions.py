@@ -121,9 +121,9 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"model": "captioner", "tied": True},
         {"model": "clip", "context": 8},
     ],
-    "`--stages`, `--warmup` or `--cut` with `--model clip`": [
+    "`--stages`, `--warmup`, `--option` or `--cut` with `--model clip`": [
         {"model": "clip", "preset": "nano", "schedule": "mixed", **given}
-        for given in ({"stages": 8}, {"warmup": (2,)}, {"cut": (1, 1, 1)})
+        for given in ({"stages": 8}, {"warmup": (2,)}, {"option": ["overlap=true"]}, {"cut": (1, 1, 1)})
     ],
     "`--model clip` with the `--schedule` of a chain of stages": [
         {"model": "clip", "preset": "nano", "schedule": "zb-v"}
