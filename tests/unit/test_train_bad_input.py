@@ -34,7 +34,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "option of no schedule": ("--option colour=red", ["1f1b has no option 'colour'"]),
     "option without a value": ("--option colour", ["--option colour", "write KEY=VALUE"]),
     "option with a setting": ("--schedule zb --option warmup=[4,3,2,1]", ["--option warmup: give --warmup"]),
-    "option of a file": ("--schedule two.json --option overlap=true", ["--option overlap", "two.json says it itself"]),
+    "option of a file": ("--schedule two.json --option overlap=true", ["--option overlap", "two.json says it"]),
     "warm-up counts": ("--schedule zb --warmup 7,5", ["2 counts", "one per rank", "4"]),
     "warm-up words": ("--warmup many", ["--warmup many", "7,5,3,1"]),
     "more stages than layers": ("--ranks 8 --depth 2", ["8 stages", "4 layers"]),

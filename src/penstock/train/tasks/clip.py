@@ -141,8 +141,8 @@ def clip_config(settings: Settings) -> CLIPConfig:
     refuse_options(settings, ("stages", "warmup", "cut"), "each tower has its own; --tower NAME=stages:N says so")
     if settings.schedule_options:
         raise SettingsError(
-            f"--option {min(settings.schedule_options)} is for one chain of stages, and each tower has its own; leave "
-            "it out, or give a schedule file"
+            f"--option {min(settings.schedule_options)} is for one chain of stages, and each tower has its own; "
+            "leave it out, or give a schedule file"
         )
     config: CLIPConfig = preset_of(settings, clip_presets)
     changes: dict[str, Any] = {
