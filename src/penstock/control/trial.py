@@ -385,7 +385,7 @@ class ChangeTrial:
         moved = sorted(set(self.runs.delegated) - set(self.before.ran.delegated))
         rows = (self.before.present[-len(self._after) :], self._after)
         rises = [
-            min(step.least[way] for step in rows[1]) - min(step.least[way] for step in rows[0])
+            _rise(*([step.least[way] for step in row] for row in rows))
             for link in moved
             for way in (link, link[::-1])
             if all(row and all(way in step.least for step in row) for row in rows)
@@ -471,6 +471,12 @@ class ChangeTrial:
             self.before.noise,
             self.promised,
         )
+
+
+def _rise(before: Sequence[float], after: Sequence[float]) -> float:
+    """By how much the second median lies above the first, beyond noise."""
+    noise = max(deviation(before), deviation(after))
+    return median(after) - median(before) - ANSWERS * error_of(noise, len(before), len(after))
 
 
 @dataclass(frozen=True)
