@@ -16,7 +16,14 @@ import tie_runs
 from packed import packed
 from penstock.dispatch import Dispatch
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.compatibility import REFUSALS, Combination, page, refusal_of, require_compatible, steered
+from penstock.runtime.compatibility import (
+    REFUSALS,
+    Combination,
+    allowed_adaptation,
+    page,
+    refusal_of,
+    require_compatible,
+)
 from tied_updates_loop import unlike_the_loop, with_rule
 from tiers import sample
 
@@ -100,7 +107,7 @@ def test_what_it_does_not_refuse_gives_what_the_schedule_gives_without_it(family
     [("1f1b", True, True), ("chimera", False, True), ("mllm", False, True), ("amdp", False, True)],
 )
 def test_what_steering_may_do_to_a_schedule(family: str, planned: bool, dispatched: bool) -> None:
-    options = steered(FAMILIES[family], ps.AdaptOptions())
+    options = allowed_adaptation(FAMILIES[family], ps.AdaptOptions())
     assert options is not None
     assert (options.may_replan, bool(options.dispatches), options.may_delegate) == (planned, dispatched, True)
 

@@ -2,7 +2,7 @@
 
 schedule --require_runnable--> options --require_compatible--> stages --ties: again; require_dense--> a pipeline
    |
-   +--steered--> what may change of it while it runs
+   +--allowed_adaptation--> what may change of it while it runs
 
 `REFUSALS` is the table of a pipeline's features that exclude one another. docs/compatibility.md is written from it:
 
@@ -291,13 +291,13 @@ def require_dense(
     raise RuntimeFailure(f"{sparse[0]} has sparse gradients, and what {why} are dense ones; give it sparse=False")
 
 
-def steered(schedule: Schedule, steering: AdaptOptions | None) -> AdaptOptions | None:
-    """What steering may do to a schedule. Every one is measured, its dispatch may be changed and its links delegated;
+def allowed_adaptation(schedule: Schedule, adapt: AdaptOptions | None) -> AdaptOptions | None:
+    """What adapting may do to a schedule. Every one is measured, its dispatch may be changed and its links delegated;
     its order is changed where that can be planned.
     """
-    if steering is None:
+    if adapt is None:
         return None
-    return replace(steering, may_replan=steering.may_replan and why_not_replanned(schedule) is None)
+    return replace(adapt, may_replan=adapt.may_replan and why_not_replanned(schedule) is None)
 
 
 def why_not_replanned(schedule: Schedule) -> str | None:

@@ -22,11 +22,11 @@ from penstock.dispatch import Dispatch
 from penstock.runtime.arguments import PipelineArguments
 from penstock.runtime.compatibility import (
     Combination,
+    allowed_adaptation,
     check_once,
     require_compatible,
     require_dense,
     require_runnable,
-    steered,
     why_nodes_stay,
 )
 from penstock.runtime.errors import RuntimeFailure
@@ -98,7 +98,7 @@ class LocalPipeline:
         self.own_batches: ReplicaBatches | None = None
         if parallel.batches == "replica":
             self.own_batches = ReplicaBatches(schedule, place, self._said_by_all)
-        self.adapt = adapt = steered(schedule, given.adapt)
+        self.adapt = adapt = allowed_adaptation(schedule, given.adapt)
         apart = isinstance(self.peers, GroupPeers)
         whole = apart or schedule.num_ranks == 1  # a node has one rank
         self.nodes = Nodes.of(mesh) if whole and place.num_replicas > 1 else None

@@ -18,7 +18,7 @@ from penstock.control import Configuration
 from penstock.cost import Links
 from penstock.dispatch import Dispatch
 from penstock.renamed import refuse_old
-from penstock.runtime.adapt import AdaptOptions, Agent, NodeProbes, steer
+from penstock.runtime.adapt import AdaptOptions, Agent, NodeProbes, start_agent
 from penstock.runtime.arguments import (
     KEYWORDS,
     ParallelOptions,
@@ -166,10 +166,10 @@ class Pipeline:
             on_close(lambda: self._local.close())  # of where it lies by then
             self._local.build()
             if self._local.adapt is not None:
-                self._steer(self._local.adapt)
+                self._start_agent(self._local.adapt)
                 on_close(lambda: None if self._agent is None else self._agent.close())
 
-    def _steer(self, adapt: AdaptOptions) -> None:
+    def _start_agent(self, adapt: AdaptOptions) -> None:
         """Puts an agent in place, one of all processes of the mesh."""
         local, given = self._local, self._given
         place, nodes, first = local.mesh, local.movable_nodes() if adapt.may_move else None, local.start
@@ -178,7 +178,7 @@ class Pipeline:
             first = replace(first, nodes=nodes.mesh.nodes)
             local.note_nodes(first.nodes)
             weighs = gradient_bytes(local.model.copies.stages, local.peers, first.schedule.num_stages)
-        self._agent = steer(
+        self._agent = start_agent(
             adapt,
             place.everyone,
             first,

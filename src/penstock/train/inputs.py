@@ -156,7 +156,7 @@ def _try(build: Callable[..., torch.optim.Optimizer], settings: Settings) -> Non
         ) from None
 
 
-def build_pipeline(inputs: Inputs, steering: AdaptOptions | None = None) -> Pipeline:
+def build_pipeline(inputs: Inputs, adapt: AdaptOptions | None = None) -> Pipeline:
     """The pipeline of a run, over torch.distributed where it is set up."""
     settings, task = inputs.settings, inputs.task
     return Pipeline(
@@ -168,7 +168,7 @@ def build_pipeline(inputs: Inputs, steering: AdaptOptions | None = None) -> Pipe
         dispatch=settings.dispatch,
         seed=settings.seed,
         timeout=settings.timeout,
-        adapt=steering,
+        adapt=adapt,
         precision=PrecisionOptions(
             autocast=torch.bfloat16 if settings.precision == "bfloat16" else None,
             clip_norm=settings.clip_norm(inputs.schedule),

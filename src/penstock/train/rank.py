@@ -82,7 +82,7 @@ class RankRun:
     ) -> None:
         self.inputs, self.first, self.quiet, self.export, self.notices = inputs, first, quiet, export, notices
         settings = inputs.settings
-        self.pipe = build_pipeline(inputs, self._steering(folder))
+        self.pipe = build_pipeline(inputs, self._adapt_options(folder))
         self._dispatch = self.pipe.dispatch.value
         # Ranks under torchrun each chose a free folder; the first one's it is.
         self.folder = RunFolder(Path(self.pipe.gather(str(folder.path))[0]))
@@ -144,7 +144,7 @@ class RankRun:
         if given != self.pipe.dispatch.value:
             self.pipe.reconfigure(replace(self.pipe.configuration, dispatch=Dispatch(given)))
 
-    def _steering(self, folder: RunFolder) -> AdaptOptions | None:
+    def _adapt_options(self, folder: RunFolder) -> AdaptOptions | None:
         settings = self.inputs.settings
         if not settings.adapt:
             return None

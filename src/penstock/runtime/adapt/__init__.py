@@ -11,9 +11,9 @@ options          what the user says                 run_log                    w
 store            queues of bytes between ranks, retries, and how long it was silent
 """
 
-from penstock.runtime.adapt.agent import Agent, NodeProbes, PreparedPlan, steer
+from penstock.runtime.adapt.agent import Agent, NodeProbes, PreparedPlan, start_agent
 from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.report import MeasuredStep
 from penstock.runtime.adapt.vote import Vote
 
-__all__ = ["Agent", "MeasuredStep", "NodeProbes", "PreparedPlan", "Vote", "AdaptOptions", "steer"]
+__all__ = ["Agent", "MeasuredStep", "NodeProbes", "PreparedPlan", "Vote", "AdaptOptions", "start_agent"]

@@ -78,7 +78,7 @@ class Agent:
 
     def __init__(
         self,
-        steering: AdaptOptions,
+        options: AdaptOptions,
         setting: RunSetting,
         rendezvous: Rendezvous,
         ready: Callable[[Configuration], Any],
@@ -88,7 +88,7 @@ class Agent:
         self.copy = 0
         self.pipeline: Sequence[int] = range(setting.start.schedule.num_ranks)
         self.probes: NodeProbes | None = None
-        self._steering, self._ready = steering, ready
+        self._options, self._ready = options, ready
         self._stopped: str | None = None
         self._has_ended = False
         self._iteration = 0
@@ -109,7 +109,7 @@ class Agent:
                 self._clients.append(StoreClient(rendezvous.store.another()))
             if rendezvous.first == 0:
                 self._coordinator = Coordinator(
-                    steering,
+                    options,
                     setting,
                     self._clients[1],
                     self._clients[2],
@@ -167,7 +167,7 @@ class Agent:
         """What this process tells all others at the end of a step; their answers go to `count_votes`."""
         running = self.number, short_digest(self.digest)
         if self._stopped is None and (late := [client for client in self._clients if self._is_lost(client)]):
-            self._stopped = f"the store was gone for {self._steering.patience:g} s: {late[0].error}"
+            self._stopped = f"the store was gone for {self._options.patience:g} s: {late[0].error}"
         if self._stopped is not None:
             return Vote(*running, STOPPED)
         self._voted_for = held = self._held
@@ -245,7 +245,7 @@ class Agent:
                 self._held = None
 
     def _is_lost(self, client: StoreClient) -> bool:
-        return client.silent() > self._steering.patience
+        return client.silent() > self._options.patience
 
     def end(self, reason: str) -> None:
         """Steers no more, on every process alike; training goes on with what runs now."""
@@ -317,8 +317,8 @@ class Agent:
         return PreparedPlan(plan.number)
 
 
-def steer(
-    steering: AdaptOptions,
+def start_agent(
+    options: AdaptOptions,
     peers: Peers,
     start: Configuration,
     costs: Costs | None,
@@ -349,8 +349,8 @@ def steer(
     assumed = costs or Costs.assumed(start.schedule.num_ranks, start.schedule.placement)
     if mesh is not None:
         assumed = replace(assumed, gradient_bytes=tuple(gradient_bytes))
-    steering.job(assumed, start, depth, choice.has_delegates, mesh)
-    rendezvous = meet(steering.store, peers)
+    options.job(assumed, start, depth, choice.has_delegates, mesh)
+    rendezvous = meet(options.store, peers)
     setting = RunSetting(
         start,
         costs,
@@ -364,7 +364,7 @@ def steer(
     )
     agent, error = None, ""
     try:
-        agent = Agent(steering, setting, rendezvous, ready)
+        agent = Agent(options, setting, rendezvous, ready)
     except RuntimeFailure as failure:  # rank 0 alone writes files and starts the controller
         error = str(failure)
     failed = next((text for text in peers.gather(error) if text), "")

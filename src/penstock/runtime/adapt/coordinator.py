@@ -94,7 +94,7 @@ class Coordinator:
 
     def __init__(
         self,
-        steering: AdaptOptions,
+        options: AdaptOptions,
         setting: RunSetting,
         line: StoreClient,
         plans: StoreClient,
@@ -105,10 +105,10 @@ class Coordinator:
         notice: Callable[[str], None],
     ) -> None:
         self.decisions: list[dict[str, Any]] = []
-        self._steering, self._setting, self._line, self._plans = steering, setting, line, plans
+        self._options, self._setting, self._line, self._plans = options, setting, line, plans
         self._reports, self._queue, self._take_plan, self._stop = reports, queue, take, stop
         self._notice = notice
-        self._run_log = RunLog(steering.folder, notice)
+        self._run_log = RunLog(options.folder, notice)
         self._report_collector = ReportCollector(setting.start.schedule.num_ranks, setting.num_copies)
         self._measured_costs = MeasuredCosts(setting.start.schedule.num_stages)
         self._notes: SimpleQueue[tuple[int, Event]] = SimpleQueue()
@@ -228,8 +228,8 @@ class Coordinator:
         setting = self._setting
         if setting.mesh is not None:
             costs = replace(costs, gradient_bytes=setting.gradient_bytes)
-        job: Job = self._steering.job(costs, setting.start, setting.depth, setting.has_delegates, setting.mesh)
-        self._controller_process = ControllerProcess(job, self._steering.sensitivity, self._hear, self._stop)
+        job: Job = self._options.job(costs, setting.start, setting.depth, setting.has_delegates, setting.mesh)
+        self._controller_process = ControllerProcess(job, self._options.sensitivity, self._hear, self._stop)
 
     def _hear(self, line: str) -> None:
         """A line of the controller's output."""

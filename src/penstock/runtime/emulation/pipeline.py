@@ -20,8 +20,8 @@ from penstock.cost import CostError, Costs, Links
 from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, lower
 from penstock.renamed import refuse_old
-from penstock.runtime.adapt import AdaptOptions, Vote, steer
-from penstock.runtime.compatibility import require_runnable, steered
+from penstock.runtime.adapt import AdaptOptions, Vote, start_agent
+from penstock.runtime.compatibility import allowed_adaptation, require_runnable
 from penstock.runtime.emulation.backend import EmulatedDevices, Ended
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.active_plan import ActivePlan, dispatch_of, require_free, require_switchable, running
@@ -134,7 +134,7 @@ class EmulatedPipeline:
     ) -> None:
         schedule = remove_communication(schedule)
         check(schedule)
-        adapt = steered(schedule, adapt)
+        adapt = allowed_adaptation(schedule, adapt)
         carried = TransportOptions.of(transport)
         if carried.links is not None:
             raise RuntimeFailure("conditions of emulated links are given as links=, not in TransportOptions")
@@ -173,7 +173,7 @@ class EmulatedPipeline:
             self._agent = None
             if adapt is not None:
                 known = adapt.costs or costs
-                self._agent = steer(adapt, peers, self.configuration, known, choice, self._ready, stretch)
+                self._agent = start_agent(adapt, peers, self.configuration, known, choice, self._ready, stretch)
                 on_failure.callback(self._agent.close)
             self._close = on_failure.pop_all()
 

@@ -68,7 +68,7 @@ class ActivePlan:
 
 
 def start_of(
-    schedule: Schedule, dispatch: Dispatch, costs: Costs | None, steering: AdaptOptions | None
+    schedule: Schedule, dispatch: Dispatch, costs: Costs | None, adapt: AdaptOptions | None
 ) -> Configuration:
     """What a pipeline runs first. By default each rank may hold what its own order holds.
 
@@ -77,7 +77,7 @@ def start_of(
     """
     graph = lower(schedule)
     change = memory_changes(graph, costs or Costs.assumed(schedule.num_ranks, schedule.placement))
-    caps = frozen_caps(graph, change, None if steering is None else steering.memory_limit)
+    caps = frozen_caps(graph, change, None if adapt is None else adapt.memory_limit)
     return Configuration(schedule, dispatch, (), tuple(caps))
 
 
@@ -104,9 +104,9 @@ def running(
     )
 
 
-def require_free(steered: bool) -> None:
+def require_free(adapts: bool) -> None:
     """Raises RuntimeFailure where what runs is not its user's to switch."""
-    if steered:
+    if adapts:
         raise RuntimeFailure("this run adapts, and so switches by itself; leave adapt out to switch it yourself")
 
 

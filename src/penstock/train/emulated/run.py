@@ -115,13 +115,13 @@ class EmulatedRun:
             dispatch=settings.dispatch,
             stretch=settings.stretch,
             timeout=settings.timeout,
-            adapt=self._steering(),
+            adapt=self._adapt_options(),
             transport=TransportOptions(
                 settings.transport, depth=settings.link_depth, delegates=settings.delegate_options()
             ),
         )
 
-    def _steering(self) -> AdaptOptions:
+    def _adapt_options(self) -> AdaptOptions:
         """Measures links always; answers them where the run adapts."""
         settings = self.settings
         folder = self.folder.path
