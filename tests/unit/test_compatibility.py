@@ -106,7 +106,7 @@ def test_what_it_does_not_refuse_gives_what_the_schedule_gives_without_it(family
     ("family", "planned", "dispatched"),
     [("1f1b", True, True), ("chimera", False, True), ("mllm", False, True), ("amdp", False, True)],
 )
-def test_what_steering_may_do_to_a_schedule(family: str, planned: bool, dispatched: bool) -> None:
+def test_what_adapting_may_do_to_a_schedule(family: str, planned: bool, dispatched: bool) -> None:
     options = allowed_adaptation(FAMILIES[family], ps.AdaptOptions())
     assert options is not None
     assert (options.may_replan, bool(options.dispatches), options.may_delegate) == (planned, dispatched, True)

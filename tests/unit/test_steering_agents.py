@@ -42,10 +42,10 @@ class Group:
         self.running = [START] * NUM_RANKS
         self.numbers: list[int] = []
         setting = RunSetting(START, COSTS, 2, True, 1.0, range(NUM_RANKS))
-        steering = ps.AdaptOptions(folder=folder, **options)
+        adapt = ps.AdaptOptions(folder=folder, **options)
         self.agents = [
             Agent(
-                steering,
+                adapt,
                 setting,
                 Rendezvous(stores[rank], "test", rank, range(NUM_RANKS), (0,) * NUM_RANKS),
                 readies[rank],
@@ -261,7 +261,7 @@ class Gone:
 
 
 @pytest.mark.slow
-def test_one_rank_without_the_store_ends_steering_for_all_and_says_so_once(tmp_path: Path) -> None:
+def test_one_rank_without_the_store_ends_adapting_for_all_and_says_so_once(tmp_path: Path) -> None:
     memory = InProcessStore()
     gone = Gone(memory)
     with group(tmp_path, stores=[memory, memory, gone, memory], patience=2.0) as ranks:
@@ -276,7 +276,7 @@ def test_one_rank_without_the_store_ends_steering_for_all_and_says_so_once(tmp_p
             ranks.step(HEALTHY, heard=False)
         assert [len(one.notices) for one in ranks.agents] == [1] * NUM_RANKS
         assert "gone for 2 s: the cable is out" in ranks.agents[2].notices[0]
-        assert "training goes on with plan 0: rank 2 steers no more" in ranks.agents[0].notices[0]
+        assert "training goes on with plan 0: rank 2 adapts no more" in ranks.agents[0].notices[0]
         assert set(ranks.numbers) == {0}
         assert replay(ranks.log()) == ()
 
@@ -299,7 +299,7 @@ def test_a_store_that_comes_back_in_time_goes_on(tmp_path: Path) -> None:
         assert all(one.notices == [] for one in ranks.agents)
 
 
-def test_a_controller_that_dies_ends_steering_with_one_notice(tmp_path: Path) -> None:
+def test_a_controller_that_dies_ends_adapting_with_one_notice(tmp_path: Path) -> None:
     with group(tmp_path) as ranks:
         ranks.step(HEALTHY)
         coordinator = ranks.agents[0]._coordinator

@@ -72,7 +72,7 @@ class LocalPipeline:
 
     Attributes:
         mesh, peers, nodes: where this process lies, the ranks of its pipeline, and the nodes that may change places.
-        adapt: what steering may do to the schedule. start: what runs first, without REDUCE ops.
+        adapt: what adapting may do to the schedule. start: what runs first, without REDUCE ops.
         running: what the next step runs. last: what the last step or evaluation ran, and its workers.
         notices: what a person should know.
         model, optimizer_state, devices, executor, transport, failover, conditions: what `build` makes.
@@ -206,7 +206,7 @@ class LocalPipeline:
 
     def _overlaps_pairs(self) -> bool:
         """Whether the two ops of a pair may run at the same time on a device: where nobody else holds their stages
-        too, no weights change in the middle of a step, steering does not ask what each op takes by itself, and the
+        too, no weights change in the middle of a step, adapting does not ask what each op takes by itself, and the
         device has a queue of work for it.
         """
         schedule, place = self._schedule, self.mesh

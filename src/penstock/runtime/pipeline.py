@@ -315,7 +315,7 @@ class Pipeline:
 
     @property
     def notices(self) -> list[str]:
-        """What a person should know, of all ranks: stages that cannot split or put little off, how steering fares.
+        """What a person should know, of all ranks: stages that cannot split or put little off, how adapting fares.
 
         What a rank finds out in a step, all have at its end.
         """
@@ -324,7 +324,7 @@ class Pipeline:
 
     @property
     def decisions(self) -> list[dict[str, Any]]:
-        """What steering has decided so far, as its log has it; on rank 0's process."""
+        """What adapting has decided so far, as its log has it; on rank 0's process."""
         return self._agent.decisions if self._agent is not None else []
 
     def reconfigure(self, configuration: Configuration) -> None:
@@ -335,7 +335,7 @@ class Pipeline:
         Raises:
             ScheduleError: the schedule is not valid.
             RuntimeFailure: it has another placement, stage graph or number of microbatches; the transport cannot
-                run it, or the run is steered.
+                run it, or the run adapts.
         """
         self._life.require_open()
         require_free(self._agent is not None)
@@ -647,7 +647,7 @@ class Pipeline:
         return gathered_timeline(self._local.peers, *self._local.last)
 
     def close(self) -> None:
-        """Ends steering and the transport, and leaves the model as it was found: no hooks, no patched layers. Done
+        """Ends adapting and the transport, and leaves the model as it was found: no hooks, no patched layers. Done
         when a `with` block ends; closing it again does nothing.
         """
         self._life.close()

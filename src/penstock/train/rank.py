@@ -120,7 +120,7 @@ class RankRun:
         )
 
     def _dispatches(self) -> tuple[str, ...]:
-        """What plans of batches may choose from: with "auto" all that the transport runs, unless steering chooses."""
+        """What plans of batches may choose from: with "auto" all that the transport runs, unless adapting chooses."""
         settings = self.inputs.settings
         free = self._plans_say and device_of(settings).type == "cpu"
         return tuple(each.value for each in DISPATCHES) if free else (self.pipe.dispatch.value,)

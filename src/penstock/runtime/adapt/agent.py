@@ -61,7 +61,7 @@ class PreparedPlan:
 
 
 class Agent:
-    """Steers one process.
+    """Adapts one process to what is measured.
 
     Args:
         ready: works out what a configuration needs to run; called in a thread.
@@ -183,7 +183,7 @@ class Agent:
         if self._rendezvous.compare is not None and self._iteration % COMPARED == 0:
             self._rendezvous.ahead = self._rendezvous.compare()
         if outcome.stopped is not None:
-            self.end(self._stopped or f"rank {outcome.stopped} steers no more")
+            self.end(self._stopped or f"rank {outcome.stopped} adapts no more")
             return None
         if outcome.switch is not None:
             chosen = self._voted_for
@@ -248,9 +248,9 @@ class Agent:
         return client.silent() > self._options.patience
 
     def end(self, reason: str) -> None:
-        """Steers no more, on every process alike; training goes on with what runs now."""
+        """Adapts no more, on every process alike; training goes on with what runs now."""
         if not self._closed.is_set():
-            self.notices.append(f"steering has ended, training goes on with plan {self.number}: {reason}")
+            self.notices.append(f"adapting has ended, training goes on with plan {self.number}: {reason}")
             self._closed.set()
             self._out.put(None)
             if self._coordinator is not None:
@@ -258,7 +258,7 @@ class Agent:
         self._stopped, self._has_ended = reason, True
 
     def _stop_later(self, reason: str) -> None:
-        """From a thread: the next step's end ends steering on every rank."""
+        """From a thread: the next step's end ends adapting on every rank."""
         if self._stopped is None and not self._closed.is_set():
             self._stopped = reason
 

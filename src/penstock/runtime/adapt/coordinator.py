@@ -78,7 +78,7 @@ class NumberedPlan:
 
 
 class Coordinator:
-    """Steers the run from rank 0's process.
+    """Adapts the run from rank 0's process.
 
     Args:
         line, plans: to the store, for reports and for plans.

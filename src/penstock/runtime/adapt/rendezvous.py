@@ -126,7 +126,7 @@ def _jobs_own(networks: Sequence[str]) -> tuple[Any, str]:
     try:
         listener = listen(0, address)
     except OSError as error:
-        raise RuntimeFailure(f"a store for steering cannot listen on {address}: {error.strerror}") from None
+        raise RuntimeFailure(f"a store for adapting cannot listen on {address}: {error.strerror}") from None
     port = listener.getsockname()[1]
     server = dist.TCPStore(
         address,

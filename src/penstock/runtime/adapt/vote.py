@@ -17,7 +17,7 @@ from typing import NamedTuple
 from penstock.runtime.errors import RuntimeFailure
 
 STOPPED = -1
-"""What a rank holds that steers no more."""
+"""What a rank holds that adapts no more."""
 REFUSED = 0
 """The digest that a rank gives for a plan that it cannot run."""
 _DIGITS = 12
@@ -43,7 +43,7 @@ class VoteResult(NamedTuple):
 
     Attributes:
         switch: the decision that all run from the next step on; None for none.
-        stopped: the first rank that steers no more; then nobody does.
+        stopped: the first rank that adapts no more; then nobody does.
         refused: the first rank that cannot run what rank 0 holds.
         missing: ranks that do not hold it yet.
     """

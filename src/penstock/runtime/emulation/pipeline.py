@@ -211,7 +211,7 @@ class EmulatedPipeline:
 
     @property
     def notices(self) -> list[str]:
-        """What a person should know of the steering: what all ranks said in steps so far, and this process since."""
+        """What a person should know of how it adapts: what all ranks said in steps so far, and this process since."""
         self._notices.note(self._agent.notices if self._agent is not None else ())
         return self._notices.known()
 
@@ -272,7 +272,7 @@ class EmulatedPipeline:
         """Runs something else from the next step on. Every rank must make the same call.
 
         Raises:
-            RuntimeFailure: another placement, stage graph or number of microbatches; or the run is steered.
+            RuntimeFailure: another placement, stage graph or number of microbatches; or the run adapts.
             ScheduleError: the schedule is not valid, or its caps are below what its own order needs.
         """
         require_free(self._agent is not None)
@@ -303,7 +303,7 @@ class EmulatedPipeline:
         )
 
     def close(self) -> None:
-        """Ends steering and transports."""
+        """Ends adapting and transports."""
         self._close.close()
 
     def _ready(self, configuration: Configuration) -> ActivePlan:
