@@ -382,7 +382,20 @@ def test_options_of_a_library_schedule_are_reached(penstock: Any) -> None:
         assert said in done.err, done.err
 
 
-def test_whatever_a_verb_writes_it_says_so(penstock: Any, tmp_path: Path) -> None:
-    for verb in ("show", "simulate"):
-        path = str(tmp_path / f"{verb}.svg")
-        assert penstock(f"{verb} 1f1b --ranks 2 --microbatches 2 --out {path}").out.endswith(f"wrote {path}\n")
+@pytest.mark.parametrize(
+    ("words", "ending"),
+    [
+        ("show 1f1b --ranks 2 --microbatches 2", "svg"),
+        ("show 1f1b --ranks 2 --microbatches 2", "json"),
+        ("simulate 1f1b --ranks 2 --microbatches 2", "svg"),
+        ("plan --ranks 2 --microbatches 2 --time 0.1", "json"),
+        ("search --ranks 2 --microbatches 2 --placement one-to-one", "html"),
+        ("play", "html"),
+        ("data generate 4", "json"),
+        ("data images 2 --side 4 --context 64", "json"),
+    ],
+)
+def test_whatever_a_verb_writes_it_says_so(words: str, ending: str, penstock: Any, tmp_path: Path) -> None:
+    path = tmp_path / f"made.{ending}"
+    assert penstock(f"{words} --out {path}").out.endswith(f"wrote {path}\n")
+    assert path.stat().st_size > 0
