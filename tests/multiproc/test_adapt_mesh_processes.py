@@ -198,4 +198,4 @@ def test_where_torch_sorts_groups_nodes_stay_and_a_notice_says_why(tmp_path: Pat
         assert not any("could not move" in notice for notice in each["notices"])
     assert all(each["action"] != "move nodes" for each in told[0]["decisions"])
     rows = [json.loads(line) for line in (tmp_path / "iterations.jsonl").read_text().splitlines()]
-    assert rows[-1]["links"]["0:1"] >= 30, "what steering can still do, it does"
+    assert rows[-1]["links"]["0:1"] >= 30, "what adapting can still do, it does"

@@ -1,4 +1,4 @@
-"""The pure parts of steering: what ranks agree on, reports, clocks, costs; and the controller as a filter."""
+"""The pure parts of adapting: what ranks agree on, reports, clocks, costs; and the controller as a filter."""
 
 from __future__ import annotations
 

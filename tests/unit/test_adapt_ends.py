@@ -1,4 +1,4 @@
-"""What steering's threads and processes do when a disk is full, a store stands still or nonsense comes in: each is
+"""What an agent's threads and processes do when a disk is full, a store stands still or nonsense comes in: each is
 noticed, training goes on, and nothing of ours is left after `close`.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_steering_agents import COSTS, HEALTHY, LATE, NUM_RANKS, START, Group, group
+from test_adapt_agents import COSTS, HEALTHY, LATE, NUM_RANKS, START, Group, group
 
 import penstock as ps
 from penstock.control import Sensitivity
@@ -66,7 +66,7 @@ def step_until(ranks: Group, what: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("name", [CONTROL, ITERATIONS, TIMELINES])
-def test_a_full_disk_ends_the_records_with_one_notice_and_steering_goes_on(tmp_path: Path, name: str) -> None:
+def test_a_full_disk_ends_the_records_with_one_notice_and_adapting_goes_on(tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to("/dev/full")
     with nothing_left(), group(tmp_path) as ranks:
         step_until(ranks, lambda: ranks.agents[0].number >= 1)
@@ -131,7 +131,7 @@ class Garbled(InProcessStore):
 
 
 @pytest.mark.parametrize("queue", ["test/plans/2", "test/reports"])
-def test_nonsense_from_the_store_ends_steering_with_one_notice(tmp_path: Path, queue: str) -> None:
+def test_nonsense_from_the_store_ends_adapting_with_one_notice(tmp_path: Path, queue: str) -> None:
     with nothing_left(), group(tmp_path, stores=[Garbled(queue)] * NUM_RANKS) as ranks:
         step_until(ranks, lambda: all(one.notices for one in ranks.agents))
         assert [len(one.notices) for one in ranks.agents] == [1] * NUM_RANKS

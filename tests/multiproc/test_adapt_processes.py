@@ -41,7 +41,7 @@ class Busy(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def pipeline(steering: ps.AdaptOptions | None, links: Links | None, **options: Any) -> ps.Pipeline:
+def pipeline(adapt: ps.AdaptOptions | None, links: Links | None, **options: Any) -> ps.Pipeline:
     torch.manual_seed(3)
     schedule = ps.build("1f1b", NUM_RANKS, NUM_MICROBATCHES)
     model = [Busy() for _ in range(NUM_RANKS)]
@@ -50,7 +50,7 @@ def pipeline(steering: ps.AdaptOptions | None, links: Links | None, **options: A
         schedule,
         loss_fn=nn.MSELoss(),
         timeout=30,
-        **packed(links=links, steering=steering, **options),
+        **packed(links=links, steering=adapt, **options),
     )
 
 
@@ -67,20 +67,20 @@ MOST_STEPS = 150
 """Steps within which a switch must come. One is due after some ten, later where the machine is busy."""
 
 
-def steered(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
+def adapting(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
     """Trains for so many steps, and on until a switch has come, which all ranks see at the same step's end."""
     pipe = pipeline(
         ps.AdaptOptions(folder=folder if rank == 0 else None, memory_limit=6.0), LATE, optimizer=torch.optim.AdamW
     )
     numbers, got = [], []
-    steering = pipe._agent
-    assert steering is not None
+    agent_here = pipe._agent
+    assert agent_here is not None
     for step in range(MOST_STEPS):
         if step >= num_steps and numbers[-1][0]:
             break
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(12, 8, generator=generator)
-        numbers.append((steering.number, steering.digest, pipe.configuration.digest))
+        numbers.append((agent_here.number, agent_here.digest, pipe.configuration.digest))
         got.append(pipe.step(x, x.cos()).loss)
     notices = pipe.notices
     pipe.close()
@@ -92,8 +92,8 @@ def steered(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_model_is_steered_around_a_late_link_with_the_same_losses(tmp_path: Path) -> None:
-    outcomes = run_ranks(NUM_RANKS, steered, str(tmp_path), 24)
+def test_a_model_is_trained_around_a_late_link_with_the_same_losses(tmp_path: Path) -> None:
+    outcomes = run_ranks(NUM_RANKS, adapting, str(tmp_path), 24)
     assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text
     found = [o.value for o in outcomes]
     assert all(all(each["same"]) and len(each["same"]) > 24 for each in found)
@@ -119,9 +119,9 @@ def dies(rank: int, folder: str) -> list[str]:
     losses(pipe, 2)
     if rank == 2:
         os._exit(9)
-    steered = pipe._agent
-    assert steered is not None
-    controller = steered.controller if rank == 0 else 0
+    agent_here = pipe._agent
+    assert agent_here is not None
+    controller = agent_here.controller if rank == 0 else 0
     try:
         losses(pipe, 5)
     except (PeerLost, DeadlineExceeded) as error:

@@ -49,8 +49,8 @@ def step_until_switched(pipe: EmulatedPipeline, most: int = MOST_STEPS) -> list[
 @pytest.mark.parametrize("transport", ["direct", pytest.param("host", marks=pytest.mark.nightly)])
 def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str) -> None:
     limits = caps(ZB) if transport == "direct" else (6.0,) * NUM_RANKS  # sends that never wait leave little to gain
-    steering = ps.AdaptOptions(folder=tmp_path, memory_limit=limits)
-    with ps.runtime.EmulatedPipeline(ZB, COSTS, links=LATE, transport=transport, adapt=steering, timeout=20) as pipe:
+    adapt = ps.AdaptOptions(folder=tmp_path, memory_limit=limits)
+    with ps.runtime.EmulatedPipeline(ZB, COSTS, links=LATE, transport=transport, adapt=adapt, timeout=20) as pipe:
         steps = [pipe.step()]
         while not steps[-1].number:
             assert len(steps) < MOST_STEPS, (pipe.decisions, pipe.notices)
@@ -107,10 +107,8 @@ def test_the_store_stands_still_and_dies_and_training_goes_on(kind: str, tmp_pat
     """Two seconds of standing still and a restart on the way; then the link turns late and is answered."""
     zero = ps.Links.parse("2:3=latency:steps:0ms/0ms,4s/80ms,10min/0ms")
     with running(kind) as server:
-        steering = ps.AdaptOptions(store=server.address, folder=tmp_path)
-        with ps.runtime.EmulatedPipeline(
-            ZB, COSTS, links=zero, transport="direct", adapt=steering, timeout=20
-        ) as pipe:
+        adapt = ps.AdaptOptions(store=server.address, folder=tmp_path)
+        with ps.runtime.EmulatedPipeline(ZB, COSTS, links=zero, transport="direct", adapt=adapt, timeout=20) as pipe:
             pipe.step()
             server.signal(signal.SIGSTOP)
             for _ in range(25):
@@ -129,8 +127,8 @@ def test_the_store_stands_still_and_dies_and_training_goes_on(kind: str, tmp_pat
 @pytest.mark.slow
 def test_a_store_that_is_gone_for_good_is_said_once() -> None:
     with running("redis") as server:
-        steering = ps.AdaptOptions(store=server.address, patience=2.0)
-        with ps.runtime.EmulatedPipeline(ZB, COSTS, adapt=steering, timeout=20) as pipe:
+        adapt = ps.AdaptOptions(store=server.address, patience=2.0)
+        with ps.runtime.EmulatedPipeline(ZB, COSTS, adapt=adapt, timeout=20) as pipe:
             pipe.step()
             server.kill()
             for _ in range(600):
@@ -157,7 +155,7 @@ def test_by_hand_switches_and_switches_back() -> None:
             assert pipe.simulated([step])[0].schedule == configuration.schedule
 
 
-def test_a_steered_run_is_not_switched_by_hand() -> None:
+def test_a_run_that_adapts_is_not_switched_by_hand() -> None:
     with (
         ps.runtime.EmulatedPipeline(ZB, COSTS, adapt=ps.AdaptOptions()) as pipe,
         pytest.raises(RuntimeFailure, match="leave adapt out"),
