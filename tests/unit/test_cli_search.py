@@ -180,3 +180,15 @@ def test_shared_ends_fit_too_where_a_file_says_what_each_part_takes(
         best = ps.load(path)
         held = ps.footprint(best, fold(read_costs(str(costs), 10), best.num_stages, shared_ends=True))
         assert held.peak == json.loads(out)["found"][0]["peak_bytes"] <= limit
+
+
+def test_costs_of_a_part_are_given_as_those_of_a_stage_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: search lacked --activation and --freed-by-input, and like plan --b."""
+    given = ["--ranks", "2", "--microbatches", "4", "--parts", "2", "--placement", "one-to-one", "--json"]
+    _, out, _ = run(capsys, *given, "--f", "1", "--i", "2", "--w", "2", "--b", "3", "--no-split")
+    costs = ps.Costs([1, 1], [2, 2], [2, 2], b=[3, 3])
+    assert json.loads(out)["makespan"] == ps.simulate(ps.build("1f1b", 2, 4), costs).makespan == 20
+    assert main(["plan", *given[:4], "--f", "1", "--i", "2", "--w", "2", "--b", "3", "--time", "0.3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] == ps.plan(costs, 2, 4, time_limit=0.3).makespan
+    _, out, _ = run(capsys, *given, "--activation", "5", "--freed-by-input", "1", "--memory-limit", "10")
+    assert json.loads(out)["found"][0]["peak_activations"] == 10

@@ -26,7 +26,8 @@ F = Annotated[
     typer.Option(
         "--f",
         metavar="MS",
-        help="Time of a forward: ms, or one per stage: 10,12. [1 for each rank's share of the model]",
+        help="Time of a forward: ms, or one per stage (search: per part), as 10,12. [1 for each rank's share of the "
+        "model]",
     ),
 ]
 I = Annotated[

@@ -30,6 +30,7 @@ def plan(
     f: costs_options.F = None,
     i: costs_options.I = None,
     w: costs_options.W = None,
+    b: costs_options.B = None,
     lengths: costs_options.Lengths = None,
     costs: costs_options.CostsSource = None,
     activation: costs_options.Activation = None,
@@ -103,7 +104,7 @@ def plan(
     """Find the best schedule within the limits. Ctrl-C ends the search with the best so far."""
     where = _placement(placement, ranks, stages)
     given = costs_options.GivenCosts(
-        costs, f, i, w, activation=activation, freed_by_input=freed_by_input, lengths=lengths
+        costs, f, i, w, b, activation=activation, freed_by_input=freed_by_input, lengths=lengths
     )
     chosen = given.read(ranks, where)
     links = costs_options.late_links(link or [], default_delay)

@@ -63,6 +63,9 @@ def search(
     f: costs_options.F = None,
     i: costs_options.I = None,
     w: costs_options.W = None,
+    b: costs_options.B = None,
+    activation: costs_options.Activation = None,
+    freed_by_input: costs_options.FreedByInput = None,
     costs: costs_options.CostsSource = None,
     link: costs_options.LateLink = None,
     default_delay: costs_options.DefaultDelay = 0.0,
@@ -95,7 +98,9 @@ def search(
     model = circular(ranks, max(1, inner))
     if shared_ends and ranks > 1:
         model = with_shared_ends(model)
-    given = costs_options.GivenCosts(costs, f, i, w, of="part")
+    given = costs_options.GivenCosts(
+        costs, f, i, w, b, activation=activation, freed_by_input=freed_by_input, of="part"
+    )
     of_model = given.of_model()
     if of_model is not None and shared_ends:
         if limits_of("--memory-limit", memory_limit)[1]:
