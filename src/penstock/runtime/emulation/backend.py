@@ -181,7 +181,7 @@ class EmulatedStart:
         """Never told without waiting: it takes its time only then."""
         return False
 
-    def settle(self) -> None:
+    def wait_alone(self) -> None:
         self.wait()
 
 

@@ -31,7 +31,7 @@ class Started(Protocol):
     def done(self) -> bool:
         """Whether it has ended, as far as that can be told without waiting."""
 
-    def settle(self) -> None:
+    def wait_alone(self) -> None:
         """Waits for its end where nothing else goes on meanwhile. Raises DeadlineExceeded."""
 
 
@@ -60,7 +60,7 @@ class Stream(Protocol):
     def ended(self) -> list[EndedOp]:
         """Those that ended since the last call. Raises what went wrong."""
 
-    def settle(self) -> bool:
+    def wait_for_first(self) -> bool:
         """Waits for the first op under way, where nobody else does; whether there was one."""
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class WatchedStream:
             found.append(one)
         return found
 
-    def settle(self) -> bool:
+    def wait_for_first(self) -> bool:
         return False
 
     def close(self) -> None:
@@ -143,10 +143,10 @@ class SharedThreadStream:
             found.append(EndedOp(number, *started.wait()))
         return found
 
-    def settle(self) -> bool:
+    def wait_for_first(self) -> bool:
         if not self._open:
             return False
-        self._open[0][1].settle()
+        self._open[0][1].wait_alone()
         return True
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class Awaited:
                 return bool(getattr(self._handle, name)())
         return False
 
-    def settle(self) -> None:
+    def wait_alone(self) -> None:
         failed: list[BaseException] = []
 
         def wait() -> None:
@@ -201,7 +201,7 @@ class Awaited:
             except BaseException as error:
                 failed.append(error)
 
-        waiting = threading.Thread(target=wait, name="penstock-settle", daemon=True)
+        waiting = threading.Thread(target=wait, name="penstock-wait", daemon=True)
         waiting.start()
         waiting.join(self._timeout)
         if waiting.is_alive():

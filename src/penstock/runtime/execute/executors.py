@@ -59,7 +59,7 @@ def run_local(workers: Sequence[Worker], pause: Callable[[], bool] = nothing_com
             moved = worker.run_ready() or moved
         if all(worker.finished for worker in workers):
             return
-        if not moved and not any(worker.settle() for worker in workers) and not pause():
+        if not moved and not any(worker.wait_for_first() for worker in workers) and not pause():
             waits = "\n".join(f"  {w.stuck_on()}" for w in workers if not w.finished)
             raise RuntimeFailure(f"no rank can go on:\n{waits}\nps.check(schedule) shows the cause")
 

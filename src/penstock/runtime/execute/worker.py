@@ -151,12 +151,12 @@ class Worker:
                 self._run_beside(launched)
             moved = True
 
-    def settle(self) -> bool:
+    def wait_for_first(self) -> bool:
         """Where this rank shares its thread: waits for the first op under way; whether there was one."""
         if self._launched is not None and not self._launched.is_empty:
             self._launched.wait()
             return True
-        return self._stream is not None and self._stream.settle()
+        return self._stream is not None and self._stream.wait_for_first()
 
     def looks_again(self) -> int | None:
         """When to end a wait for messages at the latest (ns of the monotonic clock): an op may run on the device for
