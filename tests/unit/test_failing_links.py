@@ -289,7 +289,7 @@ class Changing:
         self.other, self.next = other, Settled()
         self.group: RetriedGroup = RetriedGroup(self, (0, 1), 0)
 
-    def settle(self) -> None: ...
+    def run_hooks(self) -> None: ...
 
     def lost(self, number: int, error: Exception) -> None:
         mine = self.group.freeze()

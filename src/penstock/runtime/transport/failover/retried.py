@@ -29,7 +29,7 @@ from penstock.runtime.mesh.process_group import is_late, is_of_a_group
 class Service(Protocol):
     """What changes over when a group broke."""
 
-    def settle(self) -> None:
+    def run_hooks(self) -> None:
         """In the rank's own thread: does what is to be done first after a change."""
 
     def lost(self, number: int, error: Exception) -> None:
@@ -91,7 +91,7 @@ class RetriedGroup:
     def start(self, op: Collective) -> Waiting:
         """Begins an op; every rank of the group begins the same."""
         while True:
-            self._service.settle()
+            self._service.run_hooks()
             with self._changed:
                 if not self._frozen:
                     before = next((n for n in sorted(self._begun) if not self._begun[n].done), self._num)
@@ -116,7 +116,7 @@ class RetriedGroup:
         """
         end = time.monotonic() + limit.total_seconds()
         while True:
-            self._service.settle()
+            self._service.run_hooks()
             with self._changed:
                 number, work, error = self.number, one.work, one.error
             if error is None:
@@ -168,7 +168,7 @@ class RetriedGroup:
     def _until_done(self, once: Callable[[Any], None], source: int | None = None) -> None:
         """Does something with one group, or with the next; where it was a receive, says that it was taken."""
         for _ in range(MOST_FAILURES):
-            self._service.settle()
+            self._service.run_hooks()
             with self._changed:
                 number, group, frozen = self.number, self.group, self._frozen
             error = _being_changed()

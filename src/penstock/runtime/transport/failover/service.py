@@ -93,7 +93,7 @@ class Failover:
         self._lines: list[Callable[[], None]] = []
         self._lines_by: set[int] = set()
         self.number = self._wanted = -1
-        self._owner, self._settled = threading.get_ident(), 0
+        self._owner, self._hooks_ran = threading.get_ident(), 0
         self._error: RuntimeFailure | None = None
         self._why = ""
         self._closed = False
@@ -142,7 +142,7 @@ class Failover:
         """
         self._hooks.append(hook)
         self._wakes.append(wake)
-        if self._settled > 0:
+        if self._hooks_ran > 0:
             hook()
 
     def guard_lines(self, give_up: Callable[[], None], may_use: Callable[[str], bool]) -> None:
@@ -195,9 +195,9 @@ class Failover:
 
     # The rank's own thread.
 
-    def settle(self) -> None:
-        while self._settled < self.number and threading.get_ident() == self._owner:
-            self._settled = self.number
+    def run_hooks(self) -> None:
+        while self._hooks_ran < self.number and threading.get_ident() == self._owner:
+            self._hooks_ran = self.number
             for hook in self._hooks:
                 hook()
 
