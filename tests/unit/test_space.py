@@ -185,3 +185,25 @@ def test_one_limit_at_a_time_and_of_what_the_costs_know() -> None:
     for limit in (0, -1, float("nan"), [1, 2, 3], True):
         with pytest.raises(ps.ScheduleError, match="memory_limit"):
             search_space(costs, 2, 4, memory_limit=limit)
+
+
+def test_rules_under_which_no_rank_can_go_on_are_told() -> None:
+    """Regression: where there is no limit of memory, the message could not be made."""
+
+    def stuck(name: str, placement: ps.Placement, num_microbatches: int) -> list[ps.Rules]:
+        return [ps.Rules(max_in_flight=0)]
+
+    costs = ps.Costs.uniform(4)
+    with pytest.raises(ps.ScheduleError, match=r"can run: one-to-one: under each of the rules some rank can't go on"):
+        search_space(costs, 2, 4, rules=stuck)
+    assert search_space(costs, 2, 4, shapes=[]) == search_space(costs, 2, 4), "no names are all of them"
+
+
+def test_a_model_of_too_few_layers_is_laid_where_it_can_be() -> None:
+    def model(num_stages: int) -> ps.Costs:
+        return ps.cost.costs_preset("gpt2-7b", num_stages=num_stages)
+
+    assert {name for name, _ in search_space(model, 8, 4).left_out} == {"wave", "wave+bidirectional"}
+    for ranks, shapes in ((32, None), (8, ["wave"])):
+        with pytest.raises(ps.CostError, match="it has 24 layers"):
+            search_space(model, ranks, 4, shapes=shapes)

@@ -220,7 +220,7 @@ def search_space(
     _check_names(shapes or (), layouts, num_ranks, num_parts)
     spaces: list[_Space] = []
     left_out: dict[str, str] = {}
-    chosen = {name: placement for name, placement in layouts.items() if shapes is None or name in shapes}
+    chosen = {name: placement for name, placement in layouts.items() if not shapes or name in shapes}
     uncut: list[CostError] = []
     for name, placement in chosen.items():
         try:
@@ -254,18 +254,27 @@ def search_space(
             left_out[space.name] = space.why_nothing()
     left_out = {name: left_out[name] for name in chosen if name in left_out}
     if not found and below == inf:
-        sizes = dict.fromkeys(in_bytes(each, 4) for each in totals or ())
-        limit = f"a memory of {_numbers(caps)}" if caps is not None else f"{', '.join(sizes)} per rank, all counted"
-        why = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:1])
-        others = len(left_out) - 1
-        likewise = f", and nothing fits on {others} other placement{'s' * (others > 1)}" if others else ""
-        unit = ", in the unit of the costs' activations" if caps is not None else ", or take more ranks"
-        raise ScheduleError(
-            f"no program over {num_ranks} ranks can run within {limit}: {why}{likewise}; raise the limit{unit}",
-            rule="memory",
-        )
+        raise _nothing(left_out, num_ranks, caps, totals)
     ranked = _numbered(sorted(found, key=lambda each: each.makespan))
     return Outcome(tuple(ranked), counts.tried, counts.stuck, tuple(left_out.items()))
+
+
+def _nothing(
+    left_out: dict[str, str], num_ranks: int, caps: Sequence[float] | None, totals: Sequence[float] | None
+) -> ScheduleError:
+    """Of the placements the first says why."""
+    (name, why), *others = left_out.items()
+    likewise = f", and nothing runs on {len(others)} other placement{'s' * (len(others) > 1)}" if others else ""
+    if caps is not None:
+        limit, do = f" within a memory of {_numbers(caps)}", "raise the limit, in the unit of the costs' activations"
+    elif totals is not None:
+        sizes = dict.fromkeys(in_bytes(each, 4) for each in totals)
+        limit, do = f" within {', '.join(sizes)} per rank, all counted", "raise the limit, or take more ranks"
+    else:
+        limit, do = "", "give rules that let ranks hold more"
+    return ScheduleError(
+        f"no program over {num_ranks} ranks can run{limit}: {name}: {why}{likewise}; {do}", rule="memory"
+    )
 
 
 def _costs_of(costs: Costs | Callable[[int], Costs], num_stages: int, shared_ends: bool) -> Costs:
@@ -352,8 +361,9 @@ class _Space:
 
     def why_nothing(self) -> str:
         """What keeps the placement from running within the limits."""
-        placement, costs = self.first.placement, self.first.all_costs
-        room = self.room or ()
+        placement, costs, room = self.first.placement, self.first.all_costs, self.room
+        if room is None:
+            return "under each of the rules some rank can't go on"
         if any(self.excess):
             rank = max(range(len(room)), key=lambda r: self.excess[r])
             return (
