@@ -18,7 +18,8 @@ from math import inf
 
 import penstock as ps
 from experiments.flexpipe.setups import Setup
-from penstock.planning.program_search import Found, placements_of, search_space
+from penstock.planning.program_search import Found, search_space
+from penstock.planning.program_space import placements_of
 from penstock.program.rules import Traversal
 
 BOTH = "+bidirectional"

@@ -9,7 +9,8 @@ import pytest
 
 import penstock as ps
 from penstock.library import ASYNCHRONOUS
-from penstock.planning.program_search import Outcome, fold, placements_of, search_space, work_of
+from penstock.planning.program_search import Outcome, search_space
+from penstock.planning.program_space import fold, placements_of, work_of
 
 SYNCHRONOUS = [n for n in ps.library.SCHEDULES if n not in ("distmm", "mllm", *ASYNCHRONOUS)]
 

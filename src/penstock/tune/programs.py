@@ -8,7 +8,8 @@ run for the shapes of the best library candidates only, as it takes longer than 
 from __future__ import annotations
 
 from penstock.cost import Costs, Links
-from penstock.planning.program_search import placements_of, search_space
+from penstock.planning.program_search import search_space
+from penstock.planning.program_space import placements_of
 from penstock.schedule import ScheduleError
 from penstock.train.tasks.layers import cut_layers
 from penstock.tune.profile import MessageCosts, Profile
