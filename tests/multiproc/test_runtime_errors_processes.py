@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import penstock as ps
 from packed import packed
 from penstock.runtime import RuntimeFailure
 from processes import Outcome, appears, run_ranks
+from tied_updates_loop import with_rule
 
 pytestmark = pytest.mark.multiproc
 
@@ -69,6 +71,47 @@ def test_calls_after_an_exception_say_that_the_pipeline_is_broken() -> None:
             assert "load a checkpoint" in text
             assert first.split(":")[0] in text, (first, text)
     assert "ended on rank 2 with ValueError: the third call is too much" in outcomes[2].value[1]
+
+
+def lacks_what_is_predicted(rank: int) -> list[str]:
+    """Optimizers over part of a model, and a step of the one that lacks nothing of which ops read predictions."""
+    told = []
+    x = torch.randn(8, 4)
+    for name, rule, left_out in (
+        ("spectrain", "spectrain", "0."),
+        ("pipedream", "xpipe", "0.bias"),
+        ("amdp", "xpipe", "0.w"),
+        ("pipedream", "xpipe", "1."),
+    ):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        kept = [p for each, p in model.named_parameters() if not each.startswith(left_out)]
+        kind = torch.optim.Adam if rule == "xpipe" else partial(torch.optim.SGD, momentum=0.9)
+        optimizer = kind(kept, lr=0.01)
+        schedule = with_rule(ps.build(name, 2, 8, window=1 if name != "amdp" else 2), rule)
+        try:
+            with ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), optimizer=optimizer, timeout=10) as pipe:
+                pipe.step(x, x)
+            told.append("")
+        except RuntimeFailure as error:
+            told.append(str(error))
+            assert optimizer.param_groups[0]["params"] == kept
+    return told
+
+
+@pytest.mark.slow
+def test_others_waited_for_a_rank_whose_optimizer_lacks_what_is_predicted() -> None:
+    """It found out in its first step, which others began, too."""
+    outcomes = run_ranks(2, lacks_what_is_predicted)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
+    assert outcomes[0].value == outcomes[1].value
+    whole, bias, copies, of_last = outcomes[0].value
+    assert whole == (
+        "rule 'spectrain' predicts weights that the optimizer does not have: 0.bias, 0.weight; give ps.Pipeline an "
+        "optimizer over all parameters, or freeze these before (requires_grad_(False))"
+    )
+    assert "does not have: 0.bias; give" in bias
+    assert "does not have: 0.weight; give" in copies
+    assert not of_last, "the last stage of this order reads its newest weights"
 
 
 def dies_in_rank_1(rank: int, dispatch: str) -> None:

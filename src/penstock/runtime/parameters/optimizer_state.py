@@ -72,7 +72,7 @@ class OptimizerState:
     def _make_optimizer(self, given: GivenOptimizer) -> Optimizer | None:
         """Over what is stepped here: of several copies of a stage the owner's, or every one."""
         if self.updating is not None:
-            return self.updating.make_optimizer(given)
+            return self.updating.make_optimizer(given, self._mesh.everyone)
         model = self.model
         stepped = model.owned() if self._zero else model.parameters
         return optimizer_of(given, self.replicas.owned(stepped), model.stand_ins())

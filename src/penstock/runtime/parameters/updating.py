@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.parameters.data_parallel import Replicas
 from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.local_model import LocalModel
@@ -131,11 +132,38 @@ class Updating:
             found.setdefault(given, []).extend(master for one in those for master in found.get(id(one), ()))
         return found
 
-    def make_optimizer(self, given: Callable[[list[Parameter]], Optimizer] | Optimizer | None) -> Optimizer | None:
-        """The optimizer over the masters here. Raises RuntimeFailure where the rule has no formula for it."""
+    def make_optimizer(
+        self, given: Callable[[list[Parameter]], Optimizer] | Optimizer | None, everyone: Peers
+    ) -> Optimizer | None:
+        """The optimizer over the masters here. Every process must call it.
+
+        Raises:
+            RuntimeFailure: the rule has no formula for it; or, in every process, one lacks what the rule predicts.
+        """
         optimizer = optimizer_of(given, self.masters(), self.stand_ins())
         self.rule.require(optimizer)
+        if self._needs:
+            self._require_predictable(optimizer, everyone)
         return optimizer
+
+    def _require_predictable(self, optimizer: Optimizer | None, everyone: Peers) -> None:
+        """Raises RuntimeFailure, in every process: in a step one alone would find it out, and others wait for it."""
+        known = set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = [
+            name
+            for key, weights in self.weights.items()
+            if optimizer is not None and key in self._needs
+            for name, master in weights.masters.items()
+            if any(id(stepped) not in known for stepped in self.replicas.owned([master]))
+        ]
+        lacking = sorted({name for part in everyone.gather(mine) for name in part})
+        if lacking:
+            more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+            raise RuntimeFailure(
+                f"rule {self.rule.name!r} predicts weights that the optimizer does not have: "
+                f"{', '.join(lacking[:3])}{more}; give ps.Pipeline an optimizer over all parameters, or freeze these "
+                "before (requires_grad_(False))"
+            )
 
     def begin(
         self, optimizer: Optimizer | None, rates: Sequence[float] | None, clip_norm: float | None, leave_open: bool
