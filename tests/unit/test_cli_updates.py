@@ -42,7 +42,7 @@ def test_check_tells_the_mismatch_and_the_versions(penstock: Any) -> None:
     assert json.loads(out)["checked"][0]["updates"] == {
         "window": 16, "num_updates": 4, "rule": "none", "max_mismatch": 1, "mismatch": 1,
         "mismatch_by_stage": [1] * 6 + [0, 0], "mismatched": list(range(8)), "versions": 1,
-        "versions_by_stage": [1] * 8,
+        "versions_by_stage": [1] * 8, "none_predicted": None,
     }  # fmt: skip
     code, out, _ = penstock("check pipedream --ranks 3 --microbatches 8 --window 1")
     assert out.splitlines()[-2:] == [
@@ -51,6 +51,14 @@ def test_check_tells_the_mismatch_and_the_versions(penstock: Any) -> None:
         "  Ops read weights by pipedream (a forward the newest, its backward the same again), of which a stage "
         "holds at most 3 versions (3 2 1 by stage).",
     ]
+
+
+def test_check_says_where_a_rule_predicts_nothing(penstock: Any, tmp_path: Path) -> None:
+    for window, said in ((2, False), (4, True)):
+        ps.save(ps.build("spectrain", 4, 8, window=window), tmp_path / "s.json")
+        code, out, _ = penstock(f"check {tmp_path / 's.json'}")
+        assert code == 0
+        assert out.splitlines()[-1].startswith("  Note: rule 'spectrain' predicts no weights here") == said
 
 
 def test_every_rule_is_said_in_words() -> None:

@@ -111,9 +111,11 @@ def test_microbatches_of_amdp_go_as_far_as_the_batch(tmp_path: Path, text: Path)
 )
 def test_a_rule_of_choice_on_amdps_order(train: Train, tmp_path: Path, rule: str, optimizer: str) -> None:
     """With what the rule needs: the optimizer, and its state on every copy where it predicts."""
-    updating = train("run", f"--schedule amdp --rule {rule} --steps 4 --drain-every 2")["updating"]
+    report = train("run", f"--schedule amdp --rule {rule} --steps 4 --drain-every 2")
+    updating = report["updating"]
     assert (updating["rule"], updating["proved"], updating["measured"]) == (rule, 1, 1)
     assert updating["zero"] == (rule in ("pipedream", "vnag"))
+    assert any("predicts no weights here" in each for each in report["notices"]) == (rule == "spectrain")
     saved = json.loads((tmp_path / "run/settings.json").read_text())
     assert (saved["rule"], saved["optimizer"]) == (rule, optimizer)
     train("plain", "--schedule amdp --max-mismatch 1 --steps 4 --drain-every 2")

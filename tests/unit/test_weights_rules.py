@@ -20,6 +20,7 @@ from penstock.schedule.staleness import (
     reads_of,
     tied_reads_of,
     updates_ahead,
+    why_none_is_predicted,
 )
 from penstock.schedule.updates import RULES
 
@@ -151,6 +152,24 @@ def test_steps_of_spectrain_are_the_references() -> None:
     assert [forward_steps(k, 4, 1) for k in range(4)] == [3, 2, 2, 1]
     assert [backward_steps(k, 1) for k in range(4)] == [0, 0, 1, 1]
     assert [forward_steps(k, 8, 4) for k in range(8)] == [1, 1, 1, 1, 1, 1, 1, 0]
+
+
+def test_a_rule_that_predicts_nothing_in_an_order_says_why() -> None:
+    for window in range(1, 6):
+        schedule = with_rule(ps.build("pipedream", 4, 12, window=window), "spectrain")
+        assert (why_none_is_predicted(schedule) is None) == (window < 4)
+    amdp = with_rule(ps.build("amdp", 4, 16, window=4), "spectrain")
+    assert why_none_is_predicted(amdp) == (
+        "rule 'spectrain' predicts no weights here, so that each stage reads its newest ones, as by rule 'none': it "
+        "looks at most 3 microbatches ahead, fewer than the 4 that an update gathers; shorter windows, or a rule "
+        "that counts updates (xpipe, xpipe-lr), would predict some"
+    )
+    for rule in ("spectrain", "xpipe", "xpipe-lr"):
+        drained = with_rule(ps.build("amdp", 4, 16, window=4, max_mismatch=0), rule)
+        assert "no update of a stage comes between" in (why_none_is_predicted(drained) or "")
+        assert rule == "spectrain" or why_none_is_predicted(with_rule(amdp, rule)) is None
+    assert why_none_is_predicted(with_rule(amdp, "none")) is None
+    assert why_none_is_predicted(ps.build("1f1b", 4, 8)) is None
 
 
 @pytest.mark.parametrize("b2", [0.5, 0.999])

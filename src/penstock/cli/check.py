@@ -27,6 +27,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import plural, print_json
 from penstock.schedule import needed_channel_depth, peak_in_flight
+from penstock.schedule.staleness import why_none_is_predicted
 from penstock.schedule.updates import NEWEST
 
 COUNT_DEPTH_BELOW = 20_000
@@ -127,6 +128,7 @@ def _updates_of(plan: ps.Schedule) -> dict[str, Any] | None:
         "window": updates.window,
         "num_updates": windows.num_updates,
         "rule": updates.rule,
+        "none_predicted": why_none_is_predicted(plan),
         "max_mismatch": updates.max_mismatch,
         "mismatch": max(counted.values()),
         "mismatch_by_stage": [
@@ -163,7 +165,7 @@ def _sentence(found: dict[str, Any]) -> str:
 
 def _updates_said(
     window: int, num_updates: int, rule: str, max_mismatch: int | None, mismatch: int, mismatched: list[int],
-    versions: int, versions_by_stage: list[int], **_: Any,
+    versions: int, versions_by_stage: list[int], none_predicted: str | None, **_: Any,
 ) -> list[str]:  # fmt: skip
     bound = "no bound" if max_mismatch is None else f"bound {max_mismatch}"
     noun = "microbatch" if len(mismatched) == 1 else "microbatches"
@@ -175,6 +177,7 @@ def _updates_said(
         f"{f'At most {mismatch}' if mismatch else 'None'} between a forward and its backward ({bound}){which}.",
         f"  Ops read {read}, of which a stage holds {'at most ' if versions > 1 else ''}"
         f"{plural(versions, 'version')}{held}.",
+        *([] if none_predicted is None else [f"  Note: {none_predicted}."]),
     ]
 
 

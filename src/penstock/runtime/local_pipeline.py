@@ -62,6 +62,7 @@ from penstock.runtime.transport.failover import Failover, guard
 from penstock.runtime.transport.nccl import has_spare_queue
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule.send_recv import remove_communication
+from penstock.schedule.staleness import why_none_is_predicted
 
 
 class LocalPipeline:
@@ -159,6 +160,8 @@ class LocalPipeline:
         )
         self._made.callback(_leave, held)
         self.notices.note(place.slower_sums(held.device))
+        if (why := why_none_is_predicted(schedule)) is not None:
+            self.notices.note([why])
         tied = {", ".join(tie.names.values()): tie.stages for tie in held.ties}
         self._combination = replace(self._combination, schedule=schedule, tied=tied, device=held.device.type)
         require_compatible(self._combination)

@@ -171,6 +171,24 @@ def predictions_of(
     }
 
 
+def why_none_is_predicted(schedule: Schedule) -> str | None:
+    """Why no stage reads predictions of its own weights, by a rule that makes some; None where any does."""
+    updates, num_stages = schedule.updates, schedule.num_stages
+    if updates is None or updates.rule not in PREDICTING or predictions_of(schedule):
+        return None
+    if not any(ahead for stage in range(num_stages) for ahead in updates_ahead(schedule, stage).values()):
+        why = "no update of a stage comes between a forward and the update of its own microbatch"
+    else:
+        why = (
+            f"it looks at most {num_stages - 1} microbatches ahead, fewer than the {updates.window} that an update "
+            f"gathers; shorter windows, or a rule that counts updates ({', '.join(BY_ADAM)}), would predict some"
+        )
+    return (
+        f"rule {updates.rule!r} predicts no weights here, so that each stage reads its newest ones, as by rule "
+        f"'none': {why}"
+    )
+
+
 def _steps_of(schedule: Schedule, stage: int) -> tuple[Callable[[int], int], int] | None:
     """How far ahead of the newest the forward of a microbatch reads, and every backward; None where nothing is."""
     rule = None if schedule.updates is None else schedule.updates.rule
