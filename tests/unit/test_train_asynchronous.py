@@ -131,7 +131,9 @@ def test_a_rule_that_predicts_with_a_tied_weight_whoever_has_the_optimizers_stat
     """All of this was refused."""
     for sharding in ("none", "copies"):
         options = f"--schedule amdp --rule xpipe --tied --steps 4 --drain-every 2 --sharding {sharding}"
-        assert train(sharding, options)["updating"]["zero"] == (sharding == "copies")
+        updating = train(sharding, options)["updating"]
+        assert updating["zero"] == (sharding == "copies")
+        assert updating["versions"] == (3 if sharding == "copies" else 2)
     assert losses(tmp_path / "none") == losses(tmp_path / "copies")
     report = train("spectrain", "--schedule spectrain --tied --steps 4 --drain-every 2")
     assert report["updating"]["rule"] == "spectrain"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import penstock as ps
@@ -56,6 +58,23 @@ def test_versions_of_a_drawn_schedule() -> None:
 def test_without_rule_or_updates_there_is_one_version_of_every_copy() -> None:
     for schedule in (ps.build("amdp", 4, 16, window=8), ps.build("chimera", 4, 8), ps.build("pipedream", 4, 8)):
         assert set(ps.schedule.count_versions(schedule).values()) == {1}
+
+
+def test_copies_without_the_optimizers_state_hold_what_they_are_sent() -> None:
+    amdp = ps.build("amdp", 4, 16, window=4)
+    assert amdp.updates is not None
+    predicting = replace(amdp, updates=replace(amdp.updates, rule="xpipe"))
+    alone = ps.schedule.count_versions(predicting)
+    assert set(alone.values()) == {2}
+    copies = ps.schedule.count_versions(predicting, sharding="copies")
+    assert copies == {(stage, k): 3 if k else 2 for stage, k in alone}
+    for sharding in ("zero1", "fsdp"):
+        assert ps.schedule.count_versions(predicting, sharding=sharding) == copies
+        in_parts = ps.schedule.count_versions(predicting, sharding=sharding, num_replicas=2)
+        assert set(in_parts.values()) == {3}
+        assert set(ps.schedule.count_versions(amdp, sharding=sharding, num_replicas=2).values()) == {1}
+    with pytest.raises(ps.ScheduleError, match="no sharding 'zero'; choose none, copies, zero1, fsdp"):
+        ps.schedule.count_versions(predicting, sharding="zero")
 
 
 @pytest.mark.parametrize("p", [2, 3, 5])

@@ -10,11 +10,13 @@ alone, as mismatch is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE
-from penstock.schedule.staleness import BY_ADAM, forward_steps, updates_ahead
-from penstock.schedule.updates import NEWEST
+from penstock.schedule.staleness import BY_ADAM, forward_steps, predictions_of, updates_ahead
+from penstock.schedule.updates import NEWEST, OWNER
 
 if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule
@@ -25,36 +27,64 @@ STASHING = ("pipedream", "vnag", "pipedream-lr")
 TWO_BUFFERS = "pipedream-2bw"
 """The rule by which microbatches of window t read what t - 1 updates made, forwards and backwards alike."""
 
+SHARDINGS = ("none", "copies", "zero1", "fsdp")
+"""Who of those that hold a stage has its optimizer's state, as `ps.ParallelOptions` has it."""
+
 Copies = dict[tuple[int, int], int]
 """Numbers by (stage, pipeline)."""
 
 
-def count_versions(schedule: Schedule) -> Copies:
+def count_versions(
+    schedule: Schedule,
+    *,
+    sharding: str = "none",
+    num_replicas: int = 1,
+    tied_stages: Sequence[Sequence[int]] = (),
+) -> Copies:
     """By (stage, pipeline), the most versions of its weights that the copy holds at once.
 
     - none: 1. Updates overwrite it.
     - pipedream, pipedream-lr, vnag: the newest, and each older one that the forward of a microbatch in flight (its B
       or I still to come) read: p - i on rank i of 1F1B with windows of one microbatch (PipeDream, section 3.3).
     - pipedream-2bw: 2, the newest and the one before (PipeDream-2BW, section 3.1).
-    - spectrain, xpipe, xpipe-lr: 2, the newest and what predictions are written to; 1 where nothing is predicted.
+    - spectrain, xpipe, xpipe-lr: 2, the newest and what predictions are written to; 1 where nothing is predicted. A
+      copy that can't predict for itself holds besides all predictions that it is sent with a version.
 
     Where no updates are ops of the schedule it is 1.
 
     Args:
         schedule: any schedule.
+        sharding: who has the optimizer's state and predicts: "none" (each copy for itself), "copies" (the owner for
+            all copies of a stage), "zero1" or "fsdp" (that, and each replica for the part that it has).
+        num_replicas: of the pipelines.
+        tied_stages: of each parameter that stages share these, ascending; the first one predicts for the others.
+
+    Raises:
+        ScheduleError: another sharding.
 
     Examples:
         >>> import penstock as ps
         >>> ps.schedule.count_versions(ps.build("pipedream", 3, 6, window=1))
         {(0, 0): 3, (1, 0): 2, (2, 0): 1}
     """
+    if sharding not in SHARDINGS:
+        raise ScheduleError(f"no sharding {sharding!r}; choose {', '.join(SHARDINGS)}", rule="options")
     copies = {(stage, k): 1 for k in range(schedule.placement.num_pipelines) for stage in range(schedule.num_stages)}
     rule = NEWEST if schedule.updates is None else schedule.updates.rule
     if rule == NEWEST:
         return copies
     if rule in STASHING:
         return _stashed(schedule, copies)
-    return {copy: 2 if rule == TWO_BUFFERS or _predicts(schedule, rule, copy[0]) else 1 for copy in copies}
+    if rule == TWO_BUFFERS:
+        return dict.fromkeys(copies, 2)
+    sent = predictions_of(schedule, tied_stages, from_owner=sharding != "none")
+    in_parts = num_replicas > 1 and sharding in ("zero1", "fsdp")
+    found = {}
+    for stage, pipeline in copies:
+        is_sent = in_parts or (pipeline != OWNER and sharding != "none")
+        ahead = sent.get((pipeline, stage), {}) if is_sent else {}
+        found[stage, pipeline] = 1 + _predicts(schedule, rule, stage) + max(map(len, ahead.values()), default=0)
+    return found
 
 
 def _predicts(schedule: Schedule, rule: str, stage: int) -> bool:

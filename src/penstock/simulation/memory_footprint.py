@@ -23,8 +23,9 @@ from penstock.renamed import refuse_old
 from penstock.schedule import Placement, Schedule, count_versions
 from penstock.schedule.op import BACKWARD, UPDATE, WEIGHT
 from penstock.schedule.short_repr import short_repr
-from penstock.schedule.staleness import PREDICTING, predictions_of
+from penstock.schedule.staleness import PREDICTING
 from penstock.schedule.updates import OWNER
+from penstock.schedule.weight_versions import SHARDINGS
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 
@@ -144,9 +145,9 @@ def footprint(
     """
     _require_weights(costs, sharding)
     timeline = simulate(schedule, costs, links=links, dispatch=dispatch, memory_limit=memory_limit)
-    versions, buffers = count_versions(schedule), count_buffers(schedule)
-    if schedule.updates is not None and schedule.updates.rule in PREDICTING:
-        versions = _with_predictions(schedule, versions, sharding, masters)
+    versions, buffers = count_versions(schedule, sharding=sharding), count_buffers(schedule)
+    if masters and schedule.updates is not None and schedule.updates.rule in PREDICTING:
+        versions |= {(stage, k): 1 for stage, k in versions if k == OWNER or sharding == "none"}
     state = _state(schedule.placement, schedule.num_ranks, costs, sharding, versions, buffers)
     peaks = zip(state, timeline.peak_activations, _message_peaks(timeline, costs), strict=True)
     return Footprint(tuple(mine._replace(activations=held, messages=messages) for mine, held, messages in peaks))
@@ -204,7 +205,7 @@ def in_bytes(value: float, digits: int = 3) -> str:
 
 
 def _require_weights(costs: Costs, sharding: str) -> None:
-    if sharding not in ("none", "copies", "zero1", "fsdp"):
+    if sharding not in SHARDINGS:
         raise CostError(f"no sharding {sharding!r}; choose none, copies, zero1 or fsdp")
     if not costs.weight_bytes:
         raise CostError(
@@ -237,20 +238,6 @@ def _state(
             optimizer=mine.optimizer + (optimizer[stage] if has_state else 0.0),
         )
     return ranks
-
-
-def _with_predictions(
-    schedule: Schedule, versions: Mapping[tuple[int, int], int], sharding: str, masters: bool
-) -> dict[tuple[int, int], int]:
-    """Versions with those predictions that a copy without the optimizer's state is sent, and holds until the next."""
-    sent = predictions_of(schedule)
-    found = {}
-    for (stage, pipeline), num in versions.items():
-        if pipeline == OWNER or sharding == "none":
-            found[stage, pipeline] = 1 if masters else num
-        else:
-            found[stage, pipeline] = num + max(map(len, sent.get((pipeline, stage), {}).values()), default=0)
-    return found
 
 
 def count_buffers(schedule: Schedule) -> dict[tuple[int, int], int]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.runtime import Pipeline
-from penstock.schedule import count_versions
+from penstock.schedule import Schedule, count_versions
 from penstock.train.bounds import bound, one_every, proved_mismatch
 from penstock.train.settings import Settings
 
@@ -51,8 +51,12 @@ class UpdateReport:
         ]
 
 
-def update_report(settings: Settings, pipe: Pipeline, num_updates: int) -> UpdateReport | None:
-    """The report on the updates of what the pipeline ran last; None where they are no ops. All ranks must call it."""
+def update_report(settings: Settings, pipe: Pipeline, num_updates: int, is_tied: bool) -> UpdateReport | None:
+    """The report on the updates of what the pipeline ran last; None where they are no ops. All ranks must call it.
+
+    Args:
+        is_tied: the first stage and the last one share a parameter.
+    """
     schedule = pipe.schedule
     if schedule.updates is None or not settings.is_asynchronous:
         return None
@@ -66,8 +70,15 @@ def update_report(settings: Settings, pipe: Pipeline, num_updates: int) -> Updat
         proved=proved_mismatch(schedule),
         measured=max(counted.values(), default=0),
         met=sum(1 for count in counted.values() if count) / max(1, len(counted)),
-        versions=max(count_versions(schedule).values(), default=1),
+        versions=most_versions(settings, schedule, is_tied),
     )
+
+
+def most_versions(settings: Settings, schedule: Schedule, is_tied: bool = False) -> int:
+    """The most versions of its weights that a copy of a stage holds in such a run."""
+    tied = [[0, schedule.num_stages - 1]] if is_tied and schedule.num_stages > 1 else []
+    counted = count_versions(schedule, sharding=settings.sharding, num_replicas=settings.dp, tied_stages=tied)
+    return max(counted.values(), default=1)
 
 
 def notices_of(settings: Settings) -> list[str]:

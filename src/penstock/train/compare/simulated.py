@@ -94,6 +94,6 @@ def simulated(settings: Settings, schedule: Schedule, costs: Costs, run: Simulat
         memory=None if held is None else held.peak,
         activations=max(timeline.peak_activations),
         mismatch=proved_mismatch(schedule),
-        versions=max(count_versions(schedule).values(), default=1),
+        versions=max(count_versions(schedule, sharding=settings.sharding).values(), default=1),
         timeline=timeline,
     )
