@@ -19,6 +19,7 @@ from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.wiring import wire
 from penstock.simulation import TimedOp, Timeline
 from penstock.train.emulated.settings import EmulatedSettings
+from tied_updates_loop import with_rule
 
 pytestmark = pytest.mark.unit
 
@@ -178,3 +179,39 @@ def test_the_command_cuts_what_updates_send() -> None:
     assert set(settings.read_costs(schedule).update_bytes) == {64e6} == {settings.most_bytes}
     assert settings.is_cut(schedule)
     assert not settings.is_cut(ps.build("1f1b", 8, 16)), "activations alone are smaller"
+
+
+def test_predictions_for_copies_are_part_of_what_updates_send() -> None:
+    """As large as that comes to, up to the cap; every copy that has the optimizer's state predicts for itself."""
+    amdp = ps.build("amdp", 8, 32, window=8)
+    schedule = with_rule(amdp, "xpipe")
+
+    def size(cap: str, sharding: str = "copies", of: ps.Schedule = schedule, update: int = 0) -> float:
+        settings = EmulatedSettings(costs="amdp-gpt", message_cap=cap, sharding=sharding)
+        costs, windows = settings.read_costs(of), of.windows
+        assert windows is not None
+        owner, other = (("U", 1, windows.number(update, pipeline)) for pipeline in (0, 1))
+        assert costs.message_size(("B", 1, 7), owner) == min(costs.update_bytes[1], settings.most_bytes)
+        return costs.message_size(owner, other)
+
+    whole = size("100GB", of=amdp)
+    assert [size("100GB", update=update) for update in range(4)] == [2 * whole, 2 * whole, whole, whole]
+    assert size("100GB", "none") == whole
+    assert size("64MB") == 64e6 < whole
+    between = f"{whole * 1.5 / 1e6:.0f}MB"
+    assert size(between) == pytest.approx(1.5 * whole, abs=1e6)
+    settings = EmulatedSettings(costs="amdp-gpt", message_cap=between)
+    assert not settings.is_cut(amdp)
+    assert settings.is_cut(schedule)
+
+
+def test_emulated_updates_send_predictions_and_take_as_long_as_simulated() -> None:
+    schedule = with_rule(ps.build("amdp", 4, 16, window=4), "xpipe")
+    costs = costs_of(schedule).with_predictions(schedule)
+    run = ps.emulate(schedule, costs, transport="direct")
+    assert run.timelines[0].executed().order == schedule.order
+    assert run.simulated[0].makespan == ps.simulate(schedule, costs).makespan
+    links = Links.parse(["0:3=bandwidth:1GB/s", "3:0=bandwidth:1GB/s"])
+    heavy, light = (ps.simulate(schedule, each, links=links) for each in (costs, costs_of(schedule)))
+    assert max(m.arrived - m.sent for m in light.messages if m.source.kind == "U" == m.target.kind) < 1999
+    assert max(m.arrived - m.sent for m in heavy.messages if m.source.kind == "U" == m.target.kind) > 1999

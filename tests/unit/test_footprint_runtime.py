@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.models import GPTConfig, build_layers
+from penstock.runtime.parameters.versions import CopyWeights
 from tied_updates_loop import with_rule
 
 pytestmark = pytest.mark.unit
@@ -107,3 +108,36 @@ def test_where_nothing_is_predicted_there_is_no_second_version() -> None:
     found = held(pipe, 12)
     assert found == expected
     assert [rank[1] > 0 for rank in found] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("sharding", ["copies", "none"])
+def test_update_messages_weigh_what_copies_are_sent(sharding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters, and behind them what XPipe's rule predicts for the copy."""
+    layers = build_layers(CONFIG, range(4), seed=0)
+    schedule = with_rule(ps.build("amdp", 4, 16, window=4), "xpipe")
+    plain = costs_of(layers, ADAM)
+    costs = replace(plain, update_bytes=plain.weight_bytes).with_predictions(schedule, sharding)
+    came: dict[tuple[int, int], int] = {}
+
+    def take_over(weights: CopyWeights, update: int, values: Sequence[torch.Tensor]) -> None:
+        came[weights._index, update] = sum(value.nbytes for value in values)
+        original(weights, update, values)
+
+    original = CopyWeights.take_over
+    monkeypatch.setattr(CopyWeights, "take_over", take_over)
+    parallel = ps.ParallelOptions(sharding=sharding)
+    with ps.Pipeline(nn.Sequential(*layers), schedule, loss_fn=loss, optimizer=ADAM, parallel=parallel) as pipe:
+        held(pipe, 16)
+    windows = schedule.windows
+    assert windows is not None
+    counted = {
+        (stage, update): costs.message_size(("U", stage, 2 * update), ("U", stage, windows.number(update, 1)))
+        for stage in range(4)
+        for update in range(4)
+    }
+    if sharding == "none":
+        assert not came
+        assert costs == replace(plain, update_bytes=plain.weight_bytes)
+        return
+    assert came == counted
+    assert [counted[0, update] / plain.weight_bytes[0] for update in range(4)] == [2, 2, 1, 1]

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.cost.errors import CostError
 from penstock.cost.overlap import Overlap
 from penstock.cost.uneven import ALL, EVEN, Array, Factors, Uneven
-from penstock.schedule.op import BACKWARD, FORWARD, INPUT, WEIGHT
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE, WEIGHT
 from penstock.schedule.short_repr import short_repr
+from penstock.schedule.staleness import predictions_of
+from penstock.schedule.updates import OWNER
 
 if TYPE_CHECKING:
-    from penstock.schedule import Placement
+    from penstock.schedule import Placement, Schedule
 
 FREED_BY_INPUT = 0.5
 """Share of a stage's activation that I frees where nothing else is said; W frees the rest."""
@@ -80,6 +82,7 @@ class Costs:
             given. They matter where a link has a bandwidth, and where messages are really sent.
         update_bytes: bytes of a stage's gradients on their way to the owner of its optimizer state, and of its
             parameters on their way back, where updates are ops of the schedule; 0 per stage where not given.
+            `with_predictions` adds what a rule predicts for other copies.
         take_over: milliseconds of an update on a copy that does not own the stage and only takes parameters over;
             0 per stage where not given.
         weight_bytes: bytes of a stage's parameters as ops read them. `ps.footprint` needs them.
@@ -296,8 +299,11 @@ class Costs:
             return self._sent(FORWARD, producer)
         if producer[0] in (BACKWARD, INPUT) and consumer[0] in (BACKWARD, INPUT):
             return self._sent(BACKWARD, consumer)
-        if consumer[0] == "U":
-            return self.update_bytes[consumer[1]] if self.update_bytes else 0.0
+        if consumer[0] == UPDATE and self.update_bytes:
+            size = self.update_bytes[consumer[1]]
+            if producer[0] != UPDATE or len(consumer) == 2 or not self.factors.message:
+                return size
+            return size * self.factors.factor("message", UPDATE, consumer[1], consumer[2])
         return 0.0
 
     def time_factors(self, kind: str, num_microbatches: int) -> Array:
@@ -361,6 +367,40 @@ class Costs:
         added = _other(dict(other), self.num_stages)
         kept = tuple(entry for entry in self.other_entries if entry[:2] not in dict(other))
         return replace(self, other=kept + added)
+
+    def with_predictions(self, schedule: Schedule, sharding: str = "copies", most: float = math.inf) -> Costs:
+        """The same costs, with what a schedule's rule predicts in the messages that take parameters to other copies.
+
+        The owner of a stage sends, with the parameters that an update made, as many bytes again for each number of
+        updates by which ops of the copy look ahead of them. Where nothing of that is sent these are the same costs.
+
+        Args:
+            schedule: what runs.
+            sharding: who has the optimizer's state; "none": each copy, which then predicts for itself.
+            most: bytes of a message at most.
+
+        Examples:
+            >>> import penstock as ps
+            >>> from dataclasses import replace
+            >>> amdp = ps.build("amdp", 4, 16, window=4)
+            >>> amdp = replace(amdp, updates=replace(amdp.updates, rule="xpipe"))
+            >>> costs = replace(ps.Costs.uniform(4), update_bytes=[1e6] * 4).with_predictions(amdp)
+            >>> [costs.message_size(("U", 0, 0), ("U", 0, 1)), costs.message_size(("B", 0, 1), ("U", 0, 0))]
+            [2000000.0, 1000000.0]
+        """
+        windows, found = schedule.windows, {} if sharding == "none" else predictions_of(schedule)
+        copies = {copy: needs for copy, needs in found.items() if copy[0] != OWNER}
+        if windows is None or not self.update_bytes or not copies:
+            return self
+        rows = [[1.0] * windows.num_ops for _ in range(self.num_stages)]
+        for (pipeline, stage), needs in copies.items():
+            size = self.update_bytes[stage]
+            for update in range(windows.num_updates):
+                factor = 1.0 + len(needs.get(update + 1, ()))
+                if size:
+                    rows[stage][windows.number(update, pipeline)] = max(1.0, min(factor, most / size))
+        uneven = self.factors
+        return replace(self, uneven=replace(uneven, message={**uneven.rows_of("message"), UPDATE: rows}))
 
     @property
     def other_entries(self) -> tuple[tuple[str, int | None, float, float], ...]:

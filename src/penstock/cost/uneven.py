@@ -34,7 +34,7 @@ _PLAIN = (FORWARD, BACKWARD, INPUT, WEIGHT, RECOMPUTE)
 _KINDS = {
     "time": "F, B, I, W, R or a registered kind",
     "activation": "F, of what it keeps and I, W and B free, or a registered kind",
-    "message": "F, of activations, or B, of their gradients",
+    "message": "F, of activations, B, of their gradients, or U, of the parameters that copies are sent",
 }
 
 
@@ -50,7 +50,8 @@ class Uneven:
         time: of durations. R takes F's factor unless it has its own; B that of its halves where only these are given.
         activation: of what a forward keeps and its backward frees. Of a registered kind it is what `Costs.other` says
             that it holds.
-        message: of the bytes sent on by a forward (F), and of their gradients coming back (B).
+        message: of the bytes sent on by a forward (F), of their gradients coming back (B), and of the parameters that
+            an update sends to another copy of a stage (U, counted by the number of the op that takes them over).
 
     Raises:
         CostError: a negative or infinite factor, no number at all, or a kind that has no factors.
@@ -178,7 +179,11 @@ def _check_kind(what: str, kind: object) -> None:
     refused: tuple[str, ...] = (UPDATE, *COMMUNICATION)
     if what == "activation":
         refused += (BACKWARD, INPUT, WEIGHT, RECOMPUTE)
-    fine = kind in (ALL, FORWARD, BACKWARD) if what == "message" else isinstance(kind, str) and kind not in refused
+    fine = (
+        kind in (ALL, FORWARD, BACKWARD, UPDATE)
+        if what == "message"
+        else isinstance(kind, str) and kind not in refused
+    )
     if not fine:
         raise CostError(f"uneven {what} of {kind!r}: give factors of {_KINDS[what]}")
 

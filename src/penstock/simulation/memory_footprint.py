@@ -144,6 +144,7 @@ def footprint(
         AMDP, section 3.4: optimizer state over several pipelines.
     """
     _require_weights(costs, sharding)
+    costs = costs.with_predictions(schedule, sharding)
     timeline = simulate(schedule, costs, links=links, dispatch=dispatch, memory_limit=memory_limit)
     versions, buffers = count_versions(schedule, sharding=sharding), count_buffers(schedule)
     if masters and schedule.updates is not None and schedule.updates.rule in PREDICTING:

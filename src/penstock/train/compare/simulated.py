@@ -78,6 +78,7 @@ def simulated(settings: Settings, schedule: Schedule, costs: Costs, run: Simulat
     A synchronous schedule updates after its last op, every rank the stages it owns, and the next step begins when the
     slowest has; an asynchronous one has its updates among the other ops.
     """
+    costs = costs.with_predictions(schedule, settings.sharding)
     timeline = simulate(schedule, costs, run.links, dispatch=run.dispatch)
     after = [0.0] * schedule.num_ranks
     if schedule.updates is None:

@@ -71,11 +71,12 @@ class EmulatedSettings(RunSettings):
         if self.sharding == "none":
             steps = [costs.duration(UPDATE, stage) for stage in range(costs.num_stages)]
             costs = dataclasses.replace(costs, take_over=steps)
-        return dataclasses.replace(
+        costs = dataclasses.replace(
             costs,
             message_bytes=[min(size, self.most_bytes) for size in costs.message_bytes],
             update_bytes=[min(size, self.most_bytes) for size in costs.update_bytes],
         )
+        return costs.with_predictions(schedule, self.sharding, self.most_bytes)
 
     def is_cut(self, schedule: Schedule) -> bool:
         """Whether messages are larger than `message_cap`. Raises SettingsError."""
@@ -83,7 +84,10 @@ class EmulatedSettings(RunSettings):
         count, sizes = schedule.num_microbatches, costs.message_bytes
         heaviest = [costs.factors.table("message", kind, costs.num_stages, count).max(axis=1) for kind in "FB"]
         sent = [size * factor for row in heaviest for size, factor in zip(sizes, row.tolist(), strict=True)]
-        sent += costs.update_bytes if schedule.updates is not None else ()
+        if schedule.windows is not None:
+            predicted = costs.with_predictions(schedule, self.sharding).factors
+            most = predicted.table("message", UPDATE, costs.num_stages, schedule.windows.num_ops).max(axis=1).tolist()
+            sent += [size * factor for size, factor in zip(costs.update_bytes, most, strict=False)]
         return max(sent) > self.most_bytes
 
     def _whole_costs(self, schedule: Schedule) -> Costs:
