@@ -189,7 +189,7 @@ class Run:
     def steps(self) -> int:
         """Steps done, once a resumed run has dropped from its metrics what it does again."""
         begun = _inode(self.folder / "metrics.jsonl") != self._begun_as
-        return len(losses(self.folder)) if begun else -1
+        return len(metrics(self.folder)) if begun else -1
 
     def wait_for(self, what: Callable[[], bool], seconds: float = START) -> None:
         end = time.monotonic() + seconds
@@ -214,14 +214,15 @@ class Run:
 
 
 def losses(folder: Path) -> list[float]:
-    """The losses in a run's metrics, one a step without a gap."""
+    """The losses in a run's metrics, one a step without a gap. There must be some: two empty lists would be equal."""
     lines = metrics(folder)
+    assert lines, f"{folder} has no losses of a run"
     assert [line["step"] for line in lines] == list(range(len(lines)))
     return [line["loss"] for line in lines]
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl."""
+    """The whole lines of metrics.jsonl; none where a run is still to begin."""
     path = folder / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

@@ -235,13 +235,23 @@ def test_resumed_from_another_folder(train: Train, tmp_path: Path, text: Path, m
     assert train("run", "--resume run --steps 4", small="")["steps"] == 4
 
 
+def test_losses_of_no_run_are_equal_to_nothing(tmp_path: Path) -> None:
+    """A test that named the wrong folders compared two empty lists."""
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "metrics.jsonl").write_text('{"step": 0')
+    for folder in ("none", "begun"):
+        assert metrics(tmp_path / folder) == []
+        with pytest.raises(AssertionError, match=f"{folder} has no losses of a run"):
+            losses(tmp_path / folder)
+
+
 @pytest.mark.usefixtures("interruptible")
 def test_interrupted_in_process(train: Train, tmp_path: Path) -> None:
     """Ctrl-C finishes the step and saves; the handler that was there before is there again."""
     folder = tmp_path / "run"
 
     def press() -> None:
-        while len(losses(folder)) < 3:
+        while len(metrics(folder)) < 3:
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -263,8 +273,8 @@ def test_in_the_background_only_sigterm_ends_it(train: Train, tmp_path: Path) ->
 
     def press() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            before = len(losses(folder))
-            while len(losses(folder)) < before + 2 and not ended.is_set():
+            before = len(metrics(folder))
+            while len(metrics(folder)) < before + 2 and not ended.is_set():
                 time.sleep(0.001)
             if not ended.is_set():
                 os.kill(os.getpid(), number)
