@@ -87,7 +87,7 @@ def test_one_pipeline_alone_cannot_tell_a_slow_stage_from_a_slow_rank(
 
 
 def test_steps_and_layers_are_taken(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(run(capsys, trace, "--steps", "10,12-13", "--layers", "4,4,4", "--json")[1])
+    found = json.loads(run(capsys, trace, "--only-steps", "10,12-13", "--layers", "4,4,4", "--json")[1])
     assert list(found["steps"]) == ["10", "12", "13"]
     assert any(each["what"].startswith("layers ") for each in found["what_ifs"])
 
@@ -96,9 +96,9 @@ def test_steps_and_layers_are_taken(trace: Path, capsys: pytest.CaptureFixture[s
     ("arguments", "code", "said"),
     [
         (["--out", "page.pdf"], 2, "give a name that ends with .html"),
-        (["--steps", "10,a"], 2, "give whole numbers, like 12,20-23"),
+        (["--only-steps", "10,a"], 2, "give whole numbers, like 12,20-23"),
         (["--column", "microbatch"], 2, "write OURS=THEIRS"),
-        (["--steps", "99"], 1, "has no step 99"),
+        (["--only-steps", "99"], 1, "has no step 99"),
     ],
 )
 def test_misuse_says_what_to_do(
