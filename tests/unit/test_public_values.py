@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import penstock as ps
 from penstock import renamed
@@ -68,6 +69,16 @@ def test_a_small_value_shows_what_was_given() -> None:
     zb = ps.build("zb", num_ranks=4, num_microbatches=12)
     assert repr(zb) == "<Schedule zb: 4 ranks, 4 stages, 12 microbatches, 144 ops>"
     assert repr(ps.simulate(zb)).startswith("<Timeline of zb: simulated, frozen, 4 ranks, 144 ops, makespan 39 ms")
+
+
+def test_the_repr_of_a_pipeline_says_what_it_runs() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    schedule, x = ps.build("zb-h1", 2, 4), torch.zeros(8, 4)
+    with ps.Pipeline(model, schedule, loss_fn=torch.nn.MSELoss(), optimizer=torch.optim.SGD) as pipe:
+        assert repr(pipe) == "<Pipeline zb-h1: 2 ranks, 2 stages, 4 microbatches; frozen dispatch, updates: 0>"
+        pipe.step(x, x)
+        assert repr(pipe).endswith("updates: 1>")
+    assert repr(pipe).endswith("updates: 1>")
 
 
 def test_ranks_tell_schedules_apart_that_have_one_repr() -> None:

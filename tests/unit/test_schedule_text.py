@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import penstock as ps
@@ -152,3 +154,26 @@ def test_rows_that_say_too_little_are_refused(text: str, message: str) -> None:
     with pytest.raises(ps.ScheduleError) as caught:
         ps.parse(text)
     assert message in str(caught.value)
+
+
+def test_rows_that_do_not_name_their_ranks_are_those_of_ranks_0_1_2() -> None:
+    named = ps.parse("rank 0 | . F0 F1 B0 B1\nrank 1 | F0 B0 F1 B1")
+    assert ps.parse(". F0 F1 B0 B1\n\n# the second rank\n  F0 B0 F1 B1") == named
+    stages = ps.parse("rank 0 | 0F0 1F0 1B0 0B0")
+    assert ps.parse("0F0 1F0 1B0 0B0") == stages
+    head, _, rows = str(named).partition("rank 0 |")
+    assert ps.parse(head + "F0 F1 B0 B1\nF0 B0 F1 B1") == ps.parse(head + "rank 0 |" + rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rank 0 | F0 B0\nF0 B0", "line 2, column 1: some rows name their rank and this one does not"),
+        ("F0 B0\n F0 b0", "line 2, column 5: 'b0' is not an op"),
+        ("0 | F0 B0", "line 1, column 1: expected"),
+        ("RANK 0 | F0 B0", "line 1, column 1: expected"),
+    ],
+)
+def test_a_row_is_either_of_cells_alone_or_names_its_rank(text: str, said: str) -> None:
+    with pytest.raises(ps.ScheduleError, match=re.escape(said)):
+        ps.parse(text)

@@ -652,6 +652,13 @@ class Pipeline:
         """
         self._life.close()
 
+    def __repr__(self) -> str:
+        schedule = self.schedule
+        return (
+            f"<Pipeline {schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+            f"{schedule.num_microbatches} microbatches; {self.dispatch.value} dispatch, updates: {self.num_updates}>"
+        )
+
     def __enter__(self) -> Pipeline:
         return self
 

@@ -4,7 +4,8 @@
     rank 1 | F0 B0 F1 B1
 
 A grid written by hand needs no more than its rows: ranks and microbatches are counted, and a stage lies on the rank
-whose row has its ops (stage r on rank r where no cell names one). Several pipelines need the lines above the rows.
+whose row has its ops (stage r on rank r where no cell names one). Rows that do not name their ranks are those of
+ranks 0, 1, 2 and so on. Several pipelines need the lines above the rows.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ _ORDER = re.compile(
     r"(?: of pipeline (?P<pipeline>[0-9]{1,7}))?: (?P<mbs>[0-9]{1,7}(?: [0-9]{1,7})*)"
 )
 _ROW = re.compile(r"rank (?P<rank>[0-9]{1,7}) *\|(?P<cells>.*)")
+_CELLS = re.compile(r"[0-9]*[A-Z][A-Z0-9_]*[0-9]\b.*|\.[. ]*(?:[0-9]*[A-Z][A-Z0-9_]*[0-9]\b.*)?")
+"""A row that does not say whose it is."""
 
 
 def parse(text: str) -> Schedule:
@@ -78,6 +81,8 @@ def parse(text: str) -> Schedule:
         >>> s = ps.parse("rank 0 | F0 F1 B0 B1\\nrank 1 | F0 B0 F1 B1")
         >>> s.num_ranks, s.num_microbatches
         (2, 2)
+        >>> ps.parse("F0 F1 B0 B1\\nF0 B0 F1 B1") == s
+        True
     """
     if not isinstance(text, str):
         raise ScheduleError(f"a grid of text is needed here, got {type(text).__name__}", rule="text")
@@ -93,6 +98,7 @@ def parse(text: str) -> Schedule:
     needs: list[Needs] = []
     updates: Updates | None = None
     orders: list[MicrobatchOrder] = []
+    unnamed: list[tuple[int, str, int]] = []
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
         if not line or line.startswith("#"):
@@ -103,7 +109,7 @@ def parse(text: str) -> Schedule:
                 continue
             if old := re.search(r"memory limit (\S+)", line):
                 _fail(number, 1, f"{old[0]!r} is 'at most {old[1]} in flight' since 0.2")
-            if not any(each.fullmatch(line) for each in (_PIPELINE, _UPDATES, _ROW)):
+            if not any(each.fullmatch(line) for each in (_PIPELINE, _UPDATES, _ROW, _CELLS)):
                 _fail(
                     number,
                     1,
@@ -158,6 +164,8 @@ def parse(text: str) -> Schedule:
             if rank in rows:
                 _fail(number, 1, f"rank {rank} is given twice")
             rows[rank] = (number, match["cells"], raw.index("|") + 2)
+        elif _CELLS.fullmatch(line):
+            unnamed.append((number, line, raw.index(line) + 1))
         else:
             _fail(
                 number,
@@ -166,6 +174,9 @@ def parse(text: str) -> Schedule:
                 f"order), got "
                 f"{line[:60]!r}",
             )
+    if rows and unnamed:
+        _fail(unnamed[0][0], 1, "some rows name their rank and this one does not; begin it like 'rank 0 | F0 B0'")
+    rows.update(enumerate(unnamed))
     if head is None:
         if not rows:
             _fail(1, 1, "the text holds no 'schedule NAME: ...' line and no row")
