@@ -80,7 +80,7 @@ def test_paths_that_nothing_can_be_written_to(
         (lambda: ps.simulate(SCHEDULE, links={(0, 1): 20.0}), "links are dict: give ps.Links"),
         (lambda: ps.plan(None, 2, 2), "costs are NoneType: give ps.Costs"),
         (lambda: ps.plan(COSTS, 2, 2, links={}), "links are dict: give ps.Links"),
-        (lambda: ps.plan(COSTS, 2, 2, placement="v"), "placement is 'v': give one of ps.placements"),
+        (lambda: ps.plan(COSTS, 2, 2, placement="v"), "no placement is named 'v': choose among"),
         (lambda: ps.parse(SCHEDULE), "a grid of text is needed here, got Schedule"),
         (lambda: ps.build(None, 2, 2), "a schedule is named by text, got NoneType"),
         (lambda: ps.load(SCHEDULE), "a file is named by text or a Path, got Schedule"),
