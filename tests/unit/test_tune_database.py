@@ -109,8 +109,8 @@ def test_what_was_measured_before_an_interrupt_is_kept(tmp_path: Path, monkeypat
 def test_a_busy_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter_module, "run_job", tune_models.Ranks(others=1.25))
     assert measured(tmp_path / "db").notices == [
-        "other programs kept up to 1.2 cores busy while nano with depth 2, microbatches of 1, 1 rank and 4 more were measured; "
-        "--fresh measures anew"
+        "other programs kept up to 1.2 cores busy while nano with depth 2, microbatches of 1, 1 rank and 4 more were "
+        "measured; --fresh measures anew"
     ]
     assert measured(tmp_path / "db").notices == []
 
