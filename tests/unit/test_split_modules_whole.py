@@ -226,6 +226,16 @@ class Counts(Chain):
         return super().forward(x)
 
 
+class CountsInABuffer(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_seen = self.num_seen + 1
+        return super().forward(x)
+
+
 class Notes(Chain):
     def between(self, x: Tensor) -> Tensor:
         self.seen.append(x)  # for somebody to look at
@@ -322,6 +332,7 @@ class Casts(Chain):
     ("kind", "line"),
     [
         (Counts, "changes its attribute 'count'.*self.count"),
+        (CountsInABuffer, "changes its attribute 'num_seen'.*self.num_seen"),
         (Notes, "changes its attribute 'seen'"),
         (Branches, "x if x.sum.. > 0 else -x"),
         (OnShape, "example=inputs.*x if x.shape.0. > 1 else -x"),

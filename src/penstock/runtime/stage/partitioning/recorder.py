@@ -509,10 +509,17 @@ def _put_back(before: dict[nn.Module, dict[str, tuple[Any, Any]]]) -> tuple[nn.M
                 own[name] = value
             now = _contents(value)
             if contents is not None and not _same(now, contents):
+                if name in _REGISTERED:  # a buffer, as its module's code names it
+                    changed = (key for key in {**contents, **now} if now.get(key) is not contents.get(key))
+                    first = first or (module, next(changed, name))
                 first = first or (module, name)
                 value.clear()
                 value.extend(contents) if isinstance(value, list) else value.update(contents)
     return first
+
+
+_REGISTERED = ("_buffers", "_parameters", "_modules")
+"""Where torch keeps what a module's code reads as attributes."""
 
 
 def _same(a: Any, b: Any) -> bool:
