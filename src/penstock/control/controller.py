@@ -531,14 +531,15 @@ class Controller:
 
     def _timed(self, ms: float) -> TimedStep:
         """The step that has just ended, which simulation can be asked of with the links and op times that it had."""
-        step, job = self._monitor.latest(self.now.delegated, ms), self._job_as_measured(self._monitor.factors)
+        step, factors = self._monitor.latest(self.now.delegated, ms), self._monitor.factors
 
         def simulated(
             configuration: Configuration, late: bool = True, sooner: Mapping[Link, float] = NO_LINKS
         ) -> float:
+            job = self._job_as_measured(factors)
             return predict(job, configuration, [step.links(sooner) if late else Links()])
 
-        return TimedStep(ms, simulated, step.least)
+        return TimedStep(ms, simulated, step)
 
     def _job_as_measured(self, factors: Factors) -> Job:
         return replace(self.job, costs=scaled(self.job.costs, factors)) if factors else self.job

@@ -28,13 +28,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from penstock.control.configuration import Configuration
 from penstock.control.events import Link
+from penstock.control.measured import LinksOfStep
 from penstock.control.robust_statistics import deviation
 from penstock.engine.tolerance import EPSILON
 
@@ -83,12 +84,17 @@ class TimedStep:
     Attributes:
         ms: what it took.
         simulated: what simulation says of it; None where links were not measured.
-        least: the smallest delay (ms) of a message, by direction of each link.
+        links: what was measured of links in it.
     """
 
     ms: float
     simulated: StepSimulation | None = None
-    least: Mapping[Link, float] = field(default_factory=dict)
+    links: LinksOfStep | None = None
+
+    @property
+    def least(self) -> Mapping[Link, float]:
+        """The smallest delay (ms) of a message, by direction of each link."""
+        return NO_LINKS if self.links is None else self.links.least
 
 
 @dataclass(frozen=True)
@@ -321,8 +327,7 @@ class ChangeTrial:
         self.void = False
         """Whether links changed since the switch, so that steps before and after it had different ones."""
         self._after: list[TimedStep] = []
-        self._num_ran = 0
-        self._decided = False
+        self._has_begun = self._decided = False
 
     @property
     def is_open(self) -> bool:
@@ -339,9 +344,10 @@ class ChangeTrial:
             The verdict, with the step that it is known after; once more where a change that stayed turns out to be
             slower after all.
         """
-        self._num_ran += 1
-        if self._num_ran > 1:
-            self._after.append(step)
+        if not self._has_begun:  # buffers and connections change in the first step
+            self._has_begun = True
+            return None
+        self._after.append(step)
         num = len(self._after)
         if self._decided:
             return self._look_again(iteration) if num == LATER else None
@@ -383,12 +389,12 @@ class ChangeTrial:
         if self.before.ran is None or self.runs is None:
             return NO_LINKS
         moved = sorted(set(self.runs.delegated) - set(self.before.ran.delegated))
-        rows = (self.before.present[-len(self._after) :], self._after)
+        rows = [[step.least for step in row] for row in (self.before.present[-len(self._after) :], self._after)]
         rises = [
-            _rise(*([step.least[way] for step in row] for row in rows))
+            _rise(*([least[way] for least in row] for row in rows))
             for link in moved
             for way in (link, link[::-1])
-            if all(row and all(way in step.least for step in row) for row in rows)
+            if all(row and all(way in least for least in row) for row in rows)
         ]
         return dict.fromkeys(moved, max(0.0, median(rises) if rises else 0.0))
 
