@@ -50,7 +50,7 @@ def main() -> None:
     of_captioner = parser.parse_args().captioned
     for number, cell in enumerate(protocol.CAPTIONED_EMULATED if of_captioner else protocol.EMULATED):
         found = captioned(*cell) if of_captioner else cell_of(*cell)  # type: ignore[arg-type]
-        add_cell("captioned_emulated" if of_captioner else "emulated", number, found)
+        add_cell("captioned_emulated" if of_captioner else "emulated", number, [0], found)
         print(found, file=sys.stderr, flush=True)
 
 

@@ -144,7 +144,7 @@ def rank() -> None:
         "predicted_gain": round(fmean(gains), 4),
     }
     sys.argv[1:] = []
-    add_cell("real", 0, found)
+    add_cell("real", 0, [0], found)
     print(found, file=sys.stderr, flush=True)
 
 

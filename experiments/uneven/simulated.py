@@ -221,7 +221,7 @@ def main() -> None:
         for number, cell in enumerate(cells):
             if asked.cell in (None, number):
                 draws = [[round(float(value), 4) for value in draw] for draw in measure(cell)]
-                add_cell(part, number, {"cell": cell, "draws": draws})
+                add_cell(part, number, range(len(draws)), {"cell": cell, "draws": draws})
                 print(part, cell, np.round(np.mean(draws, axis=0), 4).tolist(), file=sys.stderr, flush=True)
 
 

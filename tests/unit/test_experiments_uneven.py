@@ -69,3 +69,17 @@ def test_no_assignment_is_better_than_its_limits(load: Any) -> None:
         for (_, busiest, faster), (least, most) in zip(cell["draws"], limits[number]["draws"], strict=True):
             assert busiest >= least - 1e-4
             assert faster <= most + 1e-3
+
+
+def test_a_cell_has_the_record_of_its_run_with_the_numbers_of_its_draws(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    record = load("record")
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    for number in (1, 0):
+        record.add_cell("order", number, range(3), {"cell": ["zb", 8], "draws": [[1.0]] * 3})
+    cells = record.read_cells("order")
+    assert list(cells) == ["0", "1"]
+    for cell in cells.values():
+        assert set(cell) == {"commit", "command", "machine", "load", "seeds", "cell", "draws"}
+        assert cell["seeds"] == [0, 1, 2]
