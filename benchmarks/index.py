@@ -504,7 +504,7 @@ def tables() -> str:
 SAID: dict[str, tuple[str, ...]] = {
     "commit": ("commit", "commits", "now"),
     "command": ("command", "commands"),
-    "machine": ("machine", "num_processors"),
+    "machine": ("machine",),
     "load": ("load", "load_before_and_after"),
 }
 """What a result says of its run, and the names that it has in the files."""
@@ -523,16 +523,29 @@ def not_recorded() -> dict[str, list[str]]:
     for path in sorted(FOLDER.rglob("*.json")):
         name = path.relative_to(FOLDER)
         if not any(name.match(each) for each in NO_RESULTS):
-            there = set(_names(read(str(name))))
-            found[str(name)] = [what for what, names in SAID.items() if there.isdisjoint(names)]
+            found[str(name)] = [what for what in SAID if not says(read(str(name)), what)]
     return {name: missing for name, missing in found.items() if missing}
 
 
-def _names(value: Any) -> Iterator[str]:
-    """Of all that has a name in a JSON file, however deep."""
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _names(each)
-    yield from value if isinstance(value, dict) else ()
+def says(value: Any, what: str) -> bool:
+    """Whether a result says it: for all that it has, in a part of it, or in each row of a list."""
+    if isinstance(value, dict):
+        said = any(_is_good(value[name], what) for name in SAID[what] if name in value)
+        return said or any(says(part, what) for part in value.values() if isinstance(part, dict | list))
+    return bool(value) and all(isinstance(row, dict | list) and says(row, what) for row in value)
+
+
+def _is_good(value: Any, what: str) -> bool:
+    """Whether it is what its name promises. A commit is not where sources differed from it, which a `+` says."""
+    if what == "machine":
+        return isinstance(value, dict) and not {"processor", "cpu"}.isdisjoint(value)
+    if what == "commit" and isinstance(value, dict):  # with the number of rows, or by what ran there
+        value = list(value if all(isinstance(each, int) for each in value.values()) else value.values())
+    parts = value if isinstance(value, list) else [value]
+    if what == "load":
+        return bool(parts) and all(isinstance(each, int | float) for each in parts)
+    pattern = "[0-9a-f]{7,40}" if what == "commit" else "[^ ]+ .+"
+    return bool(parts) and all(isinstance(each, str) and re.fullmatch(pattern, each) for each in parts)
 
 
 def records() -> list[str]:

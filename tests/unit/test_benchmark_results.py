@@ -243,11 +243,11 @@ def test_the_index_has_every_folder_with_the_figures_of_its_results(monkeypatch:
 
 
 NOT_RECORDED = {
-    "analyze": "results", "compatibility": "gpu results", "deciders": "results", "delegate": "results",
+    "analyze": "results", "compatibility": "gpu results rules_results", "deciders": "results", "delegate": "results",
     "dispatch": "by_sigma emulated results", "emulated": "processes-stretch-2 threads-stretch-2 threads",
-    "engine": "results", "faults": "mptcp", "fuzz": "between gpu one-process planted-before",
+    "engine": "results", "faults": "mptcp results", "fuzz": "between gpu one-process planted-before",
     "gaps": "optimum results", "head_of_line": "threads", "lab": "interface links others store",
-    "late_link": "plans results", "libraries": "results", "limits": "starts", "mesh": "ddp matrix",
+    "late_link": "plans results", "libraries": "results", "limits": "results starts", "mesh": "ddp matrix",
     "peers": "peers results", "plan": "families_sample free speed tight tight_32x128 tight_8x32", "play": "results",
     "profiling": "results", "runtime": "gloo host in_turns runtime", "space": "results", "split": "compiled results",
     "tune": "results", "uneven": "assignment results times",
@@ -265,6 +265,32 @@ def test_the_index_says_what_results_do_not_record_and_no_file_joins_them(monkey
         found.setdefault(folder, []).append(file.removesuffix(".json"))
     said = {folder: set(files.split()) for folder, files in NOT_RECORDED.items()}
     assert {folder: set(files) for folder, files in found.items()} == said, "take what was run again out of the list"
+
+
+def test_a_result_says_its_run_only_where_every_row_does_and_from_sources_as_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Any row's load once counted for the whole file, words counted for a load, and a commit with changes did."""
+    says = script("", monkeypatch, "index.py").says
+    run = {
+        "commit": "0123abc" * 5 + "01234",
+        "command": "python a.py",
+        "machine": {"processor": "x"},
+        "load": [1, 2, 3],
+    }
+    for what in run:
+        for whole in (run, {"record": run, "rows": [{"a": 1}]}, {"rows": [run, run]}, [run]):
+            assert says(whole, what)
+        without = {name: each for name, each in run.items() if name != what}
+        for part in (without, {"rows": [run, without]}, [without], [], {"rows": []}):
+            assert not says(part, what)
+    assert says({"commits": {run["commit"]: 2000}}, "commit")
+    assert says({"commits": {"zb": run["commit"]}}, "commit")
+    for what, value in (
+        ("commit", f"{run['commit']}+"), ("commit", ""), ("commits", {f"{run['commit']}+": 3}), ("commits", {}),
+        ("command", ""), ("machine", {"cpus": 2}), ("machine", {}), ("load", "beside other work"), ("load", []),
+    ):  # fmt: skip
+        assert not says({what: value}, what.removesuffix("s"))
 
 
 def test_the_index_has_commands_that_the_folders_readmes_have(monkeypatch: pytest.MonkeyPatch) -> None:
