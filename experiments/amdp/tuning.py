@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 
 from experiments.amdp import RESULTS
 from experiments.amdp.learning import Method, Task, shown, train
-from experiments.common.results import Row, save, table
+from experiments.common.command import options
+from experiments.common.results import Row, load, save, table
 
 TASK = Task(num_batches=400, every=400, samples=32)
 RATES = {
@@ -50,12 +51,13 @@ def best(rows: Sequence[Row], like: Row) -> Row:
 
 
 def main() -> None:
+    given = options(__doc__, RESULTS, show=True).parse_args()
     found: list[Row] = []
-    for row in rows():
+    for row in () if given.show else rows():
         found.append(row)
         print(f"{row['optimizer']} {row['peak']:g}: {shown(row['final'])} ({row['seconds']:.0f} s)", flush=True)
-        save(RESULTS, "tuning", found, seeds=[TASK.seed], batches=TASK.num_batches)
-    print("\n".join(lines(found)))
+        save(given.out, "tuning", found, seeds=[TASK.seed], batches=TASK.num_batches)
+    print("\n".join(lines(load(given.out, "tuning"))))
 
 
 if __name__ == "__main__":

@@ -181,3 +181,23 @@ def test_a_steady_share_is_that_of_a_long_run(load: Any) -> None:
     )
     work = 8 * (sum(costs.f) + sum(costs.b))
     assert short["busy"] == pytest.approx(work * 40 / (4 * (then - first)))
+
+
+def test_tuning_writes_where_it_is_told_and_shows_what_is_there(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = load("tuning")
+    row = {"optimizer": "AdamW", "peak": 0.004, "final": 1.75, "seconds": 3.0}
+    committed = (FOLDER / "results" / "tuning.json").read_bytes()
+    monkeypatch.setattr(module, "rows", lambda: iter([row]))
+    monkeypatch.setattr("sys.argv", ["tuning", "--out", str(tmp_path)])
+    module.main()
+    assert results.load(tmp_path, "tuning") == [row]
+    assert results.facts(tmp_path, "tuning")["record"]["seeds"] == [module.TASK.seed]
+    first = capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["tuning", "--show", "--out", str(tmp_path)])
+    module.main()
+    shown = capsys.readouterr().out
+    assert first.endswith(shown)
+    assert "1.75" in shown
+    assert (FOLDER / "results" / "tuning.json").read_bytes() == committed
