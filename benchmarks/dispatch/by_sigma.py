@@ -1,6 +1,7 @@
 """How good a choice of policy can be that knows of jitter its sigma alone: see README.md.
 
     python benchmarks/dispatch/by_sigma.py
+    python benchmarks/dispatch/by_sigma.py --readme      writes the table there from by_sigma.json
 
 The cases are those of the row "jitter" in `run.py`: the same schedules, seeds and draws. It takes about two minutes.
 """
@@ -9,13 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import run as benchmark
 
 import penstock as ps
+from penstock.bench.readme import markdown, write_between
 from penstock.bench.record import record
 from penstock.engine.network import Array
 from penstock.simulation.auto import choose, jittered
@@ -71,10 +74,32 @@ def over_frozen(given: benchmark.Problem) -> dict[str, list[float]]:
     }
 
 
+WORDS = {
+    "auto": "auto: eight draws of its own",
+    "expected, of three": f"least expected, of frozen, hinted, class first: {NUM_FRESH} draws of its own",
+    "expected, of all": "least expected, of all five",
+    "told the draws' mean, of three": "told the mean over the five draws that are measured, of three",
+    "told the draws' mean, of all": "the same, of all five",
+    "told each draw, of three": "told each draw (*best of three*)",
+    "told each draw, of all": "told each draw, of all five",
+}
+
+
+def table(ways: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The table of README.md."""
+    body = [[said, f"{ways[name]['mean']:.4f}", f"{ways[name]['worst']:.2f}"] for name, said in WORDS.items()]
+    return markdown(["how the policy is chosen", "mean", "worst"], body)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("by_sigma.json"))
+    parser.add_argument("--readme", action="store_true", help="only write the table of README.md")
     asked = parser.parse_args()
+    if asked.readme:
+        ways = json.loads(asked.out.read_text())["ways"]
+        write_between(Path(__file__).with_name("README.md"), "by sigma", table(ways))
+        return
     known = record()
     found: dict[str, list[float]] = {}
     for given in benchmark.problems():

@@ -1,6 +1,7 @@
 """Orders that need no machine code to be found, beside list scheduling, which does: see README.md.
 
-    python benchmarks/limits/starts.py
+    python benchmarks/limits/starts.py               with machine code on disk, or the plan has no time for its bound
+    python benchmarks/limits/starts.py --readme      writes the table there from starts.json
 
 The problems are those of `run.py`. Every makespan is simulated, and stands over the bound that `ps.plan` proves in
 ten seconds with machine code.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import run as benchmark
 
 import penstock as ps
 from penstock.bench.plan import draw
+from penstock.bench.readme import markdown, write_between
 from penstock.bench.record import record
 from penstock.engine.list_by_values import ListSpace
 from penstock.planning.in_step import in_step
@@ -50,10 +53,26 @@ def over_bound(num_ranks: int, num_microbatches: int) -> dict[str, float | None]
     return {name: None if value is None else round(value, 4) for name, value in found.items()}
 
 
+def table(gaps: Mapping[str, Mapping[str, float | None]]) -> list[str]:
+    """The table of README.md."""
+    names = [name for name in next(iter(gaps.values())) if name != "plan"]
+    body = [[name, *(_shown(each[name]) for each in gaps.values())] for name in names]
+    return markdown(["", *gaps], body)
+
+
+def _shown(gap: float | None) -> str:
+    return "too much held" if gap is None else f"{gap:.1%}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("starts.json"))
+    parser.add_argument("--readme", action="store_true", help="only write the table of README.md")
     asked = parser.parse_args()
+    if asked.readme:
+        gaps = json.loads(asked.out.read_text())["gaps"]
+        write_between(Path(__file__).with_name("README.md"), "starts", table(gaps))
+        return
     results: dict[str, Any] = {
         **record(),
         "gaps": {f"{ranks}x{num}": over_bound(ranks, num) for ranks, num in benchmark.SIZES},

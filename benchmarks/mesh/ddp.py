@@ -1,6 +1,7 @@
 """Data parallelism under a split backward: torch's DDP beside ours, and both beside one process.
 
     python benchmarks/mesh/ddp.py --out benchmarks/mesh/ddp.json
+    python benchmarks/mesh/ddp.py --readme      writes the table of README.md from ddp.json
 
 Two replicas of a pipeline of two ranks run the same network on the same batch, each replica half of it. Torch's side
 is `torch.distributed.pipelining` with every stage in DistributedDataParallel; both sides have equal microbatches, so
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZB
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
+from penstock.bench.readme import markdown, write_between
 from penstock.bench.record import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -127,10 +130,25 @@ def apart(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The table of README.md; in bold what is no rounding."""
+    body = [[row["schedule"], row["side"], *(_shown(row[what]) for what in FAR)] for row in rows]
+    return markdown(["schedule", "side", "between the replicas", "from one process"], body)
+
+
+def _shown(far: float) -> str:
+    return "0" if far == 0 else f"**{far:.1f}**" if far > 1e-3 else f"{far:.1e}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a JSON file to write")
+    parser.add_argument("--readme", action="store_true", help="only write the table of README.md")
     given = parser.parse_args()
+    if given.readme:
+        folder = Path(__file__).parent
+        write_between(folder / "README.md", "ddp", table(json.loads((folder / "ddp.json").read_text())["rows"]))
+        return
     torch.set_num_threads(1)
     outcomes = run_ranks(PP * DP, compare)
     if failed := [outcome.text for outcome in outcomes if outcome.code != 0]:

@@ -1,6 +1,7 @@
 """Every mesh of four and of eight processes, drawn again and again: how far each is from one process.
 
     python benchmarks/mesh/matrix.py --rounds 20 --out benchmarks/mesh/matrix.json
+    python benchmarks/mesh/matrix.py --readme      writes the table of README.md from matrix.json
 
 In each round a GPT, a BERT and a CLIP run over every split of the processes into pp x dp x tp, each under a schedule,
 a batch and options that Hypothesis draws (tests/mesh_cases.py). All jobs of a size run in one start of the processes.
@@ -13,7 +14,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from penstock.bench.readme import markdown, write_between
 from penstock.bench.record import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -70,7 +72,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds that one start may take")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
+    parser.add_argument("--readme", action="store_true", help="only write the table of README.md")
     given = parser.parse_args()
+    if given.readme:
+        folder = Path(__file__).parent
+        jobs_found = json.loads((folder / "matrix.json").read_text())["jobs"]
+        write_between(folder / "README.md", "matrix", largest(jobs_found))
+        return
     torch.set_num_threads(1)
     sizes: dict[str, list[dict[str, Any]]] = {}
     problems: list[str] = []
@@ -89,6 +97,28 @@ def main() -> None:
         result = {**record(), "tolerance": TOLERANCE}
         given.out.write_text(json.dumps({**result, "problems": problems, "jobs": sizes}, indent=1) + "\n")
     sys.exit(bool(problems))
+
+
+def mesh_of(split: Sequence[int]) -> str:
+    """What a split of pp x dp x tp has beside its pipelines, in words."""
+    _, dp, tp = split
+    if tp == 1:
+        return "pipelines alone" if dp == 1 else "replicas, no shards"
+    return "shards, no replicas" if dp == 1 else "both"
+
+
+def largest(sizes: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """The table of README.md: the largest differences by processes and kind of mesh."""
+    body = []
+    for processes, rows in sizes.items():
+        for mesh in ("pipelines alone", "replicas, no shards", "shards, no replicas", "both"):
+            mine = [row for row in rows if mesh_of(row["split"]) == mesh]
+            splits_found = {tuple(row["split"]) for row in mine}
+            found = [max(row[part] for row in mine) for part in PARTS]
+            cells = [f"{each:.0e}" if each else "0" for each in found]
+            body.append([processes, mesh, str(len(splits_found)), str(len(mine)), *cells])
+    head = ["processes", "mesh", "splits", "jobs", "loss", "gradient", "norm", "after an update", "evaluation"]
+    return markdown(head, body)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> None:

@@ -73,9 +73,6 @@ def test_a_case_is_measured_again_alike(bench: ModuleType, results: Any) -> None
 def test_no_choice_by_sigma_alone_is_as_good_as_one_that_knows_the_draws() -> None:
     """Not even one that is told which policy is best on average over the draws that are measured."""
     ways = json.loads((FOLDER / "by_sigma.json").read_text())["ways"]
-    readme = (FOLDER / "README.md").read_text()
-    for found in ways.values():
-        assert found["cases"] == 1200
-        assert f"| {found['mean']:.4f} | {found['worst']:.2f} |" in readme
+    assert {found["cases"] for found in ways.values()} == {1200}
     assert ways["told each draw, of three"]["mean"] < ways["told the draws' mean, of all"]["mean"]
     assert ways["auto"]["mean"] <= ways["expected, of three"]["mean"] + 0.0005

@@ -208,6 +208,26 @@ def test_rank_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(next(row["peak"] for row in found["own"] if "given back" in row["case"])) < 0.6
 
 
+@pytest.mark.parametrize(
+    ("folder", "file", "part", "table", "name"),
+    [
+        ("mesh", "matrix", "jobs", "largest", "matrix"),
+        ("mesh", "ddp", "rows", "table", "ddp"),
+        ("limits", "starts", "gaps", "table", "starts"),
+        ("dispatch", "by_sigma", "ways", "table", "by sigma"),
+    ],
+)
+def test_a_table_is_what_its_script_makes_of_the_results(
+    folder: str, file: str, part: str, table: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (BENCHMARKS / folder / "run.py").exists():  # which the script beside it imports
+        monkeypatch.setitem(sys.modules, "run", script(folder, monkeypatch))
+    found = json.loads((BENCHMARKS / folder / f"{file}.json").read_text(encoding="utf-8"))[part]
+    readme = (BENCHMARKS / folder / "README.md").read_text(encoding="utf-8")
+    made = getattr(script(folder, monkeypatch, f"{file}.py"), table)(found)
+    assert between(readme, name).splitlines() == made
+
+
 TUNED = ("tune.md", "bench.md")
 
 
