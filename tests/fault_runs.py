@@ -83,7 +83,7 @@ def points() -> list[Fault]:
             ("penstock.runtime.pipeline:Pipeline.reconfigure", (1, 2)),
             ("penstock.runtime.local_pipeline:running", (2, 3)),
             ("penstock.runtime.pipeline:Pipeline._switch", (1, 2)),
-            ("penstock.runtime.execute.step_executor:StepExecutor.run", (4, 7)),
+            ("penstock.runtime.execute.executors:StepExecutor.run", (4, 7)),
             ("penstock.runtime.execute.worker:Worker.run_ready", (8,)),
         ),
         "delegating": (

@@ -18,7 +18,8 @@ from packed import packed
 from penstock.control import replay
 from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
-from penstock.runtime.adapt import agent, rendezvous
+from penstock.runtime.adapt import agent
+from penstock.runtime.adapt import store as adapt_store
 from penstock.runtime.mesh import clock
 from processes import run_ranks
 
@@ -202,7 +203,7 @@ def drifting(rank: int) -> list[int]:
     second, shift = 10**9, [3 * rank]
     clock.clock_name = lambda: f"host {rank}"  # type: ignore[assignment]
     clock.time = SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + shift[0] * second)  # type: ignore[assignment]
-    rendezvous.clock_name = clock.clock_name
+    adapt_store.clock_name = clock.clock_name
     agent.COMPARED = 4
     pipe = pipeline(ps.AdaptOptions(), None)
     found = list(pipe._agent._rendezvous.ahead)  # type: ignore[union-attr]

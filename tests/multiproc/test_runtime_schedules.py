@@ -10,7 +10,7 @@ from torch import nn
 
 import penstock as ps
 import penstock.runtime.stage.split_backward.slot as slot_module
-from penstock.runtime.execute import active_plan
+from penstock.runtime.execute import plan as step_plan
 from processes import run_ranks
 from runtime_cases import Case, Plain, batches, compare_case, mlp, plain_case
 from tiers import in_turn
@@ -71,7 +71,7 @@ def test_bitwise(ranks: int) -> None:
 
 def run_auto(rank: int) -> list[str]:
     if rank:
-        active_plan.choose_policy = None  # type: ignore[assignment]  # whoever simulates here fails
+        step_plan.choose_policy = None  # type: ignore[assignment]  # whoever simulates here fails
     schedule = ps.build("zb-h1", 2, 8)
     torch.manual_seed(3)
     case = Case(nn.Sequential(*(mlp() for _ in range(3))), batches(8, 3, 8))

@@ -18,8 +18,7 @@ from penstock.control.events import event_from_json
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt import Agent, MeasuredStep, agent
 from penstock.runtime.adapt.coordinator import RunSetting
-from penstock.runtime.adapt.rendezvous import Rendezvous
-from penstock.runtime.adapt.store import InProcessStore, Store, StoreLost
+from penstock.runtime.adapt.store import InProcessStore, Rendezvous, Store, StoreLost
 from penstock.runtime.transport.transfer_record import TransferRecord
 
 pytestmark = pytest.mark.unit

@@ -20,8 +20,7 @@ from test_adapt_agents import COSTS, HEALTHY, LATE, NUM_RANKS, START, Group, gro
 
 import penstock as ps
 from penstock.control import Sensitivity
-from penstock.runtime.adapt.coordinator import ControllerProcess
-from penstock.runtime.adapt.run_log import CONTROL, ITERATIONS, TIMELINES, RunLog
+from penstock.runtime.adapt.coordinator import CONTROL, ITERATIONS, TIMELINES, ControllerProcess, RunLog
 from penstock.runtime.adapt.store import InProcessStore, StoreLost, open_store
 from stores import Server, running
 

@@ -14,9 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.runtime.mesh.collective import AllGather, AllReduce, Broadcast, Collective, Reduce, ReduceScatter
-from penstock.runtime.mesh.process_group import is_late
-from penstock.runtime.transport.failover.gloo_groups import GlooDevice
+from penstock.runtime.mesh.collective import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Collective,
+    Reduce,
+    ReduceScatter,
+    is_late,
+)
+from penstock.runtime.transport.failover.service import GlooDevice
 
 NUM_RANKS = 3
 SIZE = 5

@@ -21,7 +21,7 @@ from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.execute.async_ops import Awaited
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.gang import Gang
-from penstock.runtime.execute.handlers.null import NullBackend
+from penstock.runtime.execute.handlers.backend import NullBackend
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox

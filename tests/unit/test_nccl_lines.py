@@ -14,7 +14,7 @@ import torch
 
 import penstock as ps
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
-from penstock.runtime.mesh.process_group import explain
+from penstock.runtime.mesh.collective import explain
 from penstock.runtime.transport import nccl
 from penstock.runtime.transport.channel import ChannelKey, Incoming, Outgoing
 from penstock.runtime.transport.nccl import DeviceLines, OnALine, lines_of, may_use, require_queues

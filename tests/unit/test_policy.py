@@ -11,8 +11,8 @@ import penstock as ps
 from penstock.cost import Links
 from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, Policy
-from penstock.runtime.execute import active_plan
-from penstock.runtime.execute.active_plan import dispatch_of
+from penstock.runtime.execute import plan as step_plan
+from penstock.runtime.execute.plan import dispatch_of
 from penstock.runtime.mesh.peers import LocalPeers
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulation.auto import POLICIES, choose_policy, jittered
@@ -156,7 +156,7 @@ def test_one_process_simulates_and_tells_the_others(monkeypatch: pytest.MonkeyPa
     assert dispatch_of("auto", schedule, costs, TransportChoice(), peers=LocalPeers(4)) is Dispatch.HINTED
     second = SecondOfTwo(2)
     second.here = (1,)
-    monkeypatch.setattr(active_plan, "choose_policy", None)  # whoever simulates fails
+    monkeypatch.setattr(step_plan, "choose_policy", None)  # whoever simulates fails
     assert dispatch_of("auto", schedule, costs, TransportChoice(), peers=second) is Dispatch.HINTED
     assert told == [None]
 

@@ -17,7 +17,7 @@ from penstock.dispatch import Dispatcher
 from penstock.draw import to_svg
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.execute.executors import run_local
-from penstock.runtime.execute.handlers.null import NullBackend
+from penstock.runtime.execute.handlers.backend import NullBackend
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import penstock as ps
 import penstock.runtime.stage.split_backward.slot as slot_module
 from penstock.runtime.execute.notices import Notices
-from penstock.runtime.stage.split_backward.share import HOOKED, HOOKED_MODULE, NO_RULE, TOO_SMALL, USED_OTHERWISE
+from penstock.runtime.stage.split_backward.stage import HOOKED, HOOKED_MODULE, NO_RULE, TOO_SMALL, USED_OTHERWISE
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.process_group import let_go_of_defaults
+from penstock.runtime.mesh.collective import let_go_of_defaults
 
 
 @pytest.fixture

@@ -30,21 +30,19 @@ from penstock.runtime.compatibility import (
     why_nodes_stay,
 )
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.active_plan import ActivePlan, dispatch_of, require_switchable, running, start_of
 from penstock.runtime.execute.enable_split import split_stages
+from penstock.runtime.execute.executors import StepExecutor
 from penstock.runtime.execute.launched_ops import AHEAD
 from penstock.runtime.execute.lockstep import lockstep_of
 from penstock.runtime.execute.notices import Notices
-from penstock.runtime.execute.plan import StepPlan
-from penstock.runtime.execute.step_executor import StepExecutor
+from penstock.runtime.execute.plan import ActivePlan, StepPlan, dispatch_of, require_switchable, running, start_of
 from penstock.runtime.execute.torch_devices import TorchDevices
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.mesh.nodes import Nodes, require_order
 from penstock.runtime.mesh.peers import GroupPeers, require_same, schedule_digest
 from penstock.runtime.mesh.process_mesh import read_mesh
-from penstock.runtime.parameters.data_parallel import reductions_of, with_reductions, without_reductions
-from penstock.runtime.parameters.late_rings import LateRing
+from penstock.runtime.parameters.data_parallel import LateRing, reductions_of, with_reductions, without_reductions
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.stage.cut import stages_of

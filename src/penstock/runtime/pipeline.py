@@ -31,16 +31,16 @@ from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import state_of
 from penstock.runtime.checkpoint.user_state import Stateful
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
-from penstock.runtime.execute.active_plan import ActivePlan, require_free
 from penstock.runtime.execute.enable_split import deferred_shares, little_deferred, stay_on_device
+from penstock.runtime.execute.plan import ActivePlan, require_free
 from penstock.runtime.execute.step_result import StepEnd, StepResult
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
 from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.mesh.nodes import device_mesh_of, end_groups
 from penstock.runtime.mesh.peers import require_same
+from penstock.runtime.parameters.data_parallel import probed_besides
 from penstock.runtime.parameters.given_optimizer import goes_on_as, kept_groups, require_alike
-from penstock.runtime.parameters.late_rings import probed_besides
 from penstock.runtime.parameters.optimizer_state import GivenOptimizer, gradient_bytes
 from penstock.runtime.stage.branches import has_many_ends, is_plain
 from penstock.runtime.stage.cut import evaluating

@@ -4,11 +4,10 @@ rank: report ------> store -----> rank 0: coordinator --> its controller's proce
   ^                                                                     |
   +--- vote: the step's own collective <--- plans <---- store <---------+
 
-agent            each process's part                report                     what a rank measured, put together
-coordinator      rank 0's part, and the process of the controller, beside the training
-vote             all run a new plan, or none        rendezvous                 which store, and by whose clock
-options          what the user says                 run_log                    what is kept of it, in a folder
-store            queues of bytes between ranks, retries, and how long it was silent
+agent         each process's part                   report   what a rank measured, put together
+coordinator   rank 0's part, the controller's process beside the training, and what is kept of the run
+vote          all run a new plan, or none           options  what the user says
+store         queues of bytes between ranks: which store, by whose clock, retries, and how long it was silent
 """
 
 from penstock.runtime.adapt.agent import Agent, NodeProbes, PreparedPlan, start_agent

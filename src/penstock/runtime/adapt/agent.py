@@ -26,9 +26,8 @@ from penstock.control.events import Link, Probed
 from penstock.cost import Costs, Mesh
 from penstock.runtime.adapt.coordinator import Coordinator, NumberedPlan, RunSetting
 from penstock.runtime.adapt.options import AdaptOptions
-from penstock.runtime.adapt.rendezvous import Rendezvous, meet
 from penstock.runtime.adapt.report import MeasuredStep, report_of
-from penstock.runtime.adapt.store import StoreClient
+from penstock.runtime.adapt.store import Rendezvous, StoreClient, meet
 from penstock.runtime.adapt.vote import REFUSED, STOPPED, Vote, agree, short_digest
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers

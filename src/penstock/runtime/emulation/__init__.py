@@ -5,8 +5,8 @@
     pipeline: the step executor of `execute/` over them, ranks as threads or processes; it steps, switches and adapts
     mesh: replicas of that pipeline, and rings that add up their gradients by the clock
 
-backend     what an op takes: handlers and costs       emulated_run, processes   one call for a whole run
-mesh        replicas, and the rings of their sums      pipeline                  it steps, switches, adapts
+backend     what an op takes: handlers and costs       emulated_run   one call for a whole run
+mesh        replicas, and the rings of their sums      pipeline       it steps, switches, adapts
 
 What a rank decides, how its messages travel, where ranks meet and how a run is measured and adapts is the runtime's
 own (`execute/`, `transport/`, `adapt/`). What is here besides the handlers, and why:
@@ -14,5 +14,5 @@ own (`execute/`, `transport/`, `adapt/`). What is here besides the handlers, and
 - `EmulatedPipeline` is not `Pipeline`: nearly all that a pipeline is, is what a model needs (stages, optimizer,
   batches, checkpoints, evaluation), and nothing of that is here. What both do they have from the same functions.
 - `EmulatedRing` sends chunk after chunk by the clock, where training calls torch's collectives and has late links
-  computed (`parameters/late_rings.py`): a ring that was computed could not be compared with the simulated one.
+  computed (`parameters/data_parallel.py`): a ring that was computed could not be compared with the simulated one.
 """

@@ -25,7 +25,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.gang import Barrier, Gang
 from penstock.runtime.execute.handlers.backend import Handler
 from penstock.runtime.execute.plan import StepPlan
-from penstock.runtime.parameters.late_rings import sleep_until
+from penstock.runtime.parameters.data_parallel import sleep_until
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.transfer_record import SHORTEST_WAIT
 from penstock.runtime.transport.wiring import WiredOp, Wiring

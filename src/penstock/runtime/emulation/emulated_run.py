@@ -4,14 +4,19 @@
     run.timelines[0].makespan, run.simulated[0].makespan, run.median_error
 
 One thread per rank in this process; or one process per rank where torch.distributed is set up with several. A rank
-sleeps through its ops, so that two cores stand for sixteen accelerators.
+sleeps through its ops, so that two cores stand for sixteen accelerators. `emulate_processes` starts a process per
+rank, whose messages pass through gloo; each runs `python -m penstock.runtime.emulation.emulated_run FOLDER`.
 """
 
 from __future__ import annotations
 
+import pickle
 import statistics
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock.control import Configuration
@@ -21,11 +26,43 @@ from penstock.renamed import refuse_old
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.emulation.pipeline import KEYWORDS, EmulatedPipeline
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.launch import init_process, launch
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
 from penstock.schedule.short_repr import short_repr
 from penstock.schedule.text import ranks_together
 from penstock.simulation import Timeline
+
+ORDER, RESULT = "order", "result"
+
+
+def emulate_processes(schedule: Schedule, costs: Costs, *, timeout: float = 60.0, **options: Any) -> Emulation:
+    """As `emulate`, with one process per rank, which end with it.
+
+    Raises:
+        RuntimeFailure: a rank failed; what it said is on stderr.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-emulate-") as name:
+        folder = Path(name)
+        (folder / ORDER).write_bytes(pickle.dumps((schedule, costs, timeout, options)))
+        code = launch(["-m", "penstock.runtime.emulation.emulated_run", name], schedule.num_ranks)
+        if code != 0:
+            raise RuntimeFailure(f"the emulated ranks ended with exit code {code}; the messages above say why")
+        found: Emulation = pickle.loads((folder / RESULT).read_bytes())
+        return found
+
+
+def main(folder: Path) -> None:
+    """One rank. The folder is one that `emulate_processes` made and filled."""
+    schedule, costs, timeout, options = pickle.loads((folder / ORDER).read_bytes())
+    rank, _ = init_process(timeout)
+    found = emulate(schedule, costs, timeout=timeout, **options)
+    if rank == 0:
+        (folder / RESULT).write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from penstock.runtime.emulation.pipeline import EmulatedPipeline, EmulatedStep
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.executors import run_threads
 from penstock.runtime.mesh.peers import LocalPeers
-from penstock.runtime.parameters.late_rings import sleep_until
+from penstock.runtime.parameters.data_parallel import sleep_until
 from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
 from penstock.runtime.transport.conditioned import Conditions
 from penstock.schedule import Op

@@ -24,11 +24,10 @@ from penstock.runtime.adapt import AdaptOptions, Vote, start_agent
 from penstock.runtime.compatibility import allowed_adaptation, require_runnable
 from penstock.runtime.emulation.backend import EmulatedDevices, Ended
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.active_plan import ActivePlan, dispatch_of, require_free, require_switchable, running
-from penstock.runtime.execute.executors import RankThreads
+from penstock.runtime.execute.executors import RankThreads, StepExecutor
 from penstock.runtime.execute.gang import ProcessBarrier
 from penstock.runtime.execute.notices import Notices
-from penstock.runtime.execute.step_executor import StepExecutor
+from penstock.runtime.execute.plan import ActivePlan, dispatch_of, require_free, require_switchable, running
 from penstock.runtime.execute.timeline import measured_of, measured_timeline
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.mesh.peers import (

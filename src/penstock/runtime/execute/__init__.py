@@ -1,6 +1,6 @@
 """Runs a step: what each rank does next, on which device, until all ops have run.
 
-    active_plan (what runs now) --plan--> a Worker per rank, driven by executors, all of it by step_executor
+    plan.ActivePlan (what runs now) --StepPlan--> executors.StepExecutor: a Worker per rank, driven in turn or at once
 
         transport --arrive--> Dispatcher --next--> handlers[kind] --> finish, send
                                   |
@@ -10,8 +10,8 @@
 
 worker         one rank at work                          async_ops   ops that run beside others
 executors      ranks as processes, threads, or in turn   notices     what a person should know of a run, once
-torch_devices  the stages here, and their handlers       handlers/   torch, registered, updating, null
-enable_split   which stages defer W, and how much
+torch_devices  the stages here, and their handlers       handlers/   torch_ops, updating, backend
+enable_split   which stages defer W, and how much        plan        the ops of a step, and what is in force
 
 The step executor does not know what an op is: `TorchDevices` and `EmulatedDevices` (`emulation/`) give it a table of
 handlers for each rank.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.runtime.execute.active_plan import ActivePlan
+from penstock.runtime.execute.plan import ActivePlan
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.stage.split_backward import DeferredShare, prepare, unprepare
 from penstock.runtime.stage.stage import Copy

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from penstock.dispatch import Graph
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
+from penstock.runtime.mesh.collective import WeakGroup, explain
 from penstock.runtime.mesh.peers import Peers
-from penstock.runtime.mesh.process_group import WeakGroup, explain
 from penstock.schedule import Op
 
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.dispatch import Dispatch, Dispatcher, Graph
+from penstock.runtime.mesh.collective import WeakGroup, wait_for
 from penstock.runtime.mesh.peers import GroupPeers, groups_of_processes
-from penstock.runtime.mesh.process_group import WeakGroup, wait_for
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 
 _TAG = 1

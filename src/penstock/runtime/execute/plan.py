@@ -1,18 +1,31 @@
-"""What a step of some kind needs to know about its schedule, worked out once and kept."""
+"""What a pipeline runs: the ops of one kind of step (`StepPlan`), and all that is in force between two switches.
+
+`StepPlan` is what a step of some kind needs to know about its schedule, worked out once and kept. `ActivePlan` is a
+configuration (schedule, costs, dispatch) with the plans of its steps, from the boundary at which it came into force.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from penstock.cost import Costs
+from penstock.control import Configuration
+from penstock.cost import Costs, Links
+from penstock.dispatch import Dispatch, lower
+from penstock.runtime.adapt import AdaptOptions
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.transport.channel import ExpectedMessages, Tags, expected_by_channel
+from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.wiring import Wiring, wire
-from penstock.schedule import Schedule
+from penstock.schedule import Schedule, check
 from penstock.schedule.liveness import most_ahead, run_untimed
+from penstock.schedule.offload import OFFLOAD
 from penstock.schedule.op import BACKWARD, FORWARD, RECOMPUTE
-from penstock.simulation.simulator import frozen_peaks, memory_changes
+from penstock.simulation.auto import WITHOUT_WAITING, choose_policy
+from penstock.simulation.simulator import AUTO, as_dispatch, frozen_caps, frozen_peaks, memory_changes
 
 EVALUATION_WINDOW = 4
 """Messages of a channel under way in evaluation, where no answers say what was taken."""
@@ -89,3 +102,157 @@ def stages_taped_out_of_order(schedule: Schedule) -> frozenset[int]:
 def pairs_with(schedule: Schedule, kind: str) -> frozenset[tuple[int, int]]:
     """The (stage, microbatch) pairs that have an op of this kind."""
     return frozenset((op.stage, op.microbatch) for row in schedule.order for op in row if op.kind == kind)
+
+
+@dataclass(frozen=True)
+class ActivePlan:
+    """Attributes:
+    configuration: see there. plan: of a training step.
+    split: (stage, microbatch) pairs whose backward is split; recomputed: those whose forward is run again.
+    shuffled, away: as in `StepSettings`.
+    """
+
+    configuration: Configuration
+    plan: StepPlan
+    split: frozenset[tuple[int, int]]
+    recomputed: frozenset[tuple[int, int]]
+    shuffled: frozenset[int]
+    away: frozenset[tuple[int, int]]
+    rank: int
+    tags: Tags
+    _forwards: dict[int, StepPlan] = field(default_factory=dict)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.configuration.schedule
+
+    @property
+    def dispatch(self) -> Dispatch:
+        return self.configuration.dispatch
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The number of microbatches of each stage."""
+        schedule = self.schedule
+        return [schedule.graph.microbatches_of(s, schedule.num_microbatches) for s in range(schedule.num_stages)]
+
+    def splits(self, stage: int) -> bool:
+        """Whether any backward of the stage is split."""
+        return any(s == stage for s, _ in self.split)
+
+    def forward(self, num_microbatches: int) -> StepPlan:
+        """The plan of forwards alone, without registered ops and what they wait for."""
+        if num_microbatches not in self._forwards:
+            schedule = self.schedule.forward_only(num_microbatches)
+            if schedule.stage_graph is not None:
+                schedule = replace(schedule, stage_graph=replace(schedule.stage_graph, registered=(), needs=()))
+            self._forwards[num_microbatches] = plan_step(schedule, (), False, self.rank, self.tags)
+        return self._forwards[num_microbatches]
+
+
+def start_of(
+    schedule: Schedule, dispatch: Dispatch, costs: Costs | None, adapt: AdaptOptions | None
+) -> Configuration:
+    """What a pipeline runs first. By default each rank may hold what its own order holds.
+
+    Raises:
+        ScheduleError: a cap below what the schedule's own order needs.
+    """
+    graph = lower(schedule)
+    change = memory_changes(graph, costs or Costs.assumed(schedule.num_ranks, schedule.placement))
+    caps = frozen_caps(graph, change, None if adapt is None else adapt.memory_limit)
+    return Configuration(schedule, dispatch, (), tuple(caps))
+
+
+def running(
+    configuration: Configuration, tied_stages: Sequence[Sequence[int]], rank: int, tags: Tags, costs: Costs | None
+) -> ActivePlan:
+    """Works a configuration out, as `rank` runs it.
+
+    Args:
+        costs: whose activations the caps count; 1 a stage where not given.
+    """
+    schedule = configuration.schedule
+    plan = plan_step(schedule, tied_stages, True, rank, tags, costs, configuration.caps)
+    _ = plan.wiring.wired_ops  # here, and not in the first step that runs it
+    return ActivePlan(
+        configuration,
+        plan,
+        pairs_with(schedule, "I"),
+        pairs_with(schedule, "R"),
+        stages_taped_out_of_order(schedule),
+        pairs_with(schedule, OFFLOAD),
+        rank,
+        tags,
+    )
+
+
+def require_free(adapts: bool) -> None:
+    """Raises RuntimeFailure where what runs is not its user's to switch."""
+    if adapts:
+        raise RuntimeFailure("this run adapts, and so switches by itself; leave adapt out to switch it yourself")
+
+
+def require_switchable(then: Schedule, now: Schedule) -> None:
+    """Proves a schedule that a running pipeline is to switch to.
+
+    Raises:
+        ScheduleError: it is not valid.
+        RuntimeFailure: it has another placement, stage graph or number of microbatches than what runs, or another
+            order where updates are in it.
+    """
+    check(then)
+    if now.updates is not None and (then.order, then.updates) != (now.order, now.updates):
+        raise RuntimeFailure(
+            f"{now.name} has its updates in the order, which nothing may change; start a new pipeline, or switch its "
+            "dispatch alone"
+        )
+    for name, what in (
+        ("num_microbatches", "number of microbatches"),
+        ("placement", "placement"),
+        ("graph", "stage graph"),
+    ):
+        if getattr(then, name) != getattr(now, name):
+            raise RuntimeFailure(
+                f"{then.name} has another {what} than {now.name}, which runs; a running pipeline keeps it: build the "
+                f"schedule for the same, or start a new pipeline"
+            )
+
+
+def dispatch_of(
+    given: Dispatch | str,
+    schedule: Schedule,
+    costs: Costs | None,
+    choice: TransportChoice,
+    links: Links | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    peers: Peers | None = None,
+) -> Dispatch:
+    """Reads a dispatch, or "auto": the fastest by simulation; of equals one that absorbs what nobody foresaw.
+
+    Args:
+        costs: of the schedule's stages; all ops take as long as each other where they are not known.
+        choice: how messages travel.
+        links: what is known of them; no delays where not given. memory_limit: as in `simulate`.
+        peers: where given, all of their processes must call this alike: the first simulates and tells the others.
+
+    Raises:
+        ScheduleError: another word, or a policy that waits.
+    """
+    if given != AUTO:
+        return as_dispatch(given)
+    if peers is not None and 0 not in peers.here:
+        return Dispatch(peers.gather(None)[0])
+    costs = costs or Costs.assumed(schedule.num_ranks, schedule.placement)
+    found = choose_policy(
+        schedule,
+        costs,
+        links=links,
+        transport=choice.simulated(()),
+        memory_limit=memory_limit,
+        policies=WITHOUT_WAITING,
+    )
+    chosen = found.policy.dispatch
+    if peers is not None:
+        peers.gather(chosen.value)
+    return chosen

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.adapt import Agent, Vote
-from penstock.runtime.execute.active_plan import ActivePlan
 from penstock.runtime.execute.notices import Notices
+from penstock.runtime.execute.plan import ActivePlan
 from penstock.runtime.mesh.peers import MeshPeers, require_same
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.microbatches import Microbatches

@@ -12,8 +12,7 @@ import torch
 
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import OpTable
-from penstock.runtime.execute.handlers.registered import RegisteredOps
-from penstock.runtime.execute.handlers.torch_ops import TorchOps, with_inputs_on
+from penstock.runtime.execute.handlers.torch_ops import RegisteredOps, TorchOps, with_inputs_on
 from penstock.runtime.execute.handlers.updating import UpdatingOps
 from penstock.runtime.execute.launched_ops import AHEAD, DeviceClock, DeviceQueue, LaunchedOps, lanes_of, queue_of
 from penstock.runtime.execute.plan import StepPlan

@@ -6,7 +6,7 @@
      v                                     (tp: each cell is several processes, with a shard of each layer)
 
 process_mesh   where this process lies       peers         sums, gathers and barriers among ranks, with deadlines
-nodes          nodes of a device mesh        process_group a group that is not kept alive, and its errors
-probe          what links take by themselves collective    sums that may be done again on another group
-interfaces     the addresses of this host    clock         how far the clocks of two hosts are apart
+nodes          nodes of a device mesh        clock         how far the clocks of two hosts are apart
+probe          what links take by themselves interfaces    the addresses of this host
+collective     sums that may be done again on another group, and what errors of a group mean
 """

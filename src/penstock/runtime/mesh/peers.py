@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.collective import AllGather, AllReduce, Collective
-from penstock.runtime.mesh.process_group import WeakGroup, explain, wait_for
+from penstock.runtime.mesh.collective import AllGather, AllReduce, Collective, WeakGroup, explain, wait_for
 from penstock.schedule import Schedule
 from penstock.schedule.text import ranks_together
 

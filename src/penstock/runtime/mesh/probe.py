@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.mesh.process_group import wait_for
+from penstock.runtime.mesh.collective import wait_for
 
 TRIPS = 3
 """Round trips of which the shortest counts."""

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.collective import explain, is_of_a_group
 from penstock.runtime.mesh.peers import GroupPeers, LocalPeers, MeshPeers, Peers, peers_of
-from penstock.runtime.mesh.process_group import explain, is_of_a_group
 
 PIPELINE, REPLICAS, SHARDS = "pp", "dp", "tp"
 SHARDINGS = ("none", "zero1", "fsdp")

@@ -10,10 +10,11 @@
                                   v
     the owner's gradient --clip--> optimizer_state: one step --> shared, sharding: values go to all holders
 
-local_model      the model as this process holds it       shared_stage      stages cut over the ranks that share them
+local_model      the model as this process holds it       pipeline_copies   a copy of a stage per pipeline
 optimizer_state  what training changes, step by step      given_optimizer   the optimizer that the user gave
-updating         updates that are ops of the schedule     versions/         which weights an op reads meanwhile
-late_rings       slow links between replicas, injected
+shared           also stages cut over the ranks that share them
+updating         updates that are ops of the schedule     versions/   which weights an op reads meanwhile
+data_parallel    also slow links between replicas, injected
 
 Whoever holds a tensor, the same four things are said of it, each in one place: its holders (`ties.Ties` over stages,
 `shared.Holders` over the ranks of a pipeline, `sharding.Unsharded` over replicas), its owner, the order in which

@@ -9,10 +9,14 @@ Where updates are ops of the schedule, each sums its window's gradients over the
 order, so no rank waits at an update for one that waits for what comes after it.
 
 `sharding.py` says what a replica keeps of each parameter, and so where sums go and what is sent after an update.
+`LateRing` injects link conditions into the rings that add gradients up: a sum ends when it would over such links.
+
+    sum of a bucket   |=== really ===|.......| due: `Ring.all_reduce_ms` of its bytes over the links around
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -22,18 +26,54 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from penstock.cost import LinkCondition, Links, Ring
+from penstock.cost.conditions import Queue
 from penstock.passes.reduce import REDUCE, add_reductions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import GradientBucket, SumBucket, cut_into_buckets, send_values
-from penstock.runtime.parameters.late_rings import LateRing, sleep_until
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.sharding import OwnedParameters, Unsharded
 from penstock.runtime.parameters.versions import Write
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.tensors.dtensor import as_shard, local
+from penstock.runtime.transport.conditioned import Conditions
 from penstock.schedule import Schedule
+
+
+class LateRing:
+    """The ring of one rank's replicas.
+
+    Args:
+        ring: how it moves bytes. around: the condition of each link, from each replica to the next.
+        conditions: in whose time they are.
+    """
+
+    def __init__(self, ring: Ring, around: Sequence[LinkCondition | None], conditions: Conditions) -> None:
+        self._ring, self._around, self._conditions = ring, tuple(around), conditions
+        self._free = 0
+
+    def due(self, num_bytes: float) -> int:
+        """When a sum that begins now, or after the one before, ends (nanoseconds of the monotonic clock)."""
+        begin = max(time.perf_counter_ns(), self._free)
+        ms = self._ring.all_reduce_ms(num_bytes, self._around, 0.0, (begin - self._conditions.origin) / 1e6)
+        self._free = begin + round(ms * 1e6)
+        return self._free
+
+
+def sleep_until(due: int) -> None:
+    """Returns at a moment of the monotonic clock (ns)."""
+    while (left := due - time.perf_counter_ns()) > 0:
+        time.sleep(left / 1e9)
+
+
+def probed_besides(links: Links, conditions: Conditions) -> dict[tuple[int, int], float]:
+    """What injected conditions add to a probe now (ms), by two nodes, the lower one first."""
+    at = (time.perf_counter_ns() - conditions.origin) / 1e6
+    pairs = {(min(pair), max(pair)) for pair in links.conditions}
+    return {(a, b): links.delay_of(a, b, 0.0, at, Queue(at, at)).arrived - at for a, b in pairs}
+
 
 SUM = "a sum of gradients over the replicas"
 """What a sum is called in errors."""

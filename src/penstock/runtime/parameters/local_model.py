@@ -18,8 +18,7 @@ from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import send_values
 from penstock.runtime.parameters.pipeline_copies import Copies, build_copies
 from penstock.runtime.parameters.sharding import ShardedParameters
-from penstock.runtime.parameters.shared import SharedTensors, share_values_of_stages
-from penstock.runtime.parameters.shared_stage import Parallelize, cut_stages
+from penstock.runtime.parameters.shared import Parallelize, SharedTensors, cut_stages, share_values_of_stages
 from penstock.runtime.parameters.tied_gradients import TiedGradients
 from penstock.runtime.parameters.ties import (
     Ties,

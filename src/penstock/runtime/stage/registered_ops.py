@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.collective import WeakGroup, explain
 from penstock.runtime.mesh.peers import GroupPeers, Peers, meeting_groups
-from penstock.runtime.mesh.process_group import WeakGroup, explain
 from penstock.runtime.stage.host_memory import HostCopy, SavedTensors
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.stage.stage import Copy

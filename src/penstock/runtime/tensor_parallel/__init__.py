@@ -8,19 +8,21 @@ What lies between `entered` and `summed` is a region: an attention with some of 
 width. Weights there are DTensors, of which each rank computes with its own part; what goes in and out are plain
 tensors, equal on all ranks. (This cut is that of Shoeybi et al. 2019, arXiv 1909.08053, section 3: its f and g.)
 
-modules      layers that hold a shard            collectives   `entered`, `summed`, `largest`
+modules      layers that hold a shard, and `entered`, `summed`, `largest` between ranks
 sharding     which layers are cut, by name
 """
 
-from penstock.runtime.tensor_parallel.collectives import entered, largest, summed
 from penstock.runtime.tensor_parallel.modules import (
     ColumnLinear,
     OnShard,
     RowLinear,
     VocabularyEmbedding,
     VocabularyLinear,
+    entered,
+    largest,
     shard_of,
     span,
+    summed,
 )
 from penstock.runtime.tensor_parallel.sharding import Shardable, Sharding
 

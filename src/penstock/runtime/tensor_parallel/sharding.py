@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.tensor_parallel.collectives import entered
 from penstock.runtime.tensor_parallel.modules import (
     ColumnLinear,
     OnShard,
     RowLinear,
     VocabularyEmbedding,
     VocabularyLinear,
+    entered,
     shard_of,
 )
 from penstock.runtime.tensors.rng import mix, seed_generators

@@ -10,7 +10,7 @@ what carries
     delegate/   light processes that carry messages beside the computation
     routed      each link by its own transport
 
-what stands in front of any of them (layer)
+what stands in front of any of them (base.TransportLayer)
     conditioned link conditions injected          bounded         few messages under way, as frameworks do
                                                   acknowledgements  which have arrived, where gloo carries
 

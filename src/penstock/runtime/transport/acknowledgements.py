@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.errors import DeadlineExceeded
-from penstock.runtime.mesh.process_group import WeakGroup, explain
+from penstock.runtime.mesh.collective import WeakGroup, explain
 from penstock.runtime.transport.inbox import THREADS_WAIT, Inbox
 
 LINGER = 5.0

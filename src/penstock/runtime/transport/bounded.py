@@ -15,9 +15,8 @@ from collections.abc import Collection
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.base import Transport, TransportLayer
 from penstock.runtime.transport.channel import ChannelKey
-from penstock.runtime.transport.layer import TransportLayer
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Schedule, needed_channel_depth
 

@@ -14,7 +14,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.interfaces import addresses_for, network_name
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.acknowledgements import Acknowledgements
-from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.base import Transport, layers_of
 from penstock.runtime.transport.bounded import DEPTH, BoundedTransport, require_depth
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions, clocks_ahead
@@ -22,7 +22,6 @@ from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.transport import HOST_MEMORY
 from penstock.runtime.transport.failover import Failover
 from penstock.runtime.transport.gloo import GlooTransport
-from penstock.runtime.transport.layer import layers_of
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.nccl import CudaLineStreams, DeviceLines, lines_of, require_queues
 from penstock.runtime.transport.routed import RoutedTransport

@@ -25,9 +25,8 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.clock import ahead_of_first, clock_name
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.base import Transport, TransportLayer
 from penstock.runtime.transport.channel import ExpectedMessages
-from penstock.runtime.transport.layer import TransportLayer
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.transfer_record import CrossingLog, TransferRecord
 

@@ -37,9 +37,9 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.collective import WeakGroup, explain
 from penstock.runtime.mesh.interfaces import names_of
 from penstock.runtime.mesh.peers import groups_of
-from penstock.runtime.mesh.process_group import WeakGroup, explain
 from penstock.runtime.transport.channel import ChannelKey, Incoming, Outgoing
 from penstock.runtime.transport.wire_format import DevicePacket, Packet, WireSpec
 from penstock.runtime.transport.wiring import Wiring

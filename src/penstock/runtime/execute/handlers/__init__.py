@@ -2,12 +2,12 @@
 
     Dispatcher --op--> backend: handlers["F"] --> torch_ops --> StageRunner.forward --> payloads --> transport
                                 handlers["U"] --> updating  --> the optimizer's step, values for other copies
-                                handlers["D"] --> registered  --> the function that the user gave for "D"
+                                handlers["D"] --> torch_ops --> the function that the user gave for "D"
 
-backend      the table, and what starts asynchronous ops     torch_ops    F, B, I, W, R on the stages here
-registered   functions of the user's kinds, and REDUCE       updating     the same with the right weights, and U
-null         nothing at all: the real order, no tensors      emulation/   elsewhere: the time that the costs say
+backend      the table, what starts asynchronous ops, and a backend of no tensors that keeps the real order
+torch_ops    F, B, I, W, R on the stages here, functions of the user's kinds, and REDUCE
+updating     the same with the right weights, and U
+emulation/   elsewhere: ops that take the time that the costs say
 
-`torch_ops` alone is the table of most schedules, and the two beside it wrap or add entries where the schedule has
-such ops.
+`torch_ops` is the table of most schedules; `updating` wraps and adds entries where the schedule has updates.
 """

@@ -10,10 +10,12 @@
     tape.backward_input([y], [gy])           I: gradients of inputs; keeps (x, gy) of each prepared module
     tape.backward_weight()                   W: gradients of weights from what was kept
 
-patch     which modules are prepared              rules     the two halves of a module's backward, by its kind
-tape      one microbatch through one stage        slot      one module, and whether its weights wait
-defer     the node of a module in the graph       stage     what the prepared modules of one stage share
-compiled  modules inside of `torch.compile`       share     how much waits for W, and why the rest does not
+patch     which modules are prepared
+rules     the two halves of a module's backward, by its kind
+tape      one microbatch through one stage
+slot      one module: its node in the graph, and whether its weights wait
+stage     what the prepared modules of one stage share, how much of it waits for W, and why the rest does not
+compiled  modules inside of `torch.compile`
 
 A prepared stage defers the weight gradients of `nn.Linear`, `nn.Conv1d/2d/3d`, `nn.Embedding` and transformers'
 `Conv1D`, and of their shards (`runtime/tensor_parallel/`). All other parameters are computed in I, as are these where
@@ -23,8 +25,7 @@ the tape the report's `shared` then, as the runtime does.
 """
 
 from penstock.runtime.stage.split_backward.patch import SplitReport, is_compiled, prepare, unprepare
-from penstock.runtime.stage.split_backward.share import DeferredShare
-from penstock.runtime.stage.split_backward.stage import SplitError, SplitStage
+from penstock.runtime.stage.split_backward.stage import DeferredShare, SplitError, SplitStage
 from penstock.runtime.stage.split_backward.tape import Tape
 
 __all__ = ["DeferredShare", "SplitReport", "SplitError", "SplitStage", "Tape", "is_compiled", "prepare", "unprepare"]

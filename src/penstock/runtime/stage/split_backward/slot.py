@@ -1,28 +1,202 @@
-"""One prepared module: how its calls reach the tape, and what is remembered of it from call to call.
+"""One prepared module: how its calls reach the tape, its node in the graph, and what is remembered from call to call.
 
 Whether a module's weight gradients wait for W is decided here, once a tape; the graph, searched before I, may decide
 otherwise. From "computed in I" for too little work it goes only to "waits for W", and not back: else a later
 microbatch's I would find an earlier one's W to come, and run it first.
+
+`Deferred` is the node that stands in the graph for the module: I passes it, and leaves weight and bias for W. The
+tape travels with the node rather than being looked up in `backward`: several ranks may share a thread, and on CUDA
+autograd calls `backward` from a thread of its own. Whoever runs the graph otherwise than through the tape's I (a
+plain `backward()`, `torch.autograd.grad` inside the forward) gets every gradient at once, as from the plain module;
+whoever is to differentiate the gradients once more (`create_graph`) gets them from the module's own op, run again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, TypeGuard
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.runtime.stage.split_backward.compiled import COMPILED_MERGE_WORK, call_in_graph, tap_for
-from penstock.runtime.stage.split_backward.defer import Deferred, autocast
 from penstock.runtime.stage.split_backward.rules import SplitRule
-from penstock.runtime.stage.split_backward.share import COMPILED, HOOKED, HOOKED_MODULE, TOO_SMALL, UNKNOWN
-from penstock.runtime.stage.split_backward.stage import SplitStage
+from penstock.runtime.stage.split_backward.stage import (
+    COMPILED,
+    HOOKED,
+    HOOKED_MODULE,
+    TOO_SMALL,
+    UNKNOWN,
+    SplitStage,
+)
 from penstock.runtime.tensor_parallel import OnShard
-from penstock.runtime.tensors.dtensor import is_sharded, local
+from penstock.runtime.tensors.dtensor import as_shard, is_sharded, local
 
 if TYPE_CHECKING:
     from penstock.runtime.stage.split_backward.tape import Tape
+
+
+_PRODUCTS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
+
+
+def autocast(t: Tensor) -> Tensor:
+    """`t` in the type of the autocast region that is entered, as part of the graph.
+
+    While a region of autocast lasts, torch casts a parameter once, and every op in the region uses that one copy:
+    their gradients meet at it, in the lower precision. A copy of our own beside it would round otherwise. Nothing
+    public asks for autocast's copy, so a product with nothing is made of it, whose node keeps what it was given.
+    """
+    if not t.is_floating_point() or t.dtype is torch.float64:
+        return t
+    dtype = torch.get_autocast_dtype(t.device.type)
+    if t.dtype is dtype:
+        return t
+    if not _is_kept(t) or not 1 <= t.dim() <= 5 or not torch.is_grad_enabled():
+        return t.to(dtype)
+    # Without the hooks of a checkpoint around, which would take what is kept here for an activation.
+    with saved_tensors_hooks(_same, _same):
+        kept: Tensor
+        if t.dim() == 2:
+            kept = torch.mm(_nothing(dtype, t.device, t.shape[0]), t).grad_fn._saved_mat2  # type: ignore[union-attr]
+        elif t.dim() == 1:
+            kept = torch.matmul(_nothing(dtype, t.device, t.shape[0]), t).grad_fn._saved_vec  # type: ignore[union-attr]
+        else:
+            nothing = _nothing(dtype, t.device, *t.shape[1:])
+            kept = _PRODUCTS[t.dim()](nothing, t).grad_fn._saved_weight  # type: ignore[union-attr]
+    return kept
+
+
+@contextmanager
+def without_autocast(device_type: str) -> Iterator[None]:
+    """Within it autocast is off, and at its end no copy of a parameter is dropped.
+
+    A region of autocast that ends drops all copies, of whatever thread, unless its thread is in another region. A
+    backward on a GPU runs in a thread of autograd's, which is in none, and may run in the middle of a forward whose
+    copies are still wanted.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        with torch.autocast(device_type, enabled=False):
+            yield
+    finally:
+        torch.autocast_decrement_nesting()
+
+
+def _is_kept(t: Tensor) -> bool:
+    """Whether autocast keeps its copy of a tensor to the end of the region."""
+    return (
+        t.is_leaf
+        and t.requires_grad
+        and t.dtype is torch.float32
+        and not t._is_view()
+        and torch.is_autocast_cache_enabled()
+    )
+
+
+@lru_cache(maxsize=64)
+def _nothing(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
+    """No rows of a shape; autograd keeps what they are multiplied with."""
+    return torch.empty(0, *shape, dtype=dtype, device=device, requires_grad=True)
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None]
+
+
+class Deferred(torch.autograd.Function):
+    """A module's op whose weight gradients may wait.
+
+    The inputs are what the plain module's op would get, of a weight its cast and its transpose, so that these are
+    part of the graph; `owners` are the parameters themselves, and `casts` the nodes that cast them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        slot: Slot,
+        tape: Tape,
+        owners: tuple[Tensor, Tensor | None],
+        casts: tuple[Any, Any] | None,
+        turned: bool,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.slot, ctx.tape, ctx.owners, ctx.casts, ctx.bias, ctx.turned = slot, tape, owners, casts, bias, turned
+        # What a checkpoint runs again in I is differentiated, if at all, by a backward of its own, in I.
+        ctx.waits = tape.records
+        if type(owners[0]) is not nn.Parameter:
+            weight, bias = _part(slot, x, weight), None if bias is None else _part(slot, x, bias)
+            ctx.save_for_backward(x, weight)
+            return slot.rule.forward(x, weight, bias)
+        # Saved, not merely held: a checkpoint can then drop and recompute them, and a change in place is
+        # noticed when they are read.
+        ctx.save_for_backward(x, weight)
+        return slot.rule.forward(x, weight.t() if turned else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> Grads:
+        if g is None:
+            return _NOTHING
+        x, given = ctx.saved_tensors
+        slot, tape, (parameter, bias) = ctx.slot, ctx.tape, ctx.owners
+        if torch.is_grad_enabled():
+            slot.is_differentiated = True
+            gx, gw, gb = _differentiable(ctx, g, x, given)
+            return gx, gw, gb, None, None, None, None, None
+        weight = given.t() if ctx.turned else given
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        gx = slot.rule.input_grad(g, x, weight, bias) if needs_x else None
+        if not (needs_weight or needs_bias):
+            return gx, *_NOTHING[1:]
+        needs = needs_weight, needs_bias
+        if ctx.waits and tape.defers(slot):
+            tape.hold(slot, parameter, bias, g, x, weight, ctx.casts, needs)
+            return gx, *_NOTHING[1:]
+        if not tape.records:
+            slot.stage.tally.at_once(slot, x)
+        gw, gb = slot.rule.weight_grads(g, x, weight, bias, needs)
+        if gw is not None:
+            gw = gw.t() if ctx.turned else as_shard(gw, parameter)
+        return gx, gw, None if gb is None else as_shard(gb, bias), None, None, None, None, None
+
+
+_NOTHING: Grads = (None, None, None, None, None, None, None, None)
+
+
+def _part(slot: Slot, x: Tensor, p: Tensor) -> Tensor:
+    """This rank's part of a sharded parameter, in the type that the op computes in."""
+    part = local(p)
+    return autocast(part) if slot.rule.autocasts and torch.is_autocast_enabled(x.device.type) else part
+
+
+def _differentiable(ctx: Any, g: Tensor, x: Tensor, weight: Tensor) -> list[Tensor | None]:
+    """The gradients of the inputs, as part of a graph that is exactly that of the plain module's backward."""
+    (owner, _), bias, rule = ctx.owners, ctx.bias, ctx.slot.rule
+    # Views, as `x` may itself come from the same weight: its own history is no part of this backward.
+    weight = owner if is_sharded(owner) else weight
+    weight = weight.view_as(weight)
+    bias = None if bias is None else bias.view_as(bias)
+    wanted = [t for t, needed in zip((x, weight, bias), ctx.needs_input_grad) if needed and t is not None]
+    with without_autocast(x.device.type):
+        if is_sharded(owner):
+            dtype = x.dtype if rule.autocasts else owner.dtype
+            weight, bias = local(weight).to(dtype), None if bias is None else local(bias).to(dtype)
+        elif ctx.turned:
+            weight = weight.t()
+        y = rule.op(x, weight, bias)
+    found = iter(torch.autograd.grad(y, wanted, g, create_graph=True, allow_unused=True))
+    return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
+
 
 # A weight gradient of fewer multiply-adds is computed in I: waiting for W would cost about what it moves.
 # Measured on one core of an AMD EPYC: a deferred linear takes 8 us more in F, and 6 us more in I and W together;

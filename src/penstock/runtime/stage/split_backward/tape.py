@@ -22,11 +22,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from penstock.runtime.stage.autograd import run_backward
-from penstock.runtime.stage.split_backward.defer import without_autocast
 from penstock.runtime.stage.split_backward.rules import Workspace
-from penstock.runtime.stage.split_backward.share import HOOKED, USED_OTHERWISE
-from penstock.runtime.stage.split_backward.slot import Slot, recording
-from penstock.runtime.stage.split_backward.stage import ACCUMULATE, SplitError, SplitStage
+from penstock.runtime.stage.split_backward.slot import Slot, recording, without_autocast
+from penstock.runtime.stage.split_backward.stage import ACCUMULATE, HOOKED, USED_OTHERWISE, SplitError, SplitStage
 from penstock.runtime.tensors.dtensor import as_shard, local
 
 Part = tuple[Hashable | None, Tensor]

@@ -1,29 +1,148 @@
 """All delegates of a rank: starts them when they are first needed, hears them, starts them again when they die.
 
-          forward            backward
-out    place 0, 1, ...    place 0, 1, ...      share one memory, whose slots the rank gives out
-in     place 0, 1, ...    place 0, 1, ...      each has a memory of its own, whose slots it gives out
+              forward            backward
+    out    place 0, 1, ...    place 0, 1, ...      share one memory, whose slots the rank gives out
+    in     place 0, 1, ...    place 0, 1, ...      each has a memory of its own, whose slots it gives out
+
+The sockets at which receiving delegates are reached are held by the rank (`Listeners`), so that they outlive one.
+Other ranks connect to them to see whether it is there, or to report on an interface (`PresenceConnections`). The
+`Supervisor` is a thread that starts delegates while the rank computes or waits for something else: it sleeps until
+the kernel says that a delegate is dead, that somebody wants to connect to one not started yet, or that another rank
+has news of its interfaces.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import select
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.delegate.carrier.delegate_io import DelegateOrders
-from penstock.runtime.transport.delegate.carrier.frame import Frame, Lane
+from penstock.runtime.transport.delegate.carrier.frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, unpack
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
-from penstock.runtime.transport.delegate.listeners import KINDS, PRESENCE, Listeners
+from penstock.runtime.transport.delegate.carrier.sockets import family_of
 from penstock.runtime.transport.delegate.memory import SharedMemory
-from penstock.runtime.transport.delegate.presence import PresenceConnections
 from penstock.runtime.transport.delegate.process import DelegateProcess, cannot
+
+BACKLOG = 128
+KINDS = 2
+PRESENCE = (KINDS, 0)
+"""Where, in place of a kind and place, the sockets are that show that the process is there."""
+
+
+class Listeners:
+    """For each kind and place one socket an interface; and one that only shows that the process is there.
+
+    Raises:
+        RuntimeFailure: an address that is not of this host, too few descriptors.
+    """
+
+    def __init__(self, interfaces: Sequence[str], num_places: int) -> None:
+        self.interfaces = tuple(interfaces)
+        self._sockets: dict[tuple[int, int], list[socket.socket]] = {}
+        if not interfaces:
+            raise RuntimeFailure("delegates without an interface: give at least one local address")
+        try:
+            for post in [PRESENCE, *((kind, place) for kind in range(KINDS) for place in range(num_places))]:
+                made = self._sockets[post] = []
+                for address in interfaces:
+                    made.append(self._listen(address))
+        except BaseException:
+            self.close()
+            raise
+
+    def _listen(self, address: str) -> socket.socket:
+        try:
+            made = socket.socket(family_of(address), socket.SOCK_STREAM)
+        except OSError as error:
+            raise cannot(error) from None
+        try:
+            made.bind((address, 0))
+            made.listen(BACKLOG)
+            made.setblocking(False)
+        except OSError as error:
+            made.close()
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise cannot(error) from None
+            raise RuntimeFailure(
+                f"interface {address!r}: {error.strerror}; give addresses of this host, as `ip address` lists them"
+            ) from None
+        return made
+
+    def ports(self) -> list[tuple[int, int, list[tuple[str, int]]]]:
+        """For each kind and place, the address and port on each interface: what the other ranks are told."""
+        return [
+            (
+                kind,
+                place,
+                [(address, one.getsockname()[1]) for address, one in zip(self.interfaces, made, strict=True)],
+            )
+            for (kind, place), made in self._sockets.items()
+        ]
+
+    def of(self, kind: int, place: int) -> list[socket.socket]:
+        return self._sockets[kind, place]
+
+    def close(self) -> None:
+        for made in self._sockets.values():
+            for one in made:
+                one.close()
+        self._sockets.clear()
+
+
+MOST = 64
+"""Connections that are open at once."""
+
+
+class PresenceConnections:
+    """Args:
+    key: of the run; others' news are no news.
+    """
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+        self._sockets: dict[int, socket.socket] = {}
+
+    def accept(self, listener: socket.socket) -> int | None:
+        """Takes a connection; returns the descriptor to wait for, or None."""
+        try:
+            made, _ = listener.accept()
+        except OSError:
+            return None
+        made.setblocking(False)
+        if len(self._sockets) >= MOST:
+            made.close()
+            return None
+        self._sockets[made.fileno()] = made
+        return made.fileno()
+
+    def __contains__(self, descriptor: int) -> bool:
+        return descriptor in self._sockets
+
+    def read(self, descriptor: int) -> Frame | None:
+        """What comes over a connection, if it is news. It is closed then."""
+        made = self._sockets.pop(descriptor)
+        with made, contextlib.suppress(OSError, FrameError):
+            data = made.recv(HEADER_BYTES)
+            if len(data) == HEADER_BYTES:
+                frame = unpack(data)
+                if frame.kind is FrameKind.DOWN and frame.tag == self._key:
+                    return frame
+        return None
+
+    def close(self) -> None:
+        for made in self._sockets.values():
+            made.close()
+        self._sockets.clear()
+
 
 MOST_GRANTED = 8
 """How many times its rank's host memory a receiving delegate may be granted; what is not used takes no pages."""
@@ -298,3 +417,48 @@ def _tells_deaths() -> bool:
     except (OSError, AttributeError):
         return False
     return True
+
+
+LOOK = 0.5
+"""Seconds between two looks on kernels that tell no deaths."""
+ENDS = 10.0
+"""Seconds that a delegate's start, in which `stop` may find the thread, is waited for."""
+
+
+class Supervisor:
+    """Args:
+    lock: held while a delegate is started.
+    restart: starts a dead delegate again; called with the lock held.
+    """
+
+    def __init__(self, fleet: Fleet, lock: threading.RLock, restart: Callable[[Post], None]) -> None:
+        self._fleet, self._lock, self._restart = fleet, lock, restart
+        self.error: RuntimeFailure | None = None
+        self._thread = threading.Thread(target=self._work, name="penstock-delegates", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while (posts := self._fleet.watch(LOOK if self._fleet.blind else -1.0)) is not None:
+            with self._lock:
+                try:
+                    self._tend(posts)
+                except RuntimeFailure as error:
+                    self.error = error
+                    return
+                except Exception as error:
+                    self.error = RuntimeFailure(f"the delegates cannot be kept running: {error!r}")
+                    self.error.__cause__ = error
+                    return
+
+    def _tend(self, posts: list[Post]) -> None:
+        self._fleet.pass_on()
+        for post in posts:
+            if self._fleet.dead(post):
+                self._restart(post)
+            else:
+                self._fleet.get(post)
+
+    def stop(self) -> None:
+        """Ends the thread; one that still starts a delegate after `ENDS` seconds is left to end by itself."""
+        self._fleet.stop_watching()
+        self._thread.join(ENDS)

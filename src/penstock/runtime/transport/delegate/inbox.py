@@ -15,7 +15,7 @@ from penstock.runtime.transport.channel import ExpectedMessages
 from penstock.runtime.transport.delegate.carrier.frame import Lane
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
 from penstock.runtime.transport.delegate.fleet import Fleet, Post, Resumed
-from penstock.runtime.transport.delegate.lanes import lanes_for
+from penstock.runtime.transport.delegate.outbox import lanes_for
 from penstock.runtime.transport.transfer_record import CrossingLog
 from penstock.runtime.transport.wire_format import ALIGN
 

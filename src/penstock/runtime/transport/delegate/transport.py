@@ -26,13 +26,11 @@ from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.delegate.carrier.frame import Lane, body_bytes, spec_room
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
-from penstock.runtime.transport.delegate.copying import Copying, copying_for
-from penstock.runtime.transport.delegate.fleet import Fleet, Post
+from penstock.runtime.transport.delegate.copying import Copying, SlotPacket, Specs, copying_for
+from penstock.runtime.transport.delegate.fleet import Fleet, Post, Supervisor
 from penstock.runtime.transport.delegate.health import Counters, Health
 from penstock.runtime.transport.delegate.inbox import DelegateInbox
 from penstock.runtime.transport.delegate.outbox import Outbox
-from penstock.runtime.transport.delegate.packets import SlotPacket, Specs
-from penstock.runtime.transport.delegate.supervisor import Supervisor
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
 from penstock.runtime.transport.transfer_record import TransferRecord
 

@@ -8,9 +8,8 @@
                                                                     interface, and does again what was not done
 
 heartbeats   whom can be reached by which interface; carries what ranks tell one another while they change over
-gloo_groups  groups of gloo by an interface of our choice
 retried      one group's ops: numbered, kept until they are done everywhere, done again on the next group
-service      the thread that changes over, all groups of a process at once
+service      the thread that changes over, all groups of a process at once, and makes groups by the next interface
 
 Where a rank stands in its program when that happens does not matter: the changing over is done by a thread, and what
 waits for an op goes on waiting for the same op on another group. Messages from stage to stage then go by delegates

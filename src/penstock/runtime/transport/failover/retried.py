@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.collective import Collective
-from penstock.runtime.mesh.process_group import is_late, is_of_a_group
+from penstock.runtime.mesh.collective import Collective, is_late, is_of_a_group
 
 
 class Service(Protocol):

@@ -9,6 +9,10 @@
 
 Number n goes by the n-th interface, in turn, from the one that gloo began with, so that a number is all that has to
 be agreed on: the largest that anyone wants.
+
+The groups are gloo's, made without a store that could be gone. gloo never gives up a connection whose network went
+silent, does not end a wait for a message whose connection ended in its middle, and may end the process where its
+sockets are shut down from outside. So a group that broke is left alone, and what waits for it is let wait.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -29,9 +34,53 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.interfaces import listen, local_addresses, named
 from penstock.runtime.mesh.peers import GroupPeers, MeshPeers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.transport.failover.gloo_groups import GlooDevice, RelayedStore
 from penstock.runtime.transport.failover.heartbeats import Heartbeats
 from penstock.runtime.transport.failover.retried import RetriedGroup
+
+MAKING = 5.0
+"""Seconds that the ranks of a group get to connect."""
+
+
+class RelayedStore(dist.Store):
+    """What gloo needs to know to connect, told by other means.
+
+    Args:
+        tell: tells everyone a value under a key.
+        told: waits for a key; raises RuntimeError where that has no use any more.
+    """
+
+    def __init__(self, tell: Callable[[str, str], None], told: Callable[[str], str]) -> None:
+        super().__init__()
+        self._tell, self._told = tell, told
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._tell(key, (value.encode() if isinstance(value, str) else bytes(value)).hex())
+
+    def get(self, key: str) -> bytes:
+        return bytes.fromhex(self._told(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self._told(key)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+class GlooDevice:
+    """An interface that gloo listens on."""
+
+    def __init__(self, address: str) -> None:
+        self._device = dist.ProcessGroupGloo.create_device(hostname=address)
+
+    def group(self, store: dist.Store, rank: int, num_ranks: int, timeout: float) -> Any:
+        """A group over it. Raises RuntimeError where its ranks can't connect."""
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._timeout = [self._device], timedelta(seconds=MAKING)
+        made = dist.ProcessGroupGloo(store, rank, num_ranks, options)
+        made.set_timeout(timedelta(seconds=timeout))
+        return made
+
 
 AGAIN = 0.05
 """Seconds before another number is tried where one could not be had."""

@@ -1,4 +1,4 @@
-"""What a delegate sleeps in: one epoll, woken by descriptors or at a moment, never spinning."""
+"""What a delegate sleeps in, and for how long: one epoll, woken by descriptors or at a moment, never spinning."""
 
 from __future__ import annotations
 
@@ -8,8 +8,28 @@ import select
 import time
 from collections.abc import Callable
 
-READ, WRITE, GONE = select.EPOLLIN, select.EPOLLOUT, select.EPOLLHUP | select.EPOLLERR
 MS = 1_000_000
+
+BEAT = 250 * MS
+"""A connection on which nothing is sent for so long is asked whether it lives."""
+SILENCE = 2_000 * MS
+"""A process that lets questions wait for so long, over a connection that stands, is said to stand still."""
+UNACKNOWLEDGED_MS = 500
+"""Milliseconds for which the network may leave bytes unacknowledged before a connection counts as dead."""
+CONNECT = 1_000 * MS
+WELCOME = 2_000 * MS
+"""Deadlines of the two steps of connecting; they double with each failure."""
+LONGEST = 16_000 * MS
+PROBE = 500 * MS
+"""How often a rank that does not connect is looked for."""
+
+
+def patience(first: int, failures: int) -> int:
+    """A deadline after so many failures in a row."""
+    return min(LONGEST, first << min(failures, 8))
+
+
+READ, WRITE, GONE = select.EPOLLIN, select.EPOLLOUT, select.EPOLLHUP | select.EPOLLERR
 
 
 class Loop:

@@ -1,7 +1,11 @@
 """A delegate that receives: takes connections in on every interface, and puts messages into slots as they come.
 
-the sending delegate of rank 0 --DATA--> | lane 0->1: last 6 | --MESSAGE--> rank
-                               <-ANSWER- |                   | <---FREE----
+    the sending delegate of rank 0 --DATA--> | lane 0->1: last 6 | --MESSAGE--> rank
+                                   <-ANSWER- |                   | <---FREE----
+
+An `InConnection` is one connection: its frames, and the message that is coming in. A `LinkDownNotice` tells other
+ranks, over an interface that works, that one of ours is down. A `PeerWatch` looks for a rank that should connect and
+does not.
 """
 
 from __future__ import annotations
@@ -9,19 +13,354 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from . import sockets, timing
+from . import sockets
 from .delegate_io import DelegateIO, DelegateOrders
-from .event_loop import MS, READ, Loop, watch_parent
-from .frame import Lane
-from .in_connection import InConnection
-from .lane import Receiving
-from .link_down_notice import LinkDownNotice
+from .event_loop import BEAT, CONNECT, GONE, LONGEST, MS, PROBE, READ, SILENCE, WRITE, Loop, watch_parent
+from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, unpack
+from .lane import LaneError, Receiving
 from .monitor import Monitor
-from .peer_watch import PeerWatch
+from .paths import Path, by_preference
 from .ring import CloseReason, Descriptor, Note
 from .slots import Slots
+from .sockets import SocketStream
+
+BUDGET = 8 << 20
+"""Bytes read before other connections have their turn."""
+SCRATCH = bytearray(1 << 20)
+"""Where what is dropped goes."""
+
+
+class InConnection:
+    """Args:
+    place: of our interface that it came in on.
+    """
+
+    def __init__(self, receiver: Receiver, made: socket.socket, place: int, now: int) -> None:
+        self._receiver, self.place = receiver, place
+        self._stream, self._socket = SocketStream(receiver.loop, made, self._on_ready), made
+        self.lane: Lane | None = None
+        self._epoch = 0
+        self._header = bytearray(HEADER_BYTES)
+        self._head_view = memoryview(self._header)
+        self._got = 0
+        self._frame: Frame | None = None  # of the body that is coming in
+        self._slot: tuple[int, int] | None = None
+        self._view: memoryview | None = None  # what is still to be filled; None: dropped
+        self._left = 0
+        self._starved = False
+        self._posted = self._said = 0
+        self._heard = self._begun = now
+        self._silent = False
+        self._open = True
+
+    def turn(self, now: int) -> int:
+        """Says where nothing is heard; returns when to look again."""
+        if self.lane is None:
+            if now - self._begun > LONGEST:
+                self.close(CloseReason.NO_WELCOME)
+            return self._begun + LONGEST + 1
+        if self._starved:
+            if now - self._said >= BEAT:
+                self._say_full()
+            return self._said + BEAT
+        if self._silent:
+            return now + LONGEST
+        if now - self._heard >= SILENCE:
+            self._silent = True
+            self._receiver.home.tell(Descriptor(Note.SILENT, self.lane))
+        return self._heard + SILENCE
+
+    def _on_ready(self, mask: int) -> None:
+        if mask & WRITE:
+            self._put()
+        if self._starved and mask & GONE:
+            self.close(CloseReason.RESET)  # nobody reads from it now, who would see
+        elif mask & ~WRITE and self._open and not self._starved:
+            try:
+                self._read()
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self.close(sockets.meaning(error.errno))
+            except (FrameError, LaneError):
+                self.close(CloseReason.BROKEN)
+
+    def close(self, why: CloseReason, lost: bool = True) -> None:
+        """Ends it; what came of a message is dropped. `lost`: its lane has no connection then."""
+        if not self._open:
+            return
+        self._open = False
+        self._stream.close()
+        if self._slot is not None:
+            self._view = None
+            self._receiver.slots.free(*self._slot)
+            self._slot = None
+        self._receiver.gone(self)
+        if self.lane is not None and lost:
+            self._receiver.home.tell(Descriptor(Note.CUT, self.lane, int(why), self.place))
+            self._receiver.cut(self.lane)
+
+    def fed(self) -> None:
+        """There may be room for the message that waits for it."""
+        if self._open and self._starved:
+            self._starved = False
+            self._make_room()
+            if not self._starved:
+                self._heard = time.perf_counter_ns()
+                if self.lane is not None:
+                    self._put(pack(Frame(FrameKind.ROOM, self.lane)))
+                self._stream.read(True)
+
+    # Reading.
+
+    def _read(self) -> None:
+        budget = BUDGET
+        while budget > 0 and self._open and not self._starved:
+            if self._frame is None:
+                count = self._socket.recv_into(self._head_view[self._got :])
+                self._got += count
+            elif self._view is not None:
+                count = self._socket.recv_into(self._view)
+                self._view = self._view[count:]
+                self._left -= count
+            else:
+                count = self._socket.recv_into(SCRATCH, min(self._left, len(SCRATCH)))
+                self._left -= count
+            if not count:
+                self.close(CloseReason.CLOSED)
+                return
+            budget -= count
+            self._hear()
+            if self._frame is None:
+                if self._got == HEADER_BYTES:
+                    self._got = 0
+                    self._take(unpack(self._header))
+            elif not self._left:
+                self._whole(self._frame)
+
+    def _hear(self) -> None:
+        self._heard = time.perf_counter_ns()
+        if self._silent and self.lane is not None:
+            self._silent = False
+            self._receiver.home.tell(Descriptor(Note.HEARD, self.lane))
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind is FrameKind.HELLO:
+            self._greet(frame)
+        elif self.lane is None or frame.lane != self.lane:
+            raise FrameError("a frame before its connection said which lane it carries")
+        elif frame.kind is FrameKind.PING:
+            self._put(pack(Frame(FrameKind.PONG, self.lane)))
+        elif frame.kind is FrameKind.DATA and frame.body_bytes > 0:
+            new = self._receiver.lanes[self.lane].begins(self._epoch, frame.number)
+            self._frame, self._left, self._view = frame, frame.body_bytes, None
+            if new:
+                self._posted = frame.sent
+                self._make_room()
+            else:
+                self._receiver.home.tell(Descriptor(Note.DOUBLED, self.lane))
+        else:
+            raise FrameError(f"a {frame.kind.name} from a sender")
+
+    def _greet(self, frame: Frame) -> None:
+        orders = self._receiver.orders
+        lane = frame.lane
+        mine = orders.rank, orders.kind, orders.place
+        if frame.tag != orders.key or (lane.target, lane.kind, lane.place) != mine or self.lane is not None:
+            raise FrameError("a connection of another run, or for another delegate")
+        if self._receiver.home.behind:
+            # A message that the rank can't read yet is not to be answered, and a welcome answers all: try again.
+            self.close(CloseReason.NO_WELCOME)
+            return
+        last = self._receiver.greeted(self, lane, frame.number)
+        self.lane, self._epoch = lane, frame.number
+        self._put(pack(Frame(FrameKind.WELCOME, lane, last)))
+        sockets.trust(self._socket)
+        self._receiver.home.tell(Descriptor(Note.CONNECTED, lane, 0, self.place))
+
+    def _make_room(self) -> None:
+        """Finds a slot for the message whose header came; without one, the connection waits."""
+        assert self._frame is not None
+        size = self._frame.body_bytes
+        slot = self._receiver.slots.take(size)
+        if slot is None:
+            self._starved = True
+            self._posted = 0
+            self._stream.read(False)
+            self._receiver.starve(self, size)
+            self._say_full()
+            return
+        if self._posted == 0:
+            self._posted = time.perf_counter_ns()
+        self._slot = slot
+        self._view = self._receiver.home.memory[slot[0] : slot[0] + size]
+
+    def _whole(self, frame: Frame) -> None:
+        """A message has come in to its last byte."""
+        assert self.lane is not None
+        slot, self._slot, self._frame, self._view = self._slot, None, None, None
+        receiver, lane = self._receiver, self.lane
+        if slot is None:
+            self._put(pack(Frame(FrameKind.ANSWER, lane, receiver.lanes[lane].last)))
+            return
+        receiver.lanes[lane] = receiver.lanes[lane].whole(self._epoch, frame.number)
+        note = Descriptor(
+            Note.MESSAGE,
+            lane,
+            frame.number,
+            frame.tag,
+            frame.step,
+            frame.digest,
+            frame.sent,
+            self._posted,
+            self._heard,
+            *slot,
+            frame.spec_bytes,
+            frame.payload_bytes,
+        )
+        receiver.home.tell(note, lambda: self._put(pack(Frame(FrameKind.ANSWER, lane, frame.number))))
+
+    # Writing.
+
+    def _say_full(self) -> None:
+        self._said = time.perf_counter_ns()
+        if self.lane is not None:
+            self._put(pack(Frame(FrameKind.FULL, self.lane)))
+
+    def _put(self, *parts: bytes) -> None:
+        if self._open:
+            try:
+                self._stream.put(*parts)
+            except OSError as error:
+                self.close(sockets.meaning(error.errno))
+
+
+class LinkDownNotice:
+    """One message to one rank, tried over one path after the other, over interfaces of ours that work.
+
+    A rank that sends to a dead interface of another host hears nothing, and would wait until TCP gives up. The host
+    whose interface it is knows at once, and it is the receiver that can say so: to the socket that shows the sender's
+    presence.
+
+    Args:
+        lane: from the rank that is told; down: the place of our interface.
+    """
+
+    def __init__(self, receiver: Receiver, lane: Lane, down: int) -> None:
+        self._receiver, self._lane, self._down = receiver, lane, down
+        theirs = receiver.orders.presence[lane.source]
+        up = receiver.monitor.interfaces.up
+        paths = by_preference(len(up), len(theirs))
+        self._paths: Iterator[Path] = iter([path for path in paths if up[path.ours]])
+        self._socket: socket.socket | None = None
+        self._due = 0
+        self.done = False
+        self._try(time.perf_counter_ns())
+
+    def turn(self, now: int) -> int:
+        """Goes on to the next path where one takes too long; returns when to be called again."""
+        if not self.done and now >= self._due:
+            self._try(now)
+        return self._due
+
+    def _try(self, now: int) -> None:
+        self._end()
+        orders = self._receiver.orders
+        self._due = now + CONNECT
+        for path in self._paths:
+            made, _ = sockets.begin_connect(
+                orders.interfaces[path.ours], orders.presence[self._lane.source][path.theirs]
+            )
+            if made is not None:
+                self._socket = made
+                self._receiver.loop.watch(made.fileno(), WRITE, self._connected)
+                return
+        self.done = True
+
+    def _connected(self, mask: int) -> None:
+        assert self._socket is not None
+        if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._try(time.perf_counter_ns())
+            return
+        frame = Frame(FrameKind.DOWN, self._lane, self._down, self._receiver.orders.key)
+        try:
+            self._socket.send(pack(frame))
+        except OSError:
+            self._try(time.perf_counter_ns())
+            return
+        self._receiver.loop.forget(self._socket.fileno())
+        self._socket.close()  # what was sent still goes
+        self._socket = None
+        self.done = True
+
+    def _end(self) -> None:
+        if self._socket is not None:
+            self._receiver.loop.forget(self._socket.fileno())
+            sockets.close(self._socket)
+            self._socket = None
+
+
+class PeerWatch:
+    """Looks for a rank that should connect over a lane and does not: where nobody listens, its process has ended.
+
+    A connection that went may be one that will come back over another interface, so its end proves nothing. That the
+    other rank's host is there and refuses to connect does: its listeners last as long as its process.
+    """
+
+    def __init__(self, receiver: Receiver, lane: Lane) -> None:
+        self._receiver, self._lane = receiver, lane
+        self._due: int | None = None
+        self._probe: socket.socket | None = None
+        self._number = 0
+        self._told = False
+
+    def wait(self, now: int) -> None:
+        """No connection from now on."""
+        self._due = now + PROBE
+
+    def connected(self) -> None:
+        self._due, self._told = None, False
+        self._end()
+
+    def turn(self, now: int) -> int:
+        """Looks, when it is time; returns when it is next."""
+        if self._due is None:
+            return now + LONGEST
+        if now < self._due:
+            return self._due
+        self._end()
+        self._due = now + PROBE
+        orders = self._receiver.orders
+        theirs = orders.presence[self._lane.source]
+        path = self._number % len(orders.interfaces), self._number % len(theirs)
+        self._number += 1
+        made, error = sockets.begin_connect(orders.interfaces[path[0]], theirs[path[1]])
+        if made is None:
+            self._judge(sockets.meaning(error))
+            return self._due
+        self._probe = made
+        self._receiver.loop.watch(made.fileno(), WRITE, self._answered)
+        return self._due
+
+    def _answered(self, mask: int) -> None:
+        assert self._probe is not None
+        error = self._probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        self._end()
+        if error:
+            self._judge(sockets.meaning(error))
+
+    def _judge(self, why: CloseReason) -> None:
+        if why is CloseReason.REFUSED and not self._told:
+            self._told = True
+            self._receiver.home.tell(Descriptor(Note.REFUSED, self._lane, why))
+
+    def _end(self) -> None:
+        if self._probe is not None:
+            self._receiver.loop.forget(self._probe.fileno())
+            sockets.close(self._probe)
+            self._probe = None
 
 
 class Receiver:
@@ -52,7 +391,7 @@ class Receiver:
         self.loop.run(self._turn)
 
     def _turn(self, now: int) -> int:
-        when = now + timing.LONGEST
+        when = now + LONGEST
         for connection in list(self.connections):
             when = min(when, connection.turn(now))
         for watch in self._watches.values():
