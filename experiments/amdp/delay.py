@@ -48,7 +48,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -264,28 +263,32 @@ def _next_peak(first: float, finals: Mapping[float, float]) -> float | None:
     return best / 2 if best == min(finals) else None
 
 
+def judged(rows: Sequence[Row], name: str) -> dict[int, float | None]:
+    """The losses of a way by seed, without the one that its rate was found on."""
+    return {row["seed"]: row["final"] for row in rows if row["way"] == name and row["seed"] in SEEDS}
+
+
+def over_synchronous(rows: Sequence[Row], way: Way) -> float | None:
+    """By how much its losses are above those of its optimizer with nothing late, a mean over seeds that ended."""
+    base = judged(rows, f"{way.optimizer}, synchronous")
+    pairs = [(final, base.get(seed)) for seed, final in judged(rows, way.name).items()]
+    over = [own / beside - 1 for own, beside in pairs if own is not None and beside is not None]
+    return statistics.mean(over) if over else None
+
+
 def lines(rows: Sequence[Row]) -> Iterator[str]:
     """A row a way: its rate, its losses, and what they are over the optimizer's with nothing late."""
     body = []
-    judged: dict[str, dict[int, Any]] = {}
-    judged_against = [each.name for each in WAYS if each.name.endswith(", synchronous")]
     for way in WAYS:
         mine = [row for row in rows if row["way"] == way.name]
         tried = {row["peak"]: row["final"] for row in mine if row["seed"] == HELD_OUT}
-        finals = {row["seed"]: row["final"] for row in mine if row["seed"] in SEEDS}
-        judged[way.name] = finals
+        finals = judged(rows, way.name)
         if not tried and not finals:
             continue
-        (like,) = [each for each in judged_against if each.startswith(way.optimizer)]
-        over = [
-            finals[seed] / judged[like][seed] - 1
-            for seed in finals
-            if finals[seed] is not None and judged.get(like, {}).get(seed) is not None
-        ]
         best = way.peak or best_peak({peak: math.inf if final is None else final for peak, final in tried.items()})
         cells = [way.name, f"{best:g}", shown(tried[best]) if best in tried else "-"]
         each = [shown(final) for final in finals.values()]
-        mean = statistics.mean(over) if over else None
+        mean = over_synchronous(rows, way)
         body.append([*cells, " ".join(each) or "-", "-" if mean is None else f"{mean:+.2%}", str(len(finals))])
     yield from table(["way", "rate", "seed 100", "judged", "over synchronous", "seeds"], body)
     yield f"{len(rows)} runs; {'the protocol is done' if next_job(rows) is None else 'not done'}"

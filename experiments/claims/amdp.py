@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
+from statistics import fmean
 
-from experiments.amdp import convergence, table1, table3, table4, table5
+from experiments.amdp import convergence, defaults, delay, table1, table3, table4, table5
 from experiments.amdp.command import simulated_row
 from experiments.amdp.methods import trial_of
 from experiments.amdp.setups import Setup
-from experiments.claims.claim import Claim, Value, as_saved, facts_of, read_paper
+from experiments.claims.claim import Claim, Value, as_saved, facts_of, read_paper, rows_of
 from experiments.common.results import Row, find
 
 SIZES = {"GPT": (8, 128), "BERT": (8, 128)}
@@ -186,8 +187,79 @@ def _by_protocol(rows: Sequence[Row]) -> Iterable[str]:
     return convergence.lines(rows, facts_of("amdp/convergence").get("times", ()))
 
 
+def figure_7(method: str) -> Row:
+    return find(rows_of("amdp/figure7"), method=method)
+
+
+def by_rate(method: str, peak: float) -> float:
+    """A loss of `rates.py`."""
+    loss: float = find(rows_of("amdp/rates"), method=method, peak=peak)["final"]
+    return loss
+
+
+def over_at(peak: float) -> str:
+    """What a delay of one update costs at a rate."""
+    return f"{by_rate('amdp', peak) / by_rate('synchronous', peak) - 1:.2%}"
+
+
+def seconds_to_loss(model: str, name: str) -> str:
+    times = facts_of("amdp/convergence")["times"]
+    return f"{find(times, model=model, name=name)['seconds']:.0f}"
+
+
+def mean_loss(model: str, method: str) -> float:
+    mine = {"part": "table 1", "model": model, "name": method}
+    return fmean(row["final"] for row in rows_of("amdp/convergence") if mine.items() <= row.items())
+
+
+def late_over(name: str, digits: int = 0) -> str:
+    (way,) = [each for each in delay.WAYS if each.name == name]
+    over = delay.over_synchronous(rows_of("amdp/delay"), way)
+    assert over is not None
+    return f"{over:.{digits}%}"
+
+
+def by_default(name: str, steps: int) -> str:
+    return f"{fmean(defaults.over(rows_of('amdp/defaults'), name, steps)):+.2%}"
+
+
+FASTEST = "synchronous, the fastest of the paper's four"
+NEAREST = "Rotated, late, predicted, slower by stage"
+BEST_RATE = 0.004
+"""AdamW's without delays, by `tuning.py`; twice that of Figure 7."""
+NUMBERS: Mapping[str, Callable[[], str]] = {
+    "Figure 7, AMDP over synchronous": lambda: (
+        f"{figure_7('amdp')['final'] / figure_7('synchronous')['final'] - 1:.2%}"
+    ),
+    "Figure 7, AMDP": lambda: f"{figure_7('amdp')['final']:.4f}",
+    "Rates, AMDP at the rate of Figure 7": lambda: f"{by_rate('amdp', figure_7('amdp')['peak']):.4f}",
+    "Rates, over synchronous at the rate of Figure 7": lambda: over_at(figure_7("amdp")["peak"]),
+    "Rates, over synchronous at the best rate": lambda: over_at(BEST_RATE),
+    **{
+        f"{model}, seconds of {name}": partial(seconds_to_loss, model, name)
+        for model, names in (("GPT", ("vnag, each", "amdp")), ("BERT", ("amdp", FASTEST, "xpipe", "vnag, each")))
+        for name in names
+    },
+    "GPT, vnag, each below AMDP": lambda: f"{1 - mean_loss('GPT', 'vnag, each') / mean_loss('GPT', 'amdp'):.1%}",
+    "Full staleness, the nearest": partial(late_over, NEAREST),
+    "Full staleness, its rates with nothing late": partial(
+        late_over, "Rotated, nothing late, slower by stage", digits=1
+    ),
+    "Full staleness, all late by 1": partial(late_over, "Rotated, all late by 1, predicted, slower", digits=1),
+    **{
+        f"Full staleness, all late by {versions}": partial(
+            late_over, f"Rotated, all late by {versions}, predicted, slower"
+        )
+        for versions in (3, 7)
+    },
+    "Defaults, mismatch 1": partial(by_default, "amdp, mismatch 1", 400),
+    "Defaults, mismatch 1, Muon": partial(by_default, "amdp, mismatch 1, Muon", 200),
+}
+"""What stands for the names in braces in `amdp.toml`."""
+
 PAPER = read_paper(
     "amdp",
     CLAIMS,
     {"Table 5": _learning, "Figure 9": table5.curve_lines, "Figure 7 by protocol": _by_protocol},
+    NUMBERS,
 )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from experiments.common.results import Row, facts, load, rounded
@@ -67,7 +68,7 @@ class Item:
         name: "Figure 15". about: what it is of. command: what finds it, without `python -m experiments.`.
         files: of its results, below `experiments/`. chart: its picture, likewise.
         also: files that its table is made of too, likewise.
-        differs: what differs, and why.
+        differs: what differs, and why; a name in braces stands for the number of that name of the paper.
         reason: why there are no results, where there are none; shown for as long as one of `files` is not there.
     """
 
@@ -92,6 +93,7 @@ class Paper:
 
     Attributes:
         lines: of the items whose table their command's module does not print from rows alone, by name.
+        numbers: what stands for the names in braces in the items' texts, made out of committed results.
     """
 
     key: str
@@ -100,6 +102,21 @@ class Paper:
     items: Sequence[Item]
     claims: Sequence[Claim]
     lines: Mapping[str, Lines]
+    numbers: Mapping[str, Callable[[], str]]
+
+    def filled(self, text: str) -> str:
+        """A text with numbers in place of the names in braces.
+
+        Raises:
+            ValueError: there is no number of such a name.
+        """
+        names = named_in(text)
+        if unknown := names - self.numbers.keys():
+            raise ValueError(
+                f"experiments/claims/{self.key}.toml names {', '.join(sorted(unknown))} in braces, and NUMBERS in "
+                f"{self.key}.py beside it has no such name; add it there"
+            )
+        return text.format_map({name: self.numbers[name]() for name in names})
 
     def table(self, item: Item, rows: Sequence[Row]) -> Iterable[str]:
         """The paper's numbers beside ours, as the item's command prints them."""
@@ -109,11 +126,21 @@ class Paper:
         return found
 
 
-def read_paper(key: str, claims: Sequence[Claim], lines: Mapping[str, Lines] | None = None) -> Paper:
+def named_in(text: str) -> set[str]:
+    """The names in braces."""
+    return {name for _, name, _, _ in Formatter().parse(text) if name is not None}
+
+
+def read_paper(
+    key: str,
+    claims: Sequence[Claim],
+    lines: Mapping[str, Lines] | None = None,
+    numbers: Mapping[str, Callable[[], str]] | None = None,
+) -> Paper:
     """A paper as its file `KEY.toml` describes it."""
     value = tomllib.loads(Path(__file__).with_name(f"{key}.toml").read_text(encoding="utf-8"))
     items = [Item(**each | {name: tuple(each.get(name, ())) for name in ("files", "also")}) for each in value["item"]]
-    return Paper(key, value["title"], value["intro"], items, claims, lines or {})
+    return Paper(key, value["title"], value["intro"], items, claims, lines or {}, numbers or {})
 
 
 @cache

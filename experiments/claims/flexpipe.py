@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 from experiments.claims.claim import Claim, Lines, Value, as_saved, read_paper, rows_of
 from experiments.common.results import Row
-from experiments.flexpipe import figure2, figure12, figure13, figure14, figure16, sweep
+from experiments.flexpipe import figure2, figure12, figure13, figure14, figure16, guessed_towers, sweep
 from experiments.flexpipe.setups import GPT_5B, GPT_16B, Model
 
 KIND = {"simulated": "samples", "measured": "measured"}
@@ -113,6 +114,33 @@ def _waiting(_: Sequence[Row]) -> Iterator[str]:
     return figure14.lines(list(figure14.chosen(figure14.RESULTS)))
 
 
+def within(ratios: Iterable[float]) -> str:
+    """The least whole percentage that all are within of 1."""
+    return f"{math.ceil(100 * max(abs(ratio - 1) for ratio in ratios))}%"
+
+
+def by_the_clock(figure: str) -> str:
+    """How far throughputs by the clock are from simulated ones, in all rows that have both."""
+    rows = [row for row in rows_of(f"flexpipe/{figure}") if row["measured"] is not None]
+    return within(row["measured"] / row["samples"] for row in rows)
+
+
+def guessed_gains(guess: str) -> str:
+    """How far FlexPipe's gains are from the paper's under a guess."""
+    rows = [row for row in rows_of("flexpipe/guessed_towers") if row["guess"] == guess]
+    return within(guessed_towers.gain(row) / figure16.PAPER[row["clip"]] for row in rows)
+
+
+NUMBERS: Mapping[str, Callable[[], str]] = {
+    "Figure 13, by the clock within": partial(by_the_clock, "figure13"),
+    "Figure 16, by the clock within": partial(by_the_clock, "figure16"),
+    "twice the sequence within": partial(guessed_gains, "video of twice the sequence"),
+}
+"""What stands for the names in braces in `flexpipe.toml`."""
+
 PAPER = read_paper(
-    "flexpipe", CLAIMS, {"Figure 12": _sweep("figure12"), "Figure 13": _sweep("figure13"), "Figure 14": _waiting}
+    "flexpipe",
+    CLAIMS,
+    {"Figure 12": _sweep("figure12"), "Figure 13": _sweep("figure13"), "Figure 14": _waiting},
+    NUMBERS,
 )

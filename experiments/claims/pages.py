@@ -108,7 +108,7 @@ def _item(paper: Paper, item: Item) -> Iterator[str]:
         ]
     for name in item.also:
         yield from [recorded(name), ""]
-    yield f"**What differs, and why.** {item.differs.strip()}"
+    yield f"**What differs, and why.** {paper.filled(item.differs.strip())}"
 
 
 def recorded(name: str) -> str:

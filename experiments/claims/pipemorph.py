@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from importlib import import_module
+from statistics import fmean, median
 from typing import Any
 
-from experiments.claims.claim import Claim, Lines, Value, as_saved, read_paper
+from experiments.claims.claim import Claim, Lines, Value, as_saved, read_paper, rows_of
 from experiments.common.results import Row, find
 from experiments.pipemorph import figure5
 from experiments.pipemorph.backends import Backend
@@ -178,6 +179,58 @@ def _part(figure: str, part: str) -> Lines:
     return lambda rows: getattr(import_module(f"experiments.pipemorph.{figure}"), part)(rows)
 
 
+def over_clairvoyant(system: str) -> str:
+    """Of Figure 18, on the mean of the traces."""
+    found = [row["over_clairvoyant"] for row in rows_of("pipemorph/figure18-simulate") if row["system"] == system]
+    return f"{fmean(found):.1%}"
+
+
+def dynamic_over_ours() -> str:
+    """Of Figure 18, the least and the most of the traces."""
+    rows = rows_of("pipemorph/figure18-simulate")
+    gains = [
+        slower({"trace": trace, "system": "ours"}, {"trace": trace, "system": "dynamic"})(rows, "simulated")
+        for trace in ("A", "B", "C")
+    ]
+    shares = sorted(100 * (gain - 1) for gain in gains if gain is not None)
+    return f"{shares[0]:.1f} to {shares[-1]:.1f}%"
+
+
+BASE_30B = {"setup": "30B (2, 4, 8)", "system": "zb", "delay_ms": 0.0}
+
+
+def measured_30b() -> str:
+    """Iterations of the 30B mesh without delay by the clock, in ms."""
+    return " and ".join(f"{ms:.0f}" for ms in find(rows_of("pipemorph/table2-threads"), **BASE_30B)["measured_ms"])
+
+
+def late_probe_ms() -> float:
+    """Of the probes after the link became late, which are most of them."""
+    _, moves = rows_of("pipemorph/moved-lab")
+    return float(median(moves["probes_ms"]))
+
+
+def probes_with_one_more() -> str:
+    """Their share of the time with the probe whose answer moved the nodes, taken to be as long as the others."""
+    _, moves = rows_of("pipemorph/moved-lab")
+    probes = sum(moves["probes_ms"]) + late_probe_ms()
+    return f"{probes / (probes + sum(moves['steps_ms'])):.1%}"
+
+
+NUMBERS: Mapping[str, Callable[[], str]] = {
+    "ours over clairvoyant": partial(over_clairvoyant, "ours"),
+    "ours, host over clairvoyant": partial(over_clairvoyant, "ours, host"),
+    "dynamic over ours": dynamic_over_ours,
+    "30B by the clock": measured_30b,
+    "30B simulated": lambda: f"{simulated(find(rows_of('pipemorph/table2-simulate'), **BASE_30B)):.0f}",
+    "a late probe": lambda: f"{late_probe_ms():.0f}",
+    "probes with one more": probes_with_one_more,
+}
+"""What stands for the names in braces in `pipemorph.toml`."""
+
 PAPER = read_paper(
-    "pipemorph", CLAIMS, {"Figure 6": _part("figure9", "blocked"), "Figure 9": _part("figure9", "interfered")}
+    "pipemorph",
+    CLAIMS,
+    {"Figure 6": _part("figure9", "blocked"), "Figure 9": _part("figure9", "interfered")},
+    NUMBERS,
 )

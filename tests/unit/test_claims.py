@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from experiments.claims import pages, quick
-from experiments.claims.claim import ROOT, Claim, facts_of, rows_of
+from experiments.claims.claim import ROOT, Claim, facts_of, named_in, rows_of
 from experiments.claims.pages import FOLDER, PAPERS, REAL
 from experiments.common.results import facts, known, load, runs, save
 from penstock.bench.record import command, record
@@ -40,6 +40,23 @@ def test_every_page_is_what_the_results_make_of_it() -> None:
     assert {path.name for path in FOLDER.glob("*.md")} == set(made)
     for name, text in made.items():
         assert (FOLDER / name).read_text(encoding="utf-8") == text, "run python -m experiments.claims.pages"
+
+
+@pytest.mark.results
+def test_each_number_of_a_paper_stands_in_its_texts_and_is_made_out_of_results() -> None:
+    for paper in PAPERS:
+        named = set().union(*(named_in(item.differs) for item in paper.items))
+        assert named == set(paper.numbers)
+        for number in paper.numbers.values():
+            assert re.search(r"\d", number())
+        assert not any(named_in(item.reason) for item in paper.items)
+
+
+def test_a_text_has_numbers_in_place_of_names_and_an_unknown_name_is_refused() -> None:
+    paper = replace(PAPERS[0], numbers={"late, 30B": lambda: "1037"})
+    assert paper.filled("It took {late, 30B} ms, and 5% more.") == "It took 1037 ms, and 5% more."
+    with pytest.raises(ValueError, match=r"pipemorph\.toml names early in braces.*add it there"):
+        paper.filled("{early} and {late, 30B}")
 
 
 @pytest.mark.results
