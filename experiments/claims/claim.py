@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from string import Formatter
 from typing import Any
 
-from experiments.common.results import Row, facts, load, rounded
+from experiments.common.results import Row, facts, filled, load, rounded
 
 ROOT = Path(__file__).resolve().parents[2]
 Value = Callable[[Sequence[Row], str], "float | None"]
@@ -110,13 +109,7 @@ class Paper:
         Raises:
             ValueError: there is no number of such a name.
         """
-        names = named_in(text)
-        if unknown := names - self.numbers.keys():
-            raise ValueError(
-                f"experiments/claims/{self.key}.toml names {', '.join(sorted(unknown))} in braces, and NUMBERS in "
-                f"{self.key}.py beside it has no such name; add it there"
-            )
-        return text.format_map({name: self.numbers[name]() for name in names})
+        return filled(text, self.numbers)
 
     def table(self, item: Item, rows: Sequence[Row]) -> Iterable[str]:
         """The paper's numbers beside ours, as the item's command prints them."""
@@ -124,11 +117,6 @@ class Paper:
             return self.lines[item.name](rows)
         found: Iterable[str] = import_module(f"experiments.{item.command.partition(' ')[0]}").lines(rows)
         return found
-
-
-def named_in(text: str) -> set[str]:
-    """The names in braces."""
-    return {name for _, name, _, _ in Formatter().parse(text) if name is not None}
 
 
 def read_paper(

@@ -1,4 +1,4 @@
-"""Raw results as JSON, a row a line, with the record of the run; their charts, and the lines of a table.
+"""Raw results as JSON, a row a line, with the record of the run; their charts, lines of a table, numbers in a text.
 
 results/figure12.json     what a command found: its rows, and `record`, of the run that found them
                           `measured`: the record of a later run that put times by the clock into the rows
@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,29 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> Iterator[str]:
     for row in cells:
         first, *others = zip(row, widths, strict=True)
         yield "  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]).rstrip()
+
+
+def filled(text: str, numbers: Mapping[str, Callable[[], str]]) -> str:
+    """A text with numbers in place of the names in braces, so that nobody types what a result holds.
+
+    Args:
+        numbers: by name, what makes each out of the results.
+
+    Raises:
+        ValueError: there is no number of such a name.
+    """
+    names = named_in(text)
+    if unknown := sorted(names - numbers.keys()):
+        raise ValueError(f"a text names {', '.join(unknown)} in braces, and NUMBERS beside it does not; add it there")
+    return _NAMED.sub(lambda found: numbers[found[1]](), text)
+
+
+def named_in(text: str) -> set[str]:
+    """The names in braces."""
+    return set(_NAMED.findall(text))
+
+
+_NAMED = re.compile(r"\{([^{}]+)\}")
 
 
 def draw(folder: Path, name: str, figure: Figure) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import fmean
+from textwrap import fill
 
+from experiments.common.results import filled
 from experiments.uneven import protocol
 from experiments.uneven.record import read_cells
 from penstock.bench.readme import write_between
@@ -214,8 +218,89 @@ def text() -> str:
     return "\n".join(line for title, lines in parts.items() for line in (f"## {title}", "", *lines, ""))
 
 
+MISSED = """\
+- **1f1b over 32 replicas, {assigned, faster} of {assigned, aim}; busiest {assigned, busiest} of {busiest, aim}, in
+  any step {assigned, in any step} of {in any step, aim}.** These aims are out of reach on the draws of the protocol.
+  Replicas with the longest microbatches, {assigned, longest} of the mean, are busier than the others even where the
+  other seven are the shortest of all: no assignment has a busiest replica below {assigned, at least} in the mean and
+  {assigned, at least in any step} in any step (*at least* in the table). And where such a replica is the slowest, a
+  step is {assigned, at most} times as fast (*at most*: its best order as rules and moves find it). The limits were
+  worked out after the runs.
+- **{multi-modal, aim} with the encoder's work on all ranks** is reached at 16 ranks and sigma 1.0 alone. Elsewhere
+  order of arrival takes {towers, least} to {towers, most} times the mean work per rank, so that not even a step
+  without a bubble would be {multi-modal, aim} times as fast. What spreading takes, running most encoders again, is
+  more than it gives there: zb-v in its best order is faster. No schedule takes less than the mean work per rank, so
+  *at most* in the table is a bound: {towers, 8 and 0.6} and {towers, 8 and 1.0} at 8 ranks, {towers, 16 and 0.6} at
+  16 and sigma 0.6.
+- **{multi-modal, aim} over late links** is reached in no cell. The nearest is {late, nearest}, at 16 ranks and sigma
+  1.0 with links 5 ms late, in twice 1f1b's memory. At 8 ranks and sigma 0.6 with 5 or 10 ms, and at 16 ranks and
+  sigma 0.6 with 5 ms, no schedule can reach it: the bound is {late, 8 by 5}, {late, 8 by 10} and {late, 16 by 5} in
+  the mean. In the other cells the bound is above {multi-modal, aim}, and what lies between is not known. These are
+  orders by rules, without moves, and all links are late by the same.
+"""
+"""What README.md says of aims that are missed; a name in braces is one of `NUMBERS`."""
+
+
+def _of_replicas(part: str, column: int, how: Callable[..., float], digits: int) -> str:
+    """Of the draws of 1f1b over replicas, whose aim is missed."""
+    return f"{how(draw[column] for draw in read_cells(part)['0']['draws']):.{digits}f}"
+
+
+def _at_most(num_ranks: int, sigma: float) -> float:
+    """How many times as fast a step of both towers could be, in the mean, without a bubble."""
+    number = protocol.TOWERS.index(protocol.Towers("spread", num_ranks, sigma, protocol.MULTI_MODAL))
+    return fmean(draw[2] for draw in read_cells("towers")[str(number)]["draws"])
+
+
+def _shown_at_most(num_ranks: int, sigma: float) -> str:
+    return f"{_at_most(num_ranks, sigma):.2f}"
+
+
+def _late_at_most(num_ranks: int, latency: float) -> str:
+    """The same over late links, at sigma 0.6."""
+    number = protocol.LATE_TOWERS.index(protocol.LateTowers(num_ranks, 0.6, latency, 1))
+    return f"{fmean(draw[1] for draw in read_cells('late_towers')[str(number)]['draws']):.2f}"
+
+
+def _nearest() -> str:
+    late = read_cells("late_towers").values()
+    return f"{max(fmean(draw[0] for draw in cell['draws']) for cell in late):.2f}"
+
+
+MISSING = ((8, 0.6), (8, 1.0), (16, 0.6))
+"""Ranks and sigmas where a spread encoder misses its aim."""
+NUMBERS: Mapping[str, Callable[[], str]] = {
+    "assigned, aim": lambda: f"{protocol.ASSIGNED[0].aim:.2f}",
+    "assigned, longest": lambda: f"{protocol.ASSIGNED[0].longest:g}",
+    "assigned, faster": partial(_of_replicas, "assigned", 2, fmean, 3),
+    "assigned, busiest": partial(_of_replicas, "assigned", 1, fmean, 4),
+    "assigned, in any step": partial(_of_replicas, "assigned", 1, max, 3),
+    "assigned, at least": partial(_of_replicas, "assigned_limits", 0, fmean, 4),
+    "assigned, at least in any step": partial(_of_replicas, "assigned_limits", 0, max, 4),
+    "assigned, at most": partial(_of_replicas, "assigned_limits", 1, fmean, 3),
+    "busiest, aim": lambda: f"{protocol.BUSIEST:g}",
+    "in any step, aim": lambda: f"{protocol.BUSIEST_IN_ANY:g}",
+    "multi-modal, aim": lambda: f"{protocol.MULTI_MODAL:g}",
+    "towers, least": lambda: f"{min(_at_most(*each) for each in MISSING):.1f}",
+    "towers, most": lambda: f"{max(_at_most(*each) for each in MISSING):.1f}",
+    **{
+        f"towers, {ranks} and {sigma}": (lambda r=ranks, s=sigma: f"{_at_most(r, s):.2f}") for ranks, sigma in MISSING
+    },
+    "late, nearest": _nearest,
+    **{f"late, {ranks} by {ms}": partial(_late_at_most, ranks, ms) for ranks, ms in ((8, 5), (8, 10), (16, 5))},
+}
+"""What stands for the names in braces in `MISSED`."""
+
+
+def missed() -> str:
+    """What is missed, with its numbers, in lines of a page."""
+    items = filled(MISSED, NUMBERS).replace("\n  ", " ").splitlines()
+    return "\n".join(fill(item, 118, subsequent_indent="  ", break_on_hyphens=False) for item in items)
+
+
 def main() -> None:
     write_between(README, "results", f"\n{text()}")
+    write_between(README, "missed", missed())
 
 
 if __name__ == "__main__":

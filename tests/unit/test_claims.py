@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from experiments.claims import pages, quick
-from experiments.claims.claim import ROOT, Claim, facts_of, named_in, rows_of
+from experiments.claims.claim import ROOT, Claim, facts_of, rows_of
 from experiments.claims.pages import FOLDER, PAPERS, REAL
-from experiments.common.results import facts, known, load, runs, save
+from experiments.common.results import facts, known, load, named_in, runs, save
 from penstock.bench.record import command, record
 
 pytestmark = pytest.mark.unit
@@ -55,7 +55,7 @@ def test_each_number_of_a_paper_stands_in_its_texts_and_is_made_out_of_results()
 def test_a_text_has_numbers_in_place_of_names_and_an_unknown_name_is_refused() -> None:
     paper = replace(PAPERS[0], numbers={"late, 30B": lambda: "1037"})
     assert paper.filled("It took {late, 30B} ms, and 5% more.") == "It took 1037 ms, and 5% more."
-    with pytest.raises(ValueError, match=r"pipemorph\.toml names early in braces.*add it there"):
+    with pytest.raises(ValueError, match=r"names early in braces.*add it there"):
         paper.filled("{early} and {late, 30B}")
 
 
@@ -80,7 +80,7 @@ FROM_HISTORY = {
     "figure21-processes figure21_gpu-2ranks figure21_gpu-4ranks table2-threads",
 }
 """Results from before each had its record, which was put down afterwards. One that is run again leaves this list."""
-NO_LOAD = "assigned bytes changed documents emulated errors order real towers"
+NO_LOAD = "emulated real"
 """Those of `experiments/uneven` from before a record had seeds and load, likewise."""
 
 

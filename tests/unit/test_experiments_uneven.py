@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
+
+from experiments.common.results import named_in
+from penstock.bench.readme import between
 
 pytestmark = pytest.mark.unit
 
@@ -21,10 +25,35 @@ def load() -> Any:
 @pytest.mark.results
 def test_the_page_has_the_tables_of_the_results(load: Any) -> None:
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert load("tables").text() in page
+    tables = load("tables")
+    assert tables.text() in page
+    assert between(page, "missed").splitlines() == tables.missed().splitlines()
+    assert named_in(tables.MISSED) == set(tables.NUMBERS)
     for script in ("simulated", "emulated", "real", "tables"):
         assert f"python -m experiments.uneven.{script}" in page
         assert f"python -m experiments.uneven.{script}" in load(script).__doc__
+
+
+@pytest.mark.results
+def test_multi_modal_aims_are_missed_where_the_page_says_so(load: Any) -> None:
+    protocol, record = load("protocol"), load("record")
+    spread = {}
+    for cell in record.read_cells("towers").values():
+        how, num_ranks, sigma, _ = cell["cell"]
+        if how == "spread":
+            moved, at_most = (fmean(column) for column in list(zip(*cell["draws"], strict=True))[1:])
+            spread[num_ranks, sigma] = moved >= protocol.MULTI_MODAL
+            assert (at_most < protocol.MULTI_MODAL) == ((num_ranks, sigma) in load("tables").MISSING)
+    assert [each for each, met in spread.items() if met] == [(16, 1.0)]
+    late = {
+        tuple(cell["cell"]): [fmean(column) for column in zip(*cell["draws"], strict=True)]
+        for cell in record.read_cells("late_towers").values()
+    }
+    assert len(late) == 24
+    assert all(faster < protocol.MULTI_MODAL for faster, _ in late.values())
+    assert max(late, key=lambda each: late[each][0]) == (16, 1.0, 5.0, 2)
+    out_of_reach = {each[:3] for each, (_, at_most) in late.items() if at_most < protocol.MULTI_MODAL}
+    assert out_of_reach == {(8, 0.6, 5.0), (8, 0.6, 10.0), (16, 0.6, 5.0)}
 
 
 @pytest.mark.results
