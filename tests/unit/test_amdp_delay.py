@@ -3,6 +3,8 @@ protocol asks for what it says."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -12,7 +14,13 @@ from torch import Tensor, nn
 
 from experiments.amdp import delay
 from experiments.amdp.delay import HELD_OUT, SEEDS, WAYS, Job, Loop, Way, lines, next_job
-from experiments.amdp.delay_optimizers import Stepped, even_singular_values
+from experiments.amdp.delay_optimizers import (
+    DelayCompensation,
+    ErrorFeedback,
+    Stepped,
+    WeightVelocity,
+    even_singular_values,
+)
 from experiments.amdp.learning import Method, Task, train
 from penstock.runtime import MuonAdamW
 from tiers import others_nightly
@@ -78,6 +86,115 @@ def test_rotated_adam_sees_no_coordinates() -> None:
             other.step([left @ gradient @ right.mT], [0.01])
         off[kind] = float((turned - left @ plain @ right.mT).abs().max() / plain.abs().max())
     assert off["Rotated"] < 1e-6 < 1e-2 < off["AdamW"]
+
+
+def test_errors_of_late_updates_are_made_up_for() -> None:
+    """By hand: for a delay of one 2 s(t) - s(t - 1); all errors add up to the last updates, once more."""
+    updates = [torch.tensor([each]) for each in (3.0, 5.0, -1.0, 2.0, 7.0)]
+    feedback = ErrorFeedback([0, 1, 3])
+    made = [[float(feedback.corrected(place, update)) for update in updates] for place in range(3)]
+    assert made[0] == [3.0, 5.0, -1.0, 2.0, 7.0]
+    assert made[1] == [6.0, 7.0, -7.0, 5.0, 12.0]
+    assert made[2] == [6.0, 10.0, -2.0, 1.0, 9.0]
+    assert [sum(each) - 16.0 for each in made] == [0.0, 7.0, 8.0]
+
+
+def test_an_optimizer_feeds_back_what_it_steps_by_and_not_its_decay() -> None:
+    gradients = [torch.randn(4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    plain, fed = (Stepped("AdamW", [torch.ones(4)], feedback=each) for each in (None, ErrorFeedback([1])))
+    rates, found = (0.01, 0.02, 0.03), torch.ones(4)
+    earlier = torch.zeros(4)
+    for rate, gradient in zip(rates, gradients, strict=True):
+        before = plain.weights[0].clone()
+        plain.step([gradient], [rate])
+        fed.step([gradient], [rate])
+        update = before * (1 - rate * 0.1) - plain.weights[0]
+        found = found * (1 - rate * 0.1) - (2 * update - earlier)
+        earlier = update
+        torch.testing.assert_close(fed.weights[0], found)
+
+
+def test_a_gradient_is_moved_on_to_the_newest_weights() -> None:
+    """By hand, for both kinds of lambda; one that is not late stays as it is."""
+    gradient, moved = torch.tensor([2.0, -3.0]), torch.tensor([0.5, 0.1])
+    square = torch.tensor([1.0, 4.0])
+    constant = DelayCompensation(0.04, adaptive=False).compensated(gradient, moved, square.clone())
+    torch.testing.assert_close(constant, torch.tensor([2.0 + 0.04 * 4 * 0.5, -3.0 + 0.04 * 9 * 0.1]))
+    found = DelayCompensation(2.0).compensated(gradient, moved, square)
+    torch.testing.assert_close(square, torch.tensor([0.95 * 1 + 0.05 * 4, 0.95 * 4 + 0.05 * 9]))
+    by = [2.0 / math.sqrt(each + 1e-7) for each in (1.15, 4.25)]
+    torch.testing.assert_close(found, torch.tensor([2.0 + by[0] * 4 * 0.5, -3.0 + by[1] * 9 * 0.1]))
+    assert torch.equal(DelayCompensation(2.0).compensated(gradient, torch.zeros(2), square), gradient)
+
+
+def test_constant_steps_are_undone_exactly() -> None:
+    start = torch.tensor([1.0, -2.0]).double()
+    step = torch.tensor([0.25, 0.5]).double()
+    delays = (0, 1, 7)
+    velocity = WeightVelocity([start] * 3, delays)
+    for number in range(1, 301):
+        velocity.update([start + number * step] * 3)
+    for late, found in zip(delays, velocity.read(), strict=True):
+        torch.testing.assert_close(found, start + (300 - late) * step, rtol=0.0, atol=1e-10)
+
+
+def test_the_mean_of_how_weights_move_forgets_by_its_delay() -> None:
+    """By hand: of a delay of two a tenth is left after two updates, of one after one."""
+    velocity = WeightVelocity([torch.zeros(1)] * 2, [2, 1], decay=0.1)
+    for place in (1.0, 3.0):
+        velocity.update([torch.tensor([place])] * 2)
+    kept = math.sqrt(0.1)
+    mean = kept * (1 - kept) * 1.0 + (1 - kept) * 2.0
+    torch.testing.assert_close(velocity.read()[0], torch.tensor([3.0 - 2 * mean]))
+    torch.testing.assert_close(velocity.read()[1], torch.tensor([3.0 - (0.1 * 0.9 * 1.0 + 0.9 * 2.0)]))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        Way("", "AdamW", feeds_back=True),
+        Way("", "AdamW", compensates=DelayCompensation(64.0)),
+        Way("", "AdamW", corrects=True),
+    ],
+)
+def test_what_mends_a_delay_does_nothing_without_one(way: Way) -> None:
+    task = Task(delay.CONFIG, num_batches=8, every=8, warmup=2, samples=2, seed=3)
+    losses = []
+    for each in (way, Way("", "AdamW")):
+        for late in (False, True):
+            loop = Loop(replace(each, late=late), task, 4e-3)
+            losses.append([loop.update(number) for number in range(4)])
+    prompt, late, plain_prompt, plain_late = losses
+    assert prompt == plain_prompt
+    assert late[0] == plain_late[0]
+    assert late != plain_late
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+def test_backwards_read_what_their_way_says(corrects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward of a way that corrects reads nearly its forward's weights, and any other late one just these."""
+    task = Task(delay.CONFIG, num_batches=40, every=40, warmup=2, samples=2, seed=3)
+    loop = Loop(Way("", "AdamW", corrects=corrects), task, 1e-3)
+    gaps = []
+
+    def before(loss: Tensor) -> None:
+        read = [parameter.detach().clone() for parameter in loop._parameters]
+        gaps.append(
+            [
+                float((a - b).norm() / (c - b).norm().clamp(min=1e-12))
+                for a, b, c, late in zip(read, forward, loop.weights, loop.delays, strict=True)
+                if late
+            ]
+        )
+        backward(loss)
+
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", before)
+    for number in range(12):
+        forward = [reads[0].clone() for reads in loop._to_read]
+        loop.update(number)
+    last = max(gaps[-1])
+    assert 0.0 < last < 0.9 if corrects else last == 0.0
 
 
 @pytest.mark.slow
