@@ -4,15 +4,14 @@
 
 Four hosts in a box train a small model as (DP 2, PP 2) with real TCP between them. After some steps the link between
 hosts 2 and 3, the ring of the last stage, turns 30 ms late. Hosts probe all links now and then, and move. A probe
-takes longer where a link is late, and the next one waits until it is 4% of the time of the steps between, as
-`ps.Pipeline` does. The raw results are the time of every step and of every probe, and the losses: those of the same
-run without a late link and without a move.
+takes longer where a link is late, and the next one waits until it is 4% of the time since, as under `ps.Pipeline`
+(`ProbePace`). The raw results are the time of every step and of every probe, what it took to agree on when to probe
+(`checks_ms`), and the losses: those of the same run without a late link and without a move.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 import tempfile
 import time
@@ -37,7 +36,7 @@ class Order:
 
     Attributes:
         steps: so many. late_from: the step from which on the link is late. width: of the layers.
-        probe_every: steps between probes, at least. share: of the steps' time that probes may take.
+        probe_every: steps between probes, at least. share: of the time that probes may take.
     """
 
     steps: int = 300
@@ -103,6 +102,7 @@ def rank(folder: Path) -> None:
     import penstock as ps
     from penstock.control import Configuration, Job, Orchestrator
     from penstock.control.configuration import peaks
+    from penstock.runtime.mesh.probe import ProbePace
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="env://", rank=_host(), world_size=HOSTS)
@@ -131,7 +131,8 @@ def rank(folder: Path) -> None:
     orchestrator = Orchestrator(job, placed.mesh, ring=ps.cost.Ring(window=2e6))
     generator = torch.Generator().manual_seed(1)
     told: dict[str, Any] = {"order": asdict(order), "losses": [], "steps_ms": [], "probes_ms": [], "done": []}
-    next_probe, last, since = order.probe_every, 0, time.perf_counter()
+    told["checks_ms"] = 0.0
+    pace = ProbePace(_sum_of_all, order.share, order.probe_every)
     for step in range(order.steps):
         if order.moves and step == order.late_from:
             if dist.get_rank() == 0:
@@ -144,16 +145,11 @@ def rank(folder: Path) -> None:
         told["losses"].append(float(placed.pipe.step(x, y).loss))
         dist.barrier()
         told["steps_ms"].append((time.perf_counter() - begin) * 1e3)
-        if order.moves and step + 1 == next_probe:
-            begin = time.perf_counter()
+        begin = time.perf_counter()
+        if order.moves and pace.after_step():
             found = placed.watch(orchestrator, TIMEOUT)
+            pace.end(counts=found is None)
             ms = (time.perf_counter() - begin) * 1e3
-            # All hosts come to the same step.
-            taken = torch.tensor([ms, 0.0 if found is None else ms, (begin - since) * 1e3 / (step + 1 - last)])
-            dist.all_reduce(taken)
-            probing, moving, stepping = taken.tolist()
-            wait = 0 if moving or math.isinf(order.share) else math.ceil(probing / (order.share * stepping))
-            next_probe, last, since = step + 1 + max(wait, order.probe_every), step + 1, time.perf_counter()
             if found is None:
                 told["probes_ms"].append(ms)
             else:
@@ -168,10 +164,19 @@ def rank(folder: Path) -> None:
                         "received_bytes": placed.pipe.gather(placed.received),
                     }
                 )
+        elif order.moves:
+            told["checks_ms"] += (time.perf_counter() - begin) * 1e3
     if dist.get_rank() == 0:
         (folder / "result").write_text(json.dumps(told))
     placed.pipe.close()
     dist.destroy_process_group()
+
+
+def _sum_of_all(values: Any) -> Any:
+    import torch.distributed as dist
+
+    dist.all_reduce(values)
+    return values
 
 
 def _host() -> int:
@@ -197,7 +202,7 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
         "moved": moves["steps_ms"][after + 1 :],
     }
     said.append(", ".join(f"{name} {median(part):.0f} ms a step" for name, part in parts.items()))
-    probes, steps = sum(moves["probes_ms"]), sum(moves["steps_ms"])
+    probes, steps = sum(moves["probes_ms"]) + moves["checks_ms"], sum(moves["steps_ms"])
     said.append(
         f"{len(moves['probes_ms'])} probes of all links, {median(moves['probes_ms']):.1f} ms in the median, "
         f"{max(moves['probes_ms']):.1f} at most: {probes / (probes + steps):.1%} of the time of steps and probes"

@@ -206,7 +206,7 @@ class Pipeline:
         if len(agent.pipeline) < self.schedule.num_ranks:  # one process runs the whole pipeline
             agent.pipeline = agent.pipeline * self.schedule.num_ranks
         if agent.probes is not None:
-            agent.probes.everyone = place.everyone
+            agent.probes.go_on_with(place.everyone)
 
     def _switch(self, then: ActivePlan | Configuration) -> None:
         """Runs something else from the next step on. Nodes move when that begins; until then nothing has changed."""

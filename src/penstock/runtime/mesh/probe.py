@@ -5,12 +5,17 @@
 Between two steps nothing else is under way, so the shortest of a few round trips is what the link takes. The first
 node gathers what all have found and tells every process: a late link holds this up only where it is one of the first
 node's. An all-reduce would cross it several times.
+
+How often is up to `ProbePace`: the longer a round takes, the more steps come between two.
+
+    step 1 2 3 4 5 | probe | 6 .. 10 | probe | 11 .......... 40 | probe |      a late link makes rounds take long
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +24,86 @@ from penstock.runtime.mesh.collective import wait_for
 
 TRIPS = 3
 """Round trips of which the shortest counts."""
+LEAST_EVERY, MOST_EVERY = 5, 200
+"""Steps between two rounds, by how long rounds take."""
+SHARE = 0.04
+"""Of the time, what rounds may take: each goes there and back over every link, the late one too."""
+
+
+class ProbePace:
+    """After which steps a round of probes is due, so that rounds take at most a share of the time between them.
+
+    A round is planned by how long steps took before it. When that step has come, all processes add up what time has
+    passed: steps may have become shorter, as they do once nodes have moved away from a late link, and then more of
+    them come first. All processes reckon with the same sums, so that they come to the same step.
+
+    Args:
+        sum_of: the sum of every process's values, the same in all processes.
+        share: that of the time.
+        least_every: fewest steps between two rounds.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        sum_of: Callable[[torch.Tensor], torch.Tensor],
+        share: float = SHARE,
+        least_every: int = LEAST_EVERY,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.sum_of = sum_of
+        self._share, self._least_every, self._clock = share, least_every, clock
+        self._steps, self._next, self._last = 0, least_every, 0
+        self._since = self._began = clock()
+        self._spent, self._adding = 0.0, 0.0
+        """Seconds that the last round took in this process, with the sums since (0 where no round counts), and that
+        the last sum took."""
+
+    def after_step(self) -> bool:
+        """To be called by every process after each step: whether a round is due. `end` is to follow it.
+
+        Raises:
+            DeadlineExceeded, PeerLost: a process is late or gone.
+        """
+        self._steps += 1
+        if self._steps < self._next:
+            return False
+        self._began, passed = self._clock(), self._steps - self._last
+        if self._spent == 0.0 or passed >= MOST_EVERY:
+            return True
+        spent, adding, stepping = self._totals((self._began - self._since) / passed)
+        if self._wanted(spent, stepping) <= passed:
+            return True
+        self._next = max(self._steps + 1, self._last + self._wanted(spent + adding, stepping))
+        return False
+
+    def end(self, counts: bool = True) -> None:
+        """Just after a round: plans the next one. Every process must call it.
+
+        Args:
+            counts: False where it was more than a round (nodes were moved in it, say): the next one comes soon.
+        """
+        ended = self._clock()
+        self._spent = ended - self._began if counts else 0.0
+        stepping = (self._began - self._since) / max(1, self._steps - self._last)
+        self._last, self._since = self._steps, ended
+        spent, adding, stepping = self._totals(stepping)
+        self._next = self._steps + self._wanted(spent + adding, stepping)
+
+    def _wanted(self, spent: float, stepping: float) -> int:
+        """Steps, of `stepping` seconds, beside which `spent` seconds are the share."""
+        wanted = math.ceil(spent / (self._share * stepping)) if stepping > 0 else 0
+        return min(max(wanted, self._least_every), MOST_EVERY)
+
+    def _totals(self, stepping: float) -> tuple[float, float, float]:
+        """Over all processes: seconds spent, that a sum takes, and that a step takes."""
+        began = self._clock()
+        mine = torch.tensor([self._spent, self._adding if self._spent else 0.0, stepping], dtype=torch.float64)
+        spent, adding, stepping = self.sum_of(mine).tolist()
+        self._adding = self._clock() - began
+        if self._spent:
+            self._spent += self._adding
+        return spent, adding, stepping
 
 
 def rounds(num_nodes: int) -> Iterator[list[tuple[int, int]]]:
