@@ -263,11 +263,11 @@ def test_the_index_has_every_folder_with_the_figures_of_its_results(monkeypatch:
 
 
 NOT_RECORDED = {
-    "analyze": "results", "compatibility": "gpu results rules_results", "delegate": "results",
+    "analyze": "results", "compatibility": "gpu results", "delegate": "results",
     "dispatch": "by_sigma emulated results", "emulated": "processes-stretch-2 threads-stretch-2 threads",
     "engine": "results", "faults": "mptcp results", "fuzz": "between gpu one-process planted-before",
     "gaps": "optimum results", "head_of_line": "threads", "lab": "interface links others store",
-    "late_link": "plans results", "libraries": "results", "limits": "results starts", "mesh": "matrix",
+    "late_link": "plans results", "libraries": "results", "limits": "results", "mesh": "matrix",
     "peers": "peers results", "plan": "families_sample free speed tight tight_32x128 tight_8x32", "play": "results",
     "profiling": "results", "runtime": "gloo host in_turns runtime", "space": "results", "split": "compiled results",
     "tune": "results", "uneven": "times",
