@@ -1,6 +1,7 @@
 """How near the replay comes to what was measured and to the authors' own tool, and how long it takes: see README.md.
 
-python benchmarks/analyze/run.py TRACE.parquet [TRACE.parquet ...] --out benchmarks/analyze/results.json
+    python benchmarks/analyze/run.py TRACE.parquet [TRACE.parquet ...] --out benchmarks/analyze/results.json
+    python benchmarks/analyze/run.py --readme        writes the table of README.md from results.json
 
 Beside each `trace-NAME.parquet` lie the authors' `result-NAME.json`, `mw-NAME.json` and `ms-NAME.json`.
 """
@@ -19,6 +20,7 @@ import numpy as np
 
 from penstock.analyze import analyze_trace
 from penstock.analyze.analysis_page import to_page
+from penstock.bench.readme import write_between
 from penstock.bench.record import record
 from penstock.formats.traces import RunTrace, read_trace
 
@@ -109,10 +111,17 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("traces", nargs="+", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="*", type=Path)
     parser.add_argument("--out", type=Path, default=FOLDER / "results.json")
+    parser.add_argument("--readme", action="store_true", help="only write the table of README.md")
     options = parser.parse_args()
+    if options.readme:
+        results = json.loads((FOLDER / "results.json").read_text(encoding="utf-8"))
+        write_between(FOLDER / "README.md", "results", table(results))
+        return
+    if not options.traces:
+        parser.error("name the traces to analyze, or give --readme")
     found = {
         **record(),
         "traces": [one(path) for path in options.traces],
