@@ -70,7 +70,7 @@ class SavedSlot:
 
 
 @dataclass
-class Moved:
+class OffloadStatistics:
     """Of one stage in a step, the bytes that its forwards saved and sent away, and those that stayed, by reason."""
 
     away: int = 0
@@ -171,7 +171,7 @@ class SavedTensors:
         moved: takes note of what goes away and what stays.
     """
 
-    def __init__(self, host: HostMemory, moved: Moved) -> None:
+    def __init__(self, host: HostMemory, moved: OffloadStatistics) -> None:
         self._host, self._moved = host, moved
         self._slots: list[SavedSlot] = []
         self._away: list[tuple[Tensor, list[SavedSlot], torch.device]] = []

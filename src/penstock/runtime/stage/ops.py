@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.autograd import GraphInputs, exits, run_backward
-from penstock.runtime.stage.host_memory import HostMemory, Moved, SavedTensors, copied_to
+from penstock.runtime.stage.host_memory import HostMemory, OffloadStatistics, SavedTensors, copied_to
 from penstock.runtime.stage.microbatches import LossFn, Microbatches, Signature
 from penstock.runtime.stage.recompute import BufferHistory, copy_of, keeping_nothing
 from penstock.runtime.stage.split_backward import DeferredShare, SplitStage, Tape
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.aliases import (
-    Kept,
+    ReadOnlyInputs,
     graded,
     has_views,
     inner,
@@ -136,7 +136,7 @@ class StageRunner:
         """Outputs that ops have read."""
         self._starts: dict[int, list[Tensor | None]] = {}
         """Gradients of outputs that ops have given."""
-        self.moved = Moved()
+        self.moved = OffloadStatistics()
         self._host = host or HostMemory(device)
         self._saved: dict[int, SavedTensors] = {}
         """Of microbatches whose activations go to host memory."""
@@ -184,7 +184,7 @@ class StageRunner:
         self._first = settings.first(self.index)
         if self._split is not None:
             self._split.begin(self)
-        self.moved = Moved()
+        self.moved = OffloadStatistics()
         self._own = None
         self._let_go()
         self.losses.clear()
@@ -253,7 +253,7 @@ class StageRunner:
                     self._note_casts(self.index, m, output)
         if tape is not None:
             self._note(tape, m)
-        if kept is not _NOTHING_KEPT:
+        if kept is not _NO_READ_ONLY_INPUTS:
             kept.require_same(self.index)
         payload, outputs = self._outgoing(output)
         if entry is not _NO_ENTRY:
@@ -291,35 +291,37 @@ class StageRunner:
         if ran or not tape.has_taps:
             self._plain.add(self.settings.microbatches.signature(m))
 
-    def _input(self, m: int, received: Payload | None, copied: bool = False) -> tuple[Any, GraphInputs, Kept]:
+    def _input(
+        self, m: int, received: Payload | None, copied: bool = False
+    ) -> tuple[Any, GraphInputs, ReadOnlyInputs]:
         """What the stage is called with, where those of it that want a gradient enter, and what must not change."""
         if received is None:
             leaves, skeleton = flatten(self._on_device(self.settings.microbatches.into(self.index)[m]))
             if copied:
                 copies = [copy_of(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
-                return unflatten(copies, skeleton), _NO_ENTRY, _NOTHING_KEPT
+                return unflatten(copies, skeleton), _NO_ENTRY, _NO_READ_ONLY_INPUTS
             # Microbatches cut from one tensor count its changes together: one in place would look like one in all.
             given = [leaf if leaf.requires_grad else leaf.data for leaf in leaves]
-            return unflatten(given, skeleton), _NO_ENTRY, _NOTHING_KEPT
+            return unflatten(given, skeleton), _NO_ENTRY, _NO_READ_ONLY_INPUTS
         leaves = [leaf for leaf in received.leaves if leaf is not None]
         if copied:
             leaves = [copy_of(leaf) for leaf in leaves]
         elif received.skeleton == 0 and received.needs_grad == _WANTED and self.settings.training:  # most stages
             entry = GraphInputs(leaves)
-            return entry.tensors[0], entry, _NOTHING_KEPT
+            return entry.tensors[0], entry, _NO_READ_ONLY_INPUTS
         wanted = [place for place, needed in enumerate(received.needs_grad) if needed and self.settings.training]
         entry = GraphInputs([leaves[place] for place in wanted]) if wanted else _NO_ENTRY
         for place, tensor in zip(wanted, entry.tensors, strict=True):
             leaves[place] = tensor
         if not is_shared(received.skeleton):
-            return unflatten(leaves, received.skeleton), entry, _NOTHING_KEPT
+            return unflatten(leaves, received.skeleton), entry, _NO_READ_ONLY_INPUTS
         skeleton, views = received.skeleton, views_of(leaves, received.skeleton)
         if entry.tensors:
             wanted_ones = graded(leaves, received.needs_grad, skeleton, views)
             if behind := renewed(skeleton):
                 entry.renew([leaves[place] for place in behind], wanted_ones)
             entry.order(wanted_ones)
-        kept = Kept(leaves, skeleton)
+        kept = ReadOnlyInputs(leaves, skeleton)
         return unflatten(values_of(leaves, views, skeleton), inner(skeleton)), entry, kept
 
     def _on_device(self, value: Any) -> Any:
@@ -502,4 +504,4 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _NO_ENTRY = GraphInputs([])
 _WANTED = [True]
 """`needs_grad` of one tensor that wants its gradient; nobody changes it."""
-_NOTHING_KEPT = Kept([], 0)
+_NO_READ_ONLY_INPUTS = ReadOnlyInputs([], 0)

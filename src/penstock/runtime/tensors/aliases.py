@@ -12,7 +12,7 @@ after a change; so where a change came before the stage, its views are made agai
 
 Some memory must not be changed by a later stage, as no order of ops would make that right: a parameter or buffer of
 an earlier stage, which its next microbatch reads; what goes to several stages; tensors of which autograd does not
-know that they share memory. Such tensors are watched, see `Kept`.
+know that they share memory. Such tensors are watched, see `ReadOnlyInputs`.
 
 The skeleton of such a payload is `["shared", skeleton, refs, views, kept]`: of each value of the inner skeleton the
 leaf that it is (0, 1, ...) or the view (-1, -2, ...); of each view what it is made from and how; of kept leaves why.
@@ -221,7 +221,7 @@ def side_by_side(skeletons: Sequence[Skeleton], sizes: Sequence[int], shifted: A
     return [SHARED, together, refs, views, kept]
 
 
-class Kept:
+class ReadOnlyInputs:
     """Tensors that a stage was given and that must stay as they are."""
 
     def __init__(self, leaves: Sequence[Tensor], skeleton: Skeleton) -> None:

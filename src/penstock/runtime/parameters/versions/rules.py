@@ -1,8 +1,8 @@
 """The rules of weights: what a forward reads, what its backward reads, what an update leaves behind.
 
-       forward reads        backward reads            an update writes
+       forward reads         backward reads              an update writes
 
-Rule   `forward(spot)`      `backward(spot, read)`    the newest version; `oldest` says which others stay
+Rule   `forward(context)`    `backward(context, read)`   the newest version; `oldest` says which others stay
 
 What an op reads is a version, moved on by so many predicted updates. Each class is one rule, with its paper, and
 `rule_of` finds it by its name.
@@ -26,7 +26,7 @@ from penstock.schedule.staleness import backward_steps, forward_steps, updates_a
 
 
 @dataclass(frozen=True)
-class Read:
+class WeightRead:
     """Weights that an op reads.
 
     Attributes:
@@ -39,7 +39,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Spot:
+class ReadContext:
     """Where an op stands among the updates: all that a rule may look at.
 
     Attributes:
@@ -73,11 +73,11 @@ class VersionRule:
     name: str
     keeps: bool = False
 
-    def forward(self, spot: Spot) -> Read:
+    def forward(self, context: ReadContext) -> WeightRead:
         """What a forward reads."""
         raise NotImplementedError
 
-    def backward(self, spot: Spot, forward: Read) -> Read:
+    def backward(self, context: ReadContext, forward: WeightRead) -> WeightRead:
         """What the backward reads whose forward read `forward`."""
         raise NotImplementedError
 
@@ -86,7 +86,7 @@ class VersionRule:
         return newest
 
     def ahead(self, schedule: Schedule, stage: int) -> Mapping[int, int]:
-        """Microbatch -> `Spot.ahead`, where the rule wants to know it."""
+        """Microbatch -> `ReadContext.ahead`, where the rule wants to know it."""
         return {}
 
     def most_steps(self, schedule: Schedule, stage: int) -> int:
@@ -136,11 +136,11 @@ class Newest(VersionRule):
 
     name = "none"
 
-    def forward(self, spot: Spot) -> Read:
-        return Read(spot.newest)
+    def forward(self, context: ReadContext) -> WeightRead:
+        return WeightRead(context.newest)
 
-    def backward(self, spot: Spot, forward: Read) -> Read:
-        return Read(spot.newest)
+    def backward(self, context: ReadContext, forward: WeightRead) -> WeightRead:
+        return WeightRead(context.newest)
 
 
 class Stashing(VersionRule):
@@ -159,10 +159,10 @@ class Stashing(VersionRule):
     name = "pipedream"
     keeps = True
 
-    def forward(self, spot: Spot) -> Read:
-        return Read(spot.newest)
+    def forward(self, context: ReadContext) -> WeightRead:
+        return WeightRead(context.newest)
 
-    def backward(self, spot: Spot, forward: Read) -> Read:
+    def backward(self, context: ReadContext, forward: WeightRead) -> WeightRead:
         return forward
 
 
@@ -186,11 +186,11 @@ class DoubleBuffer(VersionRule):
     name = "pipedream-2bw"
     keeps = True
 
-    def forward(self, spot: Spot) -> Read:
+    def forward(self, context: ReadContext) -> WeightRead:
         # A copy that holds no older version has just begun: then the newest stands for the one before.
-        return Read(max(spot.window - 1, spot.oldest))
+        return WeightRead(max(context.window - 1, context.oldest))
 
-    def backward(self, spot: Spot, forward: Read) -> Read:
+    def backward(self, context: ReadContext, forward: WeightRead) -> WeightRead:
         return forward
 
     def oldest(self, newest: int) -> int:
@@ -215,11 +215,11 @@ class MomentumPrediction(VersionRule):
 
     name = "spectrain"
 
-    def forward(self, spot: Spot) -> Read:
-        return Read(spot.newest, forward_steps(spot.stage, spot.num_stages, spot.window_size))
+    def forward(self, context: ReadContext) -> WeightRead:
+        return WeightRead(context.newest, forward_steps(context.stage, context.num_stages, context.window_size))
 
-    def backward(self, spot: Spot, forward: Read) -> Read:
-        return Read(spot.newest, backward_steps(spot.stage, spot.window_size))
+    def backward(self, context: ReadContext, forward: WeightRead) -> WeightRead:
+        return WeightRead(context.newest, backward_steps(context.stage, context.window_size))
 
     def most_steps(self, schedule: Schedule, stage: int) -> int:
         window = schedule.updates.window if schedule.updates is not None else 1
@@ -267,11 +267,11 @@ class AdamPrediction(VersionRule):
 
     name = "xpipe"
 
-    def forward(self, spot: Spot) -> Read:
-        return Read(spot.newest, spot.ahead)
+    def forward(self, context: ReadContext) -> WeightRead:
+        return WeightRead(context.newest, context.ahead)
 
-    def backward(self, spot: Spot, forward: Read) -> Read:
-        return Read(spot.newest)
+    def backward(self, context: ReadContext, forward: WeightRead) -> WeightRead:
+        return WeightRead(context.newest)
 
     def ahead(self, schedule: Schedule, stage: int) -> Mapping[int, int]:
         return updates_ahead(schedule, stage)
@@ -383,7 +383,7 @@ class SlowedPrediction(AdamPrediction):
 
 
 class TiedPrediction(VersionRule):
-    """Of a tied parameter that another stage owns: the newest that came, moved on by `Spot.ahead`.
+    """Of a tied parameter that another stage owns: the newest that came, moved on by `ReadContext.ahead`.
 
     So each op reads what stands for the same moment as what the owner's stage reads in the same op of the microbatch
     (`schedule/staleness.py`), under any rule that predicts. In a forward it is the same to the bit, as all stages
@@ -392,11 +392,11 @@ class TiedPrediction(VersionRule):
 
     name = "tied"
 
-    def forward(self, spot: Spot) -> Read:
-        return Read(spot.newest, spot.ahead)
+    def forward(self, context: ReadContext) -> WeightRead:
+        return WeightRead(context.newest, context.ahead)
 
-    def backward(self, spot: Spot, forward: Read) -> Read:
-        return Read(spot.newest, spot.ahead)
+    def backward(self, context: ReadContext, forward: WeightRead) -> WeightRead:
+        return WeightRead(context.newest, context.ahead)
 
 
 def _versions(schedule: Schedule, stage: int) -> int:

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.gradients import num_bytes
-from penstock.runtime.parameters.versions.rules import Read, Spot, VersionRule
+from penstock.runtime.parameters.versions.rules import ReadContext, VersionRule, WeightRead
 from penstock.runtime.tensors.dtensor import is_sharded, local, memory, own_shard
 
 
@@ -68,13 +68,13 @@ class HeldVersions:
     def begin(self) -> None:
         """A pass begins: what the parameters hold by now is the newest version."""
         self._users.clear()
-        self.bind(Read(self.newest))
+        self.bind(WeightRead(self.newest))
         self._versions[self.newest] = [p.data for p in self._parameters]
         for master, tensor in zip(self._masters, self._versions[self.newest], strict=False):
             master.data = tensor
         self.most = len(self._versions)
 
-    def bind(self, read: Read) -> None:
+    def bind(self, read: WeightRead) -> None:
         """Points the parameters at a version."""
         if read.version == self._bound:
             return
@@ -83,17 +83,17 @@ class HeldVersions:
             parameter.data = tensor
         self._bound = read.version
 
-    def _require(self, read: Read) -> None:
+    def _require(self, read: WeightRead) -> None:
         if read.version not in self._versions:
             raise RuntimeFailure(
                 f"an op is to read the weights after {read.version} updates, and this copy of the stage holds those "
                 f"after {', '.join(map(str, sorted(self._versions)))}; the order does not fit the rule of its updates"
             )
 
-    def hold(self, read: Read) -> None:
+    def hold(self, read: WeightRead) -> None:
         self._users[read.version] = self._users.get(read.version, 0) + 1
 
-    def release(self, read: Read, oldest: int) -> None:
+    def release(self, read: WeightRead, oldest: int) -> None:
         """A microbatch is done with its version; the last one to be frees it, unless it is `oldest` or later."""
         self._users[read.version] -= 1
         if not self._users[read.version]:
@@ -131,7 +131,7 @@ class HeldVersions:
     def end(self, oldest: int) -> None:
         """A pass ended: the parameters hold the newest version, and versions before `oldest` are gone."""
         self._users.clear()
-        self.bind(Read(self.newest))
+        self.bind(WeightRead(self.newest))
         self._drop(oldest)
 
     def fill(self, values: Sequence[Tensor], oldest: int) -> None:
@@ -160,7 +160,7 @@ class HeldVersions:
     def _drop(self, oldest: int) -> None:
         gone = [v for v in self._versions if v < min(oldest, self.newest) and v not in self._users]
         if self._bound in gone:
-            self.bind(Read(self.newest))
+            self.bind(WeightRead(self.newest))
         for version in gone:
             del self._versions[version]
 
@@ -189,12 +189,12 @@ class CopiedVersions(HeldVersions):
 
     def begin(self) -> None:
         self._users.clear()
-        self.bind(Read(self.newest))
+        self.bind(WeightRead(self.newest))
         for tensor, parameter in zip(self._newest, self._parameters, strict=True):
             tensor.copy_(memory(parameter))
         self.most = len(self._versions)
 
-    def bind(self, read: Read) -> None:
+    def bind(self, read: WeightRead) -> None:
         if read.version == self._bound:
             return
         self._require(read)
@@ -259,7 +259,7 @@ class WrittenVersion:
         self.newest = 0
         self._parameters, self._masters = parameters, masters
         self._moves, self._predict = moves, predict
-        self._holds = Read(0)
+        self._holds = WeightRead(0)
         self._apart: list[Tensor] = []
         """The newest version of a copy without masters, while a pass runs."""
         self._ahead: Ahead = {}
@@ -287,10 +287,10 @@ class WrittenVersion:
                 memory(master).copy_(memory(parameter))
         if self._moves and not self._masters:
             self._apart = [memory(parameter).clone() for parameter in self._parameters]
-        self._holds = Read(self.newest)
+        self._holds = WeightRead(self.newest)
         self._ahead, self._most_ahead = {}, 0
 
-    def bind(self, read: Read) -> None:
+    def bind(self, read: WeightRead) -> None:
         """Writes what an op reads, unless it is there."""
         if not self._moves or read == self._holds:
             return
@@ -304,10 +304,10 @@ class WrittenVersion:
                     memory(parameter).copy_(self.ahead(read.steps)[place])
         self._holds = read
 
-    def hold(self, read: Read) -> None:
+    def hold(self, read: WeightRead) -> None:
         """Nothing is held for a microbatch."""
 
-    def release(self, read: Read, oldest: int) -> None:
+    def release(self, read: WeightRead, oldest: int) -> None:
         """Nothing was held."""
 
     def advance(self, oldest: int, values: Sequence[Tensor] | None = None) -> None:
@@ -339,7 +339,7 @@ class WrittenVersion:
 
     def end(self, oldest: int) -> None:
         """A pass ended: the parameters hold the newest version, and nothing else is held."""
-        self.bind(Read(self.newest))
+        self.bind(WeightRead(self.newest))
         self._let_go()
 
     def fill(self, values: Sequence[Tensor], oldest: int) -> None:
@@ -348,7 +348,7 @@ class WrittenVersion:
         for each in (self._parameters, self._masters):
             for parameter, value in zip(each, values, strict=False):
                 memory(parameter).copy_(local(value))
-        self._holds = Read(self.newest)
+        self._holds = WeightRead(self.newest)
 
     def _let_go(self) -> None:
         for parameter, master in zip(self._parameters, self._masters, strict=False):
@@ -364,7 +364,7 @@ class WrittenVersion:
 
     def renumber(self, newest: int) -> None:
         """Between passes: counts on from `newest` updates."""
-        self.newest, self._holds = newest, Read(newest)
+        self.newest, self._holds = newest, WeightRead(newest)
 
 
 class VersionedParameters:
@@ -395,7 +395,7 @@ class VersionedParameters:
             self._versions = versions_of(parameters, masters)
         else:
             self._versions = WrittenVersion(parameters, masters, moves, predict)
-        self._reads: dict[int, tuple[Read, int]] = {}
+        self._reads: dict[int, tuple[WeightRead, int]] = {}
 
     @property
     def newest(self) -> int:
@@ -410,8 +410,8 @@ class VersionedParameters:
         self._versions.begin()
 
     def before_forward(self, m: int, window: int, ahead: int) -> None:
-        """Has the parameters hold what the forward of microbatch `m` reads; `window`, `ahead` as in `Spot`."""
-        read = self._rule.forward(self._spot(window, ahead))
+        """Has the parameters hold what the forward of microbatch `m` reads; `window`, `ahead` as in `ReadContext`."""
+        read = self._rule.forward(self._read_context(window, ahead))
         self._versions.bind(read)
         self._versions.hold(read)
         self._reads[m] = read, self.newest
@@ -419,7 +419,7 @@ class VersionedParameters:
     def before_backward(self, m: int, window: int, ahead: int) -> int:
         """Has them hold what its backward reads; returns the updates since its forward."""
         read, since = self._read_by(m)
-        self._versions.bind(self._rule.backward(self._spot(window, ahead), read))
+        self._versions.bind(self._rule.backward(self._read_context(window, ahead), read))
         return self.newest - since
 
     def done(self, m: int) -> None:
@@ -490,11 +490,13 @@ class VersionedParameters:
 
     # Inside.
 
-    def _spot(self, window: int, ahead: int) -> Spot:
+    def _read_context(self, window: int, ahead: int) -> ReadContext:
         versions = self._versions
-        return Spot(self._stage, self._num_stages, self._window_size, window, versions.newest, versions.oldest, ahead)
+        return ReadContext(
+            self._stage, self._num_stages, self._window_size, window, versions.newest, versions.oldest, ahead
+        )
 
-    def _read_by(self, m: int) -> tuple[Read, int]:
+    def _read_by(self, m: int) -> tuple[WeightRead, int]:
         if m not in self._reads:
             raise RuntimeFailure(
                 f"a backward of microbatch {m} on stage {self._stage}, and no forward of it is in flight there"
