@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.collective import explain
 from penstock.runtime.transport import nccl
-from penstock.runtime.transport.channel import ChannelKey, Incoming, Outgoing
+from penstock.runtime.transport.channel import ChannelKey, IncomingChannel, OutgoingChannel
 from penstock.runtime.transport.nccl import DeviceLines, OnALine, lines_of, may_use, require_queues
 from penstock.runtime.transport.wiring import wire
 
@@ -129,8 +129,8 @@ def lines_over(groups: Groups) -> DeviceLines:
     return DeviceLines(None, made, "nccl", 1.0, torch.device("cpu"), NoStreams())  # type: ignore[arg-type]
 
 
-FORWARD = Outgoing(ChannelKey(0, 1, True, 0), 1)
-BACKWARD = Incoming(ChannelKey(1, 0, False, 0), 1)
+FORWARD = OutgoingChannel(ChannelKey(0, 1, True, 0), 1)
+BACKWARD = IncomingChannel(ChannelKey(1, 0, False, 0), 1)
 PACKET: Any = SimpleNamespace(buffer=None, free=None)
 
 

@@ -131,7 +131,7 @@ def expected_by_channel(edges: Iterable[tuple[Edge, int]], tags: Tags) -> list[E
 
 
 @dataclass(slots=True)
-class Posted:
+class PostedReceive:
     """A receive under way.
 
     Attributes:
@@ -144,14 +144,14 @@ class Posted:
     tag: int
     work: Any
     packet: Packet
-    known: Known
+    known: PacketPool
     since: int
     follows: bool
     arrived: int | None = None
 
 
 @dataclass
-class Known:
+class PacketPool:
     """A spec that both ends know, and packets of it that are free."""
 
     spec: WireSpec
@@ -163,7 +163,7 @@ class Known:
 
 
 @dataclass(slots=True)
-class Incoming:
+class IncomingChannel:
     """The receiving end of a channel.
 
     Attributes:
@@ -179,27 +179,27 @@ class Incoming:
 
     key: ChannelKey
     peer: int
-    known: dict[str, Known] = field(default_factory=dict)
+    known: dict[str, PacketPool] = field(default_factory=dict)
     waiting: deque[tuple[Edge, int]] = field(default_factory=deque)
-    posted: deque[Posted] = field(default_factory=deque)
+    posted: deque[PostedReceive] = field(default_factory=deque)
     headers_due: int = 0
     received: int = 0
-    answered: Outgoing | None = None
+    answered: OutgoingChannel | None = None
     room: Semaphore | None = None
     ahead: int = 0
 
 
-class Sent(NamedTuple):
+class PendingSend(NamedTuple):
     """A message not known to have been taken: all its sends, and the packet to use again."""
 
     edge: Edge
     works: Sequence[Any]
     packet: Packet
-    known: Known
+    known: PacketPool
 
 
 @dataclass(slots=True)
-class Outgoing:
+class OutgoingChannel:
     """The sending end of a channel.
 
     Attributes:
@@ -212,7 +212,7 @@ class Outgoing:
 
     key: ChannelKey
     peer: int
-    known: dict[str, Known] = field(default_factory=dict)
-    under_way: deque[Sent] = field(default_factory=deque)
+    known: dict[str, PacketPool] = field(default_factory=dict)
+    under_way: deque[PendingSend] = field(default_factory=deque)
     taken: int = 0
-    answers: Incoming | None = None
+    answers: IncomingChannel | None = None

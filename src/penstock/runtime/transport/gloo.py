@@ -33,11 +33,11 @@ from penstock.runtime.transport.acknowledgements import Acknowledgements
 from penstock.runtime.transport.channel import (
     ChannelKey,
     ExpectedMessages,
-    Incoming,
-    Known,
-    Outgoing,
-    Posted,
-    Sent,
+    IncomingChannel,
+    OutgoingChannel,
+    PacketPool,
+    PendingSend,
+    PostedReceive,
     Tags,
 )
 from penstock.runtime.transport.inbox import THREADS_WAIT, Inbox
@@ -111,12 +111,12 @@ class GlooTransport:
         self._step = 0
         self._tag_shift = 0
         self._signatures: Sequence[str] = ()
-        self._incoming: dict[ChannelKey, Incoming] = {}
-        self._outgoing: dict[tuple[ChannelKey, int], Outgoing] = {}
-        self._routes: dict[tuple[Edge, int], tuple[Outgoing, int]] = {}
+        self._incoming: dict[ChannelKey, IncomingChannel] = {}
+        self._outgoing: dict[tuple[ChannelKey, int], OutgoingChannel] = {}
+        self._routes: dict[tuple[Edge, int], tuple[OutgoingChannel, int]] = {}
         self._ready: dict[Edge, Payload] = {}
-        self._plans: dict[int, tuple[Sequence[ExpectedMessages], dict[Edge, Incoming]]] = {}
-        self._channels: Mapping[Edge, Incoming] = {}
+        self._plans: dict[int, tuple[Sequence[ExpectedMessages], dict[Edge, IncomingChannel]]] = {}
+        self._channels: Mapping[Edge, IncomingChannel] = {}
         self.inbox = Inbox()
         self._threads: list[threading.Thread] = []
         self._log = CrossingLog()
@@ -159,7 +159,7 @@ class GlooTransport:
             else:
                 self._post(channel, wait_for_headers=False)
 
-    def _channels_of(self, expected: Sequence[ExpectedMessages]) -> Mapping[Edge, Incoming]:
+    def _channels_of(self, expected: Sequence[ExpectedMessages]) -> Mapping[Edge, IncomingChannel]:
         """The channel of each message that a step brings; worked out once for each kind of step."""
         known, channels = self._plans.get(id(expected), (None, {}))
         if known is not expected:
@@ -169,7 +169,7 @@ class GlooTransport:
             for key, peer, messages in expected:
                 channel = self._incoming.get(key)
                 if channel is None:
-                    channel = self._incoming[key] = Incoming(key, peer)
+                    channel = self._incoming[key] = IncomingChannel(key, peer)
                     self._acquaint(key.reverse(), peer)
                 channels.update((edge, channel) for edge, _ in messages)
             self._plans[id(expected)] = expected, channels
@@ -185,7 +185,7 @@ class GlooTransport:
         used = set(self._signatures)
         if not self._keeps:
             self._let_go()
-        ends: list[Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
+        ends: list[IncomingChannel | OutgoingChannel] = [*self._incoming.values(), *self._outgoing.values()]
         for channel_end in ends:
             for signature, known in channel_end.known.items():
                 if signature not in used:
@@ -246,11 +246,17 @@ class GlooTransport:
         packet = known.packet()
         packet.pack(payload)
         packet.announce(self._preamble(channel, tag))
-        channel.under_way.append(Sent(edge, self._send_packet(channel, packet, tag), packet, known))
+        channel.under_way.append(PendingSend(edge, self._send_packet(channel, packet, tag), packet, known))
         return True
 
     def _introduce(
-        self, channel: Outgoing, known: Known | None, signature: str, tag: int, edge: Edge, payload: Payload
+        self,
+        channel: OutgoingChannel,
+        known: PacketPool | None,
+        signature: str,
+        tag: int,
+        edge: Edge,
+        payload: Payload,
     ) -> None:
         """Sends a message of a spec that the receiver does not know, or expects no more."""
         fresh = self._known(channel, WireSpec.of(payload))
@@ -268,18 +274,18 @@ class GlooTransport:
             works += [self._isend(part, channel.peer, tag) for part in header]
         packet.announce(preamble)
         works += self._send_packet(channel, packet, tag)
-        channel.under_way.append(Sent(edge, works, packet, fresh))
+        channel.under_way.append(PendingSend(edge, works, packet, fresh))
 
-    def _preamble(self, channel: Outgoing, tag: int) -> Preamble:
+    def _preamble(self, channel: OutgoingChannel, tag: int) -> Preamble:
         """Of a message that is copied from where it was made, and leaves now."""
         received = 0 if channel.answers is None else channel.answers.received
         return Preamble(tag, self._step, received, perf_counter_ns())
 
-    def _route(self, edge: Edge, target: int) -> tuple[Outgoing, int]:
+    def _route(self, edge: Edge, target: int) -> tuple[OutgoingChannel, int]:
         key = ChannelKey.of(edge)
         channel = self._outgoing.get((key, target))
         if channel is None:
-            channel = self._outgoing[key, target] = Outgoing(key, target)
+            channel = self._outgoing[key, target] = OutgoingChannel(key, target)
             self._acquaint(key, target)
         return channel, self._tags.message(edge)
 
@@ -289,22 +295,22 @@ class GlooTransport:
         if outgoing is not None and answers is not None and answers.peer == peer:
             outgoing.answers, answers.answered = answers, outgoing
 
-    def _known(self, channel: Outgoing | Incoming, spec: WireSpec) -> Known:
+    def _known(self, channel: OutgoingChannel | IncomingChannel, spec: WireSpec) -> PacketPool:
         """A spec of a channel, with buffers where its payloads are to lie."""
-        return Known(spec, make=Packet if (lines := self._lines_of(channel)) is None else lines.packet)
+        return PacketPool(spec, make=Packet if (lines := self._lines_of(channel)) is None else lines.packet)
 
-    def _lines_of(self, channel: Outgoing | Incoming) -> DeviceLines | None:
+    def _lines_of(self, channel: OutgoingChannel | IncomingChannel) -> DeviceLines | None:
         """What carries a channel's payloads from device to device. Tokens always go by host memory."""
         return None if channel.key.slot < 0 else self._lines
 
-    def _send_packet(self, channel: Outgoing, packet: Packet, tag: int) -> list[Any]:
+    def _send_packet(self, channel: OutgoingChannel, packet: Packet, tag: int) -> list[Any]:
         """Starts to send a packet; what to wait for. One that goes from device to device is announced first."""
         lines = self._lines_of(channel)
         if lines is None or not isinstance(packet, DevicePacket):
             return [self._isend(packet.buffer, channel.peer, tag)]
         return [self._isend(packet.head, channel.peer, tag), lines.send(channel, packet, self._timeout)]
 
-    def _receive_packet(self, channel: Incoming, packet: Packet, tag: int) -> Any:
+    def _receive_packet(self, channel: IncomingChannel, packet: Packet, tag: int) -> Any:
         lines = self._lines_of(channel)
         if lines is None or not isinstance(packet, DevicePacket):
             return self._irecv(packet.buffer, channel.peer, tag)
@@ -317,7 +323,7 @@ class GlooTransport:
         except RuntimeError as error:
             raise explain(error, self._rank, target, "a message to leave", self._timeout) from None
 
-    def _release(self, channel: Outgoing, taken: int) -> None:
+    def _release(self, channel: OutgoingChannel, taken: int) -> None:
         """Lets go of a channel's first messages, up to the `taken`-th of the step."""
         while channel.taken < taken and channel.under_way:
             _, works, packet, known = channel.under_way.popleft()
@@ -400,7 +406,7 @@ class GlooTransport:
             self._lines.close()
         self.inbox.close()
 
-    def _next(self, channel: Incoming) -> Posted:
+    def _next(self, channel: IncomingChannel) -> PostedReceive:
         """Waits for the next message of a channel, and posts a receive for one after it."""
         if not channel.posted:
             self._post(channel, wait_for_headers=True)
@@ -417,7 +423,7 @@ class GlooTransport:
             self._post(channel, wait_for_headers=False, follows=True)
         return posted
 
-    def _accept(self, channel: Incoming, posted: Posted) -> list[Edge]:
+    def _accept(self, channel: IncomingChannel, posted: PostedReceive) -> list[Edge]:
         """Checks a message that came in and makes it ready to be taken."""
         packet = posted.packet
         tag, step, received, sent, changed = packet.preamble()
@@ -444,7 +450,7 @@ class GlooTransport:
         posted.known.spare.append(posted.packet)
         return [posted.edge]
 
-    def _post(self, channel: Incoming, wait_for_headers: bool, follows: bool = False) -> None:
+    def _post(self, channel: IncomingChannel, wait_for_headers: bool, follows: bool = False) -> None:
         """Posts receives some ahead. An edge whose spec is not known waits for its header, or is left."""
         while channel.waiting and len(channel.posted) < channel.ahead:
             edge, tag = channel.waiting[0]
@@ -458,9 +464,9 @@ class GlooTransport:
             packet = known.packet()
             since = perf_counter_ns()
             work = self._receive_packet(channel, packet, tag)
-            channel.posted.append(Posted(edge, tag, work, packet, known, since, follows))
+            channel.posted.append(PostedReceive(edge, tag, work, packet, known, since, follows))
 
-    def _learn(self, channel: Incoming, edge: Edge) -> None:
+    def _learn(self, channel: IncomingChannel, edge: Edge) -> None:
         """Takes in the next header of a channel."""
         if channel.headers_due == 0:
             raise RuntimeFailure(f"rank {channel.peer} announced no shapes for {edge}; the ranks run different steps")
@@ -493,7 +499,7 @@ class GlooTransport:
     def _wait_to_come(self, work: Any, peer: int, what: Edge) -> None:
         self._wait(work, peer, what, self._arrival_limit)
 
-    def _receive_all(self, channel: Incoming, count: int) -> None:
+    def _receive_all(self, channel: IncomingChannel, count: int) -> None:
         """A thread's work: waits for a channel's messages in order and reports each."""
         try:
             for _ in range(count):
@@ -506,7 +512,7 @@ class GlooTransport:
         except BaseException as error:
             self.inbox.fail(error)
 
-    def _came_in(self, channel: Incoming, posted: Posted) -> None:
+    def _came_in(self, channel: IncomingChannel, posted: PostedReceive) -> None:
         """Reports a message, in the thread that waited for it."""
         if self._acknowledgements is not None and posted.edge.slot <= 0:
             self._acknowledgements.answer(channel.peer)

@@ -40,7 +40,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.collective import WeakGroup, explain
 from penstock.runtime.mesh.interfaces import names_of
 from penstock.runtime.mesh.peers import groups_of
-from penstock.runtime.transport.channel import ChannelKey, Incoming, Outgoing
+from penstock.runtime.transport.channel import ChannelKey, IncomingChannel, OutgoingChannel
 from penstock.runtime.transport.wire_format import DevicePacket, Packet, WireSpec
 from penstock.runtime.transport.wiring import Wiring
 
@@ -225,7 +225,7 @@ class DeviceLines:
         with self._streams.receiving(None):
             return DevicePacket(spec, self._device, self._streams.used)
 
-    def send(self, channel: Outgoing, packet: Packet, timeout: float) -> Any:
+    def send(self, channel: OutgoingChannel, packet: Packet, timeout: float) -> Any:
         """Starts to send; the error of a line that failed names the other end."""
         end = self._end(channel.peer)
         try:
@@ -234,7 +234,7 @@ class DeviceLines:
         except RuntimeError as error:
             raise explain(error, self._rank, channel.peer, "a message to leave", timeout) from None
 
-    def receive(self, channel: Incoming, packet: DevicePacket, timeout: float) -> Any:
+    def receive(self, channel: IncomingChannel, packet: DevicePacket, timeout: float) -> Any:
         """Starts to receive, likewise."""
         end = self._end(channel.peer)
         try:
