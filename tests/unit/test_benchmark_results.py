@@ -279,7 +279,7 @@ NOT_RECORDED = {
     "dispatch": "by_sigma emulated results", "emulated": "processes-stretch-2 threads-stretch-2 threads",
     "engine": "results", "faults": "mptcp results", "fuzz": "between gpu one-process planted-before",
     "gaps": "optimum results", "head_of_line": "threads", "lab": "interface links others store",
-    "late_link": "plans results", "libraries": "results", "limits": "results", "mesh": "matrix",
+    "late_link": "plans results", "libraries": "results", "limits": "results",
     "peers": "peers results", "plan": "families_sample free speed tight tight_32x128 tight_8x32", "play": "results",
     "profiling": "results", "runtime": "gloo host in_turns runtime", "space": "results", "split": "compiled results",
     "tune": "results", "uneven": "times",

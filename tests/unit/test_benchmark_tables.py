@@ -235,3 +235,14 @@ def test_the_deciders_agree() -> None:
     refused = [row["of these refused by both"] for row in found.values()]
     assert f"refuses {sum(refused):,} of them on both sides" in text
     assert cases == set()
+
+
+def test_what_the_exact_solver_says() -> None:
+    found = {(row["family"], row["number"]): row for row in read("gaps/optimum.json")}
+    rows = list(rows_of("gaps", "problem", "ranks", "our bound"))
+    assert [cells[0] for cells in rows] == ["circular 5", "circular 10", "partial freeing 7"]
+    for name, _, _, bound, value, _ in rows:
+        family, _, number = name.rpartition(" ")
+        row = found[family, int(number)]
+        assert show((bound, value), row["bound"], row["value"])
+        assert row["proved"] == (row["bound"] == row["value"])

@@ -15,7 +15,7 @@ import pytest
 from experiments.claims import pages, quick
 from experiments.claims.claim import ROOT, Claim, facts_of, rows_of
 from experiments.claims.pages import FOLDER, PAPERS, REAL
-from experiments.common.results import facts, known, load, named_in, runs, save
+from experiments.common.results import facts, find, known, load, named_in, runs, save
 from penstock.bench.record import command, record
 
 pytestmark = pytest.mark.unit
@@ -148,6 +148,31 @@ def test_the_readme_s_numbers_are_those_of_the_results() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     ours, zb = (claims["Figure 15", f"{name}, 60 ms"].shown("measured") for name in ("ours", "ZB"))
     assert f"a step takes {ours} times as long as without the delay, and {zb} times under `zb`" in text
+
+
+@pytest.mark.results
+def test_numbers_of_the_experiments_readmes_are_those_of_the_results() -> None:
+    """Most stand in a table of a page; these are told in the readmes alone."""
+    texts = {
+        paper: " ".join((EXPERIMENTS / paper / "README.md").read_text(encoding="utf-8").split())
+        for paper in ("amdp", "flexpipe", "pipemorph")
+    }
+    formulas = rows_of("amdp/table1")
+    held = {row["d"]: row["activations"] / row["d"] for row in formulas if row["method"] == "amdp"}
+    assert f"up to {held[4]:g} d at d = 4 and {held[8]:g} d at d = 8" in texts["amdp"]
+    zb_v = find(formulas, method="zb-v", d=8, n=32)["bubble"]
+    assert f"ZB-V's {zb_v:.1%} come before" in texts["amdp"]
+    (ours,) = (row for row in rows_of("pipemorph/figure22-simulate") if row["system"] == "ours")
+    assert f"Figure 22 is at {60e3 / fmean(ours['simulated_ms']):.1f} again" in texts["pipemorph"]
+    fits = [
+        row for row in rows_of("flexpipe/figure13") if row["method"] == "Megatron-LM" and row["samples"] is not None
+    ]
+    most = max(fits, key=lambda row: row["vocabulary"])
+    assert most["recompute"] == "full"
+    assert (
+        f"Megatron-LM has room for {most['vocabulary']}K words at most, and there it computes every block again"
+        in (texts["flexpipe"])
+    )
 
 
 @pytest.mark.results
