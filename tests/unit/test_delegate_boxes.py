@@ -11,8 +11,8 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages
 from penstock.runtime.transport.delegate.carrier.frame import Lane
-from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
-from penstock.runtime.transport.delegate.fleet import Post
+from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
+from penstock.runtime.transport.delegate.fleet import DelegateKey
 from penstock.runtime.transport.delegate.inbox import DelegateInbox
 from penstock.runtime.transport.delegate.outbox import MOST_WAITING, Outbox
 from penstock.schedule import Op
@@ -23,23 +23,23 @@ MS, MB = 1_000_000, 1 << 20
 
 
 class Orders:
-    """Takes down what delegates are ordered, by post."""
+    """Takes down what delegates are ordered, by key."""
 
     def __init__(self, rank: int, host_memory: int) -> None:
         self.rank, self.host_memory, self.share = rank, host_memory, host_memory // 2
-        self.given: dict[Post, list[Descriptor]] = {}
+        self.given: dict[DelegateKey, list[Descriptor]] = {}
 
-    def get(self, post: Post) -> Any:
+    def get(self, key: DelegateKey) -> Any:
         def order(descriptor: Descriptor) -> bool:
-            self.given.setdefault(post, []).append(descriptor)
+            self.given.setdefault(key, []).append(descriptor)
             return True
 
         return SimpleNamespace(order=order)
 
-    def restart(self, post: Post, resumed: Any) -> Any:
+    def restart(self, key: DelegateKey, resumed: Any) -> Any:
         self.resumed = resumed
-        self.given.pop(post, None)
-        return self.get(post)
+        self.given.pop(key, None)
+        return self.get(key)
 
 
 def send(outbox: Outbox, at: int, size: int = MB) -> Lane | None:
@@ -47,7 +47,7 @@ def send(outbox: Outbox, at: int, size: int = MB) -> Lane | None:
     if found is None:
         return None
     lane, (offset, capacity) = found
-    outbox.post(Descriptor(Note.SEND, lane, sent=at, offset=offset, capacity=capacity))
+    outbox.post(Descriptor(DescriptorKind.SEND, lane, sent=at, offset=offset, capacity=capacity))
     return lane
 
 
@@ -56,8 +56,8 @@ def test_lanes_take_turns_and_number_their_own() -> None:
     outbox = Outbox(fleet, 2, 4)  # type: ignore[arg-type]
     lanes = [send(outbox, at) for at in range(5)]
     assert [lane.place for lane in lanes if lane is not None] == [0, 1, 0, 1, 0]
-    assert [one.number for one in fleet.given[Post(True, 0, 0)]] == [1, 2, 3]
-    assert [one.number for one in fleet.given[Post(True, 0, 1)]] == [1, 2]
+    assert [one.number for one in fleet.given[DelegateKey(True, 0, 0)]] == [1, 2, 3]
+    assert [one.number for one in fleet.given[DelegateKey(True, 0, 1)]] == [1, 2]
     assert outbox.targets() == {1}
 
 
@@ -66,8 +66,8 @@ def test_room_is_what_was_answered() -> None:
     assert all(send(outbox, at) for at in range(3))
     assert send(outbox, 3) is None
     lane = Lane(0, 1, 0, 0)
-    assert not outbox.answered(Descriptor(Note.ANSWERED, lane, 0))
-    assert outbox.answered(Descriptor(Note.ANSWERED, lane, 2))
+    assert not outbox.answered(Descriptor(DescriptorKind.ANSWERED, lane, 0))
+    assert outbox.answered(Descriptor(DescriptorKind.ANSWERED, lane, 2))
     assert send(outbox, 4, 2 * MB)
     assert send(outbox, 5) is None
     with pytest.raises(RuntimeFailure, match="host_memory"):
@@ -79,9 +79,9 @@ def test_a_delegate_gets_no_more_than_fits_its_ring_when_it_starts_anew() -> Non
     outbox = Outbox(fleet, 1, 1)  # type: ignore[arg-type]
     assert all(send(outbox, at, 10) for at in range(MOST_WAITING))
     assert send(outbox, 0, 10) is None
-    outbox.answered(Descriptor(Note.ANSWERED, Lane(0, 1, 0, 0), 3))
-    assert outbox.restart(Post(True, 0, 0)) == MOST_WAITING - 3
-    assert [one.number for one in fleet.given[Post(True, 0, 0)]] == list(range(4, MOST_WAITING + 1))
+    outbox.answered(Descriptor(DescriptorKind.ANSWERED, Lane(0, 1, 0, 0), 3))
+    assert outbox.restart(DelegateKey(True, 0, 0)) == MOST_WAITING - 3
+    assert [one.number for one in fleet.given[DelegateKey(True, 0, 0)]] == list(range(4, MOST_WAITING + 1))
 
 
 def step(outbox: Outbox, begin: int, gap: int, busy: int) -> None:
@@ -96,7 +96,7 @@ def step(outbox: Outbox, begin: int, gap: int, busy: int) -> None:
     for lane, at in sent:
         free[lane] = max(free.get(lane, 0), at) + busy
         numbers[lane] = numbers.get(lane, outbox._lanes[lane].waiting[0].number - 1) + 1
-        outbox.answered(Descriptor(Note.ANSWERED, lane, numbers[lane], arrived=free[lane]))
+        outbox.answered(Descriptor(DescriptorKind.ANSWERED, lane, numbers[lane], arrived=free[lane]))
     outbox.grow()
 
 
@@ -118,12 +118,12 @@ def test_lanes_that_keep_up_do_not_grow() -> None:
 
 EDGES = [Edge(Op("F", 0, m), Op("F", 1, m)) for m in range(4)]
 EXPECTED = [ExpectedMessages(ChannelKey.of(EDGES[0]), 0, tuple((edge, 100 + m) for m, edge in enumerate(EDGES)))]
-POST, LANE = Post(False, 0, 0), Lane(0, 1, 0, 0)
+POST, LANE = DelegateKey(False, 0, 0), Lane(0, 1, 0, 0)
 
 
 def message(number: int, tag: int, step: int = 1, digest: int = 5, sent: int = 0, arrived: int = 0) -> Descriptor:
     return Descriptor(
-        Note.MESSAGE, LANE, number, tag, step, digest, sent, sent, arrived, number * 4096, 4096, 10, 1064
+        DescriptorKind.MESSAGE, LANE, number, tag, step, digest, sent, sent, arrived, number * 4096, 4096, 10, 1064
     )
 
 
@@ -135,7 +135,7 @@ def test_messages_are_known_by_their_tags_and_freed_once_taken() -> None:
     assert inbox.owed() == {0}
     held = inbox.take(EDGES[2])
     inbox.free(held)
-    assert fleet.given[POST][-1].note is Note.FREE
+    assert fleet.given[POST][-1].kind is DescriptorKind.FREE
     assert fleet.given[POST][-1].offset == 4096
     assert [one.num_bytes for one in inbox.crossings.take()] == [1000]
     with pytest.raises(RuntimeFailure, match="does not wait for"):
@@ -163,7 +163,7 @@ def test_a_new_receiving_delegate_knows_what_its_forerunner_delivered_and_what_i
     inbox.restart(POST)
     assert fleet.resumed.lanes == [(0, 1, 3)]
     assert fleet.resumed.taken == [(4096, 4096), (3 * 4096, 4096)]
-    assert [one.note for one in fleet.given[POST]] == [Note.EXPECT]
+    assert [one.kind for one in fleet.given[POST]] == [DescriptorKind.EXPECT]
 
 
 def test_delegates_are_granted_what_the_messages_on_their_way_take() -> None:
@@ -173,7 +173,7 @@ def test_delegates_are_granted_what_the_messages_on_their_way_take() -> None:
     for number in range(4):  # one each ms, 6 ms on its way: ceil(2 * 6) + 1 must have a place
         inbox.came(POST, message(number + 1, 100 + number, sent=number * MS, arrived=(number + 6) * MS))
     inbox.begin(2, 5, EXPECTED, 1)
-    (grant,) = [one for one in fleet.given[POST] if one.note is Note.GRANT]
+    (grant,) = [one for one in fleet.given[POST] if one.kind is DescriptorKind.GRANT]
     assert grant.number == 13 * 4096 - 40 * 1024
     inbox.begin(3, 5, EXPECTED, 1)
-    assert len([one for one in fleet.given[POST] if one.note is Note.GRANT]) == 1
+    assert len([one for one in fleet.given[POST] if one.kind is DescriptorKind.GRANT]) == 1

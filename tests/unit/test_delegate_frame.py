@@ -20,7 +20,13 @@ from penstock.runtime.transport.delegate.carrier.frame import (
     spec_room,
     unpack,
 )
-from penstock.runtime.transport.delegate.carrier.ring import DEPTH, RING_BYTES, Descriptor, DescriptorRing, Note
+from penstock.runtime.transport.delegate.carrier.ring import (
+    DEPTH,
+    RING_BYTES,
+    Descriptor,
+    DescriptorKind,
+    DescriptorRing,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -30,7 +36,7 @@ lanes = st.builds(Lane, ranks, ranks, st.integers(0, 1), st.integers(0, 255))
 frames = st.builds(Frame, st.sampled_from(FrameKind), lanes, words, signed, signed, bytes_, signed, bytes_, words)
 descriptors = st.builds(
     Descriptor,
-    st.sampled_from(Note),
+    st.sampled_from(DescriptorKind),
     lanes,
     words,
     signed,
@@ -90,7 +96,7 @@ def test_a_full_ring_takes_no_more_until_one_was_read() -> None:
     lane = Lane(0, 1, 0, 0)
     put = taken = 0
     for _ in range(5):  # several times around
-        while writer.put(Descriptor(Note.SEND, lane, put)):
+        while writer.put(Descriptor(DescriptorKind.SEND, lane, put)):
             put += 1
         assert put - taken == DEPTH
         for _ in range(DEPTH // 2 + 1):

@@ -15,7 +15,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.delegate import Counters, LaneCount, lanes_for
 from penstock.runtime.transport.delegate import __file__ as package
 from penstock.runtime.transport.delegate.carrier.frame import Lane
-from penstock.runtime.transport.delegate.carrier.ring import CloseReason, Descriptor, Note
+from penstock.runtime.transport.delegate.carrier.ring import CloseReason, Descriptor, DescriptorKind
 from penstock.runtime.transport.delegate.health import Health
 
 pytestmark = pytest.mark.unit
@@ -60,39 +60,39 @@ OUT, IN = Lane(0, 1, 0, 0), Lane(1, 0, 1, 0)
 def test_going_over_to_another_interface_and_back_is_counted_and_told_once_a_link() -> None:
     found, counters = health()
     for lane in (OUT, OUT._replace(place=1)):
-        found.learn(Descriptor(Note.CONNECTED, lane, 0, 0, 0))
+        found.learn(Descriptor(DescriptorKind.CONNECTED, lane, 0, 0, 0))
     for lane in (OUT, OUT._replace(place=1)):
-        found.learn(Descriptor(Note.CUT, lane, CloseReason.INTERFACE_DOWN, 0, 0))
-        found.learn(Descriptor(Note.CONNECTED, lane, 2, 1, 1))
+        found.learn(Descriptor(DescriptorKind.CUT, lane, CloseReason.INTERFACE_DOWN, 0, 0))
+        found.learn(Descriptor(DescriptorKind.CONNECTED, lane, 2, 1, 1))
     assert found.events == [LinkDown((0, 1))]
     assert (counters.failovers, counters.failbacks, counters.resent) == (2, 0, 4)
-    found.learn(Descriptor(Note.CUT, OUT, CloseReason.BETTER_PATH, 1, 1))
-    found.learn(Descriptor(Note.CONNECTED, OUT, 0, 0, 0))
+    found.learn(Descriptor(DescriptorKind.CUT, OUT, CloseReason.BETTER_PATH, 1, 1))
+    found.learn(Descriptor(DescriptorKind.CONNECTED, OUT, 0, 0, 0))
     assert found.events == [LinkDown((0, 1)), LinkUp((0, 1))]
     assert (counters.failovers, counters.failbacks, counters.reconnects) == (2, 1, 0)
 
 
 def test_a_killed_delegate_at_the_other_end_is_no_dead_link() -> None:
     found, counters = health()
-    found.learn(Descriptor(Note.CONNECTED, OUT, 0, 0, 0))
-    found.learn(Descriptor(Note.CUT, OUT, CloseReason.CLOSED, 0, 0))
+    found.learn(Descriptor(DescriptorKind.CONNECTED, OUT, 0, 0, 0))
+    found.learn(Descriptor(DescriptorKind.CUT, OUT, CloseReason.CLOSED, 0, 0))
     assert "no connection 0->1 forward 0 (last over 10.0.0.1 -> 10.0.0.2): the other end closed it" in found.words()
-    found.learn(Descriptor(Note.CONNECTED, OUT, 1, 0, 0))
+    found.learn(Descriptor(DescriptorKind.CONNECTED, OUT, 1, 0, 0))
     assert (found.events, found.words()) == ([], "")
     assert (counters.reconnects, counters.failovers, counters.resent) == (1, 0, 1)
 
 
 def test_who_is_gone_and_who_stands_still() -> None:
     found, _ = health()
-    found.learn(Descriptor(Note.CONNECTED, IN, 0, 1))
-    found.learn(Descriptor(Note.SILENT, IN))
+    found.learn(Descriptor(DescriptorKind.CONNECTED, IN, 0, 1))
+    found.learn(Descriptor(DescriptorKind.SILENT, IN))
     assert "rank 1's delegate is connected and says nothing" in found.words()
-    found.learn(Descriptor(Note.HEARD, IN))
+    found.learn(Descriptor(DescriptorKind.HEARD, IN))
     assert found.words() == ""
     assert found.gone() == set()
-    found.learn(Descriptor(Note.REFUSED, IN, CloseReason.REFUSED))
+    found.learn(Descriptor(DescriptorKind.REFUSED, IN, CloseReason.REFUSED))
     assert found.gone() == {1}
-    found.learn(Descriptor(Note.CONNECTED, IN, 0, 1))
+    found.learn(Descriptor(DescriptorKind.CONNECTED, IN, 0, 1))
     assert found.gone() == set()
 
 

@@ -11,10 +11,10 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.launch import child
 from penstock.runtime.launch.child import report_failure
 from penstock.runtime.launch.failures import (
-    End,
     FailureKind,
     FailureReport,
     LossKind,
+    RankExit,
     exit_code,
     explain,
     loss_of,
@@ -31,8 +31,8 @@ def report(
     return FailureReport(rank, kind, "ValueError", "what", context, ["  File x"], "all of it", at, final)
 
 
-def end(rank: int, code: int, at: float, said: FailureReport | None = None, asked: bool = False) -> End:
-    return End(rank, code, at, asked, said)
+def end(rank: int, code: int, at: float, said: FailureReport | None = None, asked: bool = False) -> RankExit:
+    return RankExit(rank, code, at, asked, said)
 
 
 def test_nothing_failed() -> None:

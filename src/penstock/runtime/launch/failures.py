@@ -1,8 +1,8 @@
 """Failures of ranks: what each reports of its own, which of several was the first, and how a person is told.
 
-    exception --> FailureReport (loss_of: or is it another rank's fault?) --file--> parent: End of each rank
-                                                                                      |
-                                                        root_cause: the first --> explain: lines for a person
+    exception --> FailureReport (loss_of: or is it another rank's fault?) --file--> parent: RankExit of each
+                                                                                         |
+                                                           root_cause: the first --> explain: lines for a person
 
 `loss_of` tells apart the words of gloo, NCCL and the store in one place: which exceptions are another rank's fault.
 """
@@ -27,7 +27,7 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost
 
 __all__ = [
     "CONTEXT",
-    "End",
+    "RankExit",
     "FailureKind",
     "FailureReport",
     "LossKind",
@@ -235,7 +235,7 @@ HINTS = {
 
 
 @dataclass(frozen=True)
-class End:
+class RankExit:
     """How one rank ended: `code` as `Popen` has it (minus the signal), and whether the parent had asked it to."""
 
     rank: int
@@ -266,13 +266,13 @@ class End:
         return self.time - HEAD_START if self.code < 0 else self.time
 
 
-def root_cause(ends: Sequence[End]) -> End | None:
+def root_cause(ends: Sequence[RankExit]) -> RankExit | None:
     """The earliest failure that was not the loss of a peer; else the earliest; None when nothing failed."""
     failed = [end for end in ends if end.failed]
     return min(failed, key=lambda end: (end.secondary, end.said is None and end.asked, end.since), default=None)
 
 
-def explain(root: End, ends: Sequence[End]) -> str:
+def explain(root: RankExit, ends: Sequence[RankExit]) -> str:
     """The one message: the cause, where in the user's code, and what became of the others."""
     lines = [f"penstock: {_cause(root)}"]
     if root.said and root.said.kind is not FailureKind.INTERRUPT:
@@ -289,7 +289,7 @@ def explain(root: End, ends: Sequence[End]) -> str:
     return "\n".join([*lines, "; ".join(tail)]).strip()
 
 
-def exit_code(root: End) -> int:
+def exit_code(root: RankExit) -> int:
     """The parent's exit code: the rank's own, or the shell's 128 + signal."""
     if root.said and root.said.kind is FailureKind.INTERRUPT:
         return 128 + signal.SIGINT
@@ -298,7 +298,7 @@ def exit_code(root: End) -> int:
     return root.code if root.code > 0 else 128 - root.code
 
 
-def _cause(end: End) -> str:
+def _cause(end: RankExit) -> str:
     if end.said:
         return one_line(end.said)
     if end.asked:

@@ -22,7 +22,7 @@ from typing import IO, Any
 from penstock.planning.threads import num_cores
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch.ahead import WaitingServer
-from penstock.runtime.launch.failures import End, FailureKind, FailureReport, exit_code, explain, root_cause
+from penstock.runtime.launch.failures import FailureKind, FailureReport, RankExit, exit_code, explain, root_cause
 from penstock.runtime.launch.launch_env import Handover, held_path, held_text
 from penstock.runtime.mesh import interfaces
 from penstock.runtime.mesh.interfaces import LOOPBACK
@@ -190,10 +190,10 @@ class RankProcess:
         """Whether it has ended and not well."""
         return self.ended() and self._server.ends[self.rank][0] != 0
 
-    def end(self, reports: str) -> End:
+    def end(self, reports: str) -> RankExit:
         """How it ended."""
         code, at = self._server.ends[self.rank]
-        return End(
+        return RankExit(
             self.rank, code, at, self.asked, FailureReport.load(reports, self.rank), held_text(reports, self.rank)
         )
 
@@ -420,7 +420,7 @@ class RankProcesses:
         report = FailureReport.load(self._reports, each.rank)
         return report is not None and report.final
 
-    def _was_interrupt(self, end: End) -> bool:
+    def _was_interrupt(self, end: RankExit) -> bool:
         """Whether a rank ended by the Ctrl-C that was passed on.
 
         It ends by the exception, by the signal, by leaving in its own way with an exit code, or by SIGABRT: a

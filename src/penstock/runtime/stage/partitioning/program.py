@@ -60,7 +60,7 @@ class TracedStep:
 
 
 @dataclass(frozen=True)
-class Part:
+class StageProgram:
     """What a stage runs. `frees`: by step, the values that are not needed after it."""
 
     steps: tuple[TracedStep, ...]
@@ -127,7 +127,7 @@ class TracedProgram:
                 )
             )  # fmt: skip
 
-    def parts(self, begins: Sequence[Call]) -> list[Part]:
+    def parts(self, begins: Sequence[Call]) -> list[StageProgram]:
         """Of each stage its part.
 
         Args:
@@ -178,7 +178,7 @@ class TracedProgram:
                 if slot not in kept and slot not in given:
                     frees[place].append(slot)
             tensors = {slot: self.tensors[slot] for slot in sorted(used) if slot in self.tensors}
-            found.append(Part(steps, tuple(map(tuple, frees)), tuple(comes), tuple(goes), tensors))
+            found.append(StageProgram(steps, tuple(map(tuple, frees)), tuple(comes), tuple(goes), tensors))
         return found
 
 

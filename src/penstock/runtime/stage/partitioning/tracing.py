@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.runtime.stage.partitioning.layers import why_closed
 from penstock.runtime.stage.partitioning.place import Untraceable
-from penstock.runtime.stage.partitioning.program import Call, Part, TracedProgram
+from penstock.runtime.stage.partitioning.program import Call, StageProgram, TracedProgram
 from penstock.runtime.stage.partitioning.recorder import Recorder
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, flatten, unflatten
@@ -45,7 +45,7 @@ class Tracing:
         else:
             self.skeleton = _form_of(model)
         self._programs: dict[tuple[str, tuple[bool, ...]], TracedProgram] = {}
-        self._parts: dict[tuple[str, tuple[bool, ...]], list[Part]] = {}
+        self._parts: dict[tuple[str, tuple[bool, ...]], list[StageProgram]] = {}
         self._state: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tracing:
@@ -68,7 +68,7 @@ class Tracing:
                 inside = set(failed.modules())
                 self.opened = [module for module in self.opened if module not in inside]
 
-    def part(self, stage: int, skeleton: Skeleton, training: bool) -> tuple[TracedProgram, Part]:
+    def part(self, stage: int, skeleton: Skeleton, training: bool) -> tuple[TracedProgram, StageProgram]:
         """What a stage runs.
 
         Args:

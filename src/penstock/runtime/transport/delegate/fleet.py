@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.delegate.carrier.delegate_io import DelegateOrders
 from penstock.runtime.transport.delegate.carrier.frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, unpack
-from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
+from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
 from penstock.runtime.transport.delegate.carrier.sockets import family_of
 from penstock.runtime.transport.delegate.memory import SharedMemory
 from penstock.runtime.transport.delegate.process import DelegateProcess, cannot
@@ -51,8 +51,8 @@ class Listeners:
         if not interfaces:
             raise RuntimeFailure("delegates without an interface: give at least one local address")
         try:
-            for post in [PRESENCE, *((kind, place) for kind in range(KINDS) for place in range(num_places))]:
-                made = self._sockets[post] = []
+            for key in [PRESENCE, *((kind, place) for kind in range(KINDS) for place in range(num_places))]:
+                made = self._sockets[key] = []
                 for address in interfaces:
                     made.append(self._listen(address))
         except BaseException:
@@ -148,7 +148,7 @@ MOST_GRANTED = 8
 """How many times its rank's host memory a receiving delegate may be granted; what is not used takes no pages."""
 
 
-class Post(NamedTuple):
+class DelegateKey(NamedTuple):
     """Names a delegate of a rank: its direction, kind (0 forward, 1 backward) and place."""
 
     outgoing: bool
@@ -156,7 +156,7 @@ class Post(NamedTuple):
     place: int
 
 
-class Resumed(NamedTuple):
+class PredecessorState(NamedTuple):
     """What a delegate must know of the one before it; see `DelegateOrders`."""
 
     lanes: list[tuple[int, int, int]]
@@ -188,10 +188,11 @@ class Fleet:
         self._pinned = pinned
         self.rank, self.host_memory = rank, host_memory
         self._stack = contextlib.ExitStack()
-        self._delegates: dict[Post, DelegateProcess] = {}
-        self._memories: dict[Post, SharedMemory] = {}
-        self._deaths: dict[int, Post] = {}  # by process descriptor
-        self._waiting: dict[int, Post] = {}  # by descriptor: listeners of receiving delegates that are not started
+        self._delegates: dict[DelegateKey, DelegateProcess] = {}
+        self._memories: dict[DelegateKey, SharedMemory] = {}
+        self._deaths: dict[int, DelegateKey] = {}  # by process descriptor
+        self._waiting: dict[int, DelegateKey] = {}
+        """By descriptor: listeners of receiving delegates that are not started."""
         self._others: set[int] = set()
         self._presence: dict[int, socket.socket] = {}
         self.restarts = 0
@@ -223,7 +224,7 @@ class Fleet:
         for kind in range(KINDS):
             for place in range(num_places):
                 for one in self._listeners.of(kind, place):
-                    self._waiting[one.fileno()] = Post(False, kind, place)
+                    self._waiting[one.fileno()] = DelegateKey(False, kind, place)
                     self._watched.register(one.fileno(), select.EPOLLIN)
 
     def _meet(self, told: list[Any], num_ranks: int) -> None:
@@ -247,36 +248,36 @@ class Fleet:
         """The interfaces of a rank."""
         return [host for host, _ in self._ends[PRESENCE][rank]]
 
-    def get(self, post: Post) -> DelegateProcess:
-        """The delegate at a post; starts it where there is none."""
-        delegate = self._delegates.get(post)
+    def get(self, key: DelegateKey) -> DelegateProcess:
+        """The delegate of a key; starts it where there is none."""
+        delegate = self._delegates.get(key)
         if delegate is None:
-            delegate = self._delegates[post] = DelegateProcess(self._orders(post))
-            self._register(post, delegate)
+            delegate = self._delegates[key] = DelegateProcess(self._orders(key))
+            self._register(key, delegate)
         return delegate
 
-    def memory(self, post: Post) -> SharedMemory:
+    def memory(self, key: DelegateKey) -> SharedMemory:
         """Where a delegate's messages lie."""
-        return self.out_memory if post.outgoing else self._memories[post]
+        return self.out_memory if key.outgoing else self._memories[key]
 
-    def posts(self) -> list[Post]:
+    def started_keys(self) -> list[DelegateKey]:
         """Of the delegates that were started."""
         return list(self._delegates)
 
-    def _orders(self, post: Post) -> DelegateOrders:
-        kind, place = post.kind, post.place
-        if post.outgoing:
+    def _orders(self, key: DelegateKey) -> DelegateOrders:
+        kind, place = key.kind, key.place
+        if key.outgoing:
             memory, listeners = self.out_memory, []
         else:
             # All of it, and more where the rank waits for just that, may be granted to one. Pinned memory takes its
             # pages at once, so that there it ends sooner.
-            memory = self._memories[post] = self._memory(self.host_memory * (1 if self._pinned else MOST_GRANTED))
+            memory = self._memories[key] = self._memory(self.host_memory * (1 if self._pinned else MOST_GRANTED))
             listeners = [one.fileno() for one in self._listeners.of(kind, place)]
             for number in listeners:
                 del self._waiting[number]
                 self._watched.unregister(number)
         return DelegateOrders(
-            post.outgoing,
+            key.outgoing,
             self.rank,
             kind,
             place,
@@ -308,11 +309,11 @@ class Fleet:
         """A descriptor that is ready to be read when a delegate may have something to say."""
         return self._notes_poll.fileno()
 
-    def notes(self) -> Iterator[tuple[Post, Descriptor]]:
+    def notes(self) -> Iterator[tuple[DelegateKey, Descriptor]]:
         """What all delegates told since the last call."""
-        for post, delegate in list(self._delegates.items()):
+        for key, delegate in list(self._delegates.items()):
             for note in delegate.notes():
-                yield post, note
+                yield key, note
 
     def also_watch(self, descriptor: int) -> None:
         """Lets `wait` end, too, when this descriptor is ready to be read."""
@@ -333,12 +334,12 @@ class Fleet:
 
     # Life and death.
 
-    def watch(self, seconds: float) -> list[Post] | None:
+    def watch(self, seconds: float) -> list[DelegateKey] | None:
         """Waits, at most so long, until delegates are to be started or started again; returns which.
 
         None: `close` was called. Needs no lock.
         """
-        found: list[Post] = []
+        found: list[DelegateKey] = []
         for number, _ in self._watched.poll(seconds):
             if number == self._stop:
                 return None
@@ -351,44 +352,44 @@ class Fleet:
                 frame = self._connections.read(number)
                 if frame is not None:
                     self._news.append(frame)
-            post = self._waiting.get(number) or self._deaths.get(number)
-            if post is not None and post not in found:
-                found.append(post)
+            key = self._waiting.get(number) or self._deaths.get(number)
+            if key is not None and key not in found:
+                found.append(key)
         if self._news:
             return found
-        return found or [post for post, one in list(self._delegates.items()) if one.end is None and one.ended()]
+        return found or [key for key, one in list(self._delegates.items()) if one.end is None and one.ended()]
 
     def pass_on(self) -> None:
         """Tells the delegates that send what other ranks said of their interfaces."""
         news, self._news = self._news, []
         for frame in news:
-            for post, delegate in self._delegates.items():
-                if post.outgoing:
-                    lane = Lane(self.rank, frame.lane.target, post.kind, post.place)
-                    delegate.order(Descriptor(Note.THEIRS_DOWN, lane, tag=frame.number))
+            for key, delegate in self._delegates.items():
+                if key.outgoing:
+                    lane = Lane(self.rank, frame.lane.target, key.kind, key.place)
+                    delegate.order(Descriptor(DescriptorKind.THEIRS_DOWN, lane, tag=frame.number))
 
-    def dead(self, post: Post) -> bool:
-        """Whether the delegate of a post was started and is dead."""
-        delegate = self._delegates.get(post)
+    def dead(self, key: DelegateKey) -> bool:
+        """Whether the delegate of a key was started and is dead."""
+        delegate = self._delegates.get(key)
         return delegate is not None and delegate.ended()
 
-    def restart(self, post: Post, resumed: Resumed) -> DelegateProcess:
+    def restart(self, key: DelegateKey, resumed: PredecessorState) -> DelegateProcess:
         """Starts a dead delegate again. What it told must have been read."""
-        delegate = self._delegates[post]
+        delegate = self._delegates[key]
         self._unregister(delegate)
         generation = delegate.orders.generation + 1
         orders = replace(delegate.orders, generation=generation, **resumed._asdict())
         self.restarts += 1
         delegate.restart(orders)
-        self._register(post, delegate)
+        self._register(key, delegate)
         os.eventfd_write(delegate.notes_ready, 1)  # whoever waits may have been told by the one before it
         return delegate
 
-    def _register(self, post: Post, delegate: DelegateProcess) -> None:
+    def _register(self, key: DelegateKey, delegate: DelegateProcess) -> None:
         self._notes_poll.register(delegate.notes_ready, select.EPOLLIN)
         if delegate.end is not None:
             self._watched.register(delegate.end, select.EPOLLIN)
-            self._deaths[delegate.end] = post
+            self._deaths[delegate.end] = key
 
     def _unregister(self, delegate: DelegateProcess) -> None:
         self._notes_poll.unregister(delegate.notes_ready)
@@ -431,17 +432,17 @@ class Supervisor:
     restart: starts a dead delegate again; called with the lock held.
     """
 
-    def __init__(self, fleet: Fleet, lock: threading.RLock, restart: Callable[[Post], None]) -> None:
+    def __init__(self, fleet: Fleet, lock: threading.RLock, restart: Callable[[DelegateKey], None]) -> None:
         self._fleet, self._lock, self._restart = fleet, lock, restart
         self.error: RuntimeFailure | None = None
         self._thread = threading.Thread(target=self._work, name="penstock-delegates", daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
-        while (posts := self._fleet.watch(LOOK if self._fleet.blind else -1.0)) is not None:
+        while (keys := self._fleet.watch(LOOK if self._fleet.blind else -1.0)) is not None:
             with self._lock:
                 try:
-                    self._tend(posts)
+                    self._tend(keys)
                 except RuntimeFailure as error:
                     self.error = error
                     return
@@ -450,13 +451,13 @@ class Supervisor:
                     self.error.__cause__ = error
                     return
 
-    def _tend(self, posts: list[Post]) -> None:
+    def _tend(self, keys: list[DelegateKey]) -> None:
         self._fleet.pass_on()
-        for post in posts:
-            if self._fleet.dead(post):
-                self._restart(post)
+        for key in keys:
+            if self._fleet.dead(key):
+                self._restart(key)
             else:
-                self._fleet.get(post)
+                self._fleet.get(key)
 
     def stop(self) -> None:
         """Ends the thread; one that still starts a delegate after `ENDS` seconds is left to end by itself."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.control.events import LinkDown, LinkUp
 from penstock.runtime.transport.delegate.carrier.frame import Lane
-from penstock.runtime.transport.delegate.carrier.ring import CloseReason, Descriptor, Note
+from penstock.runtime.transport.delegate.carrier.ring import CloseReason, Descriptor, DescriptorKind
 
 
 @dataclass
@@ -67,15 +67,15 @@ class Health:
 
     def learn(self, note: Descriptor) -> None:
         """Takes in a note about a connection."""
-        what, lane, counters = note.note, note.lane, self._counters
+        what, lane, counters = note.kind, note.lane, self._counters
         outgoing = lane.source == self._rank
-        if what is Note.DOUBLED:
+        if what is DescriptorKind.DOUBLED:
             counters.doubled += 1
             return
-        if what in (Note.DOWN, Note.UP):
+        if what in (DescriptorKind.DOWN, DescriptorKind.UP):
             return
         way = self._ways.setdefault(lane, LaneState())
-        if what is Note.CONNECTED:
+        if what is DescriptorKind.CONNECTED:
             path = note.tag, note.step
             if outgoing:
                 counters.resent += note.number
@@ -84,18 +84,18 @@ class Health:
                 if path != (0, 0):
                     self._tell(lane, path, way.why)
             way.path, way.stands, way.why, way.refused, way.silent = path, True, None, False, False
-        elif what is Note.CUT:
+        elif what is DescriptorKind.CUT:
             way.stands, way.why, way.silent = False, CloseReason(note.number), False
             if outgoing and way.why in (CloseReason.INTERFACE_DOWN, CloseReason.TIMED_OUT, CloseReason.UNREACHABLE):
                 self._mark(lane.target, up=False)
-        elif what is Note.REFUSED:
+        elif what is DescriptorKind.REFUSED:
             way.stands, way.refused, way.why = False, True, CloseReason.REFUSED
-        elif what is Note.NO_WAY:
+        elif what is DescriptorKind.NO_WAY:
             way.stands, way.why = False, CloseReason(note.number)
             if outgoing:
                 self._mark(lane.target, up=False)
-        elif what in (Note.SILENT, Note.HEARD):
-            way.silent = what is Note.SILENT
+        elif what in (DescriptorKind.SILENT, DescriptorKind.HEARD):
+            way.silent = what is DescriptorKind.SILENT
 
     def _compare(self, way: LaneState, path: tuple[int, int]) -> None:
         if way.path is None:

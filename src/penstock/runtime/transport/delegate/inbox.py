@@ -13,8 +13,8 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.channel import ExpectedMessages
 from penstock.runtime.transport.delegate.carrier.frame import Lane
-from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
-from penstock.runtime.transport.delegate.fleet import Fleet, Post, Resumed
+from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
+from penstock.runtime.transport.delegate.fleet import DelegateKey, Fleet, PredecessorState
 from penstock.runtime.transport.delegate.outbox import lanes_for
 from penstock.runtime.transport.transfer_record import CrossingLog
 from penstock.runtime.transport.wire_format import ALIGN
@@ -23,7 +23,7 @@ from penstock.runtime.transport.wire_format import ALIGN
 class HeldMessage(NamedTuple):
     """A message in a delegate's slot."""
 
-    post: Post
+    key: DelegateKey
     note: Descriptor
 
 
@@ -51,12 +51,12 @@ class DelegateInbox:
         self._early: list[HeldMessage] = []
         self._ready: dict[Edge, HeldMessage] = {}
         self._last: dict[Lane, int] = {}
-        self._slots: dict[Post, dict[int, int]] = {}  # offset -> capacity of all that is not given back
+        self._slots: dict[DelegateKey, dict[int, int]] = {}  # offset -> capacity of all that is not given back
         self._watched: set[Lane] = set()
-        self._free: dict[Post, list[Descriptor]] = {}
-        self._seen: dict[Post, deque[SeenMessage]] = {}  # of this step
-        self._limits: dict[Post, int] = {}
-        self._lent: dict[Post, int] = {}
+        self._free: dict[DelegateKey, list[Descriptor]] = {}
+        self._seen: dict[DelegateKey, deque[SeenMessage]] = {}  # of this step
+        self._limits: dict[DelegateKey, int] = {}
+        self._lent: dict[DelegateKey, int] = {}
         self._returned: deque[HeldMessage] = deque()
         self.crossings = CrossingLog()
         self._takes_over, self._taken_over = takes_over, -1
@@ -96,11 +96,11 @@ class DelegateInbox:
 
     def expect(self, lane: Lane) -> None:
         """Has a lane's delegate ready, and on the watch for who is to connect to it."""
-        post = Post(False, lane.kind, lane.place)
-        if lane not in self._watched and self._fleet.get(post).order(Descriptor(Note.EXPECT, lane)):
+        key = DelegateKey(False, lane.kind, lane.place)
+        if lane not in self._watched and self._fleet.get(key).order(Descriptor(DescriptorKind.EXPECT, lane)):
             self._watched.add(lane)
 
-    def came(self, post: Post, note: Descriptor) -> Edge | None:
+    def came(self, key: DelegateKey, note: Descriptor) -> Edge | None:
         """Takes a message in; returns its edge, or None where its step has not begun here.
 
         Raises:
@@ -108,31 +108,31 @@ class DelegateInbox:
         """
         lane = note.lane
         self._last[lane] = max(note.number, self._last.get(lane, 0))
-        self._slots.setdefault(post, {})[note.offset] = note.capacity
+        self._slots.setdefault(key, {})[note.offset] = note.capacity
         if note.step > self._step:
-            self._early.append(HeldMessage(post, note))
+            self._early.append(HeldMessage(key, note))
             return None
         if self._takes_over and (note.step < self._step or (lane.source, note.tag) not in self._edges):
             if note.step <= self._taken_over:
                 self.doubled += 1
-                self.free(HeldMessage(post, note))
+                self.free(HeldMessage(key, note))
                 return None
             if note.step == self._step:  # its sender goes on by delegates already
-                self._early.append(HeldMessage(post, note))
+                self._early.append(HeldMessage(key, note))
                 return None
         edge = self._edges.pop((lane.source, note.tag), None)
         if edge is None or note.step != self._step or note.digest != self._digest:
             raise RuntimeFailure(self._foreign(note, edge))
-        self._ready[edge] = HeldMessage(post, note)
+        self._ready[edge] = HeldMessage(key, note)
         self.num_messages += 1
-        self._seen.setdefault(post, deque(maxlen=KEPT)).append(SeenMessage(note.sent, note.arrived, note.capacity))
+        self._seen.setdefault(key, deque(maxlen=KEPT)).append(SeenMessage(note.sent, note.arrived, note.capacity))
         size = max(0, note.payload_bytes - ALIGN)
         self.crossings.add(lane.source, lane.target, size, note.sent, note.start, note.arrived)
         return edge
 
     def _post_enough(self) -> None:
         """Between steps: lets delegates use what the messages on their way take, by the rates of the last step."""
-        for post, seen in self._seen.items():
+        for key, seen in self._seen.items():
             if len(seen) < 2:
                 continue
             sent = sorted(one.sent for one in seen)
@@ -140,9 +140,9 @@ class DelegateInbox:
             delay = median(one.arrived - one.sent for one in seen) / 1e9
             wanted = lanes_for(rate, max(0.0, delay), 0.0).posted * max(one.capacity for one in seen)
             wanted = min(wanted, self._fleet.host_memory)
-            limit = self._limits.setdefault(post, self._fleet.share)
-            if wanted > limit and self.grant(post, wanted - limit):
-                self._limits[post] = wanted
+            limit = self._limits.setdefault(key, self._fleet.share)
+            if wanted > limit and self.grant(key, wanted - limit):
+                self._limits[key] = wanted
             seen.clear()
 
     def _foreign(self, note: Descriptor, edge: Edge | None) -> str:
@@ -167,10 +167,10 @@ class DelegateInbox:
     def free(self, held: HeldMessage, granted: int = 0) -> None:
         """Gives a slot back, and what was granted for it."""
         note = held.note
-        self._slots[held.post].pop(note.offset, None)
-        queue = self._free.setdefault(held.post, [])
-        queue.append(Descriptor(Note.FREE, note.lane, granted, offset=note.offset, capacity=note.capacity))
-        self.flush(held.post)
+        self._slots[held.key].pop(note.offset, None)
+        queue = self._free.setdefault(held.key, [])
+        queue.append(Descriptor(DescriptorKind.FREE, note.lane, granted, offset=note.offset, capacity=note.capacity))
+        self.flush(held.key)
 
     def lend(self, held: HeldMessage) -> Callable[[], None] | None:
         """Lets a slot be used as it is; what it returns gives it back, from any thread. None: copy it out instead.
@@ -180,44 +180,44 @@ class DelegateInbox:
         capacity = held.note.capacity
         if capacity < LENT or sum(self._lent.values()) + capacity > self._fleet.host_memory:
             return None
-        if not self.grant(held.post, capacity):
+        if not self.grant(held.key, capacity):
             return None
-        self._lent[held.post] = self._lent.get(held.post, 0) + capacity
+        self._lent[held.key] = self._lent.get(held.key, 0) + capacity
         return partial(self._returned.append, held)
 
     def take_back(self) -> None:
         """Frees the slots that were given back."""
         while self._returned:
             held = self._returned.popleft()
-            self._lent[held.post] -= held.note.capacity
+            self._lent[held.key] -= held.note.capacity
             self.free(held, held.note.capacity)
 
-    def flush(self, post: Post) -> None:
+    def flush(self, key: DelegateKey) -> None:
         """Tells a delegate which slots are free, as far as its ring has room."""
-        queue = self._free.get(post)
-        delegate = self._fleet.get(post) if queue else None
+        queue = self._free.get(key)
+        delegate = self._fleet.get(key) if queue else None
         while queue and delegate is not None and delegate.order(queue[0]):
             queue.pop(0)
 
-    def grant(self, post: Post, num_bytes: int) -> bool:
+    def grant(self, key: DelegateKey, num_bytes: int) -> bool:
         """Lets a delegate use more memory."""
-        lane = Lane(0, self._fleet.rank, post.kind, post.place)
-        return self._fleet.get(post).order(Descriptor(Note.GRANT, lane, num_bytes))
+        lane = Lane(0, self._fleet.rank, key.kind, key.place)
+        return self._fleet.get(key).order(Descriptor(DescriptorKind.GRANT, lane, num_bytes))
 
-    def restart(self, post: Post) -> None:
+    def restart(self, key: DelegateKey) -> None:
         """Starts a dead delegate again: with what it delivered, and without what is still held of its memory."""
-        self._free.pop(post, None)
-        self._limits.pop(post, None)
-        mine = [lane for lane in self._last if (lane.kind, lane.place) == (post.kind, post.place)]
-        resumed = Resumed(
+        self._free.pop(key, None)
+        self._limits.pop(key, None)
+        mine = [lane for lane in self._last if (lane.kind, lane.place) == (key.kind, key.place)]
+        resumed = PredecessorState(
             [(lane.source, lane.target, self._last[lane]) for lane in mine],
-            list(self._slots.get(post, {}).items()),
-            self._fleet.share + self._lent.get(post, 0),
+            list(self._slots.get(key, {}).items()),
+            self._fleet.share + self._lent.get(key, 0),
         )
-        delegate = self._fleet.restart(post, resumed)
+        delegate = self._fleet.restart(key, resumed)
         for lane in self._watched:
-            if (lane.kind, lane.place) == (post.kind, post.place):
-                delegate.order(Descriptor(Note.EXPECT, lane))
+            if (lane.kind, lane.place) == (key.kind, key.place):
+                delegate.order(Descriptor(DescriptorKind.EXPECT, lane))
 
 
 def kind_of(expected: ExpectedMessages) -> int:

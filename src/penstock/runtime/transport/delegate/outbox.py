@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.delegate.carrier.frame import Lane
-from penstock.runtime.transport.delegate.carrier.ring import DEPTH, Descriptor, Note
+from penstock.runtime.transport.delegate.carrier.ring import DEPTH, Descriptor, DescriptorKind
 from penstock.runtime.transport.delegate.carrier.slots import Slots
-from penstock.runtime.transport.delegate.fleet import Fleet, Post, Resumed
+from penstock.runtime.transport.delegate.fleet import DelegateKey, Fleet, PredecessorState
 
 
 class LaneCount(NamedTuple):
@@ -108,7 +108,7 @@ class Outbox:
         self._turn: dict[tuple[int, int], int] = {}
         self._sent_at: dict[tuple[int, int], deque[int]] = {}
         self._wanted: dict[tuple[int, int], int] = {}
-        self._load: dict[Post, int] = {}
+        self._load: dict[DelegateKey, int] = {}
 
     def take(self, target: int, kind: int, num_bytes: int) -> tuple[Lane, tuple[int, int]] | None:
         """The lane whose turn it is and a slot for a message; None where there is no room now.
@@ -123,13 +123,13 @@ class Outbox:
             )
         turn = self._turn.get((target, kind), 0)
         lane = Lane(self._fleet.rank, target, kind, turn % self.lanes_to(target, kind))
-        if self._load.get(_post(lane), 0) >= MOST_WAITING:
+        if self._load.get(_delegate_of(lane), 0) >= MOST_WAITING:
             return None
         slot = self._slots.take(num_bytes)
         if slot is None:
             return None
         self._turn[target, kind] = turn + 1
-        self._load[_post(lane)] = self._load.get(_post(lane), 0) + 1
+        self._load[_delegate_of(lane)] = self._load.get(_delegate_of(lane), 0) + 1
         return lane, slot
 
     def lanes_to(self, target: int, kind: int) -> int:
@@ -141,7 +141,7 @@ class Outbox:
         end.given += 1
         message = message._replace(number=end.given)
         end.waiting.append(message)
-        self._fleet.get(_post(message.lane)).order(message)
+        self._fleet.get(_delegate_of(message.lane)).order(message)
         sent = self._sent_at.setdefault((message.lane.target, message.lane.kind), deque(maxlen=KEPT))
         sent.append(message.sent)
 
@@ -151,7 +151,7 @@ class Outbox:
             lane = Lane(self._fleet.rank, target, kind, place)
             if lane not in self._lanes:
                 self._end(lane)
-                self._fleet.get(_post(lane)).order(Descriptor(Note.CONNECT, lane))
+                self._fleet.get(_delegate_of(lane)).order(Descriptor(DescriptorKind.CONNECT, lane))
 
     def answered(self, note: Descriptor) -> bool:
         """Frees what was answered; returns whether that is any."""
@@ -160,7 +160,7 @@ class Outbox:
         while end.waiting and end.waiting[0].number <= note.number:
             message = end.waiting.popleft()
             self._slots.free(message.offset, message.capacity)
-            self._load[_post(note.lane)] -= 1
+            self._load[_delegate_of(note.lane)] -= 1
             end.way = min(end.way, note.arrived - message.sent)
             if message.sent < end.answered_at:
                 end.busy.append(note.arrived - end.answered_at)
@@ -176,14 +176,14 @@ class Outbox:
         """Ranks to which messages are on their way."""
         return {lane.target for lane, end in self._lanes.items() if end.waiting}
 
-    def restart(self, post: Post) -> int:
+    def restart(self, key: DelegateKey) -> int:
         """Starts a dead delegate again, with all that was not answered; returns how many messages that are."""
-        delegate, again = self._fleet.restart(post, Resumed([], [], 0)), 0
+        delegate, again = self._fleet.restart(key, PredecessorState([], [], 0)), 0
         for lane, end in self._lanes.items():
-            if _post(lane) != post:
+            if _delegate_of(lane) != key:
                 continue
             if not end.waiting:
-                delegate.order(Descriptor(Note.CONNECT, lane, end.given))
+                delegate.order(Descriptor(DescriptorKind.CONNECT, lane, end.given))
             for message in end.waiting:
                 delegate.order(message)
                 again += 1
@@ -216,5 +216,5 @@ class Outbox:
         return end
 
 
-def _post(lane: Lane) -> Post:
-    return Post(True, lane.kind, lane.place)
+def _delegate_of(lane: Lane) -> DelegateKey:
+    return DelegateKey(True, lane.kind, lane.place)

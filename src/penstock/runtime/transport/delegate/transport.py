@@ -25,9 +25,9 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.delegate.carrier.frame import Lane, body_bytes, spec_room
-from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
+from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
 from penstock.runtime.transport.delegate.copying import Copying, SlotPacket, Specs, copying_for
-from penstock.runtime.transport.delegate.fleet import Fleet, Post, Supervisor
+from penstock.runtime.transport.delegate.fleet import DelegateKey, Fleet, Supervisor
 from penstock.runtime.transport.delegate.health import Counters, Health
 from penstock.runtime.transport.delegate.inbox import DelegateInbox
 from penstock.runtime.transport.delegate.outbox import Outbox
@@ -101,7 +101,7 @@ class DelegateTransport:
         self._step = self._digest = 0
         self._signatures: Sequence[str] = ()
         self._arrived: list[Edge] = []
-        self._starving: dict[Post, int] = {}
+        self._starving: dict[DelegateKey, int] = {}
         self._full = self._room = self._failed = self._closed = False
         # One thread of the rank's uses this; the other one is the supervisor.
         self._lock = threading.RLock()
@@ -219,7 +219,7 @@ class DelegateTransport:
         packet = SlotPacket(spec, memory.part(offset + spec_room(len(spec_bytes)), spec.num_bytes))
         tag = self._tags.message(edge)
         message = Descriptor(
-            Note.SEND,
+            DescriptorKind.SEND,
             lane,
             tag=tag,
             step=self._step,
@@ -308,7 +308,7 @@ class DelegateTransport:
         with self._lock:
             held = self._inbox.take(edge)
             note = held.note
-            memory = self._fleet.memory(held.post)
+            memory = self._fleet.memory(held.key)
             spec = self._specs.read(memory.read(note.offset, note.spec_bytes), note.payload_bytes)
             start = note.offset + spec_room(note.spec_bytes)
             returned = self._inbox.lend(held) if self._copying.lends else None
@@ -352,7 +352,7 @@ class DelegateTransport:
     def pids(self) -> dict[str, int]:
         """The delegates' processes, by name."""
         with self._lock:
-            found = [self._fleet.get(post) for post in self._fleet.posts()]
+            found = [self._fleet.get(key) for key in self._fleet.started_keys()]
             return {delegate.name: delegate.pid for delegate in found}
 
     @property
@@ -373,14 +373,14 @@ class DelegateTransport:
             self._fleet.reset_wakeups()
         return other
 
-    def _restart(self, post: Post) -> None:
+    def _restart(self, key: DelegateKey) -> None:
         """Starts a dead delegate again, after all that it still told was taken in."""
         self._listen()
-        if post.outgoing:
-            self.counters.resent += self._outbox.restart(post)
+        if key.outgoing:
+            self.counters.resent += self._outbox.restart(key)
         else:
-            self._inbox.restart(post)
-        self._starving.pop(post, None)
+            self._inbox.restart(key)
+        self._starving.pop(key, None)
 
     def _listen(self) -> None:
         """Takes in all that the delegates told."""
@@ -388,10 +388,10 @@ class DelegateTransport:
             raise self._supervisor.error
         self._copying.progress()
         self._inbox.take_back()
-        for post, note in self._fleet.notes():
-            if note.note is Note.MESSAGE:
+        for key, note in self._fleet.notes():
+            if note.kind is DescriptorKind.MESSAGE:
                 doubled = self._inbox.doubled
-                edge = self._inbox.came(post, note)
+                edge = self._inbox.came(key, note)
                 if self._inbox.doubled > doubled:
                     self.counters.doubled += 1
                     continue
@@ -399,20 +399,20 @@ class DelegateTransport:
                 self.counters.num_bytes += note.payload_bytes
                 if edge is not None:
                     self._arrived.append(edge)
-            elif note.note is Note.ANSWERED:
+            elif note.kind is DescriptorKind.ANSWERED:
                 self._room = self._outbox.answered(note) or self._room
-            elif note.note is Note.STARVED:
+            elif note.kind is DescriptorKind.STARVED:
                 self.counters.starved += 1
-                self._starving[post] = note.number
+                self._starving[key] = note.number
             else:
                 self._health.learn(note)
         self.counters.restarts = self._fleet.restarts
 
     def _feed(self) -> None:
         """Lets starving delegates have more than their share: the rank may stand still for just that."""
-        for post, num_bytes in list(self._starving.items()):
-            if self._inbox.grant(post, 2 * num_bytes):
-                del self._starving[post]
-        for post in self._fleet.posts():
-            if not post.outgoing:
-                self._inbox.flush(post)
+        for key, num_bytes in list(self._starving.items()):
+            if self._inbox.grant(key, 2 * num_bytes):
+                del self._starving[key]
+        for key in self._fleet.started_keys():
+            if not key.outgoing:
+                self._inbox.flush(key)

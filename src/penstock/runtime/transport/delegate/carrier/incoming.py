@@ -22,7 +22,7 @@ from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, unpac
 from .lane import LaneError, Receiving
 from .monitor import Monitor
 from .paths import Path, by_preference
-from .ring import CloseReason, Descriptor, Note
+from .ring import CloseReason, Descriptor, DescriptorKind
 from .slots import Slots
 from .sockets import SocketStream
 
@@ -69,7 +69,7 @@ class InConnection:
             return now + LONGEST
         if now - self._heard >= SILENCE:
             self._silent = True
-            self._receiver.home.tell(Descriptor(Note.SILENT, self.lane))
+            self._receiver.home.tell(Descriptor(DescriptorKind.SILENT, self.lane))
         return self._heard + SILENCE
 
     def _on_ready(self, mask: int) -> None:
@@ -99,7 +99,7 @@ class InConnection:
             self._slot = None
         self._receiver.gone(self)
         if self.lane is not None and lost:
-            self._receiver.home.tell(Descriptor(Note.CUT, self.lane, int(why), self.place))
+            self._receiver.home.tell(Descriptor(DescriptorKind.CUT, self.lane, int(why), self.place))
             self._receiver.cut(self.lane)
 
     def fed(self) -> None:
@@ -144,7 +144,7 @@ class InConnection:
         self._heard = time.perf_counter_ns()
         if self._silent and self.lane is not None:
             self._silent = False
-            self._receiver.home.tell(Descriptor(Note.HEARD, self.lane))
+            self._receiver.home.tell(Descriptor(DescriptorKind.HEARD, self.lane))
 
     def _take(self, frame: Frame) -> None:
         if frame.kind is FrameKind.HELLO:
@@ -160,7 +160,7 @@ class InConnection:
                 self._posted = frame.sent
                 self._make_room()
             else:
-                self._receiver.home.tell(Descriptor(Note.DOUBLED, self.lane))
+                self._receiver.home.tell(Descriptor(DescriptorKind.DOUBLED, self.lane))
         else:
             raise FrameError(f"a {frame.kind.name} from a sender")
 
@@ -178,7 +178,7 @@ class InConnection:
         self.lane, self._epoch = lane, frame.number
         self._put(pack(Frame(FrameKind.WELCOME, lane, last)))
         sockets.trust(self._socket)
-        self._receiver.home.tell(Descriptor(Note.CONNECTED, lane, 0, self.place))
+        self._receiver.home.tell(Descriptor(DescriptorKind.CONNECTED, lane, 0, self.place))
 
     def _make_room(self) -> None:
         """Finds a slot for the message whose header came; without one, the connection waits."""
@@ -207,7 +207,7 @@ class InConnection:
             return
         receiver.lanes[lane] = receiver.lanes[lane].whole(self._epoch, frame.number)
         note = Descriptor(
-            Note.MESSAGE,
+            DescriptorKind.MESSAGE,
             lane,
             frame.number,
             frame.tag,
@@ -354,7 +354,7 @@ class PeerWatch:
     def _judge(self, why: CloseReason) -> None:
         if why is CloseReason.REFUSED and not self._told:
             self._told = True
-            self._receiver.home.tell(Descriptor(Note.REFUSED, self._lane, why))
+            self._receiver.home.tell(Descriptor(DescriptorKind.REFUSED, self._lane, why))
 
     def _end(self) -> None:
         if self._probe is not None:
@@ -440,19 +440,19 @@ class Receiver:
     def starve(self, connection: InConnection, num_bytes: int) -> None:
         """A message waits for room."""
         self._starved.append(connection)
-        self.home.tell(Descriptor(Note.STARVED, self.orders.lane(0, self.orders.rank), num_bytes))
+        self.home.tell(Descriptor(DescriptorKind.STARVED, self.orders.lane(0, self.orders.rank), num_bytes))
 
     def _on_commands(self, mask: int) -> None:
         room = False
         for descriptor in self.home.commands():
-            if descriptor.note is Note.FREE:
+            if descriptor.kind is DescriptorKind.FREE:
                 self.slots.free(descriptor.offset, descriptor.capacity)
                 self.slots.grant(-descriptor.number)
                 room = True
-            elif descriptor.note is Note.GRANT:
+            elif descriptor.kind is DescriptorKind.GRANT:
                 self.slots.grant(descriptor.number)
                 room = True
-            elif descriptor.note is Note.EXPECT and descriptor.lane not in self._watches:
+            elif descriptor.kind is DescriptorKind.EXPECT and descriptor.lane not in self._watches:
                 self._watches[descriptor.lane] = watch = PeerWatch(self, descriptor.lane)
                 watch.wait(time.perf_counter_ns())
         if room:
@@ -462,7 +462,11 @@ class Receiver:
 
     def _on_news(self, mask: int) -> None:
         for place, up in self.monitor.changes():
-            self.home.tell(Descriptor(Note.UP if up else Note.DOWN, self.orders.lane(0, self.orders.rank), tag=place))
+            self.home.tell(
+                Descriptor(
+                    DescriptorKind.UP if up else DescriptorKind.DOWN, self.orders.lane(0, self.orders.rank), tag=place
+                )
+            )
             if not up:
                 for connection in list(self.connections):
                     if connection.place == place:

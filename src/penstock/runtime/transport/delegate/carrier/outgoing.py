@@ -25,7 +25,7 @@ from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, spec_
 from .lane import LaneError, Sending
 from .monitor import Monitor
 from .paths import Path, Paths, by_preference
-from .ring import CloseReason, Descriptor, Note
+from .ring import CloseReason, Descriptor, DescriptorKind
 from .sockets import SocketStream
 
 
@@ -126,7 +126,7 @@ class OutLane:
             if path is None:
                 if not self._lost and self._paths.all_failed:
                     self._lost = True
-                    self._tell(Note.NO_WAY, self._paths.order[0], CloseReason.INTERFACE_DOWN)
+                    self._tell(DescriptorKind.NO_WAY, self._paths.order[0], CloseReason.INTERFACE_DOWN)
                 return when
             self._trial = self._try(path, now)
             if self._trial is None:
@@ -171,10 +171,10 @@ class OutLane:
             return
         if why is CloseReason.REFUSED and not self._refused:
             self._refused = True
-            self._tell(Note.REFUSED, path, why)
+            self._tell(DescriptorKind.REFUSED, path, why)
         elif not self._lost and self._paths.all_failed:
             self._lost = True
-            self._tell(Note.NO_WAY, path, why)
+            self._tell(DescriptorKind.NO_WAY, path, why)
 
     def _greet(self, trial: ConnectAttempt, now: int) -> None:
         """A connection over a path stands: says which lane and epoch it is."""
@@ -195,7 +195,7 @@ class OutLane:
         self._refused = self._lost = self._full = False
         sockets.trust(self._stream.socket)
         self._heard = now
-        self._tell(Note.CONNECTED, self._path, again)
+        self._tell(DescriptorKind.CONNECTED, self._path, again)
 
     def _cut(self, why: CloseReason, now: int) -> None:
         """The connection is of no more use."""
@@ -213,7 +213,7 @@ class OutLane:
             return
         if why not in (CloseReason.CLOSED, CloseReason.RESET):  # that was the other end, not the way there
             self._paths = self._paths.left(path, now)
-        self._tell(Note.CUT, path, why)
+        self._tell(DescriptorKind.CUT, path, why)
         self._be_heard()
 
     # Going back to a better path.
@@ -239,7 +239,7 @@ class OutLane:
     def _move(self, trial: ConnectAttempt, now: int) -> None:
         assert self._stream is not None
         assert self._path is not None
-        self._tell(Note.CUT, self._path, CloseReason.BETTER_PATH)
+        self._tell(DescriptorKind.CUT, self._path, CloseReason.BETTER_PATH)
         self._stream.close()
         self._drained = None
         self._state = self._state.cut()
@@ -287,7 +287,7 @@ class OutLane:
             return now
         if is_quiet and not self._silent and self._path is not None:
             self._silent = True
-            self._tell(Note.SILENT, self._path)
+            self._tell(DescriptorKind.SILENT, self._path)
         return now + BEAT if self._stream.queued else self._stream.spoke + BEAT
 
     def _put(self, *parts: bytes | memoryview) -> None:
@@ -347,14 +347,16 @@ class OutLane:
         """Lets the rank have the slots of what was answered."""
         while self._messages and self._messages[0].number <= self._state.answered:
             self._messages.popleft()
-        self._home.tell(Descriptor(Note.ANSWERED, self.lane, self._state.answered, arrived=time.perf_counter_ns()))
+        self._home.tell(
+            Descriptor(DescriptorKind.ANSWERED, self.lane, self._state.answered, arrived=time.perf_counter_ns())
+        )
 
     def _be_heard(self) -> None:
         if self._silent:
             self._silent = False
-            self._home.tell(Descriptor(Note.HEARD, self.lane))
+            self._home.tell(Descriptor(DescriptorKind.HEARD, self.lane))
 
-    def _tell(self, note: Note, path: Path, number: int = 0) -> None:
+    def _tell(self, note: DescriptorKind, path: Path, number: int = 0) -> None:
         self._home.tell(Descriptor(note, self.lane, int(number), path.ours, path.theirs))
 
 
@@ -381,20 +383,24 @@ class Sender:
 
     def _on_commands(self, mask: int) -> None:
         for descriptor in self.home.commands():
-            if descriptor.note is Note.THEIRS_DOWN:
+            if descriptor.kind is DescriptorKind.THEIRS_DOWN:
                 for one in self._lanes.values():
                     if one.lane.target == descriptor.lane.target:
                         one.theirs_down(descriptor.tag, time.perf_counter_ns())
                 continue
             lane = self._lanes.get(descriptor.lane)
             if lane is None:
-                before = descriptor.number - (descriptor.note is Note.SEND)
+                before = descriptor.number - (descriptor.kind is DescriptorKind.SEND)
                 lane = self._lanes[descriptor.lane] = OutLane(self, descriptor.lane, before)
-            if descriptor.note is Note.SEND:
+            if descriptor.kind is DescriptorKind.SEND:
                 lane.give(descriptor)
 
     def _on_news(self, mask: int) -> None:
         for place, up in self.monitor.changes():
-            self.home.tell(Descriptor(Note.UP if up else Note.DOWN, self.orders.lane(self.orders.rank, 0), tag=place))
+            self.home.tell(
+                Descriptor(
+                    DescriptorKind.UP if up else DescriptorKind.DOWN, self.orders.lane(self.orders.rank, 0), tag=place
+                )
+            )
             for lane in self._lanes.values():
                 lane.interface(place, up, time.perf_counter_ns())

@@ -23,7 +23,7 @@ DEPTH = 512
 RING_BYTES = _WORDS * 8 + DEPTH * SIZE
 
 
-class Note(IntEnum):
+class DescriptorKind(IntEnum):
     """What a descriptor tells."""
 
     # To a delegate.
@@ -99,7 +99,7 @@ _WORDS_FOR = {
 
 
 class Descriptor(NamedTuple):
-    """One note with what it is about; see `Note`.
+    """What is told, and of which message or connection.
 
     Attributes:
         number, tag, step, digest, sent, spec_bytes, payload_bytes: as in a frame.
@@ -108,7 +108,7 @@ class Descriptor(NamedTuple):
         offset, capacity: of its slot.
     """
 
-    note: Note
+    kind: DescriptorKind
     lane: Lane
     number: int = 0
     tag: int = 0
@@ -179,7 +179,7 @@ class DescriptorRing:
         )
         self._counts[8] = read + 1
         lane = Lane(source, target, kind, place)
-        return Descriptor(Note(note), lane, number, tag, step, digest, sent, start, arrived, *slot)
+        return Descriptor(DescriptorKind(note), lane, number, tag, step, digest, sent, start, arrived, *slot)
 
     def close(self) -> None:
         """Lets go of the mapping."""
