@@ -108,7 +108,7 @@ class Index:
             raise DamagedCheckpointError(f"{path} is damaged: its checksum does not match")
         try:
             return cls._parse(inner, version)
-        except _Malformed as error:
+        except _MalformedIndex as error:
             raise DamagedCheckpointError(f"{path} is malformed: {error}") from None
 
     @classmethod
@@ -116,43 +116,43 @@ class Index:
         index = _dict(inner, "its index")
         for part in ("step", "meta", "shards", "tensors"):
             if part not in index:
-                raise _Malformed(f"it has no {part}")
+                raise _MalformedIndex(f"it has no {part}")
         step = _count(index["step"], "step")
         shards = {
             name: _count(size, f"the size of {name}") for name, size in _dict(index["shards"], "shards").items()
         }
         for name in shards:
             if not SHARD.fullmatch(name):
-                raise _Malformed(f"{_short(name)} is no name of a shard")
+                raise _MalformedIndex(f"{_short(name)} is no name of a shard")
         tensors = {name: _entry(name, entry, shards) for name, entry in _dict(index["tensors"], "tensors").items()}
         taken = dict.fromkeys(shards, 0)
         for entry in tensors.values():
             taken[entry.shard] += num_bytes_of(entry.shape, DTYPES[entry.dtype])
         for name, size in shards.items():
             if taken[name] > size:
-                raise _Malformed(f"tensors of {taken[name]} bytes are to lie in {name}, which has {size}")
+                raise _MalformedIndex(f"tensors of {taken[name]} bytes are to lie in {name}, which has {size}")
         return cls(step, index["meta"], shards, tensors, version)
 
 
-class _Malformed(Exception):
+class _MalformedIndex(Exception):
     """What an index says that cannot be."""
 
 
 def _entry(name: str, value: JSON, shards: Mapping[str, int]) -> IndexEntry:
     if not name or name == "__metadata__":
-        raise _Malformed(f"{name!r} is no name of a tensor")
+        raise _MalformedIndex(f"{name!r} is no name of a tensor")
     what = _short(name)
     fields = _dict(value, what)
     for field in IndexEntry._fields:
         if field not in fields:
-            raise _Malformed(f"{what} has no {field}")
+            raise _MalformedIndex(f"{what} has no {field}")
     shard, shape, dtype = fields["shard"], fields["shape"], fields["dtype"]
     if not isinstance(shard, str) or shard not in shards:
-        raise _Malformed(f"{what} lies in {_short(shard)}, which is not listed")
+        raise _MalformedIndex(f"{what} lies in {_short(shard)}, which is not listed")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _Malformed(f"{what} has the unknown dtype {_short(dtype)}")
+        raise _MalformedIndex(f"{what} has the unknown dtype {_short(dtype)}")
     if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
-        raise _Malformed(f"{what} has the shape {_short(shape)}")
+        raise _MalformedIndex(f"{what} has the shape {_short(shape)}")
     sizes = tuple(_count(size, f"a size of {what}") for size in shape)
     crc32 = _count(fields["crc32"], f"the checksum of {what}")
     return IndexEntry(shard, sizes, dtype, crc32)
@@ -160,13 +160,13 @@ def _entry(name: str, value: JSON, shards: Mapping[str, int]) -> IndexEntry:
 
 def _dict(value: JSON, what: str) -> dict[str, JSON]:
     if not isinstance(value, dict):
-        raise _Malformed(f"{what} is {_short(value)}, not an object")
+        raise _MalformedIndex(f"{what} is {_short(value)}, not an object")
     return value
 
 
 def _count(value: JSON, what: str) -> int:
     if type(value) is not int or not 0 <= value <= MOST:
-        raise _Malformed(f"{what} is {_short(value)}, which is no count")
+        raise _MalformedIndex(f"{what} is {_short(value)}, which is no count")
     return value
 
 

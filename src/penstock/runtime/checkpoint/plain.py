@@ -49,7 +49,7 @@ def pack(base: str, value: Any, what: str) -> dict[str, Tensor]:
     tensors: list[Tensor] = []
     try:
         text = json.dumps(_encode(value, "", tensors))
-    except _Unfit as error:
+    except _UnstorableValue as error:
         raise CheckpointError(
             f"{what} cannot be stored: {error}. It must be tensors, numbers, text, and dicts, lists, tuples or sets "
             "of them; turn the rest into these"
@@ -100,7 +100,7 @@ def names_by_base(names: Iterable[str], prefix: str) -> dict[str, list[str]]:
     return found
 
 
-class _Unfit(Exception):
+class _UnstorableValue(Exception):
     """What cannot be stored, and where it lies."""
 
 
@@ -135,16 +135,16 @@ def _encode(value: Any, where: str, tensors: list[Tensor]) -> Any:
         try:
             held = torch.from_numpy(np.array(value))
         except TypeError:
-            raise _Unfit(f"{where} is a numpy array of {value.dtype}".lstrip()) from None
+            raise _UnstorableValue(f"{where} is a numpy array of {value.dtype}".lstrip()) from None
         return {"array" if kind is np.ndarray else "scalar": _add(held, where, tensors)}
-    raise _Unfit(f"{where} is a {kind.__module__}.{kind.__qualname__}".lstrip())
+    raise _UnstorableValue(f"{where} is a {kind.__module__}.{kind.__qualname__}".lstrip())
 
 
 def _add(tensor: Tensor, where: str, tensors: list[Tensor]) -> int:
     try:
         check_tensor(where or "it", tensor)
     except CheckpointError as error:
-        raise _Unfit(str(error)) from None
+        raise _UnstorableValue(str(error)) from None
     tensors.append(tensor)
     return len(tensors) - 1
 

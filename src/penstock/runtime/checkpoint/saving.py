@@ -33,8 +33,8 @@ from penstock.runtime.checkpoint.training_state import (
     BUFFERS,
     EXTRA,
     MODEL,
-    Staged,
-    State,
+    StagedState,
+    TrainingState,
     extra_to_write,
 )
 from penstock.runtime.checkpoint.user_state import (
@@ -55,7 +55,7 @@ SHARED = "All processes must read one shared folder, and nothing may write to it
 COUNTS = ("num_steps", "num_updates", "seed")
 
 
-class Loaded(NamedTuple):
+class LoadResult(NamedTuple):
     """What a load brought besides the state itself.
 
     Attributes:
@@ -84,7 +84,7 @@ class ChosenCheckpoint(NamedTuple):
 
 def save(
     directory: str | Path,
-    state: State,
+    state: TrainingState,
     mesh: ProcessMesh,
     counters: Mapping[str, int],
     meta: Mapping[str, Any],
@@ -133,11 +133,11 @@ def save(
 
 def load(
     directory: str | Path,
-    state: State,
+    state: TrainingState,
     mesh: ProcessMesh,
     stateful: Mapping[str, Stateful],
     fallback: bool,
-) -> Loaded:
+) -> LoadResult:
     """Loads a checkpoint, or the newest of a folder; every process must call it.
 
     Args:
@@ -172,7 +172,7 @@ def _place_of(mesh: ProcessMesh) -> ProcessPlace:
 
 
 def _choose(
-    directory: Path, state: State, peers: Peers, stateful: Mapping[str, Stateful], fallback: bool
+    directory: Path, state: TrainingState, peers: Peers, stateful: Mapping[str, Stateful], fallback: bool
 ) -> ChosenCheckpoint:
     """As rank 0 sees it: if every process looked for the newest, one might come to an older one than the others."""
     found, error = _attempt(lambda: candidates(directory), f"{directory} cannot be read")
@@ -198,12 +198,12 @@ def _choose(
 
 def _load_one(
     path: Path,
-    state: State,
+    state: TrainingState,
     peers: Peers,
     place: ProcessPlace,
     stateful: Mapping[str, Stateful],
     chosen: ChosenCheckpoint,
-) -> tuple[Loaded, Staged]:
+) -> tuple[LoadResult, StagedState]:
     """Reads and checks a checkpoint in all processes; all of them raise where one does."""
     what = f"checkpoint {path} could not be loaded"
     reader, error = _attempt(lambda: Reader(path), what)
@@ -217,7 +217,7 @@ def _load_one(
     if other := [process for process, digest in enumerate(digests) if digest != digests[0]]:
         raise CheckpointError(f"process {other[0]} sees another checkpoint at {path} than process 0. {SHARED}")
 
-    def stage() -> tuple[Loaded, Staged, StagedUserState]:
+    def stage() -> tuple[LoadResult, StagedState, StagedUserState]:
         match(reader, chosen.expected, prefix=MODEL)
         loaded = _read_meta(reader)
         loaded.notices.extend(_unknown(reader, chosen))
@@ -267,7 +267,7 @@ def _older(path: Path, paths: Sequence[Path], peers: Peers) -> Path | None:
     return None if place is None else before[place]
 
 
-def _read_meta(reader: Reader) -> Loaded:
+def _read_meta(reader: Reader) -> LoadResult:
     """The counters and the caller's meta. Raises CheckpointError."""
     meta = dict(reader.meta) if isinstance(reader.meta, dict) else {}
     counters = meta.pop(COUNTERS, None)
@@ -278,7 +278,7 @@ def _read_meta(reader: Reader) -> Loaded:
         if type(value) is not int or not (name == "seed" or 0 <= value < 2**63):
             raise CheckpointError(f"checkpoint {reader.path}: its counter {name} is {value!r:.60}, which is no count")
     meta.pop(OPTIMIZER, None)
-    return Loaded({name: counters[name] for name in COUNTS}, meta, [])
+    return LoadResult({name: counters[name] for name in COUNTS}, meta, [])
 
 
 def _unknown(reader: Reader, chosen: ChosenCheckpoint) -> list[str]:

@@ -53,7 +53,7 @@ FIRST = "0.0.0"
 """The holder of extra state that stands for one which a checkpoint does not know."""
 
 
-class Extra(NamedTuple):
+class ExtraStateModule(NamedTuple):
     """A module that has extra state.
 
     Attributes:
@@ -84,7 +84,7 @@ class CheckpointShare(NamedTuple):
     optimizer: Any
 
 
-class State:
+class TrainingState:
     """What a pipeline saves: the stages and the optimizer of this process, under their stored names.
 
     Of several copies of a stage the owner's is saved, and all get what is loaded. So too gradients that wait for an
@@ -130,7 +130,7 @@ class State:
                 if answers(index, buffer):
                     self._answers.add(name)
         self._extras = [
-            Extra(name, f"{k}.{holder(index)}", module)
+            ExtraStateModule(name, f"{k}.{holder(index)}", module)
             for (k, index), stage in sorted(model.copies.here.items())
             for name, module in stage.named_modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
@@ -248,7 +248,7 @@ class State:
 
     # Loading.
 
-    def stage(self, source: TensorSource, num_updates: int) -> Staged:
+    def stage(self, source: TensorSource, num_updates: int) -> StagedState:
         """Reads all that is loaded here and finds it right, and changes nothing.
 
         Raises:
@@ -281,7 +281,7 @@ class State:
             gradients, put = self._stage_gradients(source, names), None
         else:
             gradients, put = [], self._stage_updating(source, names, num_updates)
-        return Staged(self._model, values, optimizer, gradients, put, extras, notices)
+        return StagedState(self._model, values, optimizer, gradients, put, extras, notices)
 
     def _require_constants(self, source: TensorSource, there: set[str]) -> None:
         """Raises CheckpointError where parameters that never change have other values than when it was written."""
@@ -293,8 +293,10 @@ class State:
                     "is not what it was when they were trained: give the model that they were trained on"
                 )
 
-    def _stage_extras(self, source: TensorSource, there: set[str], notices: list[str]) -> list[tuple[Extra, Any]]:
-        found: list[tuple[Extra, Any]] = []
+    def _stage_extras(
+        self, source: TensorSource, there: set[str], notices: list[str]
+    ) -> list[tuple[ExtraStateModule, Any]]:
+        found: list[tuple[ExtraStateModule, Any]] = []
         by_base = names_by_base(there, EXTRA)
         for extra in self._extras:
             base = _base_of(extra, there)
@@ -362,7 +364,7 @@ class State:
         return lambda: updating.load(found, num_updates)
 
 
-class Staged:
+class StagedState:
     """What a load will put in place: read, and found right.
 
     Attributes:
@@ -376,7 +378,7 @@ class Staged:
         optimizer: Callable[[], None] | None,
         gradients: list[tuple[Parameter, Tensor]],
         updating: Callable[[], None] | None,
-        extras: list[tuple[Extra, Any]],
+        extras: list[tuple[ExtraStateModule, Any]],
         notices: list[str],
     ) -> None:
         self._model, self._values, self._optimizer, self._gradients = model, values, optimizer, gradients
@@ -448,7 +450,7 @@ def _kind(tensor: Tensor) -> Kind:
     return tuple(tensor.shape), tensor.dtype
 
 
-def _base_of(extra: Extra, there: set[str]) -> str | None:
+def _base_of(extra: ExtraStateModule, there: set[str]) -> str | None:
     """Under which of its names a module's extra state is there: one for all, its own, or the first holder's."""
     bases = (EXTRA + extra.name, extra.own, f"{EXTRA}{extra.name}@{FIRST}")
     return next((base for base in bases if base + AS_JSON in there), None)
@@ -469,6 +471,8 @@ def _place(name: str) -> str | None:
     return name if name.startswith(ASYNCHRONOUS) else None
 
 
-def state_of(trained: OptimizerState) -> State:
+def state_of(trained: OptimizerState) -> TrainingState:
     """What is saved of what training changes in this process, and loaded into it."""
-    return State(trained.model, trained.optimizer, trained.updating, trained.answers, trained.steps, trained.holder)
+    return TrainingState(
+        trained.model, trained.optimizer, trained.updating, trained.answers, trained.steps, trained.holder
+    )
