@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +63,11 @@ EVENTS = (
 """What a user does to the model before and after the pipeline is made."""
 
 
+TURNS = ("evaluate", "switch", "resume", "hand over")
+"""What a user does after the first update: evaluates and predicts; goes on with backwards split or joined; saves, and
+loads into a pipeline of another schedule; hands over to one."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One run. Everything in the model, the batches and the order of things follows from these.
@@ -72,6 +80,7 @@ class Case:
         shape: processes along pp, dp, tp; None: all ranks in one process.
         samples: of each step's batch. listed: the batch is a list, an entry per microbatch, of several lengths.
         device: on which all stages lie; several processes share it.
+        turns: of `TURNS`.
     """
 
     seed: int
@@ -96,10 +105,30 @@ class Case:
     events: tuple[str, ...] = ()
     loss: str = "mean"
     device: str = "cpu"
+    turns: tuple[str, ...] = ()
 
     def build(self) -> ps.Schedule:
         made = ps.build(self.schedule, self.num_ranks, self.num_microbatches, **dict(self.options))
         return ps.passes.separate_gradients(made) if self.separate else made
+
+    def second(self) -> ps.Schedule:
+        """What runs after the first update, where a turn brings another schedule."""
+        first = self.build()
+        if not {"resume", "hand over"} & {*self.turns}:
+            return first
+        rng = random.Random(self.seed * 31 + 5)
+        for _ in range(60):
+            name, ranks = rng.choice(list(SCHEDULES)), rng.choice([1, 2, 3, 4])
+            if self.shape is not None:
+                ranks = self.num_ranks
+            try:
+                made = ps.build(name, ranks, self.num_microbatches)
+            except ps.ScheduleError:
+                continue
+            fits = made.num_stages == first.num_stages or self.form == "sequential"
+            if name != TOWERS and fits and made.num_stages <= len(self.blocks):
+                return made
+        return first
 
     @property
     def num_replicas(self) -> int:
@@ -148,6 +177,13 @@ def draw(seed: int, shape: Shape | None = None) -> Case:
             continue
         if stages <= len(made.blocks) and (shape is None or shape[0] == made.num_ranks):
             return made
+
+
+def with_turns(case: Case) -> Case:
+    """The case with something done after its first update."""
+    rng = random.Random(case.seed * 17 + 3)
+    turns = tuple(rng.sample(TURNS, rng.choice([1, 1, 2])))
+    return case if case.schedule == TOWERS else replace(case, turns=turns)
 
 
 def _draw(seed: int, rng: random.Random, shape: Shape | None) -> Case:
@@ -449,6 +485,7 @@ def plain(case: Case, schedule: ps.Schedule) -> Seen:
     before(model, case)
     optimizer = OPTIMIZERS[case.optimizer](list(module.parameters()))
     after(model, case)
+    second = case.second()
     for step, update in steps_of(case):
         loss = plain_step(model, case, schedule, step, loss_fn)
         seen.losses.append(loss)
@@ -459,6 +496,7 @@ def plain(case: Case, schedule: ps.Schedule) -> Seen:
                 seen.norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), case.clip_norm))
             optimizer.step()
             optimizer.zero_grad()
+            schedule = second
     seen.parameters = {n: p.detach().clone() for n, p in module.named_parameters()}
     seen.recorded = recorded(module)
     if case.schedule != TOWERS:
@@ -670,37 +708,8 @@ def _unrepeated(want: Seen, again: Seen) -> str:
 
 
 def _run(case: Case, schedule: ps.Schedule, place: Any, want: Seen) -> Outcome:
-    model = model_of(case, schedule.num_stages)
-    before(model, case)
-    given, tied = given_of(model, case)
-    tp = case.shape is not None and case.shape[2] > 1
-    from penstock.models import parallelize
-
     try:
-        pipe = ps.Pipeline(
-            given,
-            schedule,
-            loss_fn=None if case.schedule == TOWERS else LOSSES[case.loss](),
-            ops={"GATHER": compare} if case.schedule == TOWERS else None,
-            optimizer=OPTIMIZERS[case.optimizer],
-            mesh=place,
-            dispatch=case.dispatch,
-            transport=case.transport,
-            timeout=40.0,
-            precision=ps.PrecisionOptions(
-                autocast=torch.bfloat16 if case.autocast else None, clip_norm=case.clip_norm
-            ),
-            parallel=ps.ParallelOptions(
-                device=None if case.device == "cpu" else case.device,
-                tied=tied,
-                parallelize=parallelize if tp else None,
-                sharding="none"
-                if not case.zero and case.sharding == "none"
-                else "copies"
-                if case.sharding == "none"
-                else case.sharding,
-            ),
-        )
+        pipe, model = _pipeline(case, schedule, place)
     except Exception as error:
         if _is_ours(error):
             return Outcome("refused", f"{type(error).__name__}: {error}")
@@ -708,15 +717,126 @@ def _run(case: Case, schedule: ps.Schedule, place: Any, want: Seen) -> Outcome:
     except SystemExit:
         return Outcome("refused", "as the first rank says")
     found: list[str] = []
+    running = Running(case, place, pipe, model)
     try:
-        for each in _differences(case, pipe, model, want):
+        for each in _differences(case, running, want):
             found.append(each)
+    except NotTurned as error:
+        return Outcome("refused", f"{type(error.__cause__).__name__}: {error.__cause__}")
     except Exception as error:
-        late = pipe.num_updates == 0 and not found and type(error).__name__ == "RuntimeFailure"
+        late = running.pipe.num_updates == 0 and not found and type(error).__name__ == "RuntimeFailure"
         return Outcome("late" if late else "raw", described(error))
     finally:
-        pipe.close()
+        running.pipe.close()
     return Outcome("different", "; ".join(found[:6])) if found else Outcome("same")
+
+
+def _pipeline(case: Case, schedule: ps.Schedule, place: Any) -> tuple[Any, Any]:
+    """The pipeline, and the user's model, to which everything has been done."""
+    from penstock.models import parallelize
+
+    model = model_of(case, schedule.num_stages)
+    before(model, case)
+    given, tied = given_of(model, case)
+    tp = case.shape is not None and case.shape[2] > 1
+    pipe = ps.Pipeline(
+        given,
+        schedule,
+        loss_fn=None if case.schedule == TOWERS else LOSSES[case.loss](),
+        ops={"GATHER": compare} if case.schedule == TOWERS else None,
+        optimizer=OPTIMIZERS[case.optimizer],
+        mesh=place,
+        dispatch=case.dispatch,
+        transport=case.transport,
+        timeout=40.0,
+        precision=ps.PrecisionOptions(autocast=torch.bfloat16 if case.autocast else None, clip_norm=case.clip_norm),
+        parallel=ps.ParallelOptions(
+            device=None if case.device == "cpu" else case.device,
+            tied=tied,
+            parallelize=parallelize if tp else None,
+            sharding="none"
+            if not case.zero and case.sharding == "none"
+            else "copies"
+            if case.sharding == "none"
+            else case.sharding,
+        ),
+    )
+    try:
+        after(model, case)
+    except BaseException:
+        pipe.close()
+        raise
+    return pipe, model
+
+
+class NotTurned(Exception):
+    """What a turn asks for is refused by name."""
+
+
+class Running:
+    """The pipeline that runs, and the user's model in it; a turn may put others in their places."""
+
+    def __init__(self, case: Case, place: Any, pipe: Any, model: Any) -> None:
+        self.case, self.place, self.pipe, self.model = case, place, pipe, model
+
+    def turn(self) -> None:
+        """After the first update."""
+        for name in self.case.turns:
+            try:
+                {"evaluate": self._evaluate, "switch": self._switch, "resume": self._resume}.get(
+                    name, self._hand_over
+                )()
+            except Exception as error:
+                if _is_ours(error):
+                    raise NotTurned from error
+                raise
+
+    def _evaluate(self) -> None:
+        inputs, targets = batch_of(self.case, 7)
+        self.pipe.evaluate(inputs, targets)
+        self.pipe.predict(inputs)
+
+    def _switch(self) -> None:
+        schedule = self.pipe.schedule
+        is_split = any(op.kind == "W" for row in schedule.order for op in row)
+        other = (ps.passes.merge_gradients if is_split else ps.passes.separate_gradients)(schedule)
+        dispatch = random.Random(self.case.seed).choice(["frozen", "dynamic"])
+        caps = tuple(ps.simulate(other, ps.Costs.uniform(other.num_stages, f=1, i=1, w=1)).peak_activations)
+        self.pipe.reconfigure(ps.control.Configuration(other, ps.dispatch.Dispatch(dispatch), (), caps))
+
+    def _second(self) -> tuple[Any, Any]:
+        return _pipeline(self.case, self.case.second(), self.place)
+
+    def _hand_over(self) -> None:
+        pipe, model = self._second()
+        try:
+            self.pipe.hand_over(pipe)
+        except BaseException:
+            pipe.close()
+            raise
+        self.pipe.close()
+        self.pipe, self.model = pipe, model
+
+    def _resume(self) -> None:
+        folder = Path(_of_the_first(self.case, tempfile.mkdtemp))
+        try:
+            self.pipe.save(folder)
+            self.pipe.close()
+            self.pipe, self.model = self._second()
+            self.pipe.load(folder)
+        finally:
+            if self.case.shape is not None:
+                torch.distributed.barrier()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _of_the_first(case: Case, make: Callable[[], str]) -> str:
+    """What the first process makes, in all of them."""
+    if case.shape is None:
+        return make()
+    made: list[Any] = [make() if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(made)
+    return str(made[0])
 
 
 def _random_state(case: Case) -> Tensor:
@@ -741,14 +861,17 @@ def _is_ours(error: Exception) -> bool:
     )
 
 
-def _differences(case: Case, pipe: Any, model: Any, want: Seen) -> Iterator[str]:
-    after(model, case)
+def _differences(case: Case, running: Running, want: Seen) -> Iterator[str]:
     # In low precision a difference in the last bit of float32 may become one of bfloat16.
     near = partial(
         _far, tolerance=0.0 if case.exact else 3e-2 if case.autocast else TOLERANCE[torch.get_default_dtype()]
     )
-    norms = iter(want.norms)
+    norms, turned = iter(want.norms), False
+    pipe = running.pipe
     for number, (step, update) in enumerate(steps_of(case)):
+        if number and pipe.num_updates == 1 and not turned:
+            running.turn()
+            pipe, turned = running.pipe, True
         inputs, targets = batch_of(case, step)
         rng = _random_state(case)
         result = pipe.step(inputs, targets, update=False)
@@ -765,13 +888,14 @@ def _differences(case: Case, pipe: Any, model: Any, want: Seen) -> Iterator[str]
             norm = pipe.update()
             if case.clip_norm is not None:
                 yield from near({"norm": next(norms)}, {"norm": norm}, f"step {step}: ")
+    model = running.model
     mine = {n: whole(p.detach()) for n, p in pipe.named_parameters()}
     yield from near({n: want.parameters[n] for n in mine}, mine, "at the end: ")
     if case.exact:
         notes, module = recorded(as_module(model)), as_module(model)
         hosted = {n.rsplit(".", 2)[0] for n, _ in pipe.named_parameters()}
         one_pipeline = len(set(pipe.schedule.microbatch_pipeline)) == 1  # else hooks see another order
-        if one_pipeline and case.form != "functions":
+        if one_pipeline and case.form != "functions" and not case.turns:  # what hooks noted is no state
             yield from near(
                 {n: t for n, t in want.recorded.items() if n in hosted},
                 {n: t for n, t in notes.items() if n in hosted},

@@ -34,7 +34,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from fuzz_cases import PLANTED, Case, Outcome, draw, run, smaller
+from fuzz_cases import PLANTED, Case, Outcome, draw, run, smaller, with_turns
 from fuzz_runs import SHAPES, between_processes
 from processes import forkserver
 
@@ -46,8 +46,13 @@ BATCH = 25
 """Cases in one start of the processes."""
 
 
-def _alone(device: str, seed: int) -> tuple[Case, Outcome]:
-    case = replace(draw(seed), device=device)
+def _drawn(seed: int, shape: tuple[int, int, int] | None, device: str, turns: bool) -> Case:
+    case = replace(draw(seed, shape), device=device)
+    return with_turns(case) if turns else case
+
+
+def _alone(device: str, turns: bool, seed: int) -> tuple[Case, Outcome]:
+    case = _drawn(seed, None, device, turns)
     return case, run(case, None)
 
 
@@ -90,21 +95,20 @@ class Ended:
             self._path.write_text(json.dumps(self.found))
 
 
-def in_one_process(seeds: range, workers: int, ended: Ended, device: str) -> None:
+def in_one_process(seeds: range, workers: int, ended: Ended, device: str, turns: bool) -> None:
     for first in range(0, len(seeds), FRESH):  # what torch.compile keeps would grow
         part = [seed for seed in seeds[first : first + FRESH] if seed not in ended.found]
         if part and not ended.is_over:
             with ProcessPoolExecutor(workers, get_context("spawn"), _begin) as pool:
-                ended.add(part, pool.map(partial(_alone, device), part))
+                ended.add(part, pool.map(partial(_alone, device, turns), part))
 
 
-def between(seeds: range, ended: Ended, device: str, beside: int) -> None:
+def between(seeds: range, ended: Ended, device: str, beside: int, turns: bool) -> None:
     """Batches over 2, 3 and 4 processes, so many at the same time."""
     cases: dict[int, list[tuple[int, Case]]] = {n: [] for n in SHAPES}
     for place, seed in enumerate(seeds):
         n = (2, 4, 4, 3, 2)[place % 5]
-        case = draw(seed, SHAPES[n][len(cases[n]) % len(SHAPES[n])])
-        cases[n].append((seed, replace(case, device=device)))
+        cases[n].append((seed, _drawn(seed, SHAPES[n][len(cases[n]) % len(SHAPES[n])], device, turns)))
     batches = []
     for n, all_cases in cases.items():
         own = [(seed, case) for seed, case in all_cases if seed not in ended.found]
@@ -148,6 +152,9 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where stages lie; all share one GPU"
     )
+    parser.add_argument(
+        "--turns", action="store_true", help="after the first update: another schedule, a checkpoint, an evaluation"
+    )
     parser.add_argument("--planted", action="store_true", help="the known mistakes alone")
     parser.add_argument("--case", type=int, help="one seed alone")
     parser.add_argument("--shape", help="of its mesh: PP,DP,TP")
@@ -162,7 +169,7 @@ def main() -> None:
         sys.exit(planted(given.out))
     if given.case is not None:
         shape = tuple(map(int, given.shape.split(","))) if given.shape else None
-        sys.exit(one(replace(draw(given.case, shape), device=given.device), given.smaller))
+        sys.exit(one(_drawn(given.case, shape, given.device, given.turns), given.smaller))
     if given.so_far is not None and given.cases and given.between:
         parser.error("--so-far keeps cases of one kind: give --cases or --between")
     result = about() | ({"gpu": torch.cuda.get_device_name()} if given.device == "cuda" else {})
@@ -175,9 +182,9 @@ def main() -> None:
         begin = time.monotonic()
         ended = Ended(given.so_far, until)
         if name == "in one process":
-            in_one_process(seeds, given.workers, ended, given.device)
+            in_one_process(seeds, given.workers, ended, given.device, given.turns)
         else:
-            between(seeds, ended, given.device, given.beside)
+            between(seeds, ended, given.device, given.beside, given.turns)
         if len(ended.found) < num:
             print(f"{len(ended.found)} of {num} cases have ended; give the same command again")
             sys.exit(2)

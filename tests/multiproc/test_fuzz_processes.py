@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from fuzz_cases import PLANTED, Case, Outcome, draw
+from fuzz_cases import PLANTED, Case, Outcome, draw, with_turns
 from fuzz_runs import SHAPES, between_processes, run_case
 from tiers import sample
 
@@ -35,6 +35,7 @@ def test_mistakes_that_were_there_once(num_processes: int) -> None:
 def test_random_runs_are_the_plain_loop(num_processes: int) -> None:
     shapes = SHAPES[num_processes]
     cases = [draw(seed, shapes[seed % len(shapes)]) for seed in range(sample(10, 4))]
+    cases += [with_turns(draw(seed, shapes[seed % len(shapes)])) for seed in range(100, 100 + sample(10, 4))]
     outcomes = between_processes(num_processes, cases)
     fine = ("same", "refused", "late", "invalid")
     wrong = {str(case): o.detail for case, o in zip(cases, outcomes, strict=True) if o.kind not in fine}

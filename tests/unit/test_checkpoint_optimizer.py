@@ -88,6 +88,29 @@ def test_training_continues_bit_for_bit_on_other_ranks(tmp_path: Path, kind: str
         assert torch.equal(left, right), name
 
 
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("first", [torch.float32, torch.complex64])
+def test_regression_state_of_complex_beside_real_parameters_could_not_be_loaded(
+    tmp_path: Path, kind: str, first: torch.dtype
+) -> None:
+    """What the first parameter of a group keeps was asked of all of them."""
+    second = torch.complex64 if first is torch.float32 else torch.float32
+    parameters = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (first, second)]
+    names: dict[Tensor, str] = {parameter: f"p{place}" for place, parameter in enumerate(parameters)}
+    one = MAKERS[kind]([{"params": parameters}])
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 0.5)
+    one.step()
+    tensors, meta = optimizer_tensors(one, names)
+    reader = Reader(write(tmp_path, 1, tensors, {"optimizer": meta}))
+    fresh = MAKERS[kind]([{"params": parameters}])
+    stage_optimizer(fresh, names, reader)()
+    for parameter in parameters:
+        assert fresh.state[parameter].keys() == one.state[parameter].keys()
+        for key, value in one.state[parameter].items():
+            assert torch.equal(torch.as_tensor(fresh.state[parameter][key]), torch.as_tensor(value)), key
+
+
 class Odd(Optimizer):
     """State and options that are not tensors."""
 

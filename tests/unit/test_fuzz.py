@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 import fuzz_cases
-from fuzz_cases import PLANTED, draw, run
+from fuzz_cases import PLANTED, draw, run, with_turns
 from tiers import others_nightly
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,8 +31,14 @@ def test_more_random_runs_are_the_plain_loop_to_the_bit(seed: int) -> None:
     _right_or_refused(seed)
 
 
-def _right_or_refused(seed: int) -> None:
-    case = draw(seed)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", others_nightly(range(200, 260), range(200, 220)))
+def test_so_are_runs_that_turn_to_another_schedule_or_are_resumed(seed: int) -> None:
+    _right_or_refused(seed, turns=True)
+
+
+def _right_or_refused(seed: int, turns: bool = False) -> None:
+    case = with_turns(draw(seed)) if turns else draw(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome = run(case, None)

@@ -82,8 +82,12 @@ def stage_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], reader: T
     found: list[tuple[Tensor, dict[str, Any]]] = []
     for place, (group, options) in enumerate(zip(optimizer.param_groups, groups)):
         kept_on_host = not (options.get("capturable") or options.get("fused"))
-        pattern = _pattern(optimizer, group, options, f"checkpoint {reader.path}: parameter group {place}")
+        patterns: dict[torch.dtype, dict[str, Any] | None] = {}  # of a complex parameter, state is complex too
         for parameter in group["params"]:
+            if parameter.dtype not in patterns:
+                what = f"checkpoint {reader.path}: parameter group {place}"
+                patterns[parameter.dtype] = _pattern(optimizer, group, options, parameter, what)
+            pattern = patterns[parameter.dtype]
             # Tied parameters are stored once, and each updates a state of its own: each is read for itself.
             name = _name(names, parameter)
             state = _read_state(reader, name, keys, parameter, kept_on_host)
@@ -149,18 +153,18 @@ def _is_like(value: Any, current: Any) -> bool:
 
 
 def _pattern(
-    optimizer: Optimizer, group: Mapping[str, Any], options: Mapping[str, Any], what: str
+    optimizer: Optimizer, group: Mapping[str, Any], options: Mapping[str, Any], parameter: Tensor, what: str
 ) -> dict[str, Any] | None:
-    """The state that one of torch's own optimizers would have of a parameter of four numbers, with these options.
+    """The state that one of torch's own optimizers would have of four numbers of a parameter's type.
 
-    None for others, and where a state has other shapes than its parameter. Raises CheckpointError for options that
-    the optimizer does not take.
+    It is that with these options; None for other optimizers, and where a state has other shapes than its parameter.
+    Raises CheckpointError for options that the optimizer does not take.
     """
     kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim.") or kind.__name__ in FACTORED or not group["params"]:
+    if not kind.__module__.startswith("torch.optim.") or kind.__name__ in FACTORED:
         return None
     known = inspect.signature(kind).parameters.keys() - {"params"}
-    like = local(group["params"][0].detach())
+    like = local(parameter.detach())
 
     def state_with(values: Mapping[str, Any]) -> dict[str, Any]:
         one = Parameter(torch.zeros(2, 2, dtype=like.dtype, device=like.device))
