@@ -10,14 +10,13 @@ The protocol is in README.md. Every schedule is measured in a process of its own
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.record import command, commit, machine
+from penstock.bench.record import record
 
 FOLDER = Path(__file__).parent
 PHASES = ("build", "check", "lower", "simulate")
@@ -63,12 +62,12 @@ print(json.dumps({**rows[0][1], "seconds": [row[0] for row in rows], "peak_mib":
 def measured(size: str) -> list[dict[str, Any]]:
     """Seconds of each phase and the peak memory of every schedule of a size."""
     num_ranks, num_microbatches = size.split("x")
-    found, here = [], {"commit": commit(), "command": command(sys.argv), "machine": machine()}
+    found = []
     for name in SIZES[size]["schedules"]:
         words = [sys.executable, "-c", ONE, name, num_ranks, num_microbatches, str(SIZES[size]["repeats"])]
-        load = os.getloadavg()[0]
+        here = record()
         said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-        found.append({"schedule": name, "size": size, **here, "load": load, **json.loads(said)})
+        found.append({"schedule": name, "size": size, **here, **json.loads(said)})
         print(name, size, *(f"{phase} {of(found[-1], phase):.3f}" for phase in PHASES), flush=True)
     return found
 
@@ -88,7 +87,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         each = [f"{of(row, phase):.3f}" for phase in PHASES]
         each += [f"{of(row, *PHASES[1:]):.3f}", f"{of(row, *PHASES):.3f}", f"{row['peak_mib']:.0f}"]
-        each += [f"{row['load']:.1f}", row["commit"]]
+        load, commit = row["load"], row["commit"]
+        if isinstance(load, list):  # rows from before have the first alone, and a short commit
+            load, commit = load[0], commit[:9] + commit[40:]
+        each += [f"{load:.1f}", commit]
         lines.append(f"| {row['schedule']} | {row['size']} | {row['num_ops']} | {' | '.join(each)} |")
     return "\n".join(lines)
 

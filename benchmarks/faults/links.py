@@ -46,7 +46,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from penstock.bench.readme import write_between
-from penstock.bench.record import command, commit, machine
+from penstock.bench.record import record
 from penstock.lab import HostProcess, Lab
 
 TRANSPORTS = ("gloo", "delegate", "direct", "late", "nccl")
@@ -376,8 +376,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for how in given.how or HOWS
     ]
     for one in cells:
-        load = round(os.getloadavg()[0], 1)
-        run_by = {"seed": 0, "load": load, "commit": commit(), "command": command(sys.argv)}
+        known = record()
+        run_by = {"seed": 0, "load": known["load"], "commit": known["commit"], "command": known["command"]}
         row = {**summary(cell(*one, given.count)), **run_by}
         found = [each for each in found if (each["transport"], each["mesh"], each["network"], each["how"]) != one]
         found.append(row)
@@ -385,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(row), flush=True)
         if given.out:
             gpu = {"gpu": gpu_name()} if any(row["transport"] == "nccl" for row in found) else {}
-            said = {"machine": machine() | gpu, "count": given.count, "cells": found}
+            said = {"machine": known["machine"] | gpu, "count": given.count, "cells": found}
             given.out.write_text(json.dumps(said, indent=1) + "\n")
     return int(any(row["error"] or row["equal"] < row["runs"] for row in found))
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.readme import write_between
-from penstock.bench.record import commit, machine
+from penstock.bench.record import record
 
 FOLDER = Path(__file__).parent
 SIZES = ((8, 32), (32, 256), (128, 1024))
@@ -109,13 +109,13 @@ def main() -> None:
     parser.add_argument("--readme", action="store_true")
     asked = parser.parse_args()
     if asked.size and asked.cache:
-        measured_at = commit()
+        here = record()
         made = rows(*sizes[asked.size], asked.cache, [asked.limit] if asked.limit else LIMITS)
-        new = {name_of(row): {**row, "commit": measured_at} for row in made}
+        new = {name_of(row): {**row, "commit": here["commit"]} for row in made}
         kept = {name_of(row): row for row in results["rows"]}
         results = {
             "command": "python benchmarks/limits/run.py SIZE CACHE",
-            "machine": machine(),
+            "machine": here["machine"],
             "rows": [
                 row for _, row in sorted((kept | new).items(), key=lambda item: (item[0][:2], item[0][2:][::-1]))
             ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -297,6 +298,34 @@ def test_the_index_says_what_results_do_not_record_and_no_file_joins_them(monkey
         found.setdefault(folder, []).append(file.removesuffix(".json"))
     said = {folder: set(files.split()) for folder, files in NOT_RECORDED.items()}
     assert {folder: set(files) for folder, files in found.items()} == said, "take what was run again out of the list"
+
+
+OF_SEVERAL_RUNS = {"benchmarks/adapt/run.py", "benchmarks/plan/before.py", "benchmarks/proofs/run.py"}
+"""Scripts whose files are of many runs, at several commits and loads, which they put together themselves."""
+NO_RECORDS = {
+    "benchmarks/runtime/parts.py": "what it writes is for another process of itself",
+    "src/penstock/bench/rank.py": "the verb writes what its ranks have measured",
+    "src/penstock/bench/readme.py": "writes pages",
+    "src/penstock/bench/record.py": "makes records",
+}
+
+
+def test_every_script_writes_the_whole_record_by_one_function() -> None:
+    paths = [
+        *ROOT.glob("benchmarks/*/*.py"),
+        *ROOT.glob("src/penstock/bench/*.py"),
+        ROOT / "src/penstock/cli/bench.py",
+    ]
+    by_parts = set()
+    for path in paths:
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        if not re.search(r"write_text\(|write_whole\(", text) or name in NO_RECORDS:
+            continue
+        by_save = "experiments.common.results import" in text and "save(" in text
+        if not by_save and not re.search(r"\brecord(\"\])?\(", text):
+            by_parts.add(name)
+            assert all(part in text for part in ("commit(", "machine(", "getloadavg(", '"command"')), name
+    assert by_parts == OF_SEVERAL_RUNS
 
 
 def test_a_result_says_its_run_only_where_every_row_does_and_from_sources_as_committed(
