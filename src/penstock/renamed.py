@@ -1,7 +1,9 @@
-"""Names that version 0.2 gave up at the top level, each with what to write instead."""
+"""Names that version 0.2 gave up, each with what to write instead, and keywords that there never were."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -44,16 +46,43 @@ def missing(name: str, known: list[str]) -> Exception:
 
 
 def refuse_old(keywords: Mapping[str, str], error: type[Exception]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function refuse keywords that it no longer takes, each with what to write instead."""
+    """Makes a function refuse arguments that it does not take, with its own error: keywords that it no longer takes,
+    each with what to write instead; others with those that it has; and more by place than it has places.
+    """
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
+        known = inspect.signature(function).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        takes_all = any(each.kind is each.VAR_POSITIONAL for each in known.values())
+        places = [
+            name for name, each in known.items() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        ]
+        own = [name for name in known if name != "self"]
+        called_as = function.__qualname__.removesuffix(".__init__")
+
         @wraps(function)
         def called(*args: P.args, **given: P.kwargs) -> R:
             for name in given:
                 if name in keywords:
                     raise error(f"{name}= is gone since 0.2; give {keywords[name]}")
+                if name not in known and not takes_any:
+                    raise error(f"{called_as} has no argument {name!r}; {_instead(name, own)}")
+            if len(args) > len(places) and not takes_all:
+                so = [name for name in places if name != "self"]
+                raise error(
+                    f"{called_as} was given {len(args) - len(places) + len(so)} arguments by place and takes "
+                    f"{len(so)} so ({', '.join(so)}); give the others by name: "
+                    f"{', '.join(f'{name}=' for name in own if name not in so)}"
+                )
             return function(*args, **given)
 
         return called
 
     return wrap
+
+
+def _instead(name: str, known: list[str]) -> str:
+    """What to write in place of a keyword that there is not."""
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
+    near += [each for each in known if name in each.split("_") and each not in near]
+    return f"did you mean {' or '.join(f'{each}=' for each in near)}?" if near else f"it takes {', '.join(known)}"

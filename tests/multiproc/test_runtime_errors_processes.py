@@ -197,7 +197,11 @@ def given_different_things(rank: int) -> dict[str, str]:
     order = x[[0, 2, 1, 3, 4, 5, 6, 7]]
     tell("order", lambda: pipe.step(order if rank == 2 else x, x))
     tell("type", lambda: pipe.evaluate(x, x.double() if rank == 1 else x))
+    tell("update", lambda: pipe.step(x, x, update=rank != 1))
     tell("same at the end", lambda: pipe.step(x, x))
+    clips = pipeline(clip_norm=0.1)
+    tell("update, with clipping", lambda: clips.step(x, x, update=rank == 1))
+    tell("same with clipping", lambda: clips.step(x, x, update=False))
     return told
 
 
@@ -211,10 +215,46 @@ def test_ranks_given_different_things() -> None:
         assert "ranks 1, 2 and 3 were given another seed than rank 0" in told["seed"]
         assert "rank 3 was given another batch than rank 0" in told["inputs"], told
         assert "rank 3 was given another batch than rank 0" in told["targets"], told
-        assert told["same again"] == told["same at the end"] == "nothing"
+        assert told["same again"] == told["same at the end"] == told["same with clipping"] == "nothing", told
+        assert told["update"].startswith("3 of 4 ranks called step(update=True), and the others step(update=False)")
+        assert told["update, with clipping"].startswith("1 of 4 ranks called step(update=True)"), told
         assert "ranks 1 and 3 were given another batch than rank 0" in told["one element"], told
         assert "rank 2 was given another batch than rank 0" in told["order"], told
         assert "rank 1 was given another batch than rank 0" in told["type"], told
+
+
+def without_gradients(rank: int) -> list[str]:
+    """What is told where the losses of all microbatches, or of all but one, have no gradient."""
+    told: list[str] = []
+    for with_gradient in (0, 1):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        calls: list[int] = []
+
+        def loss(output: torch.Tensor, target: torch.Tensor, least: int = with_gradient) -> torch.Tensor:
+            calls.append(1)  # noqa: B023
+            found = nn.functional.mse_loss(output, target)
+            return found if len(calls) <= least else found.detach()  # noqa: B023
+
+        pipe = ps.Pipeline(model, ps.build("1f1b", 4, 4), loss_fn=loss, optimizer=torch.optim.SGD, timeout=20)
+        x = torch.randn(8, 4)
+        before = [p.clone() for p in pipe.parameters()]
+        try:
+            pipe.step(x, x)
+            told.append("nothing")
+        except RuntimeFailure as error:
+            told.append(str(error))
+        told.append(str(all(map(torch.equal, before, pipe.parameters()))))
+    return told
+
+
+def test_a_loss_without_a_gradient_trained_nothing_and_said_nothing() -> None:
+    outcomes = run_ranks(4, without_gradients)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
+    for outcome in outcomes:
+        said, unchanged, one, then = outcome.value
+        assert said.startswith("the loss of no microbatch has a gradient, so this step would train nothing"), said
+        assert (unchanged, one, then) == ("True", "nothing", "False")
 
 
 def given_other_shapes(rank: int) -> None:

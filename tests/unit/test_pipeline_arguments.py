@@ -137,6 +137,36 @@ def test_an_old_keyword_says_the_new_one(keyword: dict[str, Any], now: str) -> N
             ps.emulate(ps.build("1f1b", 2, 4), ps.Costs.uniform(2), **keyword)
 
 
+def test_an_unknown_keyword_was_a_plain_type_error() -> None:
+    schedule = ps.build("1f1b", 2, 4)
+    with pytest.raises(RuntimeFailure, match="Pipeline has no argument 'optimiser'; did you mean optimizer="):
+        ps.Pipeline([lin(), lin()], schedule, optimiser=None)  # type: ignore[call-arg]
+    with pytest.raises(RuntimeFailure, match="no argument 'loss'; did you mean loss_fn="):
+        ps.Pipeline([lin(), lin()], schedule, loss=MSE)  # type: ignore[call-arg]
+    with pytest.raises(RuntimeFailure, match="no argument 'nonsense'; it takes model, schedule, loss_fn, opt"):
+        ps.Pipeline([lin(), lin()], schedule, nonsense=1)  # type: ignore[call-arg]
+    with pytest.raises(RuntimeFailure, match=r"3 arguments by place and takes 2 so \(model, schedule\); .*loss_fn="):
+        ps.Pipeline([lin(), lin()], schedule, MSE)  # type: ignore[misc]
+    with pytest.raises(ps.ScheduleError, match="simulate has no argument 'link'; did you mean links="):
+        ps.simulate(schedule, link=ps.Links())  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("why", ["detached", "frozen", "no_grad"])
+def test_a_step_without_any_gradient_trained_nothing_and_said_nothing(why: str) -> None:
+    layers = [lin(), lin()]
+    for layer in layers:
+        layer.requires_grad_(why != "frozen")
+    loss_fn = (lambda output, target: MSE(output, target).detach()) if why == "detached" else MSE
+    pipe = ps.Pipeline(layers, ps.build("zb-h1", 2, 4), loss_fn=loss_fn)
+    x, y = batches(4, 8)[0]
+    assert pipe.evaluate(x, y).loss > 0
+    with (
+        torch.set_grad_enabled(why != "no_grad"),
+        pytest.raises(RuntimeFailure, match="no microbatch has a grad"),
+    ):
+        pipe.step(x, y)
+
+
 def test_a_pipeline_takes_few_arguments_and_values_for_the_rest() -> None:
     names = inspect.signature(ps.Pipeline).parameters
     assert len(names) <= 13

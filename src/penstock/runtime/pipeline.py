@@ -378,7 +378,8 @@ class Pipeline:
         may have made some of its updates, the pipeline is of no more use until it has loaded a checkpoint.
 
         Raises:
-            RuntimeFailure: a batch that can't be cut, a stage or loss that returned what it should not.
+            RuntimeFailure: a batch that can't be cut, a stage or loss that returned what it should not, a step in
+                which no microbatch's loss has a gradient, ranks of which only some are to update.
             DeadlineExceeded, PeerLost: another rank is late or gone. After an error in the middle of a step between
                 processes the pipeline is broken, and says so from then on.
         """
@@ -419,11 +420,12 @@ class Pipeline:
                 local.notices.note(stay_on_device(local.devices.runners))
                 self._told_of_stays = True
             # On its way while the losses are: over a late link each sum takes as long as it is late, there and back.
-            clips = update and local.optimizer_state.updating is None and local.optimizer_state.clip_norm is not None
+            clips = local.optimizer_state.updating is None and local.optimizer_state.clip_norm is not None
+            begin_norm = local.optimizer_state.begin_norm if update else local.optimizer_state.begin_no_norm
             with local.mesh.waiting():
-                norm = local.optimizer_state.begin_norm() if clips else None
+                norm = begin_norm() if clips else None
             try:
-                result = self._result(batch, self._agent)
+                result = self._result(batch, self._agent, update)
             except RuntimeFailure as error:
                 if norm is not None and not isinstance(error, DeadlineExceeded | PeerLost):
                     norm()  # all ranks began it
@@ -438,6 +440,9 @@ class Pipeline:
         elif update:
             with local.mesh.waiting():
                 result = replace(result, grad_norm=local.optimizer_state.update(norm))
+        elif norm is not None:
+            with local.mesh.waiting():
+                norm()
         if self._agent is not None:
             with local.sharing("a probe of the links between nodes"):
                 self._agent.look_at_nodes()
@@ -537,11 +542,11 @@ class Pipeline:
         self._local.optimizer_state.replicas.reshard()
         return batch
 
-    def _result(self, batch: Microbatches, agent: Agent | None = None) -> StepResult:
+    def _result(self, batch: Microbatches, agent: Agent | None = None, updates: bool | None = None) -> StepResult:
         """The losses, from whichever process ran them; then switches to what an agent says."""
         memory = self._local.transport if isinstance(self._local.transport, SharedMemoryTransport) else None
         tells = () if self._tell is None else self._tell()
-        outcome = StepEnd(self._local.mesh, self._local.devices.last, memory, tells)
+        outcome = StepEnd(self._local.mesh, self._local.devices.last, updates, memory, tells)
         self._local.notices.note(self._agent.notices if self._agent is not None else ())
         self._local.notices.note(self._local.failover.notices if self._local.failover is not None else ())
         self._local.notices.note(self._local.choice.notices(self._local.transport))

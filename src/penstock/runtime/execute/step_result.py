@@ -1,7 +1,8 @@
 """How a step ends: every rank learns the losses, that all had the same batch, and what to run next. One collective,
 in memory where ranks share that.
 
-    | losses, a microbatch each | type of the first | new notices | digest of the batch, a rank each | votes |
+    | losses, a microbatch each | type of the first | new notices | ranks that update | last stages: whose losses have
+      a gradient, have none | digest of the batch, a rank each | votes |
 
 Each process fills in what it knows and leaves zeros elsewhere; the sum is everybody's. Doubles carry any loss type,
 digest and number without rounding. Where the pipeline has replicas, a second one brings their losses together. Votes
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.adapt import Agent, Vote
+from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.notices import Notices
 from penstock.runtime.execute.plan import ActivePlan
 from penstock.runtime.mesh.peers import MeshPeers, require_same
@@ -28,6 +30,7 @@ from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 from penstock.runtime.transport.shared_sums import ROW
 from penstock.schedule.short_repr import short_repr
 
+_NUM_FACTS = 3
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -67,6 +70,7 @@ class StepEnd:
     Args:
         place: where this process lies in its mesh.
         last: the runners of the last stage's copies that are in this process.
+        updates: whether the step is to update; None in an evaluation.
         memory: the ranks' transport, where that is memory which they share, and sums too.
         tells: this process's values, of which all processes' sums are wanted.
     """
@@ -75,11 +79,13 @@ class StepEnd:
         self,
         place: ProcessMesh,
         last: Sequence[StageRunner],
+        updates: bool | None = None,
         memory: SharedMemoryTransport | None = None,
         tells: Sequence[float] = (),
     ) -> None:
         self._peers, self._replicas, self._everyone = place.pipeline, place.replicas, place.everyone
-        self._last, self._memory, self._tells = last, memory, tells
+        self._num_ranks = place.pipeline.num_ranks * place.num_replicas * place.num_shards
+        self._last, self._updates, self._memory, self._tells = last, updates, memory, tells
 
     def share(
         self, batch: Microbatches, agent: Agent | None, notices: Notices
@@ -91,10 +97,12 @@ class StepEnd:
             notices: what is new among them, all ranks have afterwards.
 
         Raises:
-            RuntimeFailure: ranks were given different batches, or ran different plans.
+            RuntimeFailure: ranks were given different batches, some are to update and others not, or ran different
+                plans; a training step in which no loss of any microbatch has a gradient.
         """
         num_microbatches, num_ranks = len(batch), self._peers.num_ranks
-        digests, tells = num_microbatches + 2, num_microbatches + 2 + num_ranks
+        facts, digests = num_microbatches + 2, num_microbatches + 2 + _NUM_FACTS
+        tells = digests + num_ranks
         first_vote, size = tells + len(self._tells), len(Vote._fields)
         row = [0.0] * (first_vote + (size * self._everyone.num_ranks if agent else 0))
         for runner in self._last:
@@ -103,6 +111,7 @@ class StepEnd:
             if 0 in runner.losses:
                 row[num_microbatches] = _LOSS_TYPES.index(runner.losses[0].dtype)
         row[num_microbatches + 1] = notices.num_new
+        row[facts:digests] = self._facts()
         for rank in self._peers.here:
             row[digests + rank] = batch.digest
         row[tells:first_vote] = self._tells
@@ -117,7 +126,9 @@ class StepEnd:
         if row[num_microbatches + 1]:
             notices.share()
         dtype = _LOSS_TYPES[int(row[num_microbatches])]
-        losses, summed = self._of_all(row[:num_microbatches], row[tells:], batch, dtype)
+        losses, summed = self._of_all(row[:num_microbatches], [*row[facts:digests], *row[tells:]], batch, dtype)
+        self._require(*summed[:_NUM_FACTS])
+        summed = summed[_NUM_FACTS:]
         told, votes = tuple(summed[: len(self._tells)]), summed[len(self._tells) :]
         following = None
         if agent is not None:
@@ -129,6 +140,28 @@ class StepEnd:
         total = windows.mean() if len(sums) > 1 else sums[0].clone()
         result = StepResult(total, losses, window_losses=windows)
         return result, told, None if following is None else following.made
+
+    def _facts(self) -> tuple[float, float, float]:
+        """Of the ranks here how many update, and of the last stages how many had a loss with a gradient, or none."""
+        if self._updates is None:
+            return 0.0, 0.0, 0.0
+        ran = [runner.has_gradient for runner in self._last if runner.losses]
+        return float(len(self._peers.here) * self._updates), float(sum(ran)), float(len(ran) - sum(ran))
+
+    def _require(self, num_updating: float, with_gradient: float, without: float) -> None:
+        """Raises RuntimeFailure, in every process, for what would train nothing, or a part of the model alone."""
+        ranks = self._num_ranks
+        if num_updating not in (0, ranks):
+            raise RuntimeFailure(
+                f"{num_updating:g} of {ranks} ranks called step(update=True), and the others step(update=False); "
+                "every rank must give the same"
+            )
+        if without and not with_gradient:
+            raise RuntimeFailure(
+                "the loss of no microbatch has a gradient, so this step would train nothing: give a loss_fn that "
+                "detaches neither the output nor its result, parameters of which some have requires_grad=True, and "
+                "call step outside torch.no_grad()"
+            )
 
     def _summed(self, row: list[float]) -> list[float]:
         """The sum of every rank's row."""

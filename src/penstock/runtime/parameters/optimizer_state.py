@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -157,6 +158,12 @@ class OptimizerState:
         model = self.model
         told = [name for name, p in model.own.items() if self._answers_for(p)]
         return begin_norm(model.dtypes, model.named, told, self._mesh.everyone, model.device)
+
+    def begin_no_norm(self) -> Callable[[], Tensor]:
+        """Takes part in what `begin_norm` begins in processes that update, where this one is not to: all of them then
+        find that out, by what they sum next.
+        """
+        return self._mesh.everyone.begin_sum(torch.zeros(len(self.model.dtypes), dtype=torch.float64))
 
     def zero_grad(self) -> None:
         self.model.zero_grad()

@@ -121,6 +121,8 @@ class StageRunner:
         self.index = index
         self.losses: dict[int, Tensor] = {}
         self.results: dict[int, Any] = {}
+        self.has_gradient = False
+        """Whether one of the losses has a gradient."""
         self._is_last = is_last
         self._device = device
         self._loss_fn = loss_fn
@@ -189,6 +191,7 @@ class StageRunner:
         self._let_go()
         self.losses.clear()
         self.results.clear()
+        self.has_gradient = False
         if self._is_last and self._loss_fn is not None:
             _ = settings.microbatches.scales  # what the user's loss says of them is no part of an op
 
@@ -354,6 +357,7 @@ class StageRunner:
             raise RuntimeFailure(f"loss_fn must return one number as a tensor, it returned {got}")
         loss = loss * self.settings.microbatches.scales[m]
         self.losses[m] = loss.detach()
+        self.has_gradient = self.has_gradient or loss.requires_grad
         return loss
 
     def _keep_result(self, m: int, output: Any) -> None:
