@@ -18,7 +18,7 @@ from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.formats.native import from_json, to_json
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
-from penstock.runtime.execute.async_ops import Awaited
+from penstock.runtime.execute.async_ops import AwaitableOpHandle
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import NullBackend
@@ -266,9 +266,9 @@ class Meets(NullBackend):
         self.meet(wired.op)
         return outputs
 
-    def start(self, op: ps.Op, received: Any) -> Awaited:
+    def start(self, op: ps.Op, received: Any) -> AwaitableOpHandle:
         self.meet(op)
-        return Awaited(op, None, 1.0)
+        return AwaitableOpHandle(op, None, 1.0)
 
     def meet(self, op: ps.Op) -> None:
         ranks = self._schedule.hosts(op)

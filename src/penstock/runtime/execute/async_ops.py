@@ -22,7 +22,7 @@ from penstock.runtime.tensors.message import Payload
 from penstock.schedule import Op
 
 
-class Started(Protocol):
+class AsyncOpHandle(Protocol):
     """An op under way."""
 
     def wait(self) -> tuple[int, int]:
@@ -35,7 +35,7 @@ class Started(Protocol):
         """Waits for its end where nothing else goes on meanwhile. Raises DeadlineExceeded."""
 
 
-Start = Callable[[Op, Sequence[Payload]], Started]
+Start = Callable[[Op, Sequence[Payload]], AsyncOpHandle]
 """What starts an asynchronous op, given what its incoming edges brought."""
 
 
@@ -77,7 +77,7 @@ class WatchedStream:
     def __init__(self, start: Start, wake: Callable[[], None]) -> None:
         self._num_open = 0
         self._start, self._wake = start, wake
-        self._waiting: SimpleQueue[tuple[int, Started] | None] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[int, AsyncOpHandle] | None] = SimpleQueue()
         self._ended: deque[EndedOp | BaseException] = deque()
         self._thread: threading.Thread | None = None
 
@@ -127,7 +127,7 @@ class SharedThreadStream:
 
     def __init__(self, start: Start) -> None:
         self._start = start
-        self._open: deque[tuple[int, Started]] = deque()
+        self._open: deque[tuple[int, AsyncOpHandle]] = deque()
 
     @property
     def num_open(self) -> int:
@@ -153,7 +153,7 @@ class SharedThreadStream:
         """There is no thread to end."""
 
 
-class Awaited:
+class AwaitableOpHandle:
     """An op under way behind something with `wait()` or `result()`: a torch.distributed work, a future; or nothing,
     where it has ended already.
 

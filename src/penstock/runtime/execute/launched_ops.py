@@ -237,7 +237,7 @@ class DeviceClock:
 
 
 @dataclass(slots=True, eq=False)
-class Launched:
+class LaunchedOp:
     """An op under way, between two marks.
 
     Attributes:
@@ -248,7 +248,7 @@ class Launched:
     start: DeviceMark
     end: DeviceMark
     opens: bool = False
-    beside: Launched | None = None
+    beside: LaunchedOp | None = None
 
 
 class OpenPair(NamedTuple):
@@ -297,7 +297,7 @@ class LaunchedOps:
         """The pair whose backward is being launched."""
         self._reads: list[Any] | None = None
         self._wake: Callable[[], None] | None = None
-        self._under_way: deque[Launched] = deque()
+        self._under_way: deque[LaunchedOp] = deque()
         self._started: DeviceMark
         self.num_ended = 0
         """Ops of the step that have ended, those launched before them too."""
@@ -379,7 +379,7 @@ class LaunchedOps:
     def launched(self, op: Op) -> None:
         """Just after."""
         end = self._queue.mark()
-        made = Launched(op, self._started, end)
+        made = LaunchedOp(op, self._started, end)
         if self._beside is not None and self._under_way:
             forward = self._under_way[-1]
             forward.opens, made.beside = True, forward

@@ -107,7 +107,7 @@ class Lockstep:
         self, graph: Graph, rank: int, dispatch: Dispatch, memory_change: Sequence[float], cap: float
     ) -> Dispatcher:
         """One rank's decisions, in this process."""
-        kind = Leading if self.is_first else Following
+        kind = LeadingDispatcher if self.is_first else FollowingDispatcher
         return kind(self, graph, rank, dispatch, memory_change, cap)
 
 
@@ -127,7 +127,7 @@ def lockstep_of(mesh: ProcessMesh, has_updates: bool, timeout: float) -> Lockste
     return Lockstep(group, timeout)
 
 
-class Leading(Dispatcher):
+class LeadingDispatcher(Dispatcher):
     """Decides, and tells."""
 
     def __init__(
@@ -149,7 +149,7 @@ class Leading(Dispatcher):
         return op
 
 
-class Following(Leading):
+class FollowingDispatcher(LeadingDispatcher):
     """Runs what the first one decided, once all that it needs is here."""
 
     def __init__(

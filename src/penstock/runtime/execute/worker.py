@@ -28,7 +28,7 @@ from penstock.schedule import Op
 from penstock.schedule.dependencies import predecessors
 
 
-class Unsent(NamedTuple):
+class UnsentMessage(NamedTuple):
     """A message that has not left.
 
     Attributes:
@@ -74,7 +74,7 @@ class Worker:
         self._backend, self._handlers = backend, backend.handlers
         self.transport = transport
         self._local: dict[Edge, Payload] = {}
-        self._unsent: deque[Unsent] = deque()
+        self._unsent: deque[UnsentMessage] = deque()
         self._launched = backend.launched
         self._held_back: int | None = None
         """An op that is not launched before all messages have left."""
@@ -213,7 +213,7 @@ class Worker:
             self.recorder.apart.append((wired.op, start, end))
             for _, edge, target, is_local in wired.sent:  # tokens, all of them
                 if not is_local:
-                    self._unsent.append(Unsent(0, edge, target, TOKEN))
+                    self._unsent.append(UnsentMessage(0, edge, target, TOKEN))
             self.dispatcher.finish(number)
             moved = True
         while (found := self.dispatcher.next_apart()) is not None:
@@ -260,9 +260,9 @@ class Worker:
             if is_local:
                 local[edge] = payload
             elif launched is not None:
-                self._unsent.append(Unsent(launched.num_launched, edge, target, payload))
+                self._unsent.append(UnsentMessage(launched.num_launched, edge, target, payload))
             elif self._unsent or not transport.send(edge, target, payload):
-                self._unsent.append(Unsent(0, edge, target, payload))
+                self._unsent.append(UnsentMessage(0, edge, target, payload))
         dispatcher.finish(number)
         if launched is not None and launched.most == 1:
             launched.wait()
@@ -297,7 +297,7 @@ class Worker:
             self._held_back = op
         return None
 
-    def _send(self, message: Unsent) -> bool:
+    def _send(self, message: UnsentMessage) -> bool:
         """Sends; False where the channel is full."""
         _, edge, target, payload = message
         if self._launched is None:

@@ -68,7 +68,7 @@ class LocalPeers:
         pass
 
 
-class Retried(Protocol):
+class CollectiveRetrier(Protocol):
     """Does collective ops again where their group's connections broke."""
 
     def start(self, op: Collective) -> Any:
@@ -91,7 +91,7 @@ class GroupPeers:
         retried: what ops go by where there is another interface for them; None: the group alone.
     """
 
-    retried: Retried | None = None
+    retried: CollectiveRetrier | None = None
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self._group = WeakGroup(group)

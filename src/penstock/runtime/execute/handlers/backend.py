@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.async_ops import Start, Started
+from penstock.runtime.execute.async_ops import AsyncOpHandle, Start
 from penstock.runtime.execute.launched_ops import LaunchedOps
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.wiring import WiredOp
@@ -40,7 +40,7 @@ class Backend(Protocol):
     def begin(self) -> None:
         """Before the rank's first op, in the thread that runs them."""
 
-    def start(self, op: Op, received: Sequence[Payload]) -> Started:
+    def start(self, op: Op, received: Sequence[Payload]) -> AsyncOpHandle:
         """Starts an asynchronous op, given what its incoming edges brought, tokens too."""
 
     def waited(self, start: int, end: int) -> None:
@@ -61,7 +61,7 @@ class OpTable:
     def begin(self) -> None:
         """Real ops begin when they are asked to."""
 
-    def start(self, op: Op, received: Sequence[Payload]) -> Started:
+    def start(self, op: Op, received: Sequence[Payload]) -> AsyncOpHandle:
         """Raises RuntimeFailure where nothing starts such ops."""
         if self._start is None:
             raise RuntimeFailure(f"{op} is asynchronous, and nothing here starts such ops")
@@ -95,5 +95,5 @@ class NullBackend:
     def waited(self, start: int, end: int) -> None:
         """Nothing here takes time."""
 
-    def start(self, op: Op, received: Sequence[Payload]) -> Started:
+    def start(self, op: Op, received: Sequence[Payload]) -> AsyncOpHandle:
         raise RuntimeFailure(f"{op} is asynchronous, and nothing here starts such ops")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.async_ops import Awaited, Started
+from penstock.runtime.execute.async_ops import AsyncOpHandle, AwaitableOpHandle
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import Handler
 from penstock.runtime.execute.launched_ops import DeviceQueue, OnDevice
@@ -63,17 +63,17 @@ class RegisteredOps:
         self._once(wired.op, self._call)
         return ()
 
-    def start(self, op: Op, received: Sequence[Payload]) -> Started:
+    def start(self, op: Op, received: Sequence[Payload]) -> AsyncOpHandle:
         """Starts an asynchronous op."""
-        started: Started = self._once(op, self._started)
+        started: AsyncOpHandle = self._once(op, self._started)
         return started
 
-    def _started(self, op: Op) -> Started:
+    def _started(self, op: Op) -> AsyncOpHandle:
         handle = self._call(op)
         known = handle is None or hasattr(handle, "wait") or hasattr(handle, "result")
         if self._queue is not None and known and not isinstance(handle, HostCopy):
             handle = OnDevice(self._queue, handle)
-        return Awaited(op, handle, self._calls[self._rank, op][1].timeout)
+        return AwaitableOpHandle(op, handle, self._calls[self._rank, op][1].timeout)
 
     def _once(self, op: Op, call: Callable[[Op], Any]) -> Any:
         """Calls a function on the first rank of those in this process that run it together; the others get what that

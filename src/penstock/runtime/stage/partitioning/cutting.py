@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.cost.cut import PartitionError, partition
 from penstock.runtime.stage.partitioning.layers import opened_modules
 from penstock.runtime.stage.partitioning.place import Untraceable
-from penstock.runtime.stage.partitioning.program import Call, TracedProgram
+from penstock.runtime.stage.partitioning.program import LayerCall, TracedProgram
 from penstock.runtime.stage.partitioning.recorder import attribute_line
 from penstock.runtime.stage.partitioning.traced_stage import TracedStage
-from penstock.runtime.stage.partitioning.tracing import Tracing, closed_paths, untouched
+from penstock.runtime.stage.partitioning.tracing import ModelTracer, closed_paths, untouched
 from penstock.runtime.stage.stage import GATHERS, Stage, require_stage
 from penstock.runtime.tensors.pytree import flatten
 from penstock.runtime.tensors.rng import restored
@@ -44,7 +44,7 @@ class Split(Sequence[Stage]):
     """
 
     def __init__(
-        self, tracing: Tracing, program: TracedProgram, sizes: Sequence[int], costs: Sequence[float]
+        self, tracing: ModelTracer, program: TracedProgram, sizes: Sequence[int], costs: Sequence[float]
     ) -> None:
         calls = program.calls
         self.costs = list(costs)
@@ -144,7 +144,7 @@ def split(
     require_stage(model, "the model")
     try:
         opened = opened_modules(model, [_known(model, name) for name in at])
-        tracing = Tracing(model, opened, example)
+        tracing = ModelTracer(model, opened, example)
         program = tracing.first()
     except Untraceable as error:
         raise PartitionError(_cannot(model, error)) from error
@@ -210,7 +210,7 @@ def _known(model: nn.Module, name: str) -> str:
     return name
 
 
-def _place(calls: Sequence[Call], name: str, tracing: Tracing) -> int:
+def _place(calls: Sequence[LayerCall], name: str, tracing: ModelTracer) -> int:
     for place, call in enumerate(calls):
         if call.path == name or call.path.startswith(f"{name}."):
             return place
@@ -226,7 +226,7 @@ def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
     return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
 
 
-def _operations(tracing: Tracing, calls: Sequence[Call]) -> list[float]:
+def _operations(tracing: ModelTracer, calls: Sequence[LayerCall]) -> list[float]:
     """Of each call the layer's floating-point operations for the example, at least 1."""
     counter = FlopCounterMode(display=False)
     device = flatten(tracing.example)[0][0].device
@@ -238,7 +238,7 @@ def _operations(tracing: Tracing, calls: Sequence[Call]) -> list[float]:
     return [max(1.0, counts.get(f"{name}.{call.path}", 0) / times[call.path]) for call in calls]
 
 
-def _stages(tracing: Tracing, program: TracedProgram) -> list[Stage]:
+def _stages(tracing: ModelTracer, program: TracedProgram) -> list[Stage]:
     """A stage for each part, with the layers and tensors that it uses in training or evaluation.
 
     The last one also holds what no stage uses, so that nothing of the model is lost.
@@ -329,7 +329,7 @@ def _require_unshared_statistics(model: nn.Module, stages: Sequence[Stage], prog
                 )
 
 
-def _compared(tracing: Tracing, stages: Sequence[Stage]) -> list[int]:
+def _compared(tracing: ModelTracer, stages: Sequence[Stage]) -> list[int]:
     """The bytes that each stage passes on for the example.
 
     Raises:
@@ -364,7 +364,7 @@ _MOST = 20_000
 """Objects that are looked at in one module."""
 
 
-class Reached(NamedTuple):
+class OutsideReference(NamedTuple):
     """What a module reaches: a module or tensor of the model, by which attribute."""
 
     module: nn.Module
@@ -374,7 +374,7 @@ class Reached(NamedTuple):
 
 def reached(
     layer: nn.Module, model_modules: Mapping[nn.Module, str], tensors: Mapping[int, str]
-) -> Iterator[Reached]:
+) -> Iterator[OutsideReference]:
     """Modules and tensors of the model that a layer reaches and that are not its own.
 
     Such a layer sees, in another process, a parameter or a buffer that nobody changes there. What it reaches is found
@@ -392,9 +392,9 @@ def reached(
             for what in _followed(value):
                 if isinstance(what, nn.Module):
                     if what in model_modules and what not in inside:
-                        yield Reached(module, name, what)
+                        yield OutsideReference(module, name, what)
                 elif id(what) in tensors and id(what) not in own:
-                    yield Reached(module, name, what)
+                    yield OutsideReference(module, name, what)
 
 
 def _of_forward(module: nn.Module) -> Iterator[tuple[str, Any]]:

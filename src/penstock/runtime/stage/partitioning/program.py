@@ -22,13 +22,13 @@ from penstock.runtime.stage.partitioning.place import SourceLine
 from penstock.runtime.stage.partitioning.recorder import MODEL, attribute_of
 
 
-class Ref(NamedTuple):
+class ValueRef(NamedTuple):
     """In arguments: the value of a step."""
 
     slot: int
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """The so-manieth call of a layer, by its path in the model."""
 
     path: str
@@ -52,7 +52,7 @@ class TracedStep:
     kwargs: dict[str, Any]
     uses: frozenset[int]
     line: SourceLine | None
-    layer: Call | None = None
+    layer: LayerCall | None = None
     number: int = 0
     no_grad: bool = False
     kind: Any = None
@@ -74,7 +74,7 @@ class TracedProgram:
     """Attributes:
     steps: in order. tensors: slot -> path of a parameter or buffer of the model, or the tensor itself, a constant.
     used_at: by path of a tensor, a line of the forward that uses it.
-    output: what the forward returns, made of `Ref`s. calls: of layers, in order.
+    output: what the forward returns, made of `ValueRef`s. calls: of layers, in order.
     """
 
     def __init__(self, graph: fx.Graph, entry: nn.Module, kinds: bool) -> None:
@@ -85,11 +85,11 @@ class TracedProgram:
         self.used_at: dict[str, SourceLine | None] = {}
         self.steps: list[TracedStep] = []
         self.output: Any = None
-        self.calls: list[Call] = []
+        self.calls: list[LayerCall] = []
         counts: Counter[str] = Counter()
 
         def reference(value: Any) -> Any:
-            return fx.node.map_arg(value, lambda node: Ref(slots[node]))
+            return fx.node.map_arg(value, lambda node: ValueRef(slots[node]))
 
         for node in graph.nodes:
             slot = slots[node]
@@ -114,7 +114,7 @@ class TracedProgram:
             layer, number = None, 0
             if node.op == "call_module":
                 target = str(node.target).removeprefix(f"{MODEL}.")
-                layer = Call(target, counts[target])
+                layer = LayerCall(target, counts[target])
                 counts[target] += 1
                 self.calls.append(layer)
                 number = len(self.calls)
@@ -127,7 +127,7 @@ class TracedProgram:
                 )
             )  # fmt: skip
 
-    def parts(self, begins: Sequence[Call]) -> list[StageProgram]:
+    def parts(self, begins: Sequence[LayerCall]) -> list[StageProgram]:
         """Of each stage its part.
 
         Args:
@@ -185,7 +185,7 @@ class TracedProgram:
 def fill(template: Any, values: Mapping[int, Any]) -> Any:
     """A template with values in the places of its references."""
     kind = type(template)
-    if kind is Ref:
+    if kind is ValueRef:
         return values[template.slot]
     if kind is tuple:
         return tuple([fill(each, values) for each in template])
@@ -209,7 +209,7 @@ def kind_of(value: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """fx's immutable lists and dicts as plain ones."""
-    if isinstance(value, Ref):
+    if isinstance(value, ValueRef):
         return value
     if isinstance(value, list):
         return [_plain(each) for each in value]

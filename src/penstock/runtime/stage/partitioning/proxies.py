@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.runtime.stage.partitioning.recorder import Recorder
 
 
-class Traced(fx.Proxy):
+class TracedProxy(fx.Proxy):
     """A value of a traced forward."""
 
     tracer: Recorder
@@ -69,10 +69,10 @@ class Traced(fx.Proxy):
         return False
 
 
-class TracedAttribute(Traced):
+class TracedAttribute(TracedProxy):
     """An attribute of a value, or its method, which is known once it is called."""
 
-    def __init__(self, root: Traced, attribute: str) -> None:
+    def __init__(self, root: TracedProxy, attribute: str) -> None:
         self.__dict__.update(root=root, attribute=attribute, tracer=root.tracer, known=None)
 
     @property
@@ -86,8 +86,8 @@ class TracedAttribute(Traced):
         return self.tracer.create_proxy("call_method", self.attribute, (self.root, *args), kwargs)
 
 
-def _in_place(function: Callable[..., Any]) -> Callable[[Traced, Any], Any]:
-    def change(self: Traced, other: Any) -> Any:
+def _in_place(function: Callable[..., Any]) -> Callable[[TracedProxy, Any], Any]:
+    def change(self: TracedProxy, other: Any) -> Any:
         return self.tracer.create_proxy("call_function", function, (self, other), {})
 
     return change
@@ -101,7 +101,7 @@ IN_PLACE = (
 """The operators that change their left side where it can be changed."""
 
 for _each in IN_PLACE:
-    setattr(Traced, f"__{_each.__name__}__", _in_place(_each))
+    setattr(TracedProxy, f"__{_each.__name__}__", _in_place(_each))
 
 
 _QUESTIONS = {"isinstance", "type", "hasattr", "getattr", "callable", "is_tensor", "id"}

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.runtime.stage.partitioning.place import SourceLine, Untraceable, here, line_of_error
-from penstock.runtime.stage.partitioning.proxies import A_TENSOR, Answers, Traced, watching
+from penstock.runtime.stage.partitioning.proxies import A_TENSOR, Answers, TracedProxy, watching
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, unflatten
 
@@ -122,7 +122,7 @@ class Recorder(fx.Tracer):
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(_replaced(self._replacements()))
-                stack.enter_context(_Mode(self))
+                stack.enter_context(_RecordingMode(self))
                 stack.enter_context(
                     watching(Answers(self._refuse_at, self._examples, self.suspended, self._is_recording))
                 )
@@ -175,8 +175,8 @@ class Recorder(fx.Tracer):
         with self.suspended():
             return super().getattr(attr, attr_val, parameter_proxy_cache)
 
-    def proxy(self, node: fx.Node) -> Traced:
-        return Traced(node, self)
+    def proxy(self, node: fx.Node) -> TracedProxy:
+        return TracedProxy(node, self)
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, fx.Proxy):
@@ -218,7 +218,7 @@ class Recorder(fx.Tracer):
 
     # What is known of values.
 
-    def fixed(self, value: Traced, kind: Callable[[Any], Any], doing: str) -> Any:
+    def fixed(self, value: TracedProxy, kind: Callable[[Any], Any], doing: str) -> Any:
         """What a value is for the example, where it follows from shapes alone; microbatches are held to it."""
         node = value.node
         if "value" not in node.meta:
@@ -342,7 +342,7 @@ class Recorder(fx.Tracer):
             given = partial(apply, cls)
             if self._is_not_meant():
                 return given(*args, **kwargs)
-            return self.create_proxy("call_function", _Named(given, cls.__name__), args, kwargs)
+            return self.create_proxy("call_function", _NamedFunction(given, cls.__name__), args, kwargs)
 
         found.append((torch.autograd.Function, "apply", classmethod(applied)))
         numpy = sys.modules.get("numpy")
@@ -383,7 +383,7 @@ class Recorder(fx.Tracer):
         return refuse
 
 
-class _Named:
+class _NamedFunction:
     """A function with a name of its own."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
@@ -393,7 +393,7 @@ class _Named:
         return self._function(*args, **kwargs)
 
 
-class _Mode(TorchFunctionMode):
+class _RecordingMode(TorchFunctionMode):
     """Records calls of torch in which no traced value takes part: draws of random numbers, uses of other tensors."""
 
     def __init__(self, recorder: Recorder) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.runtime.stage.partitioning.layers import why_closed
 from penstock.runtime.stage.partitioning.place import Untraceable
-from penstock.runtime.stage.partitioning.program import Call, StageProgram, TracedProgram
+from penstock.runtime.stage.partitioning.program import LayerCall, StageProgram, TracedProgram
 from penstock.runtime.stage.partitioning.recorder import Recorder
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, flatten, unflatten
@@ -22,7 +22,7 @@ from penstock.runtime.tensors.rng import restored
 _SIMPLE = (int, float, str, tuple)
 
 
-class Tracing:
+class ModelTracer:
     """Traces a model, and again where its inputs have another form or the forward's constants have changed.
 
     Args:
@@ -38,7 +38,7 @@ class Tracing:
     def __init__(self, model: nn.Module, opened: Sequence[nn.Module], example: Any = None) -> None:
         self.model, self.opened, self.example = model, list(opened), example
         self.closed: dict[nn.Module, Untraceable] = {}
-        self.begins: tuple[Call, ...] = ()
+        self.begins: tuple[LayerCall, ...] = ()
         self._leaves: list[Tensor] | None = None
         if example is not None:
             self._leaves, self.skeleton = flatten(example)
@@ -48,7 +48,7 @@ class Tracing:
         self._parts: dict[tuple[str, tuple[bool, ...]], list[StageProgram]] = {}
         self._state: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tracing:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelTracer:
         return self
 
     def first(self) -> TracedProgram:
@@ -191,7 +191,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.detach(), b.detach())
 
 
-def closed_paths(tracing: Tracing) -> list[str]:
+def closed_paths(tracing: ModelTracer) -> list[str]:
     """In words, which modules are kept whole, and why."""
     paths = {module: path for path, module in tracing.model.named_modules()}
     return [f"{paths[module]} is kept whole: {error}" for module, error in tracing.closed.items()]

@@ -10,7 +10,7 @@ numbers that autograd takes for something differentiable, takes its place. Aroun
            <--------------- which calls of `hold` were for it <---------------------
            keeps (g, x) for W, or computes the gradient at once and passes it on
 
-The tap's node decides as `Deferred` does for an eager module. It is a node of the stage's own graph, so the search
+The tap's node decides as `DeferredOp` does for an eager module. It is a node of the stage's own graph, so the search
 before I finds it; whoever runs the graph otherwise than through the tape's I gets the weight's gradient at once, and
 hooks see it. The bias is left to the graph: its gradient is a sum that the compiler writes itself, in an order of
 its own, while a weight's is a matrix product that the same library computes in the graph and in W.
@@ -156,7 +156,7 @@ class _TapNode(torch.autograd.Function):
             return None, None, None
         total: Tensor | None = None
         for g, x in calls:
-            slot.stage.tally.at_once(slot, x)
+            slot.stage.call_counts.at_once(slot, x)
             gw, _ = slot.rule.weight_grads(g, x, _like(plain, g), None, (True, False))
             total = gw if total is None or gw is None else total + gw
         return None, None if total is None else total.to(weight.dtype), None

@@ -4,7 +4,7 @@ Whether a module's weight gradients wait for W is decided here, once a tape; the
 otherwise. From "computed in I" for too little work it goes only to "waits for W", and not back: else a later
 microbatch's I would find an earlier one's W to come, and run it first.
 
-`Deferred` is the node that stands in the graph for the module: I passes it, and leaves weight and bias for W. The
+`DeferredOp` is the node that stands in the graph for the module: I passes it, and leaves weight and bias for W. The
 tape travels with the node rather than being looked up in `backward`: several ranks may share a thread, and on CUDA
 autograd calls `backward` from a thread of its own. Whoever runs the graph otherwise than through the tape's I (a
 plain `backward()`, `torch.autograd.grad` inside the forward) gets every gradient at once, as from the plain module;
@@ -111,7 +111,7 @@ def _same(t: Tensor) -> Tensor:
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None]
 
 
-class Deferred(torch.autograd.Function):
+class DeferredOp(torch.autograd.Function):
     """A module's op whose weight gradients may wait.
 
     The inputs are what the plain module's op would get, of a weight its cast and its transpose, so that these are
@@ -163,7 +163,7 @@ class Deferred(torch.autograd.Function):
             tape.hold(slot, parameter, bias, g, x, weight, ctx.casts, needs)
             return gx, *_NOTHING[1:]
         if not tape.records:
-            slot.stage.tally.at_once(slot, x)
+            slot.stage.call_counts.at_once(slot, x)
         gw, gb = slot.rule.weight_grads(g, x, weight, bias, needs)
         if gw is not None:
             gw = gw.t() if ctx.turned else as_shard(gw, parameter)
@@ -281,7 +281,7 @@ class Slot:
                     pass
                 self.reason = UNKNOWN
             if tape.records:
-                self.stage.tally.at_once(self, x)
+                self.stage.call_counts.at_once(self, x)
         return rule.plain(module, x)
 
     def call_compiled(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -312,7 +312,7 @@ class Slot:
             turned = rule.turns and self in tape.turned
             if turned:
                 w = w.t()
-        y: Tensor = Deferred.apply(x, w, b, self, tape, (weight, bias), casts, turned)
+        y: Tensor = DeferredOp.apply(x, w, b, self, tape, (weight, bias), casts, turned)
         return y.view_as(y) if rule.gives_view(x, b) else y
 
     def _choose(self, tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

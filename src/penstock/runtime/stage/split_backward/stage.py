@@ -63,7 +63,7 @@ class DeferredShare:
         return self.deferred / max(self.deferred + self.at_once, 1)
 
 
-class Tally:
+class CallCounts:
     """Counts a stage's calls by the shapes of their inputs. The first microbatch of a step forgets those before."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class SplitStage:
         autograd's own thread, where no context variable of ours is seen.
     others: the parameters of no prepared module, by name: their gradients are computed in I.
     compiled: the prepared modules in parts that torch.compile has taken over; of these, biases are among the others.
-    tally: counts what waits and what does not.
+    call_counts: counts what waits and what does not.
     """
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class SplitStage:
         self.others: dict[str, Tensor] = {}
         self.compiled: dict[Slot, None] = {}
         self.compiled_biases: set[str] = set()
-        self.tally = Tally()
+        self.call_counts = CallCounts()
         # Between their I and W, in the order of their Is. Not held here: a step that broke has no Ws.
         self._tapes: Tapes = weakref.WeakKeyDictionary()
         # Of every copy of the stage that is this one module.
@@ -184,7 +184,7 @@ class SplitStage:
 
     def share(self) -> DeferredShare | None:
         """What the last step put off to W; None before one did."""
-        return self.tally.share(self.others, self.compiled_biases) if self.tally.num_tapes else None
+        return self.call_counts.share(self.others, self.compiled_biases) if self.call_counts.num_tapes else None
 
     # -- who sees a gradient ---------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class SplitStage:
         """Starts a copy's step. What still waits, of one that broke, is never added."""
         self.turn_to(copy)
         self._tapes.clear()
-        self.tally.begin()
+        self.call_counts.begin()
 
     @property
     def waits(self) -> bool:

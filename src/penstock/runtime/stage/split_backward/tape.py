@@ -86,7 +86,7 @@ def _sum(parts: list[Part], dtype: torch.dtype) -> Tensor:
 
 
 @dataclass
-class Uses:
+class ParameterUses:
     """Attributes:
     owners: of each deferred module in the graph its parameters, by id.
     counts: by a parameter's id, how often deferred modules use it.
@@ -127,9 +127,9 @@ class Uses:
         return found
 
 
-def find_uses(outputs: Iterable[Tensor]) -> Uses:
+def find_uses(outputs: Iterable[Tensor]) -> ParameterUses:
     """Searches the graph behind some outputs."""
-    uses = Uses()
+    uses = ParameterUses()
     pending: list[Any] = []
     for y in outputs:
         if y.grad_fn is None:
@@ -261,7 +261,7 @@ class Tape:
 
     def _join(self, stage: SplitStage) -> None:
         self._stages.append(stage)
-        stage.tally.begin_tape()
+        stage.call_counts.begin_tape()
 
     # -- I ---------------------------------------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class Tape:
         self._deferring = self._deferring or bool(self._compiled)
         for slot in self._taps:
             if slot not in uses.owners:
-                slot.stage.tally.in_graph(slot)
+                slot.stage.call_counts.in_graph(slot)
 
     def defers(self, slot: Slot) -> bool:
         """True while I runs, if the weight gradients of `slot` may wait for W."""
@@ -346,7 +346,7 @@ class Tape:
         if needs[1]:
             uses[id(bias)] = uses.get(id(bias), 0) + 1
         self._held.append(DeferredCall(slot, weight, bias, g, x, cast_weight, casts, needs, (g._version, x._version)))
-        slot.stage.tally.deferred(slot, x)
+        slot.stage.call_counts.deferred(slot, x)
 
     def _part_from_grads(self) -> None:
         """Give each `.grad` that autograd made of a held tensor's own memory a memory of its own.

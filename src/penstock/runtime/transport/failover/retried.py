@@ -25,7 +25,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.collective import Collective, is_late, is_of_a_group
 
 
-class Service(Protocol):
+class GroupChangeover(Protocol):
     """What changes over when a group broke."""
 
     def run_hooks(self) -> None:
@@ -45,7 +45,7 @@ TAGS = 1 << 20
 
 
 @dataclass
-class Begun:
+class StartedCollective:
     """An op that was begun here.
 
     Attributes:
@@ -71,13 +71,13 @@ class RetriedGroup:
         group: the group that there is now. number: how often it was changed.
     """
 
-    def __init__(self, service: Service, members: Sequence[int], rank: int) -> None:
+    def __init__(self, service: GroupChangeover, members: Sequence[int], rank: int) -> None:
         self._service, self.members, self.rank = service, tuple(members), rank
         self.group: Any = None
         self.number = -1
         self._changed = threading.Condition()
         self._frozen = False
-        self._begun: dict[int, Begun] = {}
+        self._begun: dict[int, StartedCollective] = {}
         self._num, self._first = 0, 0
         self._helping: list[Any] = []
         self._sent: dict[int, int] = {}
@@ -87,27 +87,27 @@ class RetriedGroup:
 
     # The rank's own thread.
 
-    def start(self, op: Collective) -> Waiting:
+    def start(self, op: Collective) -> CollectiveHandle:
         """Begins an op; every rank of the group begins the same."""
         while True:
             self._service.run_hooks()
             with self._changed:
                 if not self._frozen:
                     before = next((n for n in sorted(self._begun) if not self._begun[n].done), self._num)
-                    one = self._begun[self._num] = Begun(self._num, op, before)
+                    one = self._begun[self._num] = StartedCollective(self._num, op, before)
                     self._num += 1
                     self._begin(one)
-                    return Waiting(self, one)
+                    return CollectiveHandle(self, one)
                 number = self.number
             self._service.lost(number, _being_changed())
 
-    def _begin(self, one: Begun) -> None:
+    def _begin(self, one: StartedCollective) -> None:
         try:
             one.work, one.error = one.op.start(self.group), None
         except RuntimeError as error:
             one.work, one.error = None, error
 
-    def wait_for(self, one: Begun, limit: timedelta) -> None:
+    def wait_for(self, one: StartedCollective, limit: timedelta) -> None:
         """Waits until an op is done here.
 
         Raises:
@@ -278,17 +278,17 @@ class RetriedGroup:
                 if one.done:
                     self._helping.append(work)
                 elif work is None and error is None:
-                    one.work = _Done()  # nobody needs it
+                    one.work = _CompletedWork()  # nobody needs it
                 else:
                     one.work, one.error = work, error
             self._frozen = False
             self._changed.notify_all()
 
 
-class Waiting:
+class CollectiveHandle:
     """An op under way."""
 
-    def __init__(self, group: RetriedGroup, one: Begun) -> None:
+    def __init__(self, group: RetriedGroup, one: StartedCollective) -> None:
         self._group, self._one = group, one
 
     def wait(self, limit: timedelta) -> None:
@@ -299,5 +299,5 @@ def _being_changed() -> RuntimeError:
     return RuntimeError("the group is being changed")
 
 
-class _Done:
+class _CompletedWork:
     def wait(self, limit: timedelta) -> None: ...
