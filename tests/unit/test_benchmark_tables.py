@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from hf_families import REFUSED
 from penstock.bench import profiling, runtime, space, split
 
 pytestmark = [pytest.mark.unit, pytest.mark.results]
@@ -223,6 +224,14 @@ def test_what_a_step_costs_beside_torch() -> None:
     page = lines_of("runtime")
     assert sum("tiny" in row or "small" in row for row in rows) == 12
     assert [row for row in rows if "---" not in row and row not in page] == []
+
+
+def test_families_that_train() -> None:
+    """Whether they do is tested for each in `test_hf_families.py`."""
+    families = read("hf_families/families.json")
+    assert set(REFUSED) < set(families)
+    said = f"{len(families) - len(REFUSED)} of {len(families)} families train, equal to the bit."
+    assert said in " ".join(lines_of("hf_families"))
 
 
 def test_the_deciders_agree() -> None:
