@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import penstock as ps
 import penstock.runtime.stage.split_backward.slot as slot_module
 from fuzz_blocks import BLOCKS, FORKS, Fork, InPlace, Join, OnFirst, Tied, real
+from offload_programs import offloaded
 from own_loop import seeded
 from penstock.library.registry import SCHEDULES
 from penstock.runtime.tensors.dtensor import whole
@@ -63,6 +64,10 @@ EVENTS = (
 """What a user does to the model before and after the pipeline is made."""
 
 
+MEMORY = ("", "", "recompute", "offload", "offload half")
+"""What is done so that less is held: forwards that run again; activations of all microbatches, or of half, that wait
+in host memory."""
+
 TURNS = ("evaluate", "switch", "resume", "hand over")
 """What a user does after the first update: evaluates and predicts; goes on with backwards split or joined; saves, and
 loads into a pipeline of another schedule; hands over to one."""
@@ -80,7 +85,7 @@ class Case:
         shape: processes along pp, dp, tp; None: all ranks in one process.
         samples: of each step's batch. listed: the batch is a list, an entry per microbatch, of several lengths.
         device: on which all stages lie; several processes share it.
-        turns: of `TURNS`.
+        turns: of `TURNS`. memory: of `MEMORY`, where the schedule takes it.
     """
 
     seed: int
@@ -106,10 +111,17 @@ class Case:
     loss: str = "mean"
     device: str = "cpu"
     turns: tuple[str, ...] = ()
+    memory: str = ""
 
     def build(self) -> ps.Schedule:
         made = ps.build(self.schedule, self.num_ranks, self.num_microbatches, **dict(self.options))
-        return ps.passes.separate_gradients(made) if self.separate else made
+        if self.memory == "recompute":
+            made = _recomputed(made)
+        made = ps.passes.separate_gradients(made) if self.separate else made
+        if self.memory.startswith("offload") and made.graph.updates is None:
+            made = offloaded(made, 2 if self.memory == "offload half" else 1)
+            ps.check(made)
+        return made
 
     def second(self) -> ps.Schedule:
         """What runs after the first update, where a turn brings another schedule."""
@@ -180,10 +192,25 @@ def draw(seed: int, shape: Shape | None = None) -> Case:
 
 
 def with_turns(case: Case) -> Case:
-    """The case with something done after its first update."""
+    """The case with something done after its first update, and perhaps for its memory."""
     rng = random.Random(case.seed * 17 + 3)
     turns = tuple(rng.sample(TURNS, rng.choice([1, 1, 2])))
-    return case if case.schedule == TOWERS else replace(case, turns=turns)
+    if case.schedule == TOWERS:
+        return case
+    turned = replace(case, turns=turns, memory=rng.choice(MEMORY))
+    try:
+        turned.build()
+    except ps.ScheduleError:  # it doesn't take that
+        return replace(turned, memory="")
+    return turned
+
+
+def _recomputed(schedule: ps.Schedule) -> ps.Schedule:
+    """With about as many forwards run again as it takes to hold two thirds."""
+    costs = ps.Costs.uniform(schedule.num_stages, f=1, i=1, w=1)
+    costs = replace(costs, kept_by_recompute=0.1)
+    limits = [max(1.0, peak * 2 / 3) for peak in ps.simulate(schedule, costs).peak_activations]
+    return ps.passes.recompute(schedule, costs, limits)
 
 
 def _draw(seed: int, rng: random.Random, shape: Shape | None) -> Case:
@@ -799,7 +826,9 @@ class Running:
     def _switch(self) -> None:
         schedule = self.pipe.schedule
         is_split = any(op.kind == "W" for row in schedule.order for op in row)
-        other = (ps.passes.merge_gradients if is_split else ps.passes.separate_gradients)(schedule)
+        other = schedule
+        if not self.case.memory.startswith("offload"):  # which these passes don't take
+            other = (ps.passes.merge_gradients if is_split else ps.passes.separate_gradients)(schedule)
         dispatch = random.Random(self.case.seed).choice(["frozen", "dynamic"])
         caps = tuple(ps.simulate(other, ps.Costs.uniform(other.num_stages, f=1, i=1, w=1)).peak_activations)
         self.pipe.reconfigure(ps.control.Configuration(other, ps.dispatch.Dispatch(dispatch), (), caps))
