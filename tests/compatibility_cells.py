@@ -27,7 +27,7 @@ import penstock as ps
 from fuzz_cases import Outcome
 from mesh_cases import distance
 from offload_programs import offloaded
-from penstock.runtime.compatibility import Combination, Refusal, refusal_of
+from penstock.runtime.compatibility import FeatureCombination, Refusal, refusal_of
 from penstock.runtime.tensors.dtensor import whole
 from penstock.schedule import Needs, Op, Registered
 from plain_loop import cut, weights
@@ -130,11 +130,11 @@ class Cell:
         return {f"0.up.weight, {last}.up.weight": (0, last)} if self.tied and last else {}
 
     @property
-    def combination(self) -> Combination:
+    def combination(self) -> FeatureCombination:
         """What the table is asked about."""
         pp, dp, _ = self.shape
         apart = pp > 1
-        return Combination(
+        return FeatureCombination(
             self.schedule,
             dp,
             self.sharding,

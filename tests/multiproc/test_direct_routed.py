@@ -24,7 +24,7 @@ from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transport.delegate import Counters, DelegateTransport
 from penstock.runtime.transport.gloo import GlooTransport
-from penstock.runtime.transport.routed import Delegates, RoutedTransport
+from penstock.runtime.transport.routed import DelegatedTransport, RoutedTransport
 from penstock.runtime.transport.wiring import wire
 from plain_loop import gradients
 from processes import run_ranks
@@ -66,7 +66,7 @@ class Routed(NamedTuple):
 
 def routed(second: str, tags: Tags, links: str, depth: int) -> Routed:
     base = GlooTransport(world(), tags, 20.0, Acknowledgements(world(), 20.0, depth))
-    delegates: Delegates = Second(dist.new_group(), tags, 20.0)
+    delegates: DelegatedTransport = Second(dist.new_group(), tags, 20.0)
     if second == "delegates":
         gather = GroupPeers(world(), 20.0).gather
         delegates = DelegateTransport(base.rank, dist.get_world_size(), gather, tags, 20.0)

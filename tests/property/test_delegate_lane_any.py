@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.transport.delegate.carrier.lane import LaneError, Receiving, Sending
+from penstock.runtime.transport.delegate.carrier.lane import LaneError, ReceivingEnd, SendingEnd
 from tiers import examples
 
 pytestmark = pytest.mark.property
@@ -39,7 +39,7 @@ class World:
     """A lane's two ends and the connections between them."""
 
     def __init__(self) -> None:
-        self.sending, self.receiving = Sending(), Receiving()
+        self.sending, self.receiving = SendingEnd(), ReceivingEnd()
         self.connections: list[Connection] = []
         self.current: Connection | None = None  # the sender's
         self.generation = 0
@@ -78,7 +78,7 @@ class World:
 
     def restart_sender(self) -> None:
         self.generation += 1
-        self.sending = Sending(given=self.released, answered=self.released, epoch=self.generation << 32)
+        self.sending = SendingEnd(given=self.released, answered=self.released, epoch=self.generation << 32)
         self.current = None
         given = self.sending.given
         for number in range(given + 1, self.highest + 1):
@@ -125,7 +125,7 @@ class World:
             self.sending = self.sending.cut()
 
     def restart_receiver(self) -> None:
-        self.receiving = Receiving(last=len(self.delivered))
+        self.receiving = ReceivingEnd(last=len(self.delivered))
         for connection in self.connections:
             connection.closed = True
 
@@ -191,7 +191,7 @@ def test_each_message_is_delivered_once_and_in_order(moves: list[tuple[str, int]
 
 
 def test_rules_that_the_other_end_breaks_are_errors() -> None:
-    sending = Sending().give(1).connect()
+    sending = SendingEnd().give(1).connect()
     with pytest.raises(LaneError, match="message 3 given after message 1"):
         sending.give(3)
     with pytest.raises(LaneError, match="a receiver that has 2"):
@@ -202,7 +202,7 @@ def test_rules_that_the_other_end_breaks_are_errors() -> None:
     assert again == 0
     with pytest.raises(LaneError, match="answer to message 1"):
         live.answer(1)
-    receiving = Receiving().hello(2)
+    receiving = ReceivingEnd().hello(2)
     with pytest.raises(LaneError, match="epoch 2 after one of epoch 2"):
         receiving.hello(2)
     with pytest.raises(LaneError, match="message 2 after message 0"):
@@ -215,7 +215,7 @@ def test_rules_that_the_other_end_breaks_are_errors() -> None:
 
 
 def test_what_a_dead_connection_swallowed_is_counted_as_sent_again() -> None:
-    sending = Sending().give(1).give(2).give(3).connect()
+    sending = SendingEnd().give(1).give(2).give(3).connect()
     sending, _ = sending.welcome(1, 0)
     sending = sending.wrote().wrote().answer(1).cut().connect()
     sending, again = sending.welcome(2, 1)

@@ -18,7 +18,7 @@ from penstock.dispatch import Dispatch
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.compatibility import (
     REFUSALS,
-    Combination,
+    FeatureCombination,
     allowed_adaptation,
     page,
     refusal_of,
@@ -39,7 +39,7 @@ FAMILIES = {
     "reduce beside": ps.passes.add_reductions(ps.build("1f1b", 4, 8), asynchronous=True),
 }
 CELLS = [
-    Combination(schedule, dp, sharding, tied={"a, b": [0, 2]} if tied else {})
+    FeatureCombination(schedule, dp, sharding, tied={"a, b": [0, 2]} if tied else {})
     for schedule, dp, sharding, tied in product(
         FAMILIES.values(), [1, 2], ["none", "copies", "zero1", "fsdp"], [False, True]
     )
@@ -53,7 +53,7 @@ def test_the_page_is_the_table() -> None:
 
 
 def test_every_row_refuses_something_and_none_what_has_one_of_its_features() -> None:
-    late = [Combination(FAMILIES["amdp"], 2, is_late=True, one_process=True)]
+    late = [FeatureCombination(FAMILIES["amdp"], 2, is_late=True, one_process=True)]
     used = {refusal_of(cell) for cell in CELLS + late} - {None}
     words = "whose lowest stage", "several pipelines", "that they share"
     branching = {row for row in REFUSALS if any(word in row.other for word in words)}
@@ -80,7 +80,7 @@ def test_a_rule_that_predicts_goes_with_every_way_to_share_out_the_optimizers_st
     for family, num_replicas, sharding, tied in product(
         ("xpipe", "amdp, xpipe"), (1, 2), ("none", "copies", "zero1", "fsdp"), ({}, {"a, b": [0, 3]})
     ):
-        assert refusal_of(Combination(FAMILIES[family], num_replicas, sharding, tied=tied)) is None
+        assert refusal_of(FeatureCombination(FAMILIES[family], num_replicas, sharding, tied=tied)) is None
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-v", "chimera", "amdp", "pipedream-2bw", "xpipe", "amdp, xpipe"])

@@ -34,7 +34,7 @@ from penstock.schedule.liveness import run_on
 
 
 @dataclass(frozen=True)
-class Combination:
+class FeatureCombination:
     """What of a pipeline's features may exclude another.
 
     Attributes:
@@ -101,7 +101,7 @@ class Refusal:
     other: str
     why: str
     instead: str
-    holds: Callable[[Combination], bool]
+    holds: Callable[[FeatureCombination], bool]
 
 
 UPDATES = "updates as ops of the schedule"
@@ -188,12 +188,12 @@ OF_OTHER_PARTS = (
 """What refuses something besides a pipeline, what it refuses, and the page that says it all."""
 
 
-def refusal_of(combination: Combination) -> Refusal | None:
+def refusal_of(combination: FeatureCombination) -> Refusal | None:
     """The first row of the table that refuses it; None where it runs."""
     return next((row for row in REFUSALS if row.holds(combination)), None)
 
 
-def require_compatible(combination: Combination) -> None:
+def require_compatible(combination: FeatureCombination) -> None:
     """Raises RuntimeFailure, the same on every rank, with the reason of the first row that refuses a combination."""
     if (row := refusal_of(combination)) is None:
         return

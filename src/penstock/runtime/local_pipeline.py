@@ -21,7 +21,7 @@ from penstock.cost import Ring
 from penstock.dispatch import Dispatch
 from penstock.runtime.arguments import PipelineArguments
 from penstock.runtime.compatibility import (
-    Combination,
+    FeatureCombination,
     allowed_adaptation,
     check_once,
     require_compatible,
@@ -122,7 +122,7 @@ class LocalPipeline:
         check_once(schedule, place.everyone)
         self.costs = adapt.costs if adapt is not None else None
         chosen = dispatch_of(dispatch, schedule, self.costs, self.choice, peers=place.everyone)
-        self._combination = Combination(
+        self._combination = FeatureCombination(
             schedule,
             place.num_replicas,
             parallel.sharding,

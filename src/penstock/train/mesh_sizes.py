@@ -30,11 +30,11 @@ def check_ties(schedule: Schedule, tied: Sequence[Sequence[str]]) -> None:
     if not tied or schedule.num_stages == 1:
         return
     # Here, for sizes need no torch.
-    from penstock.runtime.compatibility import Combination, RuntimeFailure, require_compatible
+    from penstock.runtime.compatibility import FeatureCombination, RuntimeFailure, require_compatible
 
     tie = {"embedding and head": [0, schedule.num_stages - 1]}
     try:
-        require_compatible(Combination(schedule, sharding="none", tied=tie))
+        require_compatible(FeatureCombination(schedule, sharding="none", tied=tie))
     except RuntimeFailure as error:
         raise SettingsError(str(error).replace("untie them", "give --no-tied")) from None
 

@@ -40,7 +40,7 @@ from penstock.runtime.checkpoint import (
 from penstock.runtime.checkpoint.user_state import StateToGive, StateTrial
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
-from penstock.runtime.parameters.updating import GRADIENTS, Updating
+from penstock.runtime.parameters.updating import GRADIENTS, ScheduledUpdates
 from penstock.runtime.parameters.updating import PREFIX as ASYNCHRONOUS
 from penstock.runtime.tensors.dtensor import is_sharded, local, own_shard, whole
 from penstock.schedule.updates import OWNER
@@ -100,7 +100,7 @@ class TrainingState:
         self,
         model: LocalModel,
         optimizer: Optimizer | None,
-        updating: Updating | None,
+        updating: ScheduledUpdates | None,
         answers: Callable[[int, Tensor], bool],
         steps: Callable[[Parameter], bool],
         holder: Callable[[int], str],

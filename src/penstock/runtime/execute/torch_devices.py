@@ -17,7 +17,7 @@ from penstock.runtime.execute.handlers.updating import UpdatingOps
 from penstock.runtime.execute.launched_ops import AHEAD, DeviceClock, DeviceQueue, LaunchedOps, lanes_of, queue_of
 from penstock.runtime.execute.plan import StepPlan
 from penstock.runtime.parameters.local_model import LocalModel
-from penstock.runtime.parameters.updating import Updating
+from penstock.runtime.parameters.updating import ScheduledUpdates
 from penstock.runtime.stage.branches import end_of, has_many_ends
 from penstock.runtime.stage.host_memory import HostMemory
 from penstock.runtime.stage.microbatches import LossFn, Microbatches
@@ -52,7 +52,7 @@ class TorchDevices:
         loss_fn: LossFn,
         autocast: torch.dtype | None,
         calls: Calls,
-        updating: Updating | None,
+        updating: ScheduledUpdates | None,
         most_ahead: int = AHEAD,
         overlaps_pairs: bool = True,
     ) -> None:

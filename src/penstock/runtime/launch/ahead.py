@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.runtime.launch import fork_server
-from penstock.runtime.launch.launch_env import Handover
+from penstock.runtime.launch.launch_env import LaunchEnvironment
 
 __all__ = ["RankOrder", "WaitingServer"]
 
@@ -160,18 +160,18 @@ def _renumbered(order: dict[str, Any], numbers: Mapping[int, int]) -> dict[str, 
     """The order with descriptors as they are numbered here."""
     ranks = []
     for rank in order["ranks"]:
-        handover = Handover.of(rank["environment"])
-        assert handover is not None
-        handover = replace(
-            handover,
-            lifeline=numbers[handover.lifeline],
-            stderr=numbers[handover.stderr],
-            store=None if handover.store is None else numbers[handover.store],
+        launch_env = LaunchEnvironment.of(rank["environment"])
+        assert launch_env is not None
+        launch_env = replace(
+            launch_env,
+            lifeline=numbers[launch_env.lifeline],
+            stderr=numbers[launch_env.stderr],
+            store=None if launch_env.store is None else numbers[launch_env.store],
         )
         ranks.append(
             {
                 **rank,
-                "environment": {**rank["environment"], **handover.variables()},
+                "environment": {**rank["environment"], **launch_env.variables()},
                 "closes": [numbers[number] for number in rank["closes"]],
             }
         )

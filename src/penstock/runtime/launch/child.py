@@ -30,7 +30,7 @@ from penstock.runtime.launch.failures import (
     loss_of,
     one_line,
 )
-from penstock.runtime.launch.launch_env import Handover, let_through
+from penstock.runtime.launch.launch_env import LaunchEnvironment, let_through
 
 __all__ = ["FolderReportSink", "Reporter", "StoreReportSink", "hold", "init_process", "report_failure", "watch"]
 
@@ -175,11 +175,11 @@ def watch() -> None:
     is the parent but see to it that lines come out whole, and nothing the second time.
     """
     _write_whole_lines()
-    handover = Handover.of(os.environ)
-    if handover and not isinstance(sys.excepthook, Reporter):
-        sys.excepthook = Reporter(_number("RANK"), FolderReportSink(handover.reports))
-        hold(handover.lifeline, handover.reports)
-        let_through(handover.reports, _number("RANK"), handover.stderr)
+    launch_env = LaunchEnvironment.of(os.environ)
+    if launch_env and not isinstance(sys.excepthook, Reporter):
+        sys.excepthook = Reporter(_number("RANK"), FolderReportSink(launch_env.reports))
+        hold(launch_env.lifeline, launch_env.reports)
+        let_through(launch_env.reports, _number("RANK"), launch_env.stderr)
 
 
 def init_process(timeout: float) -> tuple[int, int]:
@@ -248,14 +248,14 @@ def _write_whole_lines() -> None:
 
 
 def _store(rank: int, num_ranks: int, deadline: timedelta) -> dist.Store:
-    handover = Handover.of(os.environ)
-    if handover is None:
+    launch_env = LaunchEnvironment.of(os.environ)
+    if launch_env is None:
         return next(dist.rendezvous("env://", timeout=deadline))[0]
     host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
-    if handover.store is None:
+    if launch_env.store is None:
         return dist.TCPStore(host, port, num_ranks, False, deadline)
     return dist.TCPStore(
-        host, port, num_ranks, True, deadline, wait_for_workers=False, master_listen_fd=handover.store
+        host, port, num_ranks, True, deadline, wait_for_workers=False, master_listen_fd=launch_env.store
     )
 
 

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Handover", "held_path", "held_text", "let_through"]
+__all__ = ["LaunchEnvironment", "held_path", "held_text", "let_through"]
 
 VARIABLE = "PENSTOCK_LAUNCH"
 
 
 @dataclass(frozen=True)
-class Handover:
+class LaunchEnvironment:
     """The folder for reports, and descriptors: the lifeline's reading end, the real stderr, on rank 0 the store's
     listening socket."""
 
@@ -33,7 +33,7 @@ class Handover:
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Handover | None:
+    def of(cls, environment: Mapping[str, str]) -> LaunchEnvironment | None:
         """What this process was handed, None if no parent of ours started it."""
         text = environment.get(VARIABLE)
         return cls(**json.loads(text)) if text else None

@@ -23,7 +23,7 @@ from penstock.planning.threads import num_cores
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch.ahead import WaitingServer
 from penstock.runtime.launch.failures import FailureKind, FailureReport, RankExit, exit_code, explain, root_cause
-from penstock.runtime.launch.launch_env import Handover, held_path, held_text
+from penstock.runtime.launch.launch_env import LaunchEnvironment, held_path, held_text
 from penstock.runtime.mesh import interfaces
 from penstock.runtime.mesh.interfaces import LOOPBACK
 
@@ -328,10 +328,10 @@ class RankProcesses:
             }
             ranks: list[dict[str, Any]] = []
             for rank in range(num_ranks):
-                handover = Handover(self._reports, reading, stderr, store if rank == 0 else None)
+                launch_env = LaunchEnvironment(self._reports, reading, stderr, store if rank == 0 else None)
                 ranks.append(
                     {
-                        "environment": {"RANK": str(rank), "LOCAL_RANK": str(rank), **handover.variables()},
+                        "environment": {"RANK": str(rank), "LOCAL_RANK": str(rank), **launch_env.variables()},
                         "stderr": str(held_path(self._reports, rank)),
                         "closes": [] if rank == 0 else [store],
                     }

@@ -17,9 +17,9 @@ updating         updates that are ops of the schedule     versions/   which weig
 data_parallel    also slow links between replicas, injected
 
 Whoever holds a tensor, the same four things are said of it, each in one place: its holders (`ties.Ties` over stages,
-`shared.Holders` over the ranks of a pipeline, `sharding.Unsharded` over replicas), its owner, the order in which
-gradients are added (`gradients.added`: pipelines ascending; within a microbatch the deepest stage first), and when it
-is stepped and sent back.
+`shared.Holders` over the ranks of a pipeline, `sharding.UnshardedParameters` over replicas), its owner, the order in
+which gradients are added (`gradients.added`: pipelines ascending; within a microbatch the deepest stage first), and
+when it is stepped and sent back.
 
 Two things stay apart from this. The sums between a tie's stages are made inside of backwards, because a plain loop
 adds them microbatch by microbatch; anywhere else they would come to other bits. And replicas add up many tensors in

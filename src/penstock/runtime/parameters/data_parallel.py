@@ -34,7 +34,7 @@ from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import GradientBucket, SumBucket, cut_into_buckets, send_values
 from penstock.runtime.parameters.local_model import LocalModel
-from penstock.runtime.parameters.sharding import OwnedParameters, Unsharded
+from penstock.runtime.parameters.sharding import OwnedParameters, UnshardedParameters
 from penstock.runtime.parameters.versions import Write
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.tensors.dtensor import as_shard, local
@@ -98,7 +98,7 @@ class Replicas:
         model: LocalModel,
         peers: Peers,
         order: Sequence[int],
-        sharding: Unsharded,
+        sharding: UnshardedParameters,
         has_updates: bool,
         late: LateRing | None = None,
     ) -> None:
@@ -245,7 +245,7 @@ class Replicas:
         return self._peers is None or self.sharding.has_all_state
 
     def predicted(self, masters: Sequence[Parameter], write: Write) -> list[Tensor]:
-        """Where masters will be, whose state replicas have parts of; see `Unsharded.predicted`."""
+        """Where masters will be, whose state replicas have parts of; see `UnshardedParameters.predicted`."""
         assert self._peers is not None, "without others all state is here"
         return self.sharding.predicted(masters, write, self._peers)
 
@@ -307,7 +307,7 @@ def reductions_of(
 def replicas_of(model: LocalModel, mesh: ProcessMesh, schedule: Schedule, late: LateRing | None = None) -> Replicas:
     """What there is of other replicas. `schedule` has its REDUCE ops, `late` is injected into links between them."""
     order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
-    sharding: Unsharded = model.sharded or Unsharded()
+    sharding: UnshardedParameters = model.sharded or UnshardedParameters()
     if mesh.sharding == "zero1":
         sharding = OwnedParameters(model.parameters, mesh.num_replicas, model.shared.followers())
     return Replicas(model, mesh.replicas, order, sharding, schedule.updates is not None, late)

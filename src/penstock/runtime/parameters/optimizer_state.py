@@ -24,7 +24,7 @@ from penstock.runtime.parameters.gradients import num_bytes
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.muon import mark_ends, require_whole_matrices
 from penstock.runtime.parameters.pipeline_copies import Copies
-from penstock.runtime.parameters.updating import Updating
+from penstock.runtime.parameters.updating import ScheduledUpdates
 from penstock.runtime.stage.stage import Stage
 from penstock.schedule import Schedule
 from penstock.schedule.updates import OWNER
@@ -65,7 +65,7 @@ class OptimizerState:
             mark_ends(module, stage == schedule.num_stages - 1, tied)
         self.updating = None
         if schedule.updates is not None:
-            self.updating = Updating(schedule, model, zero, self.replicas, mesh.shard == 0)
+            self.updating = ScheduledUpdates(schedule, model, zero, self.replicas, mesh.shard == 0)
         self.optimizer = self._make_optimizer(optimizer)
         require_whole_matrices(self.optimizer, model.sharded is not None)
 
@@ -200,7 +200,7 @@ class OptimizerState:
 
 
 def bytes_of(
-    copies: Copies, updating: Updating | None, optimizer: Optimizer | None, rank: int, zero: bool
+    copies: Copies, updating: ScheduledUpdates | None, optimizer: Optimizer | None, rank: int, zero: bool
 ) -> dict[str, int]:
     """Bytes of a rank's parameters, older versions, gradients and optimizer state.
 

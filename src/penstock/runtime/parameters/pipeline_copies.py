@@ -180,7 +180,7 @@ class Copies:
 
 
 @dataclass
-class _Aside:
+class _CopyState:
     """What a copy has while another one's turn it is, besides gradients."""
 
     weights: list[Tensor] = field(default_factory=list)
@@ -205,7 +205,7 @@ class CopyTurns:
         self._parameters = list(parameters)
         self._gradients = Accumulators(self._parameters, self._owner)
         self._separate: list[Parameter] = []
-        self._aside = {k: _Aside() for k in self._others}
+        self._aside = {k: _CopyState() for k in self._others}
 
     def separate_weights(self) -> None:
         """From now on every copy has weights of its own, of those parameters that are trained."""
@@ -246,7 +246,7 @@ class CopyTurns:
         then = self._aside.pop(pipeline)
         buffers = {place: place[0]._buffers.get(place[1]) for place in then.buffers}
         weights = [p.data.clone() if is_sharded(p) else p.data for p in self._separate]
-        self._aside[self._selected] = _Aside(weights, buffers)
+        self._aside[self._selected] = _CopyState(weights, buffers)
         for parameter, weight in zip(self._separate, then.weights, strict=True):
             if is_sharded(parameter):  # cannot be pointed elsewhere
                 memory(parameter).copy_(local(weight))

@@ -39,7 +39,7 @@ from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.dtensor import is_sharded, local, memory
 
 
-class Unsharded:
+class UnshardedParameters:
     """Every replica keeps all of every parameter, and steps it. The other settings say what differs.
 
     Attributes:
@@ -96,7 +96,7 @@ class Unsharded:
         return found
 
 
-class OwnedParameters(Unsharded):
+class OwnedParameters(UnshardedParameters):
     """Every parameter has an owner among the replicas (ZeRO-1): the largest first, each to who has least so far.
 
     Args:
@@ -173,7 +173,7 @@ class ShardedParameter:
         return tensor.narrow(self.dim, self.begin, local(self.part).shape[self.dim])
 
 
-class ShardedParameters(Unsharded):
+class ShardedParameters(UnshardedParameters):
     """The parameters of the stages of this process, of which each replica keeps a part.
 
     The whole is there only while a step runs (ZeRO-3, fully sharded).

@@ -167,7 +167,7 @@ class SharedTensors:
         """
         by_copy = {index: self._copies.take_gradients(index) for index in self._adding}
         owned = {tie.name for tie in self._ties}
-        stages, tied = _Parts(), _Parts()
+        stages, tied = _GradientParts(), _GradientParts()
         for index, holders in self._of_stages.items():
             for name, parameter in self._copies.own(index).items():
                 if name not in owned:
@@ -223,7 +223,7 @@ class SharedTensors:
         return self._of_ties[slot - 1].given([tensor], [self.tied(slot)], self._peers)[0]
 
 
-class _Parts:
+class _GradientParts:
     """Gradients to be added up, each with all parameters here that get the sum."""
 
     def __init__(self) -> None:

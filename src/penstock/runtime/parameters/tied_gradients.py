@@ -41,7 +41,7 @@ from penstock.runtime.tensors.pytree import flatten
 from penstock.schedule import Op
 
 
-class Cast:
+class ParameterCast:
     """The cast of a parameter in the graph of one microbatch.
 
     Tied parameters under autocast: the cast that a plain loop makes once, for all the stages that use it.
@@ -94,7 +94,7 @@ class DirectUses:
     Autograd runs the nodes of a graph in the reverse of the order in which they were made.
     """
 
-    def __init__(self, parameter: Tensor, output: Any, cast: Cast | None) -> None:
+    def __init__(self, parameter: Tensor, output: Any, cast: ParameterCast | None) -> None:
         self._cast_number = -1 if cast is None else int(cast.node._sequence_nr())
         self._parts: list[tuple[int, Tensor]] = []
         self.num = 0
@@ -130,7 +130,7 @@ class DirectUses:
 
 
 @dataclass(frozen=True)
-class Sum:
+class TiedGradientSum:
     """Of one microbatch what the uses of a tied parameter so far have given it.
 
     Attributes:
@@ -147,7 +147,7 @@ class Sum:
     apart: tuple[Tensor, ...] = ()
 
     @classmethod
-    def of(cls, payload: Payload) -> Sum:
+    def of(cls, payload: Payload) -> TiedGradientSum:
         direct, cast, both = [*payload.leaves, None, None][:3]
         return cls(direct, cast, both, tuple(part for part in payload.leaves[3:] if part is not None))
 
@@ -163,7 +163,9 @@ class Sum:
             return self.direct if self.cast is None else self.both
         return added(self.direct, self.cast.float())  # autocast casts what is float32 alone
 
-    def after(self, direct: Tensor | None, cast: Cast | None, uses: DirectUses | None, name: str, stage: int) -> Sum:
+    def after(
+        self, direct: Tensor | None, cast: ParameterCast | None, uses: DirectUses | None, name: str, stage: int
+    ) -> TiedGradientSum:
         """The sum once a stage's backward has run.
 
         Args:
@@ -185,13 +187,13 @@ class Sum:
             both = self.both
             if uses is not None and uses.num and self.cast is not None:
                 both = uses.with_uses(self.whole())
-            return Sum(direct, self.cast, both)
+            return TiedGradientSum(direct, self.cast, both)
         if uses is None or not uses.num or cast.taken is None:
-            return Sum(direct, cast.taken)
-        return Sum(direct, cast.taken, uses.with_uses(self.direct, cast.taken.float()))
+            return TiedGradientSum(direct, cast.taken)
+        return TiedGradientSum(direct, cast.taken, uses.with_uses(self.direct, cast.taken.float()))
 
 
-def cast_of(parameter: Tensor) -> Cast | None:
+def cast_of(parameter: Tensor) -> ParameterCast | None:
     """The cast that the forward just run has made of a parameter, if any; inside the same `torch.autocast`."""
     if not parameter.requires_grad or parameter.dtype is not torch.float32 or is_sharded(parameter):
         return None
@@ -211,7 +213,7 @@ def cast_of(parameter: Tensor) -> Cast | None:
         node = node.next_functions[0][0]
     if node is None or mark.grad_fn is None or node._sequence_nr() > mark.grad_fn._sequence_nr():
         return None
-    return Cast(root, node)
+    return ParameterCast(root, node)
 
 
 class StandIn:
@@ -319,9 +321,9 @@ class TiedGradients:
         }
         self._here: dict[int, StandIn] = {}
         """By slot, those of the copy of which an op runs."""
-        self._taken: dict[tuple[int, int], Sum] = {}
-        self._came: dict[tuple[int, int], Sum] = {}
-        self._casts: dict[tuple[int, int, int], Cast] = {}
+        self._taken: dict[tuple[int, int], TiedGradientSum] = {}
+        self._came: dict[tuple[int, int], TiedGradientSum] = {}
+        self._casts: dict[tuple[int, int, int], ParameterCast] = {}
         self._uses: dict[tuple[int, int, int], DirectUses] = {}
         self._running: int | None = None
         self._handles: dict[int, Any] = {}
@@ -353,7 +355,7 @@ class TiedGradients:
                 stand_in.begin()
         for (slot, _), parameter in self._local.items():
             if parameter.requires_grad and id(parameter) not in self._handles:
-                watch = _Watch(self, self._ties[slot - 1])
+                watch = _TiedGradientHook(self, self._ties[slot - 1])
                 self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(watch)
 
     @property
@@ -400,7 +402,7 @@ class TiedGradients:
         stand_ins = self._here
         starts: list[tuple[Tensor, Tensor]] = []
         for slot, payload in zip(slots, received[main:], strict=True):
-            self._came[slot, op.stage] = came = Sum.of(payload)
+            self._came[slot, op.stage] = came = TiedGradientSum.of(payload)
             cast = self._casts.get((slot, op.stage, op.microbatch))
             parameter = stand_ins[slot].leaf if slot in stand_ins else self._local[slot, op.stage]
             if not parameter.requires_grad:
@@ -425,7 +427,7 @@ class TiedGradients:
         for slot, stand_in in self._here.items():
             key = slot, op.stage, op.microbatch
             direct, inside = stand_in.take()
-            came = self._came.pop(key[:2], None) or Sum()
+            came = self._came.pop(key[:2], None) or TiedGradientSum()
             cast, uses = self._casts.pop(key, None), self._uses.pop(key, None)
             name = self._ties[slot - 1].names[op.stage]
             if apart := (*came.apart, *inside):
@@ -436,9 +438,9 @@ class TiedGradients:
                         "gradient would be added up in another order than in a plain loop; give the checkpoint "
                         "use_reentrant=False"
                     )
-                self._taken[key[:2]] = Sum(apart=apart)
+                self._taken[key[:2]] = TiedGradientSum(apart=apart)
             elif cast is None and came.cast is None:
-                self._taken[key[:2]] = Sum(direct)
+                self._taken[key[:2]] = TiedGradientSum(direct)
             else:
                 self._taken[key[:2]] = came.after(direct, cast, uses, name, op.stage)
         if self._casts:
@@ -447,10 +449,10 @@ class TiedGradients:
 
     def give(self, edge: Edge) -> Payload:
         """The sum so far, for the next stage up."""
-        return self._taken.pop((edge.slot, edge.producer.stage), Sum()).payload()
+        return self._taken.pop((edge.slot, edge.producer.stage), TiedGradientSum()).payload()
 
 
-class _Watch:
+class _TiedGradientHook:
     """A hook on a tied parameter, called with every gradient that it gets itself."""
 
     def __init__(self, tied: TiedGradients, tie: Tie) -> None:

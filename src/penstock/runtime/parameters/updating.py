@@ -34,7 +34,7 @@ PREFIX = "asynchronous/"
 """What a checkpoint holds besides parameters and optimizer: `asynchronous/PIPELINE/gradients/NAME` and the like."""
 
 
-class Updating:
+class ScheduledUpdates:
     """The updates of a schedule.
 
     Attributes:

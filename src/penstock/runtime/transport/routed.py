@@ -32,7 +32,7 @@ from penstock.runtime.transport.transfer_record import TransferRecord
 T = TypeVar("T")
 
 
-class Delegates(Transport, Protocol):
+class DelegatedTransport(Transport, Protocol):
     """A transport that processes of their own carry for."""
 
     @property
@@ -61,7 +61,7 @@ class Delegates(Transport, Protocol):
         """The step that began goes on by delegates, `expected` too; what else of it comes has come in another way."""
 
 
-class Base(Transport, Protocol):
+class BaseTransport(Transport, Protocol):
     """A transport whose links may be delegated, or fail.
 
     Attributes:
@@ -106,14 +106,14 @@ class RoutedTransport:
 
     def __init__(
         self,
-        base: Base,
-        delegates: Delegates,
+        base: BaseTransport,
+        delegates: DelegatedTransport,
         delegated: Collection[tuple[int, int]] = (),
         guard: LinkGuard | None = None,
     ) -> None:
         self.rank = base.rank
         self._base, self._delegates, self._guard = base, delegates, guard
-        self._source: dict[Edge, Base | Delegates] = {}
+        self._source: dict[Edge, BaseTransport | DelegatedTransport] = {}
         self._both = self._watches = self._left = False
         self._came: list[Edge] = []
         self._step: tuple[Sequence[ExpectedMessages], Sequence[str], int, Mapping[int, int]] = ((), (), 0, {})
@@ -285,5 +285,5 @@ class RoutedTransport:
         self._delegates.close()
         self._base.close()
 
-    def _carrier(self, peer: int) -> Base | Delegates:
+    def _carrier(self, peer: int) -> BaseTransport | DelegatedTransport:
         return self._delegates if self._left or peer in self._delegated else self._base

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import Handler
-from penstock.runtime.parameters.updating import Updating
+from penstock.runtime.parameters.updating import ScheduledUpdates
 from penstock.runtime.parameters.versions import CopyWeights
 from penstock.runtime.tensors.dtensor import local
 from penstock.runtime.tensors.message import Edge, Payload
@@ -45,7 +45,7 @@ class UpdatingOps:
     def __init__(
         self,
         inner: Mapping[str, Handler],
-        updating: Updating,
+        updating: ScheduledUpdates,
         rank: int,
         tied: Mapping[Op, Sequence[Edge]] | None = None,
         gang: Gang | None = None,

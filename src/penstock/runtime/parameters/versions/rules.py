@@ -121,7 +121,7 @@ class VersionRule:
             )
 
 
-class Newest(VersionRule):
+class NewestWeights(VersionRule):
     """Forward and backward read the newest weights.
 
         W(t+1) = W(t) - lr g(W_F(t), W_B(t))
@@ -143,7 +143,7 @@ class Newest(VersionRule):
         return WeightRead(context.newest)
 
 
-class Stashing(VersionRule):
+class WeightStashing(VersionRule):
     """The forward reads the newest weights, the backward the same again.
 
         W(t+1) = W(t) - lr g(W_1(t-p+1), ..., W_p(t))
@@ -326,7 +326,7 @@ def _predict_by_muon(
     muon.step()
 
 
-class StashingNesterov(Stashing):
+class StashingNesterov(WeightStashing):
     """Stashing that insists on NAdam.
 
     The weights are read as under `pipedream`; what differs is the optimizer, NAdam with a momentum near one:
@@ -353,7 +353,7 @@ class StashingNesterov(Stashing):
             )
 
 
-class SlowedStashing(Stashing):
+class SlowedStashing(WeightStashing):
     """Stashing with a lower rate where gradients are late.
 
         lr / (1 + d)        on a stage of which an update comes at most d updates after the forwards that it gathers
@@ -405,8 +405,8 @@ def _versions(schedule: Schedule, stage: int) -> int:
 
 
 _KINDS: tuple[type[VersionRule], ...] = (
-    Newest,
-    Stashing,
+    NewestWeights,
+    WeightStashing,
     DoubleBuffer,
     MomentumPrediction,
     AdamPrediction,

@@ -97,7 +97,7 @@ def _in_place(view: Tensor, place: BufferPlace) -> Tensor:
     return view if place.repeated is None else view.expand(place.repeated)
 
 
-class GpuCopying:
+class GpuPayloadCopier:
     """Args:
     lock: held while a packed message is handed over.
     """
@@ -193,7 +193,7 @@ def _to_host(view: Tensor, place: BufferPlace, leaf: Tensor) -> None:
     view.copy_(source, non_blocking=True)
 
 
-class Copying(Protocol):
+class PayloadCopier(Protocol):
     """Copies between payloads and packets in shared memory.
 
     Attributes:
@@ -218,7 +218,7 @@ class Copying(Protocol):
         """Ends what runs beside."""
 
 
-class HostCopying:
+class HostPayloadCopier:
     """From and to host memory."""
 
     lends = True
@@ -242,6 +242,6 @@ class HostCopying:
         pass
 
 
-def copying_for(device: torch.device, lock: threading.RLock) -> Copying:
+def copying_for(device: torch.device, lock: threading.RLock) -> PayloadCopier:
     """The way of copying for payloads on a device; `lock` is held where messages are handed over beside."""
-    return GpuCopying(device, lock) if device.type == "cuda" else HostCopying()
+    return GpuPayloadCopier(device, lock) if device.type == "cuda" else HostPayloadCopier()

@@ -26,7 +26,7 @@ from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.delegate.carrier.frame import Lane, body_bytes, spec_room
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
-from penstock.runtime.transport.delegate.copying import Copying, SlotPacket, Specs, copying_for
+from penstock.runtime.transport.delegate.copying import PayloadCopier, SlotPacket, Specs, copying_for
 from penstock.runtime.transport.delegate.fleet import DelegateKey, Fleet, Supervisor
 from penstock.runtime.transport.delegate.health import Counters, Health
 from penstock.runtime.transport.delegate.inbox import DelegateInbox
@@ -105,7 +105,7 @@ class DelegateTransport:
         self._full = self._room = self._failed = self._closed = False
         # One thread of the rank's uses this; the other one is the supervisor.
         self._lock = threading.RLock()
-        self._copying: Copying = copying_for(place, self._lock)
+        self._copying: PayloadCopier = copying_for(place, self._lock)
         self._supervisor = Supervisor(self._fleet, self._lock, self._restart)
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._fleet.also_watch(self._waker)

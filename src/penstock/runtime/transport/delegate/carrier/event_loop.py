@@ -32,7 +32,7 @@ def patience(first: int, failures: int) -> int:
 READ, WRITE, GONE = select.EPOLLIN, select.EPOLLOUT, select.EPOLLHUP | select.EPOLLERR
 
 
-class Loop:
+class EventLoop:
     """Calls handlers of descriptors that are ready, and in between asks what is due."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Loop:
         return self._epoll.poll(0)
 
 
-def watch_parent(loop: Loop, parent: int, lifeline: int) -> None:
+def watch_parent(loop: EventLoop, parent: int, lifeline: int) -> None:
     """Ends this process when its rank ends, however that ends.
 
     The rank's process descriptor says so even where something that it forked still holds the other end of the

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 
 from . import sockets
 from .delegate_io import DelegateIO, DelegateOrders
-from .event_loop import BEAT, CONNECT, GONE, LONGEST, MS, PROBE, READ, SILENCE, WRITE, Loop, watch_parent
+from .event_loop import BEAT, CONNECT, GONE, LONGEST, MS, PROBE, READ, SILENCE, WRITE, EventLoop, watch_parent
 from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, unpack
-from .lane import LaneError, Receiving
+from .lane import LaneError, ReceivingEnd
 from .monitor import Monitor
 from .paths import Path, by_preference
 from .ring import CloseReason, Descriptor, DescriptorKind
@@ -368,12 +368,12 @@ class Receiver:
 
     def __init__(self, orders: DelegateOrders) -> None:
         self.orders = orders
-        self.loop = Loop()
+        self.loop = EventLoop()
         watch_parent(self.loop, orders.parent, orders.lifeline)
         self.home = DelegateIO(orders)
         self.monitor = Monitor(orders.interfaces)
         self.slots = Slots(orders.limit, orders.span, orders.taken)
-        self.lanes = {orders.lane(s, t): Receiving(last) for s, t, last in orders.lanes}
+        self.lanes = {orders.lane(s, t): ReceivingEnd(last) for s, t, last in orders.lanes}
         self.connections: set[InConnection] = set()
         self._watches: dict[Lane, PeerWatch] = {}
         self._heralds: list[LinkDownNotice] = []
@@ -419,7 +419,7 @@ class Receiver:
 
     def greeted(self, connection: InConnection, lane: Lane, epoch: int) -> int:
         """A connection says which lane it carries: closes older ones; returns the last message that is there."""
-        state = self.lanes.get(lane, Receiving()).hello(epoch)
+        state = self.lanes.get(lane, ReceivingEnd()).hello(epoch)
         self.lanes[lane] = state
         for other in list(self.connections):
             if other is not connection and other.lane == lane:

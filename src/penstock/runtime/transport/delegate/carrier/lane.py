@@ -24,7 +24,7 @@ class LaneError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Sending:
+class SendingEnd:
     """The sending end.
 
     Attributes:
@@ -40,17 +40,17 @@ class Sending:
     epoch: int = 0
     live: bool = False
 
-    def give(self, number: int) -> Sending:
+    def give(self, number: int) -> SendingEnd:
         """One more message, the next in line."""
         if number != self.given + 1:
             raise LaneError(f"message {number} given after message {self.given}")
         return replace(self, given=number)
 
-    def connect(self) -> Sending:
+    def connect(self) -> SendingEnd:
         """A new connection begins: greet with the epoch."""
         return replace(self, epoch=self.epoch + 1, live=False)
 
-    def welcome(self, epoch: int, last: int) -> tuple[Sending, int]:
+    def welcome(self, epoch: int, last: int) -> tuple[SendingEnd, int]:
         """The receiver has all up to `last`; returns how many messages will be sent for a second time."""
         if epoch != self.epoch or self.live:
             raise LaneError(f"a welcome to connection {epoch} in connection {self.epoch}")
@@ -65,18 +65,18 @@ class Sending:
         """The message to write now; None where there is none."""
         return self.written + 1 if self.live and self.written < self.given else None
 
-    def wrote(self) -> Sending:
+    def wrote(self) -> SendingEnd:
         """The next message has been handed to the connection, whole."""
         written = self.written + 1
         return replace(self, written=written, furthest=max(self.furthest, written))
 
-    def answer(self, number: int) -> Sending:
+    def answer(self, number: int) -> SendingEnd:
         """The receiver has all up to `number`."""
         if not self.live or number > self.written:
             raise LaneError(f"an answer to message {number}, of {self.written} written")
         return replace(self, answered=max(self.answered, number))
 
-    def cut(self) -> Sending:
+    def cut(self) -> SendingEnd:
         """The connection is gone."""
         return replace(self, live=False)
 
@@ -87,7 +87,7 @@ class Sending:
 
 
 @dataclass(frozen=True, slots=True)
-class Receiving:
+class ReceivingEnd:
     """The receiving end.
 
     Attributes:
@@ -97,7 +97,7 @@ class Receiving:
     last: int = 0
     epoch: int = 0
 
-    def hello(self, epoch: int) -> Receiving:
+    def hello(self, epoch: int) -> ReceivingEnd:
         """A connection greets; all older ones are then to be closed, and it is told `last`."""
         if epoch <= self.epoch:
             raise LaneError(f"a connection of epoch {epoch} after one of epoch {self.epoch}")
@@ -111,7 +111,7 @@ class Receiving:
             raise LaneError(f"message {number} after message {self.last}")
         return number == self.last + 1
 
-    def whole(self, epoch: int, number: int) -> Receiving:
+    def whole(self, epoch: int, number: int) -> ReceivingEnd:
         """The message is there: it is to be delivered, then answered."""
         if not self.begins(epoch, number):
             raise LaneError(f"message {number} is whole for a second time")

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from . import sockets
 from .delegate_io import DelegateIO, DelegateOrders
-from .event_loop import BEAT, CONNECT, LONGEST, READ, SILENCE, WELCOME, WRITE, Loop, patience, watch_parent
+from .event_loop import BEAT, CONNECT, LONGEST, READ, SILENCE, WELCOME, WRITE, EventLoop, patience, watch_parent
 from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, spec_room, unpack
-from .lane import LaneError, Sending
+from .lane import LaneError, SendingEnd
 from .monitor import Monitor
 from .paths import Path, Paths, by_preference
 from .ring import CloseReason, Descriptor, DescriptorKind
@@ -38,7 +38,7 @@ class ConnectAttempt:
         deadline: nanoseconds of the monotonic clock.
     """
 
-    loop: Loop
+    loop: EventLoop
     path: Path
     socket: socket.socket
     deadline: int
@@ -66,7 +66,7 @@ class OutLane:
         self._sender, self._loop, self._home = sender, sender.loop, sender.home
         self.lane = lane
         self._peers = orders.peers[lane.target]
-        self._state = Sending(given=before, answered=before, epoch=orders.generation << 32)
+        self._state = SendingEnd(given=before, answered=before, epoch=orders.generation << 32)
         self._paths = Paths(
             by_preference(len(orders.interfaces), len(self._peers)),
             frozenset(place for place, up in enumerate(sender.monitor.interfaces.up) if not up),
@@ -365,7 +365,7 @@ class Sender:
 
     def __init__(self, orders: DelegateOrders) -> None:
         self.orders = orders
-        self.loop = Loop()
+        self.loop = EventLoop()
         watch_parent(self.loop, orders.parent, orders.lifeline)
         self.home = DelegateIO(orders)
         self.monitor = Monitor(orders.interfaces)

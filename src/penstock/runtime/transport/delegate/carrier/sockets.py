@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from .event_loop import READ, UNACKNOWLEDGED_MS, WRITE, Loop
+from .event_loop import READ, UNACKNOWLEDGED_MS, WRITE, EventLoop
 from .ring import CloseReason
 
 SEND_BUFFER = 4 << 20
@@ -120,7 +120,7 @@ class SocketStream:
         queued: bytes not yet taken by the socket; spoke: when it last took some.
     """
 
-    def __init__(self, loop: Loop, made: socket.socket, ready: Callable[[int], None]) -> None:
+    def __init__(self, loop: EventLoop, made: socket.socket, ready: Callable[[int], None]) -> None:
         self.socket = made
         self.queued = 0
         self.spoke = time.perf_counter_ns()
