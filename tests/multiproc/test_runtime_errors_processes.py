@@ -28,6 +28,11 @@ def pipeline(name: str = "1f1b", dispatch: str = "frozen", timeout: float = 20, 
     )
 
 
+def made(loss_fn: Any = nn.functional.mse_loss, optimizer: Any = None) -> ps.Pipeline:
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    return ps.Pipeline(layers, ps.build("1f1b", 4, 4), loss_fn=loss_fn, optimizer=optimizer, timeout=20)
+
+
 class Raises(nn.Module):
     """Works until its third call."""
 
@@ -186,6 +191,12 @@ def given_different_things(rank: int) -> dict[str, str]:
     tell("schedule", lambda: pipeline("zb-h1" if rank == 2 else "1f1b"))
     tell("dispatch", lambda: pipeline(dispatch="dynamic" if rank == 1 else "frozen"))
     tell("seed", lambda: pipeline(seed=rank))
+    deep, deeper = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(n))) for n in (8, 9))
+    tell("model", lambda: pipeline(model=deeper if rank == 1 else deep))
+    tell("loss_fn", lambda: made(None if rank == 0 else nn.MSELoss()))
+    sgd, adam = torch.optim.SGD, torch.optim.AdamW
+    tell("optimizer", lambda: made(optimizer=adam if rank == 2 else sgd))
+    tell("lr", lambda: made(optimizer=partial(sgd, lr=0.1 * (rank + 1))))
     pipe = pipeline()
     tell("inputs", lambda: pipe.step(other if rank == 3 else x, x))
     assert all(p.grad is None for p in pipe.parameters())
@@ -213,6 +224,10 @@ def test_ranks_given_different_things() -> None:
         assert "rank 2 was given another schedule than rank 0" in told["schedule"]
         assert "rank 1 was given another dispatch than rank 0" in told["dispatch"]
         assert "ranks 1, 2 and 3 were given another seed than rank 0" in told["seed"]
+        assert "rank 1 was given another model than rank 0" in told["model"], told
+        assert "ranks 1, 2 and 3 were given another loss_fn than rank 0" in told["loss_fn"], told
+        assert "rank 2 was given another optimizer than rank 0" in told["optimizer"], told
+        assert "ranks 1, 2 and 3 were given another lr of the optimizer than rank 0" in told["lr"], told
         assert "rank 3 was given another batch than rank 0" in told["inputs"], told
         assert "rank 3 was given another batch than rank 0" in told["targets"], told
         assert told["same again"] == told["same at the end"] == told["same with clipping"] == "nothing", told

@@ -9,12 +9,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.control import Configuration
 from penstock.cost import Ring
@@ -43,15 +44,18 @@ from penstock.runtime.mesh.nodes import Nodes, require_order
 from penstock.runtime.mesh.peers import GroupPeers, require_same, schedule_digest
 from penstock.runtime.mesh.process_mesh import read_mesh
 from penstock.runtime.parameters.data_parallel import LateRing, reductions_of, with_reductions, without_reductions
+from penstock.runtime.parameters.given_optimizer import facts_of
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.stage.cut import stages_of
 from penstock.runtime.stage.host_memory import SavedTensors
 from penstock.runtime.stage.microbatches import Microbatches, cut_for, num_entries
 from penstock.runtime.stage.ops import StepSettings
+from penstock.runtime.stage.partitioning import Split
 from penstock.runtime.stage.registered_ops import calls_of, functions_for, functions_of, offloads
 from penstock.runtime.stage.replica_batches import ReplicaBatches
 from penstock.runtime.stage.split_backward import unprepare
+from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportChoice
@@ -61,6 +65,8 @@ from penstock.runtime.transport.nccl import has_spare_queue
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.staleness import why_none_is_predicted
+
+_SAME = "every rank must make the same ps.Pipeline(...)"
 
 
 class LocalPipeline:
@@ -107,6 +113,8 @@ class LocalPipeline:
         self.choice = choice if apart else TransportChoice()
         facts = {
             "schedule": schedule_digest(schedule),
+            "model": _form_of(given.model),
+            "loss_fn": given.loss_fn is not None,
             "dispatch": str(dispatch),
             "seed": given.seed,
             "clip_norm": given.precision.clip_norm,
@@ -118,7 +126,7 @@ class LocalPipeline:
             "sharding": parallel.sharding,
             "batches": parallel.batches,
         }
-        require_same(place.everyone.gather(facts), "every rank must make the same ps.Pipeline(...)")
+        require_same(place.everyone.gather(facts), _SAME)
         check_once(schedule, place.everyone)
         self.costs = adapt.costs if adapt is not None else None
         chosen = dispatch_of(dispatch, schedule, self.costs, self.choice, peers=place.everyone)
@@ -169,6 +177,7 @@ class LocalPipeline:
         self.optimizer_state = OptimizerState(
             held, place, schedule, given.optimizer, clip_norm, parallel.one_copy_steps, late
         )
+        require_same(place.everyone.gather(facts_of(self.optimizer_state.optimizer)), _SAME)
         self.tags = Tags.of(schedule, held.ties.stages)
         start = start_of(schedule, self.start.dispatch, self.costs, self.adapt)
         self.running = self._worked_out(start)
@@ -365,6 +374,15 @@ class LocalPipeline:
     def _end_failover(self, failover: Failover | None) -> None:
         if failover is not None:
             failover.close(parts=not self._life.is_broken)
+
+
+def _form_of(model: nn.Module | Sequence[StageSource]) -> str | None:
+    """Tells models of other parameters apart; None for a list, of which a rank may have its own stages alone."""
+    if not isinstance(model, nn.Module | Split):
+        return None
+    stages = [model] if isinstance(model, nn.Module) else list(model)
+    form = [(name, tuple(p.shape), str(p.dtype)) for stage in stages for name, p in stage.named_parameters()]
+    return hashlib.sha256(repr(form).encode()).hexdigest()
 
 
 def _leave(model: LocalModel) -> None:

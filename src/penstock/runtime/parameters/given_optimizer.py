@@ -65,6 +65,23 @@ def optimizer_of(
     return empty
 
 
+def facts_of(optimizer: Optimizer | None) -> dict[str, object]:
+    """By subject, what must be the same of the optimizers of all ranks: their class, and what it was given for all
+    groups, as far as that is plain numbers and words.
+    """
+    if optimizer is None:
+        return {"optimizer": None}
+    plain = {
+        f"{name} of the optimizer": value
+        for name, value in optimizer.defaults.items()
+        if all(isinstance(one, _PLAIN) for one in (value if isinstance(value, tuple | list) else (value,)))
+    }
+    return {"optimizer": type(optimizer).__qualname__, **plain}
+
+
+_PLAIN = (int, float, str, type(None))
+
+
 def step_mixed_groups_singly(optimizer: Optimizer) -> None:
     """Has torch step a group's parameters one by one where some are shards and others are not: many at once, which is
     its default on a GPU, must be of one kind.
