@@ -247,6 +247,17 @@ def test_a_file_is_read_once_and_again_where_it_has_changed(tmp_path: Path, monk
     assert len(read) == 2
 
 
+def test_options_of_schedules_could_not_be_given() -> None:
+    """Each has those that it takes."""
+    names, given = ["1f1b", "interleaved-1f1b", "zb"], {"num_stages": 16, "backward": "split", "warmup": [7, 5, 3, 1]}
+    one, two, three = contenders(names, {"ranks": 4, "microbatches": 12, "schedule_options": given, "depth": 16})
+    assert (one.stages, one.warmup, one.schedule_options) == (None, None, {})
+    assert (two.stages, two.warmup, two.schedule_options) == (16, None, {"backward": "split"})
+    assert (three.stages, list(three.warmup or ()), three.schedule_options) == (None, [7, 5, 3, 1], {})
+    assert two.replica_schedule() == ps.build("interleaved-1f1b", 4, 12, num_stages=16, backward="split")
+    assert three.replica_schedule() == ps.build("zb", 4, 12, warmup=[7, 5, 3, 1])
+
+
 def test_all_train_as_many_steps() -> None:
     found = contenders(["1f1b", "amdp", "vnag"], {"steps": 5, "drain_every": 2, "window": 8, "microbatches": 8})
     assert [settings.steps for settings in found] == [6, 6, 6]
@@ -270,6 +281,8 @@ def test_all_train_as_many_steps() -> None:
         ("1f1b --link 0:9=3", ["link 0:9", "0 to 3"]),
         ("1f1b --dispatch best", ["best"]),
         ("1f1b zb-v --window 4", ["--window", "none is compared"]),
+        ("1f1b zb-v --option backward=split", ["--option backward", "none of 1f1b, zb-v takes it", "hanayo"]),
+        ("1f1b interleaved-1f1b --option backward=no", ["backward is 'no'; give 'whole' or 'split'"]),
         ("1f1b amdp --ranks 3", ["amdp", "got 3"]),
         ("1f1b xpipe --optimizer SGD", ["--optimizer SGD", "Adam's two moments"]),
         ("--costs {place}/costs.json zb-v 1f1b", ["costs.json has times per stage", "1f1b has 4 stages"]),

@@ -9,11 +9,12 @@ import pytest
 
 import penstock as ps
 from penstock.simulation.memory_footprint import in_bytes
+from penstock.train.settings import Settings
 from penstock.tune.errors import TuneError
 from penstock.tune.predict import Prediction, predict
 from penstock.tune.profile import Profile
 from penstock.tune.programs import programs_for
-from penstock.tune.search import SearchFound, TuneCandidate, candidates, search
+from penstock.tune.search import SearchFound, TuneCandidate, candidates, search, settings_of
 from penstock.tune.space import ASYNCHRONOUS, Shape, TuneSpace, counts, schedules_for
 from tiers import others_nightly
 from tune_models import profile, transfer
@@ -43,6 +44,25 @@ def test_the_best_are_those_of_brute_force(seed: int, limit: float | None) -> No
     assert all(r.samples_per_second == 8 / r.prediction.step * 1e3 for r in found.best)
     assert found.num_tried == len(list(everything(space, model)))
     assert found.num_tried - found.num_too_large == len(fits)
+
+
+def test_options_of_schedules_could_not_be_given() -> None:
+    names, options = ["1f1b", "interleaved-1f1b"], {"backward": "split"}
+    plans = schedules_for(4, 8, 40, names, options=options)
+    assert {plan.name for plan in plans} == set(names)
+    for plan in plans:
+        own = {**dict(plan.options)}
+        assert ("backward" in own) == (plan.name == "interleaved-1f1b") == plan.schedule.splits_backward()
+        assert ps.build(plan.name, 4, 8, **own) == plan.schedule
+    (one,) = schedules_for(4, 8, 40, ["interleaved-1f1b"], options={"num_stages": 12})
+    assert one.schedule.num_stages == 12  # and no other number is tried
+    settings = settings_of(TuneCandidate(Shape(4, 1, 1, 8), plans[-1], (range(2),) * 16, False), Settings())
+    assert (settings.stages, settings.schedule_options) == (plans[-1].schedule.num_stages, options)
+    with pytest.raises(ps.ScheduleError, match="--option backward: none of 1f1b, zb-v takes it; it is one of inter"):
+        TuneSpace(4, 8, schedules=["1f1b", "zb-v"], options=options)
+    wrong = TuneSpace(4, 8, pp=[4], schedules=["interleaved-1f1b"], options={"backward": "no"})
+    with pytest.raises(TuneError, match="try others: interleaved-1f1b: backward is 'no'; give 'whole' or 'split'"):
+        search(wrong, lambda shape, again: profile(16, 5), lambda shape: LINKS)
 
 
 def test_programs_join_the_ranking() -> None:

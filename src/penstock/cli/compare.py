@@ -20,9 +20,10 @@ from penstock.cli import costs as costs_options
 from penstock.cli import tune as options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, bytes_of, links_of
+from penstock.cli.options import Json, ScheduleOption, bytes_of, links_of
 from penstock.cli.output import print_json
 from penstock.cost.presets import PRESETS
+from penstock.library.options import read_options
 from penstock.train.compare.contenders import STEPS, USUAL, contenders
 from penstock.train.settings import Settings
 
@@ -51,6 +52,7 @@ def compare(
             help=f"Number of microbatches, per step. [{DEFAULTS.microbatches}; with amdp 4 for each rank]",
         ),
     ] = None,
+    option: ScheduleOption = None,
     batch: options.Batch = None,
     steps: Annotated[int, typer.Option("--steps", min=0, help="How many steps to run; 0 simulates only.")] = STEPS,
     window: Annotated[
@@ -158,6 +160,7 @@ def compare(
             "preset": preset, "depth": depth, "width": width, "heads": heads, "context": context,
             "lr": lr, "lr_warmup": lr_warmup, "optimizer": optimizer,
             "clip": clip, "seed": seed, "threads": threads,
+            "schedule_options": read_options(option or ()),
             "optimizer_options": options.json_object("--optimizer-options", optimizer_options) or None,
             "in_process": not processes, "sample": 0, "evaluate_every": 0, "save_every": 0,
         },

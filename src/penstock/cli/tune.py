@@ -21,9 +21,10 @@ import typer
 from penstock.cli.app import app
 from penstock.cli.costs import MemoryLimit
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, bytes_of, counts
+from penstock.cli.options import Json, ScheduleOption, bytes_of, counts
 from penstock.cli.output import print_json
 from penstock.cost.presets import is_preset
+from penstock.library.options import read_options
 
 if TYPE_CHECKING:
     from penstock.train.settings import Settings
@@ -133,6 +134,7 @@ def tune(
     schedule: Annotated[
         list[str] | None, typer.Option("--schedule", help="Library schedule by name, to try; may be repeated. [all]")
     ] = None,
+    option: ScheduleOption = None,
     dispatch: Annotated[
         str, typer.Option("--dispatch", help="How ranks choose their ops: frozen, hinted, dynamic or auto.")
     ] = "frozen",
@@ -225,6 +227,7 @@ def tune(
         verify,
         steps,
         shared_ends,
+        read_options(option or ()),
     )
     say = None if json else say_line
     outcome = run(asked, say, _Counter() if say is not None and sys.stderr.isatty() else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.library.amdp import amdp
@@ -129,3 +129,18 @@ def build(
     schedule = function(num_ranks, num_microbatches, **options)
     check(schedule, max_in_flight=max_in_flight)
     return schedule
+
+
+def options_of_each(names: Sequence[str], options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By schedule, those of `options` that it takes.
+
+    Raises:
+        ScheduleError: one that none of the schedules takes.
+    """
+    takes = {name: inspect.signature(SCHEDULES[name]).parameters for name in names if name in SCHEDULES}
+    for key in options:
+        if not any(key in each for each in takes.values()):
+            others = [name for name, each in SCHEDULES.items() if key in inspect.signature(each).parameters]
+            hint = f"it is one of {', '.join(others)}" if others else "no schedule of the library has it"
+            raise ScheduleError(f"--option {key}: none of {', '.join(names)} takes it; {hint}", rule="options")
+    return {name: {key: value for key, value in options.items() if key in each} for name, each in takes.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from rich.table import Table
 from penstock.simulation.memory_footprint import in_bytes
 from penstock.train.towers import read_towers
 from penstock.tune.profile import MessageCosts, Profile
-from penstock.tune.search import Ranked, TuneCandidate, settings_of
+from penstock.tune.search import SETTINGS, Ranked, TuneCandidate, settings_of
 from penstock.tune.session import TuneOutcome
 from penstock.tune.verify import MeasuredCandidate
 
@@ -137,7 +138,10 @@ def train_command(outcome: TuneOutcome, schedule_file: str | None = None) -> str
     if schedule_file is None or candidate.towers is None:  # a file of towers says how many each has
         words += ["--microbatches", str(shape.num_microbatches)]
     for name, value in candidate.plan.options if schedule_file is None else ():
-        option = {"num_stages": "--stages", "towers": "--tower"}.get(name, f"--{name}")
+        if name not in SETTINGS:
+            words += ["--option", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+            continue
+        option = "--tower" if name == "towers" else f"--{SETTINGS[name]}"
         given = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         for each in shlex.split(given) if name == "towers" else [given]:
             words += [option, each]

@@ -26,7 +26,10 @@ from penstock.tune.memory import memory_of
 from penstock.tune.predict import Prediction, predict, stage_costs
 from penstock.tune.profile import MessageCosts, Profile, with_shared_ends
 from penstock.tune.programs import programs_for, split_costs
-from penstock.tune.space import Shape, TunePlan, TuneSpace, schedules_for
+from penstock.tune.space import Shape, TunePlan, TuneSpace, schedules_for, why_none
+
+SETTINGS = {"num_stages": "stages", "warmup": "warmup", "towers": "towers"}
+"""Options of a plan that are settings of their own in `penstock train`."""
 
 NUM_SHAPES = 4
 """Shapes on which programs are searched."""
@@ -163,7 +166,7 @@ def search(
                 if (transfer := transfer_of(shape)) is None:
                     continue
                 for profile in profiles(shape, recompute):
-                    for candidate in candidates(shape, profile, recompute, space.schedules):
+                    for candidate in candidates(shape, profile, recompute, space.schedules, space.options):
                         consider(candidate, profile, transfer)
         for shape, recompute in _best_shapes(found) if programs else ():
             if (transfer := transfer_of(shape)) is None:
@@ -186,6 +189,7 @@ def search(
         raise TuneError(
             f"no schedule {names}accepts any of the numbers of ranks and microbatches tried, like "
             f"{shapes[0].pp} and {shapes[0].num_microbatches}, with the model's layers; try others"
+            f"{why_none(space, shapes[0])}"
         )
     if found.refused.total() == found.num_tried:
         (reason, count), *_ = found.refused.most_common(1)
@@ -200,7 +204,11 @@ def search(
 
 
 def candidates(
-    shape: Shape, profile: Profile, recompute: bool, names: Sequence[str] | None = None
+    shape: Shape,
+    profile: Profile,
+    recompute: bool,
+    names: Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Iterable[TuneCandidate]:
     """Every plan for a shape, its layers cut so that the costliest stage costs least.
 
@@ -210,7 +218,7 @@ def candidates(
         return
     shared = profile.num_sharing > 1
     cuts: dict[tuple[int, bool], tuple[range, ...]] = {}
-    for plan in schedules_for(shape.pp, shape.num_microbatches, profile.num_layers, names, shared):
+    for plan in schedules_for(shape.pp, shape.num_microbatches, profile.num_layers, names, shared, options):
         key = plan.schedule.num_stages, plan.schedule.splits_backward()
         if key not in cuts:
             rows = ("f_split", "i", "w") if key[1] else ("f", "b")
@@ -226,7 +234,8 @@ def settings_of(candidate: TuneCandidate, settings: Settings) -> Settings:
         SettingsError: settings that do not go together.
     """
     shape, plan = candidate.shape, candidate.plan
-    options: dict[str, Any] = {{"num_stages": "stages"}.get(name, name): value for name, value in plan.options}
+    options = {SETTINGS[name]: value for name, value in plan.options if name in SETTINGS}
+    others = {name: value for name, value in plan.options if name not in SETTINGS}
     return replace(
         settings,
         schedule=settings.schedule if plan.program else plan.name,
@@ -235,7 +244,7 @@ def settings_of(candidate: TuneCandidate, settings: Settings) -> Settings:
         microbatches=shape.num_microbatches,
         cut=None if settings.model == CLIP else tuple(len(layers) for layers in candidate.cut),
         recompute=candidate.recompute,
-        **{"stages": None, "warmup": None, **options},
+        **{"stages": None, "warmup": None, **options, "schedule_options": others},
     )
 
 

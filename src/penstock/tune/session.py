@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from penstock.train.kinds import CLIP
 from penstock.train.settings import Settings
@@ -63,6 +64,7 @@ class Asked:
         shared_ends: whether the ranks of a pipeline are to share embedding and head; None for both, where that may
             gain something.
         programs: whether to search schedules of no name too, where no library schedules are given.
+        options: of library schedules, for those that take them.
         memory_limit: bytes per rank. num_best: candidates to keep. num_verified: of them, to run for real.
     """
 
@@ -80,6 +82,7 @@ class Asked:
     num_verified: int = 0
     num_steps: int = 10
     shared_ends: bool | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -233,6 +236,10 @@ def _tune_towers(
         raise TuneError(f"--shared-ends: {why_no_shared_ends(settings, 2)}; leave it out")
     devices = num_devices(settings)
     space = _space(asked, asked.num_ranks or devices, asked.microbatch_sizes, _recompute(asked, True), ())
+    if asked.options:
+        raise TuneError(
+            f"--option {next(iter(asked.options))}: each tower has its own options, by --tower; leave it out"
+        )
     towers = TowerSpace.of(settings, space, asked.schedules)
     shapes = towers.shapes()
 
@@ -350,7 +357,9 @@ def _space(
     """`schedules`: in place of those that are asked for, where these are not of the library."""
     names = asked.schedules if schedules is None else schedules
     shared_ends = (False, True) if asked.shared_ends is None else (asked.shared_ends,)
-    return TuneSpace(num_ranks, asked.settings.batch, asked.pp, asked.dp, sizes, names, recompute, shared_ends)
+    return TuneSpace(
+        num_ranks, asked.settings.batch, asked.pp, asked.dp, sizes, names, recompute, shared_ends, asked.options
+    )
 
 
 def _sharing(

@@ -10,11 +10,11 @@ place of our library's schedules.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.library import ASYNCHRONOUS, SCHEDULES, build
+from penstock.library import ASYNCHRONOUS, SCHEDULES, build, options_of_each
 from penstock.schedule import Schedule, ScheduleError
 from penstock.tune.errors import TuneError
 
@@ -34,6 +34,7 @@ class TuneSpace:
         num_devices: ranks there may be at most. batch: samples a step.
         pp, dp, microbatch_sizes, schedules, recompute: what to try; None for all that make sense.
         shared_ends: whether the ranks of a pipeline share the first and the last layer; both may be tried.
+        options: of library schedules, for those that take them.
     """
 
     num_devices: int
@@ -44,6 +45,7 @@ class TuneSpace:
     schedules: Sequence[str] | None = None
     recompute: Sequence[bool] = (False,)
     shared_ends: Sequence[bool] = (False,)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "batch"):
@@ -58,6 +60,7 @@ class TuneSpace:
                 build(name, 1, 1)  # says which names are near
             if name in ASYNCHRONOUS:
                 raise TuneError(f"{name} never flushes, so it has no step to time; leave it out")
+        options_of_each(self.schedules or tuple(SCHEDULES), self.options)  # says which one none of them takes
 
     def shapes(self) -> list[Shape]:
         """Every (pp, dp, microbatch size) that fits the devices and divides the batch.
@@ -121,20 +124,24 @@ def schedules_for(
     num_layers: int,
     names: Sequence[str] | None = None,
     shared_ends: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> list[TunePlan]:
     """Every library schedule of a chain of stages that these counts allow, each order once.
 
     Args:
         shared_ends: those whose first and last stage all ranks share, instead of those with a rank for each stage.
+        options: what schedules that take it are built with, in place of the values that are tried.
     """
     found: list[TunePlan] = []
     seen: set[tuple[object, ...]] = set()
+    taken = options_of_each(names or tuple(SCHEDULES), options or {})
     for name in names or SCHEDULES:
         if name in ASYNCHRONOUS:
             continue
-        for options in _variants(name, num_ranks):
+        for tried in _variants(name, num_ranks):
+            built_with = {**tried, **taken[name]}
             try:
-                schedule = build(name, num_ranks, num_microbatches, **options)
+                schedule = build(name, num_ranks, num_microbatches, **built_with)
             except ScheduleError:
                 continue
             key = schedule.placement, schedule.order
@@ -143,9 +150,23 @@ def schedules_for(
             if num_ranks == 1 and schedule.num_stages > 1:  # cutting what one rank does in turn gains nothing
                 continue
             seen.add(key)
-            given = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in options.items())
+            given = tuple(
+                (key, tuple(value) if isinstance(value, list) else value) for key, value in built_with.items()
+            )
             found.append(TunePlan(name, schedule, given))
     return found
+
+
+def why_none(space: TuneSpace, shape: Shape) -> str:
+    """Why the first schedule asked for cannot be built for a shape; empty where it can, or none is asked for."""
+    for name in (space.schedules or ())[:1]:
+        try:
+            build(
+                name, shape.pp, shape.num_microbatches, **options_of_each(space.schedules or (), space.options)[name]
+            )
+        except ScheduleError as error:
+            return f": {error}"
+    return ""
 
 
 def _variants(name: str, num_ranks: int) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.library import options_of_each
 from penstock.train.asynchronous import ASYNCHRONOUS, completed, usual_microbatches
 from penstock.train.checks import SettingsError, is_schedule_file, said_by_file
 from penstock.train.kinds import GPT, is_path, usual_of
@@ -26,11 +27,12 @@ def contenders(names: Sequence[str], given: Mapping[str, Any]) -> list[Settings]
     Args:
         names: of library schedules, or files. All are of the ranks and microbatches of the first file, where there
             is one and nothing is said.
-        given: settings of a training run; None for those that were not given.
+        given: settings of a training run; None for those that were not given. Of `schedule_options` each schedule
+            has those that it takes.
 
     Raises:
         SettingsError: a schedule named twice, options that none of them takes, settings that do not go together.
-        ScheduleError: a file that can't be read.
+        ScheduleError: a file that can't be read, an option that none of the schedules takes.
     """
     names, given = list(names or USUAL), {name: value for name, value in given.items() if value is not None}
     shown = [shown_name(name) for name in names]
@@ -50,10 +52,11 @@ def contenders(names: Sequence[str], given: Mapping[str, Any]) -> list[Settings]
     own |= next(({name: said[name] for name in _ALWAYS} for said in files.values()), {})
     if is_path(given.get("model", GPT)):
         own |= usual_of(given["model"], given.get("data"))
+    taken = options_of_each(names, given.pop("schedule_options", {}))
     found = []
     for name in names:
         alike = {k: v for k, v in given.items() if name in ASYNCHRONOUS or k not in OF_UPDATES}
-        both = {**own, "steps": STEPS, **alike, "schedule": name}
+        both = {**own, "steps": STEPS, **alike, "schedule": name, **_as_settings(taken.get(name, {}))}
         settings = Settings.from_mapping(completed({**both, **said_by_file(both)}))
         found.append(dataclasses.replace(settings, threads=settings.num_threads))
     steps = _common_steps(found)
@@ -61,6 +64,15 @@ def contenders(names: Sequence[str], given: Mapping[str, Any]) -> list[Settings]
 
 
 _ALWAYS = ("ranks", "microbatches")
+
+
+def _as_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a schedule as settings: some are settings of their own."""
+    own = {setting: options[name] for name, setting in _SETTINGS.items() if name in options}
+    return {**own, "schedule_options": {name: value for name, value in options.items() if name not in _SETTINGS}}
+
+
+_SETTINGS = {"num_stages": "stages", "warmup": "warmup"}
 
 
 def shown_name(schedule: str) -> str:
