@@ -1036,6 +1036,9 @@ def _fits(case: Case) -> bool:
 
 
 PLANTED: dict[str, Case] = {
+    "views that are changed in place, of a forward that runs again for a split backward": Case(
+        1, ("linear", "fork a view", "in place", "join"), num_ranks=4, separate=True, memory="recompute"
+    ),
     "tied weights, several pipelines, a process per rank": Case(
         1, ("tied", "linear", "linear", "tied"), schedule="chimera", num_ranks=4, shape=(4, 1, 1)
     ),

@@ -465,6 +465,8 @@ class StageRunner:
                         torch.autograd.graph.increment_version(output)
             outputs = [output for output, g in zip(outputs, received.leaves, strict=True) if g is not None]
             gradients = [g for g in received.leaves if g is not None]
+            if (self.index, m) in self.settings.recomputed:
+                gradients = [_as_recomputed(g, output) for output, g in zip(outputs, gradients, strict=True)]
         if also:
             outputs = [*outputs, *(tensor for tensor, _ in also)]
             gradients += [gradient for _, gradient in also]
@@ -489,6 +491,22 @@ class StageRunner:
         held = self._held.pop(m)
         if held.tape is not None and held.deferred:
             held.tape.backward_weight()
+
+
+def _as_recomputed(gradient: Tensor, output: Tensor) -> Tensor:
+    """The gradient of what a forward gave, for what it gave when it was run again.
+
+    Outputs that share memory go along as the base that autograd has of them. A linear layer's is a matrix in a plain
+    forward, and has the shape of its output in one whose weight gradients wait for W, as those that are run again may.
+    """
+    if gradient.shape == output.shape:
+        return gradient
+    if gradient.numel() != output.numel() or not output.is_contiguous():
+        raise RuntimeFailure(
+            f"a forward that was run again gave {tuple(output.shape)}, and {tuple(gradient.shape)} before; use a "
+            "schedule without R for this model"
+        )
+    return gradient.reshape(output.shape)
 
 
 def _tensors_in(value: Any, depth: int) -> list[Tensor]:
