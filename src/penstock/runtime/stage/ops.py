@@ -497,7 +497,7 @@ def _as_recomputed(gradient: Tensor, output: Tensor) -> Tensor:
     """The gradient of what a forward gave, for what it gave when it was run again.
 
     Outputs that share memory go along as the base that autograd has of them. A linear layer's is a matrix in a plain
-    forward, and has the shape of its output in one whose weight gradients wait for W, as those that are run again may.
+    forward. It has the shape of the output in one whose weight gradients wait for W, as those that are run again may.
     """
     if gradient.shape == output.shape:
         return gradient

@@ -99,6 +99,7 @@ class Outputs:
             for m in told:
                 share = weighed.detach() / len(told)
                 end.losses[m] = end.losses[m] + share if m in end.losses else share
+            end.has_gradient = True  # as far as can be told here: another rank's outputs may be those that want one
 
 
 class OutputGathering:
