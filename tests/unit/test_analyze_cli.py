@@ -61,7 +61,7 @@ def test_a_paragraph_and_a_page(trace: Path, tmp_path: Path, capsys: pytest.Capt
 def test_a_link_s_cost_ran_into_what_its_messages_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As "2 ms a message where others take 0 2 ms (4.7%)"."""
     slow = tmp_path / "slow.json"
-    line = f"simulate 1f1b --ranks 4 --microbatches 8 --link 0:1=2 --out {slow}"
+    line = f"simulate 1f1b --ranks 4 --microbatches 8 --link 0:1=2 --timeline {slow}"
     assert main(line.split()) == 0
     capsys.readouterr()
     code, out, _ = run(capsys, slow, "--out", tmp_path / "page.html")

@@ -108,7 +108,7 @@ def test_simulate_takes_a_file_and_other_options(penstock: Any, tmp_path: Path) 
 
 @pytest.mark.parametrize("ending", ["svg", "html", "txt", "json", "json.gz"])
 def test_simulate_writes_pictures(penstock: Any, tmp_path: Path, ending: str) -> None:
-    ran = penstock(f"simulate 1f1b --ranks 2 --microbatches 3 --out {tmp_path}/t.{ending} --json")
+    ran = penstock(f"simulate 1f1b --ranks 2 --microbatches 3 --timeline {tmp_path}/t.{ending} --json")
     assert ran.code == 0
     assert (tmp_path / f"t.{ending}").stat().st_size > 100
 
@@ -209,8 +209,8 @@ MISUSE = {
     "play 1f1b --ranks 2 --microbatches 2 --max-in-flight x": "--max-in-flight x: 'x' is not a number",
     f"simulate {ZB} --memory-limit 9,8": "--memory-limit 9,8 has 2 entries; give one, or one per rank: 4",
     f"simulate {ZB} --costs c.json": "--costs c.json and --f both give costs; use one of them",
-    f"simulate {ZB} --out x.bmp": "x.bmp: pictures are written as",
-    f"simulate {ZB} --out no/such/x.svg": "no/such/x.svg: No such file or directory",
+    f"simulate {ZB} --timeline x.bmp": "x.bmp: pictures are written as",
+    f"simulate {ZB} --timeline no/such/x.svg": "no/such/x.svg: No such file or directory",
     "check": "Missing argument 'NAME|FILE...'",
     "check none.txt": "none.txt: No such file or directory",
     "show zb-q --ranks 2 --microbatches 2": "no schedule named 'zb-q'; did you mean",
@@ -397,5 +397,6 @@ def test_options_of_a_library_schedule_are_reached(penstock: Any) -> None:
 )
 def test_whatever_a_verb_writes_it_says_so(words: str, ending: str, penstock: Any, tmp_path: Path) -> None:
     path = tmp_path / f"made.{ending}"
-    assert penstock(f"{words} --out {path}").out.endswith(f"wrote {path}\n")
+    option = "--timeline" if words.startswith("simulate") else "--out"
+    assert penstock(f"{words} {option} {path}").out.endswith(f"wrote {path}\n")
     assert path.stat().st_size > 0

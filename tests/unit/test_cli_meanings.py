@@ -100,6 +100,13 @@ def test_an_option_means_the_same_in_every_verb(name: str) -> None:
     assert (len(kinds) == 1) == (name not in OTHER_TYPES), f"{name} takes {kinds}"
 
 
+def test_out_meant_a_trace_in_simulate_and_a_schedule_elsewhere() -> None:
+    """What a .json is that `--out` writes: a schedule, in every verb of schedules."""
+    of_schedules = {given.verb for given in BY_NAME["--out"]} & {"show", "plan", "search", "simulate", "tune"}
+    assert of_schedules == {"show", "plan", "search", "tune"}
+    assert ("simulate", "--out") in RENAMED
+
+
 def test_what_was_renamed_is_gone_and_what_is_named_instead_is_there() -> None:
     there = {(given.verb, given.name) for given in EVERY}
     for (verb, old), new in RENAMED.items():

@@ -69,7 +69,7 @@ def test_a_full_disk_behind_stdout_is_no_bug_of_ours(
 
 
 def test_a_file_that_cannot_be_written_is_not_taken_for_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "1f1b", *COUNTS, "--out", "/nowhere/x.svg"]) == 2
+    assert main(["simulate", "1f1b", *COUNTS, "--timeline", "/nowhere/x.svg"]) == 2
     told = "penstock: /nowhere/x.svg: No such file or directory; name a file in a folder that is there\n"
     assert capsys.readouterr().err == told
 

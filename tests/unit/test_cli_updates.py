@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def test_check_tells_the_mismatch_and_the_versions(penstock: Any) -> None:
     assert json.loads(out)["checked"][0]["updates"] == {
         "window": 16, "num_updates": 4, "rule": "none", "max_mismatch": 1, "mismatch": 1,
         "mismatch_by_stage": [1] * 6 + [0, 0], "mismatched": list(range(8)), "versions": 1,
-        "versions_by_stage": [1] * 8, "none_predicted": None,
+        "versions_by_stage": [1] * 8, "versions_sharded": 1, "none_predicted": None,
     }  # fmt: skip
     code, out, _ = penstock("check pipedream --ranks 3 --microbatches 8 --window 1")
     assert out.splitlines()[-2:] == [
@@ -51,6 +52,23 @@ def test_check_tells_the_mismatch_and_the_versions(penstock: Any) -> None:
         "  Ops read weights by pipedream (a forward the newest, its backward the same again), of which a stage "
         "holds at most 3 versions (3 2 1 by stage).",
     ]
+
+
+def test_check_counted_versions_without_sharding_and_did_not_say_so(penstock: Any, tmp_path: Path) -> None:
+    amdp = ps.build("amdp", 4, 32, window=8, max_mismatch=1)
+    assert amdp.updates is not None
+    predicting = dataclasses.replace(amdp, updates=dataclasses.replace(amdp.updates, rule="xpipe"))
+    ps.save(predicting, tmp_path / "s.json")
+    out = penstock(f"check {tmp_path / 's.json'}")[1]
+    assert (
+        "at most 2 versions (2 2 2 2 by stage), counted without sharding; with --sharding copies, as penstock" in out
+    )
+    sharded = max(ps.schedule.count_versions(predicting, sharding="copies").values())
+    assert out.splitlines()[-1].endswith(f"in training, {sharded}.")
+    assert sharded == 3
+    found = json.loads(penstock(f"check {tmp_path / 's.json'} --json")[1])["checked"][0]["updates"]
+    assert (found["versions"], found["versions_sharded"]) == (2, 3)
+    assert "sharding" not in penstock("check xpipe --ranks 4 --microbatches 32 --window 8")[1]
 
 
 def test_check_says_where_a_rule_predicts_nothing(penstock: Any, tmp_path: Path) -> None:

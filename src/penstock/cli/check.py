@@ -124,6 +124,7 @@ def _updates_of(plan: ps.Schedule) -> dict[str, Any] | None:
     if updates is None or windows is None:
         return None
     counted, versions = ps.schedule.count_mismatch(plan), ps.schedule.count_versions(plan)
+    sent = ps.schedule.count_versions(plan, sharding="copies")
     return {
         "window": updates.window,
         "num_updates": windows.num_updates,
@@ -139,6 +140,7 @@ def _updates_of(plan: ps.Schedule) -> dict[str, Any] | None:
         "versions_by_stage": [
             max(n for (stage, _), n in versions.items() if stage == s) for s in range(plan.num_stages)
         ],
+        "versions_sharded": max(sent.values()),
     }
 
 
@@ -165,18 +167,20 @@ def _sentence(found: dict[str, Any]) -> str:
 
 def _updates_said(
     window: int, num_updates: int, rule: str, max_mismatch: int | None, mismatch: int, mismatched: list[int],
-    versions: int, versions_by_stage: list[int], none_predicted: str | None, **_: Any,
+    versions: int, versions_by_stage: list[int], versions_sharded: int, none_predicted: str | None, **_: Any,
 ) -> list[str]:  # fmt: skip
     bound = "no bound" if max_mismatch is None else f"bound {max_mismatch}"
     noun = "microbatch" if len(mismatched) == 1 else "microbatches"
     which = f"; it meets {noun} {_ranges(mismatched)} of a window" if mismatched else ""
     read = "the newest weights" if rule == NEWEST else f"weights by {rule} ({READS[rule]})"
     held = f" ({_shortened(tuple(versions_by_stage))} by stage)" if versions > 1 else ""
+    with_sharding = f", counted without sharding; with --sharding copies, the default in training, {versions_sharded}"
+    sharded = with_sharding if versions_sharded != versions else ""
     return [
         f"  {plural(num_updates, 'update')} of {plural(window, 'microbatch', 'microbatches')}. "
         f"{f'At most {mismatch}' if mismatch else 'None'} between a forward and its backward ({bound}){which}.",
         f"  Ops read {read}, of which a stage holds {'at most ' if versions > 1 else ''}"
-        f"{plural(versions, 'version')}{held}.",
+        f"{plural(versions, 'version')}{held}{sharded}.",
         *([] if none_predicted is None else [f"  Note: {none_predicted}."]),
     ]
 

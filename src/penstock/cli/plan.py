@@ -75,7 +75,8 @@ def plan(
         bool | None,
         typer.Option(
             "--recompute/--no-recompute",
-            help="Let forwards run again, or forbid it. [allowed if the costs say what that keeps]",
+            help="Let forwards run again, so that blocks keep only their input, or forbid it. [allowed if the costs "
+            "say what that keeps]",
         ),
     ] = None,
     offload: Annotated[

@@ -31,6 +31,7 @@ RENAMED = {
     ("compare", "--zero"): "--sharding (copies for on, none for off)",
     ("simulate", "--max-held"): "--memory-limit",
     ("simulate", "--transport"): "--messages",
+    ("simulate", "--out"): "--timeline (--out writes schedules)",
     ("check", "--memory-limit"): "--max-in-flight",
     ("show", "--memory-limit"): "--max-in-flight",
     ("analyze", "--preset"): "--framework",

@@ -88,13 +88,12 @@ def simulate(
             "--stretch", help="Make ops and links slower by this factor, emulated, so that noise matters less. [1]"
         ),
     ] = None,
-    out: Annotated[
+    timeline_file: Annotated[
         str | None,
         typer.Option(
-            "--out",
+            "--timeline",
             metavar="FILE",
-            help="Where the result goes: the timeline as a picture, .svg, .html or .txt, or as a trace, .json or "
-            ".json.gz.",
+            help="Where the timeline goes: as a picture, .svg, .html or .txt, or as a trace, .json or .json.gz.",
         ),
     ] = None,
     json: Json = False,
@@ -138,10 +137,10 @@ def simulate(
         )
     elif steps is not None or stretch is not None:
         raise Misuse(f"--{'steps' if stretch is None else 'stretch'} is for emulated runs; add --emulate threads")
-    if out is not None:
+    if timeline_file is not None:
         from penstock.draw import save
 
-        save(timeline, out)
+        save(timeline, timeline_file)
     if json:
         found = _as_json(timeline, chosen, assumed, links, messages)
         print_json(found if emulation is None else {**found, "emulated": _emulated_json(emulation, str(emulate))})
@@ -149,8 +148,8 @@ def simulate(
     _print(timeline, chosen, assumed, links, messages)
     if emulation is not None:
         _print_emulated(emulation)
-    if out is not None:
-        print(f"wrote {out}")
+    if timeline_file is not None:
+        print(f"wrote {timeline_file}")
 
 
 def _emulate(ranks: str) -> Callable[..., Emulation]:

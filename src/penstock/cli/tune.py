@@ -141,7 +141,9 @@ def tune(
     recompute: Annotated[
         bool | None,
         typer.Option(
-            "--recompute/--no-recompute", help="Let forwards run again: try that too, or not. [if memory is limited]"
+            "--recompute/--no-recompute",
+            help="Let forwards run again, so that blocks keep only their input: try that too, or not. [if memory is "
+            "limited]",
         ),
     ] = None,
     shared_ends: Annotated[

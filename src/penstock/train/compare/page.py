@@ -154,7 +154,7 @@ def _timelines(found: Comparison) -> list[str]:
     """A step of each on one time axis; what drains after several steps stands apart, on an axis of its own."""
     if sum(len(row.simulated.timeline.ops) for row in found.rows) > MOST_OPS:
         note = f"The timelines have more than {MOST_OPS:,} ops in all, which a page would be slow with."
-        return [section("Timelines", f"<p>{note} Draw one with penstock simulate --out.</p>")]
+        return [section("Timelines", f"<p>{note} Draw one with penstock simulate --timeline.</p>")]
     parts = []
     for drain in sorted({row.drain_every for row in found.rows}):
         rows = [row for row in found.rows if row.drain_every == drain]
