@@ -86,7 +86,7 @@ NO_LOAD = "emulated real"
 WITH_CHANGES = {
     "amdp": "convergence defaults mismatch",
     "flexpipe": "guessed_towers",
-    "uneven": "assigned_limits captioned captioned_emulated late_towers",
+    "uneven": "captioned_emulated",
 }
 """Results of which some rows are of a checkout whose sources differed from its commit, likewise."""
 
