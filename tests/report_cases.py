@@ -19,8 +19,8 @@ from penstock.cost import Links
 from penstock.report import RunStory
 from penstock.report.from_logs import read_story
 from penstock.report.run_story import (
-    Alarms,
-    Decided,
+    AlarmCounts,
+    DecisionOutcome,
     Iteration,
     spells_of,
 )
@@ -90,16 +90,18 @@ def iteration(number: int, ms: float, decision: int = 0, kept: float | None = No
     return Iteration(number, ms, decision, ms, ms if decision == 0 else kept, delays, kept if decision else None)
 
 
-def told(iterations: list[Iteration], decisions: list[Decided] | None = None) -> RunStory:
+def told(iterations: list[Iteration], decisions: list[DecisionOutcome] | None = None) -> RunStory:
     links = ((0, 1), (1, 0), (1, 2), (2, 1))[: len(iterations[0].delays)]
     return RunStory(
         "run", (), links, tuple(iterations), tuple(decisions or ()), spells_of(iterations, links, 1.0), (), None,
-        Alarms(0, 0, 0), 1.0, 100.0, "given",
+        AlarmCounts(0, 0, 0), 1.0, 100.0, "given",
     )  # fmt: skip
 
 
-def decided(number: int, made: int, first: int | None, action: str = "delegate", outcome: str = "ran") -> Decided:
-    return Decided(
+def decided(
+    number: int, made: int, first: int | None, action: str = "delegate", outcome: str = "ran"
+) -> DecisionOutcome:
+    return DecisionOutcome(
         number,
         action,
         "why",

@@ -16,12 +16,12 @@ import penstock as ps
 from penstock.report import RunStory, to_page
 from penstock.report.from_logs import read_story
 from penstock.report.run_story import (
-    Alarms,
+    AlarmCounts,
     Fault,
     RanConfiguration,
     RunMemory,
-    Shares,
-    Shown,
+    TimeShares,
+    TitledTimeline,
 )
 from penstock.report.words import headline, seconds
 from report_cases import Page, decided, iteration, log_of, story_of, told
@@ -35,7 +35,7 @@ def small() -> RunStory:
     rows += [iteration(n, 210.0 + n, 0, None, 60.0, 0.1) for n in range(3, 6)]
     rows += [iteration(n, 110.0 + n, 1, 215.0, 60.0, 0.1) for n in range(6, 12)]
     decisions = [decided(1, 4, 6), decided(2, 9, None, "re-plan", "given up")]
-    shares = Shares(0.5, 0.3, 0.1, 0.1)
+    shares = TimeShares(0.5, 0.3, 0.1, 0.1)
     return replace(
         told(rows, decisions),
         name="small",
@@ -45,10 +45,10 @@ def small() -> RunStory:
             RanConfiguration(1, "zb, dynamic", 6, 118.5, 118, 0.02, None, 7),
         ),
         memory=RunMemory((4.0, 3.0), (4.0, 4.0), "activations", "measured"),
-        alarms=Alarms(3, 2, 1),
+        alarms=AlarmCounts(3, 2, 1),
         faults=(Fault(8, "link 0–1 went down"),),
         counters=(("messages sent again", 3.0),),
-        shown=(Shown("before", ps.simulate(ps.build("1f1b", 2, 2))),),
+        shown=(TitledTimeline("before", ps.simulate(ps.build("1f1b", 2, 2))),),
     )
 
 

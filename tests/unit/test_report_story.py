@@ -24,7 +24,7 @@ from penstock.cost import Links
 from penstock.report import to_page
 from penstock.report.from_logs import read_story
 from penstock.report.run_story import (
-    Alarms,
+    AlarmCounts,
 )
 from report_cases import COSTS, LATE, job, log_of, story_of
 
@@ -128,7 +128,7 @@ def test_alarms_are_counted_as_the_controller_counted_them() -> None:
     counts = controller.counts
     assert counts.suspected > counts.verified > 0
     assert counts.false > 0
-    assert story.alarms == Alarms(counts.suspected, counts.verified, counts.false)
+    assert story.alarms == AlarmCounts(counts.suspected, counts.verified, counts.false)
 
 
 def test_a_log_cut_off_anywhere_is_read_as_far_as_it_goes() -> None:

@@ -9,7 +9,7 @@ import pytest
 import penstock as ps
 from penstock.report import RunStory
 from penstock.report.run_story import (
-    Shares,
+    TimeShares,
     runs_of,
 )
 from penstock.report.words import headline, more, seconds
@@ -77,7 +77,7 @@ def test_long_times_read_easily(ms: float, said: str) -> None:
 
 def test_shares_add_up_where_a_sender_stands_still() -> None:
     links = ps.Links({(1, 2): 40.0})
-    shares = Shares.of(ps.simulate(ps.build("1f1b", 4, 12), COSTS, links=links, transport=ps.Blocking(2)))
+    shares = TimeShares.of(ps.simulate(ps.build("1f1b", 4, 12), COSTS, links=links, transport=ps.Blocking(2)))
     assert shares.head_of_line > 0
     assert shares.busy + shares.dependency + shares.head_of_line + shares.warm_up_and_drain == pytest.approx(1)
 

@@ -23,20 +23,20 @@ from penstock.control.errors import ControlError
 from penstock.control.events import undirected
 from penstock.control.robust_statistics import AS_DEVIATION
 from penstock.control.trial import LATER
-from penstock.report.log_reader import Chosen, Told, add_record, json_lines, read_log
+from penstock.report.log_reader import LogContents, LoggedDecision, add_record, json_lines, read_log
 from penstock.report.run_story import (
-    Alarms,
-    Decided,
+    AlarmCounts,
+    DecisionOutcome,
     Fault,
     Iteration,
     RanConfiguration,
     RunMemory,
     RunStory,
-    Shares,
-    Shown,
+    TimeShares,
+    TitledTimeline,
     spells_of,
 )
-from penstock.report.what_if import Hindsight, Seen, picked
+from penstock.report.what_if import Hindsight, ObservedIteration, picked
 from penstock.schedule import Op
 from penstock.simulation import TimedOp, Timeline
 
@@ -82,18 +82,18 @@ def read_story(
     Raises:
         ControlError: no log, one of another version, or a run without an iteration.
     """
-    told = read_log(log)
+    contents = read_log(log)
     records = list(json_lines(iterations, "iterations.jsonl"))
     for record in records:
-        add_record(told, record)
+        add_record(contents, record)
     recorded = list(json_lines(timelines, "timelines.jsonl"))
-    if not told.seen:
+    if not contents.seen:
         raise ControlError("the log has no iteration that ended: there is nothing to report yet")
-    hindsight = Hindsight(told.job)
-    rows = [told.seen[number] for number in sorted(told.seen)]
+    hindsight = Hindsight(contents.job)
+    rows = [contents.seen[number] for number in sorted(contents.seen)]
     links = tuple(sorted({link for row in rows for link in row.times}, key=lambda link: (undirected(link), link)))
-    ran = _simulated(told, hindsight, rows, most)
-    kept = _kept(told, hindsight, rows, most)
+    ran = _simulated(contents, hindsight, rows, most)
+    kept = _kept(contents, hindsight, rows, most)
     found = tuple(
         Iteration(
             row.number,
@@ -105,35 +105,35 @@ def read_story(
         )
         for row in rows
     )
-    least = _least(told.job, rows)
-    undisturbed, source = _undisturbed(told, hindsight, found, least)
-    found = with_baselines(told, found, undisturbed, least)
-    decided = tuple(_decided(told, told.chosen[number], found) for number in sorted(told.chosen))
+    least = _least(contents.job, rows)
+    undisturbed, source = _undisturbed(contents, hindsight, found, least)
+    found = with_baselines(contents, found, undisturbed, least)
+    decided = tuple(_decided(contents, contents.chosen[number], found) for number in sorted(contents.chosen))
     return RunStory(
         name=name,
-        facts=(*_facts(told.job), *facts),
+        facts=(*_facts(contents.job), *facts),
         links=links,
         iterations=found,
         decisions=decided,
         spells=spells_of(found, links, least),
-        ran=_configurations(told, found, ran, least),
-        memory=_memory(told, ran.values(), records, recorded),
-        alarms=Alarms(
-            sum(watch.num_suspected for watch in told.monitor.watches),
-            sum(watch.num_verified for watch in told.monitor.watches),
-            sum(watch.num_false for watch in told.monitor.watches),
+        ran=_configurations(contents, found, ran, least),
+        memory=_memory(contents, ran.values(), records, recorded),
+        alarms=AlarmCounts(
+            sum(watch.num_suspected for watch in contents.monitor.watches),
+            sum(watch.num_verified for watch in contents.monitor.watches),
+            sum(watch.num_false for watch in contents.monitor.watches),
         ),
         smallest_delay=least,
         undisturbed=undisturbed,
         undisturbed_from=source,
-        unanswered=tuple(f"After iteration {each.iteration}: {each}" for each in told.unanswered),
-        faults=tuple(sorted((*told.faults, *_counted(records)), key=lambda fault: fault.iteration or 0)),
+        unanswered=tuple(f"After iteration {each.iteration}: {each}" for each in contents.unanswered),
+        faults=tuple(sorted((*contents.faults, *_counted(records)), key=lambda fault: fault.iteration or 0)),
         counters=_counters(records),
-        shown=_shown(told, decided, ran, recorded),
+        shown=_shown(contents, decided, ran, recorded),
     )
 
 
-def _least(job: Job, rows: Sequence[Seen]) -> float:
+def _least(job: Job, rows: Sequence[ObservedIteration]) -> float:
     """From which delay on (ms) a link counts as late: well above what every message takes on its way, and above what
     messages vary by on a busy machine, as far as that is small against a microbatch's part of an iteration."""
     delays = sorted(delay for row in rows for link in row.times if (delay := row.delay(link)) is not None)
@@ -145,35 +145,39 @@ def _least(job: Job, rows: Sequence[Seen]) -> float:
     return max(job.smallest_delay, _STANDS_OUT * usual, min(wild, short))
 
 
-def _simulated(told: Told, hindsight: Hindsight, rows: Sequence[Seen], most: int) -> dict[int, Timeline]:
+def _simulated(
+    contents: LogContents, hindsight: Hindsight, rows: Sequence[ObservedIteration], most: int
+) -> dict[int, Timeline]:
     """What ran, simulated, by iteration: picked evenly, and every iteration around a switch."""
     measured = [row for row in rows if row.times]
     wanted = {measured[place].number for place in picked(len(measured), most)}
-    firsts = [chosen.first for chosen in told.chosen.values() if chosen.first is not None]
+    firsts = [chosen.first for chosen in contents.chosen.values() if chosen.first is not None]
     wanted |= {first + step for first in firsts for step in (-1, 0, 1)}
     found = {}
     for row in measured:
         if row.number in wanted:
-            configuration = told.configuration(row.decision)
+            configuration = contents.configuration(row.decision)
             timeline = hindsight.run(configuration, row, configuration)
             if timeline is not None:
                 found[row.number] = timeline
     return found
 
 
-def _kept(told: Told, hindsight: Hindsight, rows: Sequence[Seen], most: int) -> dict[int, float]:
+def _kept(
+    contents: LogContents, hindsight: Hindsight, rows: Sequence[ObservedIteration], most: int
+) -> dict[int, float]:
     """The first configuration, simulated, by iteration that ran another."""
     other = [row for row in rows if row.decision and row.times]
     found = {}
     for row in (other[place] for place in picked(len(other), most)):
-        timeline = hindsight.run(told.job.start, row, told.configuration(row.decision))
+        timeline = hindsight.run(contents.job.start, row, contents.configuration(row.decision))
         if timeline is not None:
             found[row.number] = timeline.makespan
     return found
 
 
 def _undisturbed(
-    told: Told, hindsight: Hindsight, iterations: Sequence[Iteration], least: float
+    contents: LogContents, hindsight: Hindsight, iterations: Sequence[Iteration], least: float
 ) -> tuple[float, str]:
     """How long an iteration of the first configuration takes with no link late, and how that is known."""
     calm = [
@@ -181,21 +185,21 @@ def _undisturbed(
     ]
     if len(calm) >= 3:
         return median(calm), f"median of the {len(calm)} iterations of the first configuration with no link late"
-    return hindsight.healthy(told.job.start).makespan, "simulated with no link late"
+    return hindsight.healthy(contents.job.start).makespan, "simulated with no link late"
 
 
 def with_baselines(
-    told: Told, iterations: Sequence[Iteration], undisturbed: float, least: float
+    contents: LogContents, iterations: Sequence[Iteration], undisturbed: float, least: float
 ) -> tuple[Iteration, ...]:
     """The iterations with what the steps took before the changes that run in them, under the same links."""
-    start = told.job.start.digest
+    start = contents.job.start.digest
     late = {each.number for each in iterations if any(delay is not None and delay >= least for delay in each.delays)}
     known: dict[str, tuple[float, bool] | None] = {start: None}
     now: tuple[float, bool] | None = None
     before, found = 0, []
     for each in iterations:
         if each.decision != before:
-            chosen = told.chosen[each.decision]
+            chosen = contents.chosen[each.decision]
             digest = chosen.configuration.digest
             if chosen.value["action"] == Action.TAKE_BACK.value or digest == start:
                 now = known.get(digest)
@@ -203,7 +207,7 @@ def with_baselines(
                 reference = _before(chosen, iterations)
                 if reference:
                     among_late = sum(one.number in late for one in reference) > len(reference) / 2
-                    verdict = told.verdict(chosen.number)
+                    verdict = contents.verdict(chosen.number)
                     level = median(one.ms for one in reference) if verdict is None else float(verdict["before"])
                     now = level, among_late
             known[digest] = now
@@ -219,7 +223,7 @@ def with_baselines(
     return tuple(found)
 
 
-def _before(chosen: Chosen, iterations: Sequence[Iteration]) -> list[Iteration]:
+def _before(chosen: LoggedDecision, iterations: Sequence[Iteration]) -> list[Iteration]:
     """The iterations that a decision is held against: those before it since what it answers began, without the first,
     which was slow in part; the last ones where nothing had begun."""
     first = chosen.first
@@ -233,16 +237,16 @@ def _before(chosen: Chosen, iterations: Sequence[Iteration]) -> list[Iteration]:
     return (since[1:] if len(since) > 1 else since)[-LATER:]
 
 
-def _decided(told: Told, chosen: Chosen, iterations: Sequence[Iteration]) -> Decided:
-    value, first, start = chosen.value, chosen.first, told.job.start
+def _decided(contents: LogContents, chosen: LoggedDecision, iterations: Sequence[Iteration]) -> DecisionOutcome:
+    value, first, start = chosen.value, chosen.first, contents.job.start
     mine = [each for each in iterations if each.decision == chosen.number]
     before, after = _before(chosen, iterations), [each.ms for each in mine[1:] or mine][:LATER]
     known = [each.saved for each in mine if each.baseline is not None]
     measured = (median(each.ms for each in before) if before else None, median(after) if after else None)
-    verdict = told.verdict(chosen.number)
+    verdict = contents.verdict(chosen.number)
     if verdict is not None:
         measured = float(verdict["before"]), float(verdict["after"])
-    return Decided(
+    return DecisionOutcome(
         number=chosen.number,
         action=str(value["action"]),
         reason=str(value["reason"]),
@@ -272,7 +276,7 @@ def in_words(configuration: Configuration, start: Configuration) -> str:
 
 
 def _configurations(
-    told: Told, iterations: Sequence[Iteration], ran: Mapping[int, Timeline], least: float
+    contents: LogContents, iterations: Sequence[Iteration], ran: Mapping[int, Timeline], least: float
 ) -> tuple[RanConfiguration, ...]:
     late = {each.number for each in iterations if any(delay is not None and delay >= least for delay in each.delays)}
     found = []
@@ -283,12 +287,12 @@ def _configurations(
         found.append(
             RanConfiguration(
                 decision=number,
-                what=in_words(told.configuration(number), told.job.start),
+                what=in_words(contents.configuration(number), contents.job.start),
                 num_iterations=len(mine),
                 measured=median(ms for _, ms, _ in both) if both else None,
                 simulated=median(simulated for _, _, simulated in both) if both else None,
                 error=median(abs(simulated / ms - 1) for _, ms, simulated in both) if both else None,
-                shares=Shares.of(ran[at]) if at is not None else None,
+                shares=TimeShares.of(ran[at]) if at is not None else None,
                 at=at,
             )
         )
@@ -302,7 +306,7 @@ def _middle(both: Sequence[tuple[int, float, float]], late: Container[int]) -> i
 
 
 def _memory(
-    told: Told,
+    contents: LogContents,
     ran: Iterable[Timeline],
     records: Iterable[Mapping[str, Any]],
     recorded: Iterable[Mapping[str, Any]],
@@ -313,14 +317,14 @@ def _memory(
     if not rows:
         rows = [timeline.peak_activations for timeline in ran]
         source = "simulated"
-        measured = [_measured(told, record) for record in recorded]
+        measured = [_measured(contents, record) for record in recorded]
         whole = [timeline for timeline in measured if len(timeline.ops) == timeline.schedule.num_ops]
         if whole:
-            rows += [tuple(peaks(timeline.executed(), told.job.costs)) for timeline in whole]
+            rows += [tuple(peaks(timeline.executed(), contents.job.costs)) for timeline in whole]
             source = f"simulated, and as {len(whole)} recorded iterations ran"
     if not rows:
         return None
-    caps = [told.configuration(number).caps for number in {0, *(row.decision for row in told.seen.values())}]
+    caps = [contents.configuration(number).caps for number in {0, *(row.decision for row in contents.seen.values())}]
     most, allowed = (tuple(map(max, zip(*each, strict=True))) for each in (rows, caps))
     in_bytes = max(allowed) >= BYTES
     scale = 2.0**20 if in_bytes else 1.0
@@ -353,8 +357,11 @@ def _counted(records: Sequence[Mapping[str, Any]]) -> list[Fault]:
 
 
 def _shown(
-    told: Told, decided: Sequence[Decided], ran: Mapping[int, Timeline], records: Iterable[Mapping[str, Any]]
-) -> tuple[Shown, ...]:
+    contents: LogContents,
+    decided: Sequence[DecisionOutcome],
+    ran: Mapping[int, Timeline],
+    records: Iterable[Mapping[str, Any]],
+) -> tuple[TitledTimeline, ...]:
     """An iteration before the switch that gained most and one after it: measured where both were recorded."""
     there = [each for each in decided if each.first is not None and each.outcome == "ran"]
     if not there:
@@ -363,24 +370,22 @@ def _shown(
     recorded = {str(record.get("why")): record for record in records}
     pair = [recorded.get(f"before {best.number}"), recorded.get(f"after {best.number}")]
     if pair[0] is not None and pair[1] is not None:
-        rows = [(int(each["iteration"]), _measured(told, each)) for each in pair if each is not None]
+        rows = [(int(each["iteration"]), _measured(contents, each)) for each in pair if each is not None]
     else:
         first = best.first or 0
-        after = first + 1 if first + 1 in ran and told.seen[first + 1].decision == best.number else first
+        after = first + 1 if first + 1 in ran and contents.seen[first + 1].decision == best.number else first
         rows = [(number, ran[number]) for number in (first - 1, after) if number in ran]
-    return tuple(
-        Shown(
-            f"iteration {number}: {in_words(told.configuration(told.seen[number].decision), told.job.start)}",
-            timeline,
-        )
-        for number, timeline in rows
-    )
+    found = []
+    for number, timeline in rows:
+        configuration = contents.configuration(contents.seen[number].decision)
+        found.append(TitledTimeline(f"iteration {number}: {in_words(configuration, contents.job.start)}", timeline))
+    return tuple(found)
 
 
-def _measured(told: Told, record: Mapping[str, Any]) -> Timeline:
+def _measured(contents: LogContents, record: Mapping[str, Any]) -> Timeline:
     """A line of timelines.jsonl. Raises ControlError for one that does not fit the log."""
     try:
-        configuration = told.configuration(int(record["number"]))
+        configuration = contents.configuration(int(record["number"]))
         ops = [
             TimedOp(int(rank), Op(str(kind), int(stage), int(microbatch)), float(start), float(end))
             for rank, kind, stage, microbatch, start, end in record["ops"]

@@ -30,12 +30,12 @@ from penstock.control.events import (
 from penstock.control.log import read_header
 from penstock.control.measured import JobMonitor
 from penstock.report.run_story import Fault
-from penstock.report.what_if import Seen, factors_of
+from penstock.report.what_if import ObservedIteration, factors_of
 from penstock.schedule import ScheduleError
 
 
 @dataclass
-class Chosen:
+class LoggedDecision:
     """A decision as the log tells it."""
 
     number: int
@@ -47,13 +47,13 @@ class Chosen:
 
 
 @dataclass
-class Told:
+class LogContents:
     """What a log tells."""
 
     job: Job
     monitor: JobMonitor
-    seen: dict[int, Seen] = field(default_factory=dict)
-    chosen: dict[int, Chosen] = field(default_factory=dict)
+    seen: dict[int, ObservedIteration] = field(default_factory=dict)
+    chosen: dict[int, LoggedDecision] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     verdicts: list[Mapping[str, Any]] = field(default_factory=list)
     unanswered: list[Unanswered] = field(default_factory=list)
@@ -81,37 +81,39 @@ def json_lines(lines: Iterable[str], name: str) -> Iterator[dict[str, Any]]:
         yield value
 
 
-def read_log(lines: Iterable[str]) -> Told:
+def read_log(lines: Iterable[str]) -> LogContents:
     """Reads control.jsonl as far as it goes. Raises ControlError for what is no log, or one of another version."""
-    told: Told | None = None
+    contents: LogContents | None = None
     times: dict[Link, list[float]] = {}
     busy: dict[Link, float] = {}
     ops: list[OpTimes] = []
     force, last = 0, -1
     began: int | None = None
     for value in json_lines(lines, "the log"):
-        if told is None:
+        if contents is None:
             job, sensitivity = read_header(value)
-            told = Told(job, JobMonitor(job, sensitivity))
+            contents = LogContents(job, JobMonitor(job, sensitivity))
         elif "decision" in value:
             chosen = _chosen(value["decision"], began)
-            told.chosen[chosen.number] = chosen
+            contents.chosen[chosen.number] = chosen
             began = None
         elif "verdict" in value:
-            told.verdicts.append(value["verdict"])
+            contents.verdicts.append(value["verdict"])
         elif "unanswered" in value:
-            told.unanswered.append(_unanswered(value["unanswered"]))
+            contents.unanswered.append(_unanswered(value["unanswered"]))
         elif "event" in value:
             event = event_from_json(value["event"])
             if isinstance(event, IterationEnded):
-                factors = factors_of(ops, told.job.costs)
-                began = _end(told, Seen(event.number, event.ms, force, times, busy, factors=factors), began)
+                factors = factors_of(ops, contents.job.costs)
+                began = _end(
+                    contents, ObservedIteration(event.number, event.ms, force, times, busy, factors=factors), began
+                )
                 times, busy, ops, last = {}, {}, [], event.number
             elif isinstance(event, Switched):
-                _switch(told, force, event.number)
+                _switch(contents, force, event.number)
                 force = event.number
             elif isinstance(event, Transfer | Transfers | OpTimes):
-                told.monitor.feed(event)
+                contents.monitor.feed(event)
                 if isinstance(event, Transfers):
                     times.setdefault(event.link, []).extend(event.ms)
                     busy[event.link] = event.busy or 0.0
@@ -120,32 +122,32 @@ def read_log(lines: Iterable[str]) -> Told:
                 else:
                     ops.append(event)
             else:
-                _news(told, event, last)
-    if told is None:
+                _news(contents, event, last)
+    if contents is None:
         raise ControlError("an empty log: its first line must name the job")
-    return told
+    return contents
 
 
-def _end(told: Told, seen: Seen, began: int | None) -> int | None:
+def _end(contents: LogContents, seen: ObservedIteration, began: int | None) -> int | None:
     """Ends an iteration; returns when what is verified with it began, or `began` where nothing is."""
-    changes = told.monitor.end_iteration(seen.ms)
-    told.seen[seen.number] = replace(seen, down=frozenset(told.monitor.down))
-    chosen = told.chosen.get(seen.decision)
+    changes = contents.monitor.end_iteration(seen.ms)
+    contents.seen[seen.number] = replace(seen, down=frozenset(contents.monitor.down))
+    chosen = contents.chosen.get(seen.decision)
     if chosen is not None and chosen.first is None:
         chosen.first = seen.number
     return min((seen.number - change.num_iterations + 1 for change in changes), default=began)
 
 
-def _news(told: Told, event: Event, last: int) -> None:
+def _news(contents: LogContents, event: Event, last: int) -> None:
     """A link that went or came back, a decision given up."""
     if isinstance(event, LinkDown):
-        told.monitor.down.add(undirected(event.link))
-        told.faults.append(Fault(last + 1, f"link {_shown(event.link)} went down"))
+        contents.monitor.down.add(undirected(event.link))
+        contents.faults.append(Fault(last + 1, f"link {_shown(event.link)} went down"))
     elif isinstance(event, LinkUp):
-        told.monitor.down.discard(undirected(event.link))
-        told.faults.append(Fault(last + 1, f"link {_shown(event.link)} came back"))
-    elif isinstance(event, Dropped) and event.number in told.chosen:
-        told.chosen[event.number].outcome = "given up"
+        contents.monitor.down.discard(undirected(event.link))
+        contents.faults.append(Fault(last + 1, f"link {_shown(event.link)} came back"))
+    elif isinstance(event, Dropped) and event.number in contents.chosen:
+        contents.chosen[event.number].outcome = "given up"
 
 
 def _shown(link: Link) -> str:
@@ -153,15 +155,15 @@ def _shown(link: Link) -> str:
     return f"{low}–{high}"
 
 
-def _switch(told: Told, before: int, now: int) -> None:
-    if now not in told.chosen:
+def _switch(contents: LogContents, before: int, now: int) -> None:
+    if now not in contents.chosen:
         raise ControlError(f"the log switches to decision {now}, which it does not have")
-    told.chosen[now].outcome = "ran"
-    was, then = told.configuration(before), told.configuration(now)
+    contents.chosen[now].outcome = "ran"
+    was, then = contents.configuration(before), contents.configuration(now)
     if was.nodes != then.nodes:
-        told.monitor.relocate({})
+        contents.monitor.relocate({})
     else:
-        told.monitor.move(set(was.delegated) ^ set(then.delegated), was.delegated)
+        contents.monitor.move(set(was.delegated) ^ set(then.delegated), was.delegated)
 
 
 def _unanswered(value: Mapping[str, Any]) -> Unanswered:
@@ -171,26 +173,26 @@ def _unanswered(value: Mapping[str, Any]) -> Unanswered:
         raise ControlError(f"a finding that this version did not write: {error}") from None
 
 
-def _chosen(value: Mapping[str, Any], began: int | None) -> Chosen:
+def _chosen(value: Mapping[str, Any], began: int | None) -> LoggedDecision:
     try:
         configuration = Configuration.from_json(json.dumps(value["configuration"]))
-        return Chosen(int(value["number"]), value, configuration, began)
+        return LoggedDecision(int(value["number"]), value, configuration, began)
     except (KeyError, TypeError, ScheduleError) as error:
         raise ControlError(f"a decision that this version did not write: {error}") from None
 
 
-def add_record(told: Told, record: Mapping[str, Any]) -> None:
+def add_record(contents: LogContents, record: Mapping[str, Any]) -> None:
     """Takes a line of iterations.jsonl: iterations before the log began, and which decision was in force."""
     try:
         number, force = int(record["iteration"]), int(record["number"])
-        known = told.seen.get(number)
+        known = contents.seen.get(number)
         if known is not None:
-            told.seen[number] = replace(known, decision=force)
+            contents.seen[number] = replace(known, decision=force)
         else:
             times = {_link(name): [float(ms)] for name, ms in record["links"].items()}
-            told.seen[number] = Seen(number, float(record["ms"]), force, times)
+            contents.seen[number] = ObservedIteration(number, float(record["ms"]), force, times)
         if force:
-            chosen = told.chosen[force]
+            chosen = contents.chosen[force]
             chosen.first = number if chosen.first is None else min(chosen.first, number)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ControlError(

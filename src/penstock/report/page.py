@@ -10,7 +10,7 @@ from penstock.draw.charts.figure import Figure
 from penstock.draw.report_page import NARROW, WIDTH, PageNumber, both, inline, section, table, whole_page
 from penstock.draw.scale import percent, short
 from penstock.report import figures
-from penstock.report.run_story import Decided, RunStory
+from penstock.report.run_story import DecisionOutcome, RunStory
 from penstock.report.words import alarms, headline, link_name, more, reaction, seconds, times
 
 _MEASURED = (
@@ -127,7 +127,7 @@ def _spells(story: RunStory) -> str:
     return table(head, rows, (0, 1), "Late links") + left
 
 
-def _decisions(decisions: Sequence[Decided], story: RunStory) -> str:
+def _decisions(decisions: Sequence[DecisionOutcome], story: RunStory) -> str:
     if not decisions:
         return "<p>Nothing was changed.</p>"
     head = (
@@ -155,7 +155,7 @@ def _decisions(decisions: Sequence[Decided], story: RunStory) -> str:
     return table(head, rows, (0, 1, 2, 3, 9), "Decisions")
 
 
-def _verdict(each: Decided) -> str:
+def _verdict(each: DecisionOutcome) -> str:
     if not each.verdict:
         return "–"
     return f"{'taken back' if each.taken_back else 'stays'}: {each.verdict}"

@@ -46,7 +46,7 @@ class Iteration:
 
 
 @dataclass(frozen=True)
-class Decided:
+class DecisionOutcome:
     """A decision, and what became of it.
 
     Attributes:
@@ -88,7 +88,7 @@ class Decided:
 
 
 @dataclass(frozen=True)
-class Spell:
+class LatePeriod:
     """A time in which a link (both directions) was late.
 
     Attributes:
@@ -105,7 +105,7 @@ class Spell:
 
 
 @dataclass(frozen=True)
-class Shares:
+class TimeShares:
     """Where the time of all ranks goes in an iteration: parts that add up to 1.
 
     Attributes:
@@ -119,7 +119,7 @@ class Shares:
     warm_up_and_drain: float
 
     @classmethod
-    def of(cls, timeline: Timeline) -> Shares:
+    def of(cls, timeline: Timeline) -> TimeShares:
         """Adds up a timeline."""
         whole = timeline.num_ranks * timeline.makespan
         if not whole:
@@ -155,7 +155,7 @@ class RanConfiguration:
     measured: float | None
     simulated: float | None
     error: float | None
-    shares: Shares | None
+    shares: TimeShares | None
     at: int | None
 
 
@@ -170,7 +170,7 @@ class RunMemory:
 
 
 @dataclass(frozen=True)
-class Alarms:
+class AlarmCounts:
     """Suspected changes of links, those that were verified, and those that nothing followed."""
 
     suspected: int
@@ -187,7 +187,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Shown:
+class TitledTimeline:
     """A timeline to show, with its title."""
 
     title: str
@@ -221,18 +221,18 @@ class RunStory:
     facts: tuple[tuple[str, str], ...]
     links: tuple[Link, ...]
     iterations: tuple[Iteration, ...]
-    decisions: tuple[Decided, ...]
-    spells: tuple[Spell, ...]
+    decisions: tuple[DecisionOutcome, ...]
+    spells: tuple[LatePeriod, ...]
     ran: tuple[RanConfiguration, ...]
     memory: RunMemory | None
-    alarms: Alarms
+    alarms: AlarmCounts
     smallest_delay: float
     undisturbed: float
     undisturbed_from: str
     unanswered: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     counters: tuple[tuple[str, float], ...] = ()
-    shown: tuple[Shown, ...] = ()
+    shown: tuple[TitledTimeline, ...] = ()
 
     @cached_property
     def total(self) -> float:
@@ -312,7 +312,7 @@ def runs_of(numbers: Iterable[int], gap: int) -> list[list[int]]:
 
 def spells_of(
     iterations: Sequence[Iteration], links: Sequence[Link], least: float, gap: int = 3
-) -> tuple[Spell, ...]:
+) -> tuple[LatePeriod, ...]:
     """The times in which links were late; iterations at most `gap` apart belong to one. The costliest first."""
     both: dict[Link, list[int]] = {}
     for place, (a, b) in enumerate(links):
@@ -325,5 +325,5 @@ def spells_of(
         late = [number for number, delay in delays.items() if delay >= least]
         for group in runs_of(late, gap):
             ms = [delays[number] for number in group]
-            found.append(Spell(link, group[0], group[-1], len(group), median(ms), max(ms)))
+            found.append(LatePeriod(link, group[0], group[-1], len(group), median(ms), max(ms)))
     return tuple(sorted(found, key=lambda spell: (-spell.ms * spell.num_late, spell.first, spell.link)))

@@ -31,7 +31,7 @@ _STEADY = 0.1
 
 
 @dataclass(frozen=True)
-class Seen:
+class ObservedIteration:
     """One iteration as it was seen.
 
     Attributes:
@@ -62,7 +62,7 @@ class Hindsight:
         self._job = job
         self._known: dict[tuple[str, Links, Factors], Timeline] = {}
 
-    def run(self, configuration: Configuration, seen: Seen, ran: Configuration) -> Timeline | None:
+    def run(self, configuration: Configuration, seen: ObservedIteration, ran: Configuration) -> Timeline | None:
         """The timeline of `configuration` under the links of an iteration that ran `ran`; None where a link that it
         does not delegate was dead."""
         if not seen.down <= set(configuration.delegated):
@@ -78,7 +78,7 @@ class Hindsight:
         """The timeline with no link late."""
         return run_once(self._job, configuration, Links())
 
-    def _conditions(self, configuration: Configuration, seen: Seen, ran: Configuration) -> Links:
+    def _conditions(self, configuration: Configuration, seen: ObservedIteration, ran: Configuration) -> Links:
         found = {}
         for link, times in sorted(seen.times.items()):
             way = undirected(link)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.dispatch import Dispatch
 from penstock.draw.scale import percent, short
-from penstock.report.run_story import Decided, RunStory, Spell
+from penstock.report.run_story import DecisionOutcome, LatePeriod, RunStory
 
 DONE = {
     "delegate": "{it} delegated",
@@ -113,19 +113,19 @@ def _late(story: RunStory) -> str:
     return f"{named} were {_delays(spells)} late {how_long}"
 
 
-def _main(spells: Sequence[Spell]) -> Sequence[Spell]:
+def _main(spells: Sequence[LatePeriod]) -> Sequence[LatePeriod]:
     """Those that are spoken of: what is small beside the costliest is left out."""
     costliest = max((spell.ms * spell.num_late for spell in spells), default=0.0)
     return [spell for spell in spells if spell.ms * spell.num_late >= SMALL * costliest]
 
 
-def _for(spell: Spell, story: RunStory) -> str:
+def _for(spell: LatePeriod, story: RunStory) -> str:
     if spell.num_late == len(story.iterations):
         return f"all {times(spell.num_late, 'iteration')}"
     return times(spell.num_late, "iteration")
 
 
-def _delays(spells: Sequence[Spell]) -> str:
+def _delays(spells: Sequence[LatePeriod]) -> str:
     """The delays of spells in the median, and the largest where it is far above."""
     low, high, most = (
         short(float(f"{value:.3g}"))
@@ -158,7 +158,7 @@ def _answer(story: RunStory) -> str:
     return done + (f" after {after}" if after is not None else f" in iteration {first.first}")
 
 
-def reaction(story: RunStory, decided: Decided) -> int | None:
+def reaction(story: RunStory, decided: DecisionOutcome) -> int | None:
     """Late iterations that still ran what ran before, from the first that was late until the switch."""
     if decided.first is None:
         return None
