@@ -174,13 +174,17 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
         path.write_text(json.dumps({name: [1.0] * model.num_layers for name in "fiw"}), encoding="utf-8")
         return str(path)
 
-    def estimate_instead(asked: session.Asked, *hooks: Any) -> session.TuneOutcome:
+    def estimate_instead(asked: session.TuneRequest, *hooks: Any) -> session.TuneOutcome:
         if asked.settings.model == "clip":
             monkeypatch.setattr(meter, "run_job", Ranks())
             return really_tune(replace(asked, num_verified=0))
-        if isinstance(asked.source, session.Measuring):
+        if isinstance(asked.source, session.MeasuredSource):
             model = tuned_model(asked.settings)
-            source = session.Estimating(tflops=0.1) if model.config is not None else session.Reading(by_hand(model))
+            source = (
+                session.EstimatedSource(tflops=0.1)
+                if model.config is not None
+                else session.FileSource(by_hand(model))
+            )
             asked = replace(asked, source=source, num_ranks=asked.num_ranks or 2, num_verified=0)
         return really_tune(asked)
 

@@ -23,7 +23,7 @@ from penstock.train.job import TrainJob
 from penstock.tune import meter, session, verify
 from penstock.tune import search as tune_search
 from penstock.tune.errors import TuneError
-from penstock.tune.search import Ranked, TuneCandidate, search
+from penstock.tune.search import RankedCandidate, TuneCandidate, search
 from penstock.tune.space import TuneSpace
 
 pytestmark = pytest.mark.unit
@@ -378,7 +378,9 @@ def test_the_fastest_measured_is_the_choice(
 ) -> None:
     ran: list[TuneCandidate] = []
 
-    def slower_first(best: list[Ranked], *_: Any, **__: Any) -> dict[TuneCandidate, verify.MeasuredCandidate]:
+    def slower_first(
+        best: list[RankedCandidate], *_: Any, **__: Any
+    ) -> dict[TuneCandidate, verify.MeasuredCandidate]:
         ran.extend(ranked.candidate for ranked in best)
         return {each: verify.MeasuredCandidate(90.0 - 10 * n, 1.0, 9, 0.0, (1.0,)) for n, each in enumerate(ran)}
 
@@ -418,5 +420,5 @@ def test_another_dispatch_is_searched_as_such(monkeypatch: pytest.MonkeyPatch, d
 
     monkeypatch.setattr(session, "search", spy)
     settings = dataclasses.replace(session.Settings(preset="nano", microbatches=1, ranks=1), dispatch=dispatch)
-    session.tune(session.Asked(settings, session.Estimating(0.01), num_ranks=2))
+    session.tune(session.TuneRequest(settings, session.EstimatedSource(0.01), num_ranks=2))
     assert seen == [dispatch]

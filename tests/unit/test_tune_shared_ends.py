@@ -259,7 +259,7 @@ def test_what_cannot_share_is_refused_by_name(
 @pytest.mark.parametrize("asked_for", [True, None])
 def test_what_gpus_run_together_is_not_measured_yet(asked_for: bool | None) -> None:
     settings = Settings(preset="nano", microbatches=1, ranks=1, device="cuda")
-    asked = session.Asked(settings, session.Measuring(Path("db")), pp=[2], shared_ends=asked_for)
+    asked = session.TuneRequest(settings, session.MeasuredSource(Path("db")), pp=[2], shared_ends=asked_for)
     heavy_head = dataclasses.replace(presets["nano"], depth=2, width=8, num_heads=1, context=8)
     model, shapes = gpt_model("nano", heavy_head), [Shape(2, 1, 1, 4)]
     assert session._sharing(asked, model, shapes) == frozenset(shapes)  # an estimate

@@ -220,11 +220,11 @@ def _measured(settings: Settings, database: Path, seconds: float, fresh: bool, q
     from penstock.train.compare.run import CostSource
     from penstock.train.tasks.layers import stage_layers
     from penstock.tune.compared import costs_of
-    from penstock.tune.session import Measuring, measure
+    from penstock.tune.session import MeasuredSource, measure
 
     size = math.ceil(settings.batch / settings.microbatches)
     meter = measure(
-        settings, Measuring(database, seconds, fresh), 1, [size], settings.recompute, None if quiet else _say
+        settings, MeasuredSource(database, seconds, fresh), 1, [size], settings.recompute, None if quiet else _say
     )
     (profile,) = meter.profiles.values()
     model = meter.model

@@ -69,7 +69,7 @@ def profile(
     from penstock.train.folder import write_whole
     from penstock.train.settings import Settings
     from penstock.tune import costs_file, report
-    from penstock.tune.session import Measuring, measure
+    from penstock.tune.session import MeasuredSource, measure
 
     settings = Settings(
         **options.measured_model(model, model_options, data, batch),
@@ -79,7 +79,7 @@ def profile(
         clip=clip, device=device, threads=threads,
     )  # fmt: skip
     sizes = counts("--microbatch-size", microbatch_size)
-    source = Measuring(options.database_path(database), seconds, fresh)
+    source = MeasuredSource(options.database_path(database), seconds, fresh)
     meter = measure(settings, source, ranks, sizes, recompute, None if json else options.say_line)
     profiles = list(meter.profiles.values())
     if out is not None:

@@ -199,7 +199,7 @@ def tune(
     from penstock.train.kinds import CLIP, usual_of
     from penstock.train.settings import Settings
     from penstock.tune import report
-    from penstock.tune.session import Asked
+    from penstock.tune.session import TuneRequest
     from penstock.tune.session import tune as run
 
     limit = bytes_of("--memory-limit", memory_limit)
@@ -214,7 +214,7 @@ def tune(
     )  # fmt: skip
     if out is not None and Path(out).suffix not in (".json", ".txt"):
         raise Misuse(f"--out {out}: a schedule is written as .json or .txt")
-    asked = Asked(
+    asked = TuneRequest(
         settings,
         _source(costs, tflops, latency, bandwidth, database, seconds, fresh),
         ranks,
@@ -309,7 +309,7 @@ def _source(
     seconds: float,
     fresh: bool,
 ) -> Source:
-    from penstock.tune.session import Estimating, Measuring, Reading
+    from penstock.tune.session import EstimatedSource, FileSource, MeasuredSource
 
     if costs is not None and tflops is not None:
         raise Misuse(f"--costs {costs} and --tflops {tflops:g} both give costs; use one of them")
@@ -319,10 +319,10 @@ def _source(
             "penstock profile wrote, or --tflops for devices that are not here; penstock compare takes presets"
         )
     if costs is not None:
-        return Reading(costs)
+        return FileSource(costs)
     if tflops is not None:
-        return Estimating(tflops, latency, bandwidth * 1e6)  # GB/s are 1e6 bytes a ms
-    return Measuring(database_path(database), seconds, fresh)
+        return EstimatedSource(tflops, latency, bandwidth * 1e6)  # GB/s are 1e6 bytes a ms
+    return MeasuredSource(database_path(database), seconds, fresh)
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:

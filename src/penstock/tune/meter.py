@@ -38,7 +38,7 @@ class NeededProfile:
     num_sharing: int = 1
 
 
-class Asking(NamedTuple):
+class MeasurementRequest(NamedTuple):
     """What is asked of ranks, and what takes their answer."""
 
     task: Task
@@ -87,9 +87,9 @@ class Meter:
         """
         prepare_together([(self, needs)], num_ranks)
 
-    def missing(self, needs: Sequence[NeededProfile], num_ranks: Sequence[int]) -> list[Asking]:
+    def missing(self, needs: Sequence[NeededProfile], num_ranks: Sequence[int]) -> list[MeasurementRequest]:
         """What of these has to be asked of ranks; the rest is taken from the database."""
-        found: list[Asking] = []
+        found: list[MeasurementRequest] = []
         for need in dict.fromkeys(needs):
             if need not in self.profiles:
                 known = self._known(self._layers_key(need))
@@ -121,7 +121,7 @@ class Meter:
 
     # What is asked for, and what is made of the answers.
 
-    def _layers_task(self, need: NeededProfile) -> Asking:
+    def _layers_task(self, need: NeededProfile) -> MeasurementRequest:
         task = {
             "do": "layers",
             "text": f"measuring {self.model.name}, microbatches of {need.microbatch_size}, "
@@ -143,9 +143,9 @@ class Meter:
             self.profiles[need] = profile
             self._keep(key, profile.to_json(), answer, str(task["text"]))
 
-        return Asking(task, keep)
+        return MeasurementRequest(task, keep)
 
-    def _transfer_task(self, num_ranks: int) -> Asking:
+    def _transfer_task(self, num_ranks: int) -> MeasurementRequest:
         text = f"measuring messages between {num_ranks} ranks" if num_ranks > 1 else "measuring the runtime alone"
         task = {"do": "transfer", "text": text, "steps": max(3, round(12 * self._seconds))}
         key = self._transfer_key(num_ranks)
@@ -157,7 +157,7 @@ class Meter:
             self.transfers[num_ranks] = transfer
             self._keep(key, transfer.to_json(), answer, text)
 
-        return Asking(task, keep)
+        return MeasurementRequest(task, keep)
 
     # The database.
 
@@ -217,7 +217,7 @@ def prepare_together(wanted: Sequence[tuple[Meter, Sequence[NeededProfile]]], nu
     """
     first = wanted[0][0]
     for parallel in sorted({need.num_parallel for _, needs in wanted for need in needs} | set(num_ranks)):
-        found: list[Asking] = []
+        found: list[MeasurementRequest] = []
         for meter, needs in wanted:
             here = [need for need in needs if need.num_parallel == parallel]
             found += meter.missing(here, [parallel] if parallel in num_ranks and meter is first else [])

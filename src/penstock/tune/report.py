@@ -13,7 +13,7 @@ from rich.table import Table
 from penstock.simulation.memory_footprint import in_bytes
 from penstock.train.towers import read_towers
 from penstock.tune.profile import MessageCosts, Profile
-from penstock.tune.search import SETTINGS, Ranked, TuneCandidate, settings_of
+from penstock.tune.search import SETTINGS, RankedCandidate, TuneCandidate, settings_of
 from penstock.tune.session import TuneOutcome
 from penstock.tune.verify import MeasuredCandidate
 
@@ -37,7 +37,7 @@ def as_json(outcome: TuneOutcome) -> dict[str, Any]:
     }
 
 
-def _ranked_json(outcome: TuneOutcome, ranked: Ranked) -> dict[str, Any]:
+def _ranked_json(outcome: TuneOutcome, ranked: RankedCandidate) -> dict[str, Any]:
     candidate, prediction = ranked.candidate, ranked.prediction
     measured = outcome.measured.get(candidate)
     return {
@@ -63,13 +63,13 @@ def _ranked_json(outcome: TuneOutcome, ranked: Ranked) -> dict[str, Any]:
     }
 
 
-def _choice_json(outcome: TuneOutcome, ranked: Ranked) -> dict[str, Any]:
+def _choice_json(outcome: TuneOutcome, ranked: RankedCandidate) -> dict[str, Any]:
     settings = settings_of(ranked.candidate, outcome.settings)
     same = {name: getattr(settings, name) for name in ("tp", "sharding", "dispatch")}
     return {**_ranked_json(outcome, ranked), **same}
 
 
-def _measured_json(ranked: Ranked, measured: MeasuredCandidate) -> dict[str, Any]:
+def _measured_json(ranked: RankedCandidate, measured: MeasuredCandidate) -> dict[str, Any]:
     return {
         "step_ms": measured.step,
         "makespan_ms": measured.makespan,
@@ -93,7 +93,7 @@ def show(outcome: TuneOutcome, num_shown: int) -> None:
         print(f"\nchoice  {choice_words(outcome, outcome.choice)}")
 
 
-def choice_words(outcome: TuneOutcome, ranked: Ranked) -> str:
+def choice_words(outcome: TuneOutcome, ranked: RankedCandidate) -> str:
     """What to train with, all that says what it is, and what its step takes."""
     candidate, shape = ranked.candidate, ranked.candidate.shape
     settings = settings_of(candidate, outcome.settings)
@@ -150,7 +150,7 @@ def train_command(outcome: TuneOutcome, schedule_file: str | None = None) -> str
     return shlex.join([*words, *(["--recompute"] if candidate.recompute else [])])
 
 
-def _print_table(outcome: TuneOutcome, title: str, rows: Sequence[Ranked]) -> None:
+def _print_table(outcome: TuneOutcome, title: str, rows: Sequence[RankedCandidate]) -> None:
     verified = any(ranked.candidate in outcome.measured for ranked in rows)
     speed = "samples/s" if _num_tokens(outcome) is None else "tokens/s"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -164,7 +164,7 @@ def _print_table(outcome: TuneOutcome, title: str, rows: Sequence[Ranked]) -> No
     Console(width=None if Console().is_terminal else 140, highlight=False, markup=False).print(table)
 
 
-def _cells(outcome: TuneOutcome, ranked: Ranked, verified: bool) -> list[str]:
+def _cells(outcome: TuneOutcome, ranked: RankedCandidate, verified: bool) -> list[str]:
     candidate, prediction = ranked.candidate, ranked.prediction
     shape = candidate.shape
     name = candidate.name if candidate.towers is None else candidate.plan.name
@@ -199,7 +199,7 @@ def _cut(candidate: TuneCandidate) -> str:
     return " ".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)} in {len(counts)}"
 
 
-def _tokens(outcome: TuneOutcome, ranked: Ranked) -> float | None:
+def _tokens(outcome: TuneOutcome, ranked: RankedCandidate) -> float | None:
     tokens = _num_tokens(outcome)
     return None if tokens is None else ranked.samples_per_second * tokens
 

@@ -78,7 +78,7 @@ class TuneCandidate:
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankedCandidate:
     """A candidate with what is predicted for it."""
 
     candidate: TuneCandidate
@@ -97,7 +97,7 @@ class SearchFound:
         smallest: the least memory any candidate needs, and which that is.
     """
 
-    best: list[Ranked] = field(default_factory=list)
+    best: list[RankedCandidate] = field(default_factory=list)
     num_tried: int = 0
     num_too_large: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -300,7 +300,9 @@ def add_candidate(
     if len(found.best) >= num_best and found.best[-1].prediction.step < least:
         return
     prediction = predict(schedule, cut, profile, transfer, candidate.shape.dp, num_devices, dispatch)
-    ranked = Ranked(candidate, prediction, batch / prediction.step * 1e3 if prediction.step else float("inf"))
+    ranked = RankedCandidate(
+        candidate, prediction, batch / prediction.step * 1e3 if prediction.step else float("inf")
+    )
     bisect.insort(found.best, ranked, key=lambda each: (each.prediction.step, each.prediction.peak_bytes))
     del found.best[num_best:]
 

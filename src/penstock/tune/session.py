@@ -18,7 +18,7 @@ from penstock.tune.errors import TuneError
 from penstock.tune.estimate import estimate, estimate_ends
 from penstock.tune.meter import Meter, NeededProfile, prepare_together
 from penstock.tune.profile import MessageCosts, Profile
-from penstock.tune.search import Ranked, SearchFound, TuneCandidate, search
+from penstock.tune.search import RankedCandidate, SearchFound, TuneCandidate, search
 from penstock.tune.space import SHARED_ENDS, Shape, TuneSpace
 from penstock.tune.towers import TowerSpace, search_towers
 from penstock.tune.tuned_model import TunedModel, parts_of, tuned_model, why_no_shared_ends
@@ -26,7 +26,7 @@ from penstock.tune.verify import MeasuredCandidate, verify
 
 
 @dataclass(frozen=True)
-class Measuring:
+class MeasuredSource:
     """Costs measured on this machine, or found in the database."""
 
     database: Path
@@ -35,7 +35,7 @@ class Measuring:
 
 
 @dataclass(frozen=True)
-class Estimating:
+class EstimatedSource:
     """Costs from the model's sizes and a device's speed; links in ms and bytes a ms."""
 
     tflops: float
@@ -44,17 +44,17 @@ class Estimating:
 
 
 @dataclass(frozen=True)
-class Reading:
+class FileSource:
     """Costs from a file."""
 
     path: str
 
 
-Source = Measuring | Estimating | Reading
+Source = MeasuredSource | EstimatedSource | FileSource
 
 
 @dataclass(frozen=True)
-class Asked:
+class TuneRequest:
     """What is to be tuned.
 
     Attributes:
@@ -107,7 +107,7 @@ class TuneOutcome:
     interrupted: bool = False
 
     @property
-    def choice(self) -> Ranked | None:
+    def choice(self) -> RankedCandidate | None:
         """What to train with: the fastest of those that were run, or where none was, the fastest by prediction."""
         best = self.found.best
         ran = [ranked for ranked in best if ranked.candidate in self.measured]
@@ -117,7 +117,9 @@ class TuneOutcome:
 
 
 def tune(
-    asked: Asked, say: Callable[[str], None] | None = None, progress: Callable[[SearchFound], None] | None = None
+    asked: TuneRequest,
+    say: Callable[[str], None] | None = None,
+    progress: Callable[[SearchFound], None] | None = None,
 ) -> TuneOutcome:
     """Finds the best ways to train.
 
@@ -129,10 +131,10 @@ def tune(
     """
     if asked.memory_limit is not None and not asked.memory_limit > 0:
         raise TuneError(f"a memory limit of {asked.memory_limit:g} bytes holds nothing; give more than 0")
-    if isinstance(asked.source, Measuring):
+    if isinstance(asked.source, MeasuredSource):
         return _tune_here(asked, asked.source, say, progress)
     if asked.settings.model == CLIP:
-        given = "--costs" if isinstance(asked.source, Reading) else "--tflops"
+        given = "--costs" if isinstance(asked.source, FileSource) else "--tflops"
         raise TuneError(
             f"{given} gives costs of one chain of layers, and --model {CLIP} has a chain for each tower; leave it "
             "out to measure them here"
@@ -144,14 +146,14 @@ def tune(
         )
     if asked.num_ranks is None:
         raise TuneError("how many ranks there are is not known for another machine; give --ranks")
-    if isinstance(asked.source, Reading):
+    if isinstance(asked.source, FileSource):
         return _tune_file(asked, load_costs_file(asked.source.path), asked.num_ranks, progress)
     return _tune_estimated(asked, asked.source, asked.num_ranks, progress)
 
 
 def measure(
     settings: Settings,
-    source: Measuring,
+    source: MeasuredSource,
     num_ranks: int,
     microbatch_sizes: Sequence[int],
     recompute: bool,
@@ -180,7 +182,10 @@ def measure(
 
 
 def _tune_here(
-    asked: Asked, source: Measuring, say: Callable[[str], None] | None, progress: Callable[[SearchFound], None] | None
+    asked: TuneRequest,
+    source: MeasuredSource,
+    say: Callable[[str], None] | None,
+    progress: Callable[[SearchFound], None] | None,
 ) -> TuneOutcome:
     settings = asked.settings
     if settings.model == CLIP:
@@ -229,7 +234,10 @@ def _tune_here(
 
 
 def _tune_towers(
-    asked: Asked, source: Measuring, say: Callable[[str], None] | None, progress: Callable[[SearchFound], None] | None
+    asked: TuneRequest,
+    source: MeasuredSource,
+    say: Callable[[str], None] | None,
+    progress: Callable[[SearchFound], None] | None,
 ) -> TuneOutcome:
     settings, model = asked.settings, tuned_model(asked.settings)
     if asked.shared_ends:
@@ -291,7 +299,7 @@ def _tune_towers(
 
 
 def _tune_file(
-    asked: Asked, file: CostsFile, num_ranks: int, progress: Callable[[SearchFound], None] | None
+    asked: TuneRequest, file: CostsFile, num_ranks: int, progress: Callable[[SearchFound], None] | None
 ) -> TuneOutcome:
     sizes = asked.microbatch_sizes or file.microbatch_sizes
     if missing := sorted(set(sizes or ()) - set(file.microbatch_sizes or sizes or ())):
@@ -317,7 +325,7 @@ def _tune_file(
 
 
 def _tune_estimated(
-    asked: Asked, source: Estimating, num_ranks: int, progress: Callable[[SearchFound], None] | None
+    asked: TuneRequest, source: EstimatedSource, num_ranks: int, progress: Callable[[SearchFound], None] | None
 ) -> TuneOutcome:
     settings = asked.settings
     model = tuned_model(settings, runs_here=False)
@@ -348,7 +356,7 @@ def _tune_estimated(
 
 
 def _space(
-    asked: Asked,
+    asked: TuneRequest,
     num_ranks: int,
     sizes: Sequence[int] | None,
     recompute: Sequence[bool],
@@ -363,7 +371,7 @@ def _space(
 
 
 def _sharing(
-    asked: Asked, model: TunedModel, shapes: Sequence[Shape], devices: int | None = None
+    asked: TuneRequest, model: TunedModel, shapes: Sequence[Shape], devices: int | None = None
 ) -> frozenset[Shape]:
     """The shapes whose ranks are to share the first and the last layer: where that or a schedule with it is asked
     for, or memory is limited, all that can; else those in which one of the two costs more than a rank's even part.
@@ -404,7 +412,7 @@ def _sharing(
     return frozenset(found)
 
 
-def _recompute(asked: Asked, possible: bool) -> tuple[bool, ...]:
+def _recompute(asked: TuneRequest, possible: bool) -> tuple[bool, ...]:
     """Recompute costs time and saves memory: it is tried where memory is limited, or as told."""
     if asked.recompute is not None:
         return (asked.recompute,)
@@ -412,7 +420,7 @@ def _recompute(asked: Asked, possible: bool) -> tuple[bool, ...]:
 
 
 def _searched(
-    asked: Asked,
+    asked: TuneRequest,
     space: TuneSpace,
     profile_of: Callable[[Shape, bool], Profile | None],
     transfer_of: Callable[[Shape], MessageCosts | None],
@@ -428,7 +436,7 @@ def _searched(
     )  # fmt: skip
 
 
-def _verify(asked: Asked, outcome: TuneOutcome, model: TunedModel, say: Callable[[str], None] | None) -> None:
+def _verify(asked: TuneRequest, outcome: TuneOutcome, model: TunedModel, say: Callable[[str], None] | None) -> None:
     chosen = outcome.found.best[: asked.num_verified]
     if len(chosen) < asked.num_verified:
         outcome.notices.append(f"{asked.num_verified} candidates were to be verified; {len(chosen)} were found")

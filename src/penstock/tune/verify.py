@@ -12,7 +12,7 @@ from penstock.formats.native import to_json
 from penstock.planning.threads import num_cores
 from penstock.train.settings import Settings
 from penstock.tune.device import others
-from penstock.tune.search import Ranked, TuneCandidate, settings_of
+from penstock.tune.search import RankedCandidate, TuneCandidate, settings_of
 from penstock.tune.tuned_model import TunedModel
 from penstock.tune.work import WorkerAnswer, run_job
 
@@ -52,7 +52,7 @@ class MeasuredCandidate:
 
 
 def verify(
-    best: Sequence[Ranked],
+    best: Sequence[RankedCandidate],
     settings: Settings,
     model: TunedModel,
     num_steps: int = 10,
