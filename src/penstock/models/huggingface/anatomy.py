@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from penstock.models.huggingface.frame import Catcher, Stopped, encoded, hollow, stand_in
+from penstock.models.huggingface.frame import BlockRecorder, StoppedAtBlock, encoded, hollow, stand_in
 
 if TYPE_CHECKING:
     from penstock.models.huggingface.pictures import PictureForm
@@ -350,12 +350,14 @@ def _trace(model: Any, lists: Sequence[str], parts: list[str], nums_returned: Se
     Raises whatever that raises; ValueError where blocks get something that follows from the embeddings.
     """
     called: list[tuple[str, tuple[Any, ...]]] = []
-    catchers = [
-        [Catcher(block, num) for block in blocks_of(model, path)]
+    recorders = [
+        [BlockRecorder(block, num) for block in blocks_of(model, path)]
         for path, num in zip(lists, nums_returned, strict=True)
     ]
     fill: dict[str, nn.Module] = {part: stand_in(model.get_submodule(part)) for part in parts}
-    frame = hollow(model, {**fill, **{path: nn.ModuleList(each) for path, each in zip(lists, catchers, strict=True)}})
+    frame = hollow(
+        model, {**fill, **{path: nn.ModuleList(each) for path, each in zip(lists, recorders, strict=True)}}
+    )
     tokens = torch.zeros(2, 3, dtype=torch.long)
     given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
     if len(lists) > 1:
@@ -363,17 +365,17 @@ def _trace(model: Any, lists: Sequence[str], parts: list[str], nums_returned: Se
     if has_routers(model.config):
         given["output_router_logits"] = False  # there are no routers among stand-ins
     named = dict(fill)
-    for path, each in zip(lists, catchers, strict=True):
-        named |= {f"{path}.{index}": catcher for index, catcher in enumerate(each)}
+    for path, each in zip(lists, recorders, strict=True):
+        named |= {f"{path}.{index}": recorder for index, recorder in enumerate(each)}
     with torch.no_grad():
-        for each in catchers:
+        for each in recorders:
             each[0].instead = torch.zeros_like(_embedded(frame, each[0], given))
         for path, module in named.items():
             module.register_forward_pre_hook(noting(called, path), with_kwargs=True)
         frame(**given)
         order = [path for path, _ in called]
         around: list[list[str]] = []
-        for path, each in zip(lists, catchers, strict=True):
+        for path, each in zip(lists, recorders, strict=True):
             wanted = [f"{path}.{index}" for index in range(len(each))]
             if [other for other in order if other in wanted] != wanted:
                 raise ValueError("its blocks are not called once each and in order")
@@ -382,14 +384,14 @@ def _trace(model: Any, lists: Sequence[str], parts: list[str], nums_returned: Se
                 raise ValueError(f"{between[0]} is called between blocks")
             if not any(value is each[0].instead for value in called[first + 1][1] if isinstance(value, Tensor)):
                 raise ValueError("what a block returns is not what the next module is given")
-            begin = 0 if not around else order.index(f"{lists[0]}.{len(catchers[0]) - 1}") + 1
+            begin = 0 if not around else order.index(f"{lists[0]}.{len(recorders[0]) - 1}") + 1
             around.append(order[begin:first])
         around.append(order[last + 1 :])
         given_as: str | int = ""
         if len(lists) > 1:
-            given_as = _where_encoded(frame, catchers[-1], given)
+            given_as = _where_encoded(frame, recorders[-1], given)
         carried = [
-            carried_by(each, each[0].instead, given_as if number else None) for number, each in enumerate(catchers)
+            carried_by(each, each[0].instead, given_as if number else None) for number, each in enumerate(recorders)
         ]
     around = [list(dict.fromkeys(parts)) for parts in around]
     everywhere = [part for parts in around for part in parts]
@@ -398,16 +400,16 @@ def _trace(model: Any, lists: Sequence[str], parts: list[str], nums_returned: Se
     return _Traced(around, carried, given_as)
 
 
-def _where_encoded(frame: nn.Module, catchers: Sequence[Catcher], given: dict[str, Any]) -> str | int:
+def _where_encoded(frame: nn.Module, recorders: Sequence[BlockRecorder], given: dict[str, Any]) -> str | int:
     """As which argument a decoder's blocks, all of them, are given what was encoded."""
     tokens = given["input_ids"]
-    width = catchers[0].instead.shape[-1] if catchers[0].instead is not None else 1
+    width = recorders[0].instead.shape[-1] if recorders[0].instead is not None else 1
     marked = torch.zeros(*tokens.shape, width)
     frame(encoder_outputs=encoded(marked), **{key: each for key, each in given.items() if key != "input_ids"})
     places: list[list[str | int]] = []
-    for catcher in catchers:
-        assert catcher.given is not None
-        args, kwargs = catcher.given
+    for recorder in recorders:
+        assert recorder.given is not None
+        args, kwargs = recorder.given
         given_to: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
         places.append([key for key, value in given_to if value is marked])
     if not places[0] or any(each != places[0] for each in places):
@@ -415,12 +417,12 @@ def _where_encoded(frame: nn.Module, catchers: Sequence[Catcher], given: dict[st
     return places[0][0]
 
 
-def _embedded(frame: nn.Module, first: Catcher, given: dict[str, Any]) -> Tensor:
+def _embedded(frame: nn.Module, first: BlockRecorder, given: dict[str, Any]) -> Tensor:
     """What the first block of a list is given."""
     first.stops = True
     try:
         frame(**given)
-    except Stopped as stopped:
+    except StoppedAtBlock as stopped:
         return stopped.hidden
     finally:
         first.stops = False
@@ -432,23 +434,25 @@ def noting(called: list[tuple[str, tuple[Any, ...]]], path: str) -> Callable[...
     return lambda _, args, kwargs: called.append((path, (*args, *kwargs.values())))
 
 
-def carried_by(catchers: Sequence[Catcher], embedded: Tensor | None, given_as: str | int | None) -> tuple[int, ...]:
+def carried_by(
+    recorders: Sequence[BlockRecorder], embedded: Tensor | None, given_as: str | int | None
+) -> tuple[int, ...]:
     """Which of what a block returns besides hidden states the next one is given.
 
     All else must follow from places and masks alone, not from embeddings.
     """
     carried: set[int] = set()
-    for index, catcher in enumerate(catchers):
-        assert catcher.given is not None
-        args, kwargs = catcher.given
+    for index, recorder in enumerate(recorders):
+        assert recorder.given is not None
+        args, kwargs = recorder.given
         for key, value in [*enumerate(args), *kwargs.items()]:
             if not isinstance(value, Tensor) or key == given_as:
                 continue
-            number = catchers[index - 1].number_of(value) if index else None
+            number = recorders[index - 1].number_of(value) if index else None
             name = f"argument {key + 1}" if isinstance(key, int) else key
             if number is not None:
                 carried.add(number)
-            elif any(other.number_of(value) is not None for other in catchers):
+            elif any(other.number_of(value) is not None for other in recorders):
                 raise ValueError(f"block {index} is given {name}, which an earlier block than the last one returned")
             elif value is embedded or (embedded is not None and value.shape == embedded.shape):
                 raise ValueError(

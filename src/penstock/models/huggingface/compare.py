@@ -34,7 +34,7 @@ Batch = dict[str, Tensor]
 TokenLoss = Callable[..., Tensor]
 
 
-class Learnt(NamedTuple):
+class LossAndGradients(NamedTuple):
     """What a step comes to: the loss over the batch, and the gradient of each parameter, None where there is none."""
 
     loss: Tensor
@@ -130,7 +130,7 @@ def _parts(anatomy: Anatomy) -> list[range]:
     return [range(start, end) for start, end in pairwise([0, *sorted(ends)])]
 
 
-def _learnt(model: Any, losses: Iterable[Tensor], shares: Sequence[float]) -> Learnt:
+def _learnt(model: Any, losses: Iterable[Tensor], shares: Sequence[float]) -> LossAndGradients:
     """The losses' backwards one after another; gradients are summed microbatch by microbatch, as the runtime does."""
     total = torch.zeros(())
     sums: dict[str, Tensor | None] = {name: None for name, _ in model.named_parameters()}
@@ -144,7 +144,7 @@ def _learnt(model: Any, losses: Iterable[Tensor], shares: Sequence[float]) -> Le
                 before = sums[name]
                 sums[name] = parameter.grad if before is None else before + parameter.grad
         model.zero_grad(set_to_none=True)
-    return Learnt(total, sums)
+    return LossAndGradients(total, sums)
 
 
 def _through(
@@ -165,10 +165,10 @@ def _through(
 
 def _across(value: Any) -> Any:
     leaves, skeleton = flatten(value)
-    return unflatten([_Crossing.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves], skeleton)
+    return unflatten([_StageBoundary.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves], skeleton)
 
 
-class _Crossing(torch.autograd.Function):
+class _StageBoundary(torch.autograd.Function):
     """What comes to the next stage: the same numbers, in memory of their own."""
 
     @staticmethod

@@ -25,11 +25,11 @@ from penstock.models.huggingface.shards import Shards, shards_of
 from penstock.models.huggingface.shift import Shift
 from penstock.models.huggingface.tower import cut_tower
 from penstock.models.huggingface.weights import (
-    Adapted,
-    Drawn,
-    Given,
-    Source,
-    Stored,
+    AdaptedSource,
+    FolderSource,
+    ModelSource,
+    RandomSource,
+    WeightSource,
     folder_of,
     shapes_of,
     tied_groups,
@@ -94,7 +94,7 @@ class Decoder:
         _require_transformers()
         from transformers import PreTrainedConfig, PreTrainedModel
 
-        self._source: Source
+        self._source: WeightSource
         self.adapters: Adapters | None = None
         if hasattr(source, "peft_config") and hasattr(source, "get_base_model"):
             if lora is not None:
@@ -108,13 +108,13 @@ class Decoder:
         if isinstance(source, PreTrainedModel):
             require_usual(source)
             self._model: Any = source
-            self._source = Given(source)
+            self._source = ModelSource(source)
         elif isinstance(source, PreTrainedConfig):
             self._model = shapes_of(source)
-            self._source = Drawn(self._model, seed, dtype)
+            self._source = RandomSource(self._model, seed, dtype)
         elif isinstance(source, str | Path):
             self._model = shapes_of(_config_in(Path(source)))
-            self._source = Stored(self._model, Path(source), dtype)
+            self._source = FolderSource(self._model, Path(source), dtype)
         else:
             raise DecoderError(
                 f"no decoder can be made of a {type(source).__name__}; give a folder, a config of transformers or a "
@@ -122,7 +122,7 @@ class Decoder:
             )
         if lora is not None:
             self.adapters = Adapters(self._model, lora, seed)
-            self._source, self._model = Adapted(self._source, self.adapters), self.adapters.model
+            self._source, self._model = AdaptedSource(self._source, self.adapters), self.adapters.model
         self.config = self._model.config
         self.anatomy = cut_tower(self._model, examine(self._model, blocks))
         self._routers: Routers | None = None
@@ -149,7 +149,7 @@ class Decoder:
                     require_equal(small, anatomy, self._routers, self.loss)
             if packed:
                 require_apart(small, anatomy, self._routers)
-        if compare and isinstance(self._source, Given):
+        if compare and isinstance(self._source, ModelSource):
             self._compare()
         if packed:
             use_each_sequence(self._model)
@@ -277,7 +277,7 @@ class Decoder:
             PartitionError: more stages than layers, or a cut that does not fit.
         """
         parts = partition(self.costs(), num_stages) if cut is None else self._parts(num_stages, cut)
-        if isinstance(self._source, Given):
+        if isinstance(self._source, ModelSource):
             return [self.stage(part) for part in parts]
         return [lambda part=part: self.stage(part) for part in parts]  # type: ignore[misc]
 

@@ -4,9 +4,9 @@ What a decoder's blocks are given besides the hidden states (masks, positions, r
 model's own forward. Run with stand-ins it works out the same, without a weight:
 
     model                               frame of a stage with blocks
-      embed_tokens  V x D                 Zeros
-      layers        n blocks              n catchers: each notes what its block would be given
-      norm, lm_head                       Same
+      embed_tokens  V x D                 ZeroEmbedding
+      layers        n blocks              n BlockRecorders: each notes what its block would be given
+      norm, lm_head                       IdentityStandIn
       rotary_emb    (no weights)          rotary_emb
 
 An architecture is thereby cut as it is, and no forward is written anew.
@@ -27,7 +27,7 @@ HOOKED = "_output_capturing_hooks_installed"
 """What transformers notes on a model whose blocks have its hooks, which stand-ins of them do not have yet."""
 
 
-class Stopped(Exception):
+class StoppedAtBlock(Exception):
     """The model's code has come as far as it was to run."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -35,13 +35,13 @@ class Stopped(Exception):
         self.hidden = hidden
 
 
-class Elsewhere:
+class UnregisteredModule:
     """A module that is not ours: neither registered nor copied along."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Elsewhere:
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnregisteredModule:
         return self
 
 
@@ -50,7 +50,7 @@ class FrameStandIn(nn.Module):
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self._elsewhere = Elsewhere(original)
+        self._elsewhere = UnregisteredModule(original)
         self.training = False
 
     def __getattr__(self, name: str) -> Any:
@@ -63,7 +63,7 @@ class FrameStandIn(nn.Module):
             return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
 
 
-class Zeros(FrameStandIn):
+class ZeroEmbedding(FrameStandIn):
     """In place of an embedding: zeros of a type."""
 
     def __init__(self, original: nn.Module, dtype: torch.dtype) -> None:
@@ -79,7 +79,7 @@ class Zeros(FrameStandIn):
         return torch.zeros(*ids.shape, self.embedding_dim, dtype=self._dtype, device=ids.device)
 
 
-class ZeroEmbeddings(Zeros):
+class ZeroEmbeddings(ZeroEmbedding):
     """In place of a module that embeds tokens, positions and more: embeddings that it is given, else zeros."""
 
     def __init__(self, original: nn.Module, width: int, dtype: torch.dtype) -> None:
@@ -91,21 +91,21 @@ class ZeroEmbeddings(Zeros):
         return given if isinstance(given, Tensor) else super().forward(*args, **kwargs)
 
 
-class Same(FrameStandIn):
+class IdentityStandIn(FrameStandIn):
     """In place of a norm, a linear or whatever else has weights: what it is given."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
 
 
-class Widened(FrameStandIn):
+class WideningStandIn(FrameStandIn):
     """In place of a linear that changes the width: the first number it is given, as often as it has outputs."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden[..., :1].expand(*hidden.shape[:-1], self.out_features)
 
 
-class Blank(FrameStandIn):
+class HiddenStatesStandIn(FrameStandIn):
     """In place of what comes before a list of blocks: hidden states of the shape that they have there.
 
     Attributes:
@@ -118,7 +118,7 @@ class Blank(FrameStandIn):
         return self.instead
 
 
-class Catcher(FrameStandIn):
+class BlockRecorder(FrameStandIn):
     """In place of a block: notes what the block would be given.
 
     What the block returns besides hidden states has stand-ins too, which are recognized where the next block is given
@@ -144,7 +144,7 @@ class Catcher(FrameStandIn):
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # transformers records hidden states of modules of a block's class
         elsewhere = self.__dict__.get("_elsewhere")
-        return Catcher if elsewhere is None else type(elsewhere.module)
+        return BlockRecorder if elsewhere is None else type(elsewhere.module)
 
     def number_of(self, value: Any) -> int | None:
         """Which entry of what the block returns a value stands for; None where it is nothing of it."""
@@ -154,7 +154,7 @@ class Catcher(FrameStandIn):
         hidden = args[0] if args else kwargs.pop("hidden_states")
         self.given = args[1:], kwargs
         if self.stops:
-            raise Stopped(hidden)
+            raise StoppedAtBlock(hidden)
         hidden = hidden if self.instead is None else self.instead
         return (hidden, *self._others) if self._num_returned else hidden
 
@@ -179,11 +179,11 @@ def encoded(hidden: Tensor) -> Any:
 def stand_in(original: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     """What a module with weights is replaced by; embeddings give numbers of `dtype`."""
     if isinstance(original, nn.Embedding):
-        return Zeros(original, dtype)
+        return ZeroEmbedding(original, dtype)
     if isinstance(original, nn.Linear) and original.in_features != original.out_features:
-        return Widened(original)
+        return WideningStandIn(original)
     inside = next((each for each in original.modules() if isinstance(each, nn.Embedding)), None)
-    return Same(original) if inside is None else ZeroEmbeddings(original, inside.embedding_dim, dtype)
+    return IdentityStandIn(original) if inside is None else ZeroEmbeddings(original, inside.embedding_dim, dtype)
 
 
 def hollow(model: nn.Module, fill: Mapping[str, nn.Module], path: str = "") -> nn.Module:

@@ -26,7 +26,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, ImageTower, blocks_of
-from penstock.models.huggingface.frame import Arguments, Blank, Catcher, Stopped, encoded, hollow, stand_in
+from penstock.models.huggingface.frame import (
+    Arguments,
+    BlockRecorder,
+    HiddenStatesStandIn,
+    StoppedAtBlock,
+    encoded,
+    hollow,
+    stand_in,
+)
 from penstock.models.huggingface.pictures import IMAGES, PictureForm
 from penstock.models.huggingface.routers import ROUTED, Routers
 from penstock.models.huggingface.shards import Shards
@@ -97,7 +105,7 @@ class EmbeddingPiece(Piece):
     def _embedded(self, value: Value) -> Tensor:
         try:
             self._frame(use_cache=False, **value)
-        except Stopped as stopped:
+        except StoppedAtBlock as stopped:
             return stopped.hidden
         raise DecoderError("the model ran without calling its blocks")
 
@@ -136,27 +144,27 @@ class PatchesPiece(EmbeddingPiece):
 
 
 class BlockPiece(Piece):
-    """One block. `around` says what it is given besides the hidden states."""
+    """One block. `block_arguments` says what it is given besides the hidden states."""
 
     def __init__(
-        self, path: str, block: nn.Module, index: int, around: Around, routers: Routers | None = None
+        self, path: str, block: nn.Module, index: int, block_arguments: BlockArguments, routers: Routers | None = None
     ) -> None:
         super().__init__({path: block})
         self._index = index
-        self._around = around
+        self._block_arguments = block_arguments
         self._heard = None if routers is None else routers.listen(block)
 
     def forward(self, value: Value) -> Value:
-        args, kwargs = self._around.arguments(self._index, value)
+        args, kwargs = self._block_arguments.arguments(self._index, value)
         if self._heard is not None:
             self._heard.taken()  # by a block that is run again in a backward
         out = self.first(value[HIDDEN], *args, **kwargs)
         new = {**value, HIDDEN: out[0] if isinstance(out, tuple) else out}
         if self._heard is not None:
             new[ROUTED] = (*value.get(ROUTED, ()), *self._heard.taken())
-        if self._around.carried:
-            new[CARRIED] = tuple(out[number] for number in self._around.carried)
-        if self._index == self._around.num_called - 1:
+        if self._block_arguments.carried:
+            new[CARRIED] = tuple(out[number] for number in self._block_arguments.carried)
+        if self._index == self._block_arguments.num_called - 1:
             new.pop(CARRIED, None)
             new.pop(ENCODED, None)
         return new
@@ -165,8 +173,10 @@ class BlockPiece(Piece):
 class TowerBlockPiece(BlockPiece):
     """A block of a tower. Where there is no picture, or nothing is made of what it returns, it does nothing."""
 
-    def __init__(self, path: str, block: nn.Module, index: int, around: Around, tower: ImageTower) -> None:
-        super().__init__(path, block, index, around)
+    def __init__(
+        self, path: str, block: nn.Module, index: int, block_arguments: BlockArguments, tower: ImageTower
+    ) -> None:
+        super().__init__(path, block, index, block_arguments)
         self._tower = tower
 
     def forward(self, value: Value) -> Value:
@@ -182,37 +192,41 @@ class MergePiece(Piece):
     """What stands between a tower's blocks and the decoder's: its norm, the projector, the embedding of tokens."""
 
     _frame: nn.Module
-    _looks: Looks
-    _selected: list[Catcher]
+    _blank_pictures: BlankPictures
+    _selected: list[BlockRecorder]
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], frame: nn.Module, looks: Looks, catchers: Sequence[Catcher]
+        self,
+        modules: Mapping[str, nn.Module],
+        frame: nn.Module,
+        blank_pictures: BlankPictures,
+        recorders: Sequence[BlockRecorder],
     ) -> None:
         super().__init__(modules)
         self.__dict__["_frame"] = frame
-        self.__dict__["_looks"] = looks
-        self.__dict__["_selected"] = [catchers[number] for number in looks.tower.selected]
+        self.__dict__["_blank_pictures"] = blank_pictures
+        self.__dict__["_selected"] = [recorders[number] for number in blank_pictures.tower.selected]
 
     def forward(self, value: Value) -> Value:
         rest, pictures = _beside(value), {}
         if HIDDEN in value:
-            pictures = self._looks.set(value[HIDDEN])
+            pictures = self._blank_pictures.set(value[HIDDEN])
             states = (*value.get(SELECTED, ()), value[HIDDEN])
-            for catcher, state in zip(self._selected, states, strict=True):
-                catcher.instead = state
+            for recorder, state in zip(self._selected, states, strict=True):
+                recorder.instead = state
         try:
             self._frame(use_cache=False, **rest, **pictures)
-        except Stopped as stopped:
+        except StoppedAtBlock as stopped:
             del rest[TOKENS]
             return {HIDDEN: stopped.hidden, **rest}
         finally:
-            self._looks.clear()
-            for catcher in self._selected:
-                catcher.instead = None
+            self._blank_pictures.clear()
+            for recorder in self._selected:
+                recorder.instead = None
         raise DecoderError("the model ran without calling its decoder's blocks")
 
 
-class Looks:
+class BlankPictures:
     """Pictures for a model's code whose patches are embedded elsewhere: of the right shape, with nothing on them.
 
     Args:
@@ -222,7 +236,7 @@ class Looks:
     def __init__(self, tower: ImageTower, fill: Mapping[str, nn.Module]) -> None:
         self.tower = tower
         self._shape = (tower.form.num_channels, tower.form.size, tower.form.size)
-        self._before = [part for path in tower.before if isinstance(part := fill[path], Blank)]
+        self._before = [part for path in tower.before if isinstance(part := fill[path], HiddenStatesStandIn)]
 
     def set(self, hidden: Tensor) -> Value:
         """Arguments of the model by which its code comes to the tower's blocks with such hidden states."""
@@ -239,15 +253,15 @@ class BridgePiece(Piece):
     """What stands between an encoder's blocks and the decoder's: the norm of the one, the embedding of the other."""
 
     _frame: nn.Module
-    _entrance: Catcher
-    _exit: Catcher
+    _entrance: BlockRecorder
+    _exit: BlockRecorder
 
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
         frame: nn.Module,
-        entrance: Catcher,
-        way_out: Catcher,
+        entrance: BlockRecorder,
+        way_out: BlockRecorder,
         given_as: str | int,
     ) -> None:
         super().__init__(modules)
@@ -261,7 +275,7 @@ class BridgePiece(Piece):
         rest = _beside(value)
         try:
             self._frame(inputs_embeds=_blank(value[HIDDEN]), use_cache=False, **rest)
-        except Stopped as stopped:
+        except StoppedAtBlock as stopped:
             assert self._exit.given is not None
             args, kwargs = self._exit.given
             made = args[self._given_as] if isinstance(self._given_as, int) else kwargs[self._given_as]
@@ -278,13 +292,13 @@ class HeadPiece(Piece):
     """
 
     _frame: nn.Module
-    _entrance: Catcher
+    _entrance: BlockRecorder
 
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
         frame: nn.Module,
-        entrance: Catcher,
+        entrance: BlockRecorder,
         routers: Routers | None = None,
         is_behind: bool = False,
     ) -> None:
@@ -313,7 +327,7 @@ class HeadPiece(Piece):
         return logits if self._routers is None else {"logits": logits, "router_loss": self._routers.loss(out)}
 
 
-class Around:
+class BlockArguments:
     """What the blocks of one list are given in a stage: worked out once a microbatch, where it is used.
 
     Args:
@@ -324,15 +338,15 @@ class Around:
     """
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, is_encoder: bool = False) -> None:
-        lists, fill = _catchers(model, anatomy), _stand_ins(model, anatomy)
+        lists, fill = _recorders(model, anatomy), _stand_ins(model, anatomy)
         path = anatomy.encoder.blocks if is_encoder and anatomy.encoder is not None else anatomy.blocks
-        self._catchers = lists[path]
-        self.num_called = len(self._catchers)
-        self._looks: Looks | None = None
+        self._recorders = lists[path]
+        self.num_called = len(self._recorders)
+        self._blank_pictures: BlankPictures | None = None
         if is_encoder and anatomy.tower is not None:
-            self._looks = Looks(anatomy.tower, fill)
+            self._blank_pictures = BlankPictures(anatomy.tower, fill)
             self.num_called = anatomy.tower.num_called
-        self._catchers[self.num_called - 1].stops = True
+        self._recorders[self.num_called - 1].stops = True
         self.carried = anatomy.encoder.carried if is_encoder and anatomy.encoder is not None else anatomy.carried
         self._is_behind = anatomy.has_encoder and not is_encoder
         # Dropout of the embedding must not draw here: its numbers would be missing in the blocks.
@@ -355,7 +369,7 @@ class Around:
         def actual(given: Any) -> Any:
             if given is blank and blank is not None:
                 return made
-            number = self._catchers[index - 1].number_of(given) if index and self.carried else None
+            number = self._recorders[index - 1].number_of(given) if index and self.carried else None
             return given if number is None else carried[self.carried.index(number)]
 
         return tuple(actual(each) for each in args), {name: actual(each) for name, each in kwargs.items()}
@@ -365,20 +379,20 @@ class Around:
         for module in self._loose.values():
             if any(buffer.device != hidden.device for buffer in module.buffers()):
                 module.to(hidden.device)
-        if self._looks is not None:
-            instead = self._looks.set(hidden)
+        if self._blank_pictures is not None:
+            instead = self._blank_pictures.set(hidden)
         else:
             instead = _in_place_of_embeddings(value, self._is_behind)
         try:
             with torch.no_grad():
                 self._frame(**instead, use_cache=False, **_beside(value))
-        except Stopped:
+        except StoppedAtBlock:
             pass
         finally:
-            if self._looks is not None:
-                self._looks.clear()
+            if self._blank_pictures is not None:
+                self._blank_pictures.clear()
         blank = instead["encoder_outputs"][0] if self._is_behind else None
-        return [catcher.given for catcher in self._catchers if catcher.given is not None], blank
+        return [recorder.given for recorder in self._recorders if recorder.given is not None], blank
 
 
 def build_pieces(
@@ -395,31 +409,33 @@ def build_pieces(
     loose = {path: copy.deepcopy(model.get_submodule(path)) for path in anatomy.loose}
     hollow_parts = _stand_ins(model, anatomy)
     encoder = anatomy.encoder
-    around = {is_encoder: Around(model, anatomy, is_encoder) for is_encoder in (False, True)[: 1 + bool(encoder)]}
+    block_arguments = {
+        is_encoder: BlockArguments(model, anatomy, is_encoder) for is_encoder in (False, True)[: 1 + bool(encoder)]
+    }
     pieces: list[Piece] = []
     for index in indices:
         paths = anatomy.paths(index)
         own = {path: weights[path] for path in paths}
         number = index - anatomy.first_block
         if 0 <= number < anatomy.num_blocks:
-            pieces.append(BlockPiece(paths[0], own[paths[0]], number, around[False], routers))
+            pieces.append(BlockPiece(paths[0], own[paths[0]], number, block_arguments[False], routers))
             continue
         if encoder is not None and 0 < index <= encoder.num_blocks:
             block = own[paths[0]]
             if anatomy.tower is None:
-                pieces.append(BlockPiece(paths[0], block, index - 1, around[True]))
+                pieces.append(BlockPiece(paths[0], block, index - 1, block_arguments[True]))
             else:
-                pieces.append(TowerBlockPiece(paths[0], block, index - 1, around[True], anatomy.tower))
+                pieces.append(TowerBlockPiece(paths[0], block, index - 1, block_arguments[True], anatomy.tower))
             continue
-        lists = _catchers(model, anatomy)
+        lists = _recorders(model, anatomy)
         frame = hollow(model, {**hollow_parts, **own, **loose, **_as_modules(lists)})
         first = lists[anatomy.blocks][0]
         if number == anatomy.num_blocks:
             pieces.append(HeadPiece({**own, **loose}, frame, first, routers, anatomy.has_encoder))
         elif anatomy.tower is not None and index > 0:
             first.stops = True
-            looks = Looks(anatomy.tower, hollow_parts)
-            pieces.append(MergePiece({**own, **loose}, frame, looks, lists[anatomy.tower.blocks]))
+            blank_pictures = BlankPictures(anatomy.tower, hollow_parts)
+            pieces.append(MergePiece({**own, **loose}, frame, blank_pictures, lists[anatomy.tower.blocks]))
         elif encoder is not None and index > 0:
             first.stops = True
             pieces.append(BridgePiece({**own, **loose}, frame, lists[encoder.blocks][0], first, encoder.given_as))
@@ -461,20 +477,20 @@ def _stand_ins(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
     paths = [*anatomy.before, *anatomy.after, *(() if anatomy.encoder is None else anatomy.encoder.before)]
     fill = {path: stand_in(model.get_submodule(path), torch.int8) for path in paths}
     if anatomy.tower is not None:
-        fill |= {path: Blank(model.get_submodule(path)) for path in anatomy.tower.before}
+        fill |= {path: HiddenStatesStandIn(model.get_submodule(path)) for path in anatomy.tower.before}
     return fill
 
 
-def _catchers(model: nn.Module, anatomy: Anatomy) -> dict[str, list[Catcher]]:
+def _recorders(model: nn.Module, anatomy: Anatomy) -> dict[str, list[BlockRecorder]]:
     """By the path of each list of blocks, in order."""
     lists = {anatomy.blocks: anatomy.num_returned}
     if anatomy.encoder is not None:
         lists = {anatomy.encoder.blocks: anatomy.encoder.num_returned, **lists}
-    return {path: [Catcher(block, num) for block in blocks_of(model, path)] for path, num in lists.items()}
+    return {path: [BlockRecorder(block, num) for block in blocks_of(model, path)] for path, num in lists.items()}
 
 
-def _as_modules(lists: Mapping[str, list[Catcher]]) -> dict[str, nn.Module]:
-    return {path: nn.ModuleList(catchers) for path, catchers in lists.items()}
+def _as_modules(lists: Mapping[str, list[BlockRecorder]]) -> dict[str, nn.Module]:
+    return {path: nn.ModuleList(recorders) for path, recorders in lists.items()}
 
 
 def _without_dropout(module: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError
-from penstock.models.huggingface.frame import Stopped, encoded, hollow
+from penstock.models.huggingface.frame import StoppedAtBlock, encoded, hollow
 
 __all__ = ["Shift"]
 
@@ -26,7 +26,7 @@ class Shift:
         try:
             with torch.no_grad():
                 self._frame(encoder_outputs=encoded(torch.zeros(len(labels), 1, 1)), labels=labels, use_cache=False)
-        except Stopped as stopped:
+        except StoppedAtBlock as stopped:
             return stopped.hidden
         except Exception as error:  # whatever a model's code raises where its config lacks a token
             raise DecoderError(f"{self._name} does not shift labels for its decoder: {error}") from error
@@ -40,4 +40,4 @@ class _TargetsCatcher(nn.Module):
         tokens = args[0] if args else kwargs.get("input_ids")
         if tokens is None:
             raise ValueError("it gives its decoder no input_ids")
-        raise Stopped(tokens)
+        raise StoppedAtBlock(tokens)

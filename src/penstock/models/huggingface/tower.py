@@ -29,9 +29,9 @@ from penstock.models.huggingface.anatomy import (
     modules_around,
     noting,
 )
-from penstock.models.huggingface.frame import Arguments, Catcher, Stopped, hollow, on_meta
+from penstock.models.huggingface.frame import Arguments, BlockRecorder, StoppedAtBlock, hollow, on_meta
 from penstock.models.huggingface.pictures import PictureForm, picture_form
-from penstock.models.huggingface.pieces import HIDDEN, TOKENS, Around
+from penstock.models.huggingface.pieces import HIDDEN, TOKENS, BlockArguments
 
 __all__ = ["cut_tower"]
 
@@ -84,20 +84,20 @@ def _traced(
 ) -> tuple[ImageTower, list[Arguments]]:
     """The tower, and what its blocks were given. Raises ValueError where it does not fit, and what the code does."""
     shadow = on_meta(model)
-    catchers = [Catcher(block, num_returned) for block in blocks_of(shadow, path)]
-    frame: Any = hollow(shadow, {path: nn.ModuleList(catchers)})
+    recorders = [BlockRecorder(block, num_returned) for block in blocks_of(shadow, path)]
+    frame: Any = hollow(shadow, {path: nn.ModuleList(recorders)})
     picture = torch.zeros(1, form.num_channels, form.size, form.size, device="meta")
-    catchers[0].stops = True
+    recorders[0].stops = True
     try:
         frame.get_image_features(pixel_values=picture)
         raise ValueError("its blocks are not called")
-    except Stopped as stopped:
+    except StoppedAtBlock as stopped:
         embedded = stopped.hidden
-    catchers[0].stops = False
-    for catcher in catchers:
-        catcher.instead = torch.zeros_like(embedded).detach().requires_grad_()
+    recorders[0].stops = False
+    for recorder in recorders:
+        recorder.instead = torch.zeros_like(embedded).detach().requires_grad_()
     called: list[tuple[str, tuple[Any, ...]]] = []
-    names = {f"{path}.{index}": catcher for index, catcher in enumerate(catchers)}
+    names = {f"{path}.{index}": recorder for index, recorder in enumerate(recorders)}
     for name, module in {**names, **{part: frame.get_submodule(part) for part in parts}}.items():
         module.register_forward_pre_hook(noting(called, name), with_kwargs=True)
     found = frame.get_image_features(pixel_values=picture)
@@ -105,21 +105,21 @@ def _traced(
     if [name for name in order if name in names] != list(names):
         raise ValueError("its blocks are not called once each and in order")
     inputs = [given for name, given in called if name in names]
-    for catcher, given in zip(catchers, inputs[1:], strict=False):
-        if not any(value is catcher.instead for value in given):
+    for recorder, given in zip(recorders, inputs[1:], strict=False):
+        if not any(value is recorder.instead for value in given):
             raise ValueError("what a block returns is not what the next one is given")
     before = list(dict.fromkeys(order[: order.index(next(iter(names)))]))
     if twice := [part for part in before if part in order[order.index(next(iter(names))) :]]:
         raise ValueError(f"{twice[0]} is called before the blocks and after them")
     earlier = [p for part in before for p in shadow.get_submodule(part).parameters() if p.requires_grad]
-    selected = _features_follow_from([c.instead for c in catchers if c.instead is not None], earlier, found)
-    kept = [catcher.given for catcher in catchers if catcher.given is not None]
+    selected = _features_follow_from([c.instead for c in recorders if c.instead is not None], earlier, found)
+    kept = [recorder.given for recorder in recorders if recorder.given is not None]
     tower = ImageTower(
         path,
-        len(catchers),
+        len(recorders),
         tuple(before),
         num_returned,
-        carried_by(catchers, embedded, None),
+        carried_by(recorders, embedded, None),
         form=form,
         whole=anatomy,
         selected=selected,
@@ -155,12 +155,12 @@ def _tensors_in(found: Any) -> Iterator[Tensor]:
 
 def _given_over_stand_ins(model: Any, anatomy: Anatomy, tower: ImageTower) -> list[Arguments]:
     """What a tower's blocks are given where nothing of the model is there."""
-    around = Around(model, anatomy, True)
+    block_arguments = BlockArguments(model, anatomy, True)
     value = {
         TOKENS: torch.full((1, tower.form.num_tokens), tower.form.token),
         HIDDEN: torch.zeros(1, tower.num_positions, tower.width),
     }
-    return [around.arguments(index, value) for index in range(tower.num_called)]
+    return [block_arguments.arguments(index, value) for index in range(tower.num_called)]
 
 
 def _require_same(wanted: list[Arguments], found: list[Arguments]) -> None:

@@ -36,7 +36,7 @@ LARGEST_BUFFER = 1 << 25
 """Numbers."""
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Gives modules with their weights."""
 
     def module(self, path: str) -> nn.Module: ...
@@ -45,7 +45,7 @@ class Source(Protocol):
         ...
 
 
-class Given:
+class ModelSource:
     """The modules of a model that is there."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -58,7 +58,7 @@ class Given:
         """They are."""
 
 
-class Drawn:
+class RandomSource:
     """Modules drawn as the architecture draws them, from the seed and the module's path alone."""
 
     def __init__(self, shapes: Any, seed: int, dtype: torch.dtype) -> None:
@@ -79,7 +79,7 @@ class Drawn:
         """They are as the architecture makes them."""
 
 
-class Stored:
+class FolderSource:
     """Modules with the weights of a folder, of which only those asked for are read.
 
     A file may name weights otherwise than the model does, and have each expert of a mixture by itself, where the
@@ -91,7 +91,7 @@ class Stored:
         self.folder = folder
         self._dtype = dtype
         self._files = _files(folder)
-        self._kept: dict[str, _Read] = {}
+        self._kept: dict[str, _StoredWeight] = {}
 
     def module(self, path: str) -> nn.Module:
         module = _with_storage(self._shapes.get_submodule(path), self._dtype)
@@ -121,7 +121,7 @@ class Stored:
             if name in self._origins:  # else it is as the architecture makes it, as from_pretrained has it
                 buffer.copy_(self._read(name, buffer).tensor)
 
-    def _read(self, name: str, wanted: Tensor) -> _Read:
+    def _read(self, name: str, wanted: Tensor) -> _StoredWeight:
         names = [name, *_tied_names(self._shapes, name)]  # a tied weight is kept under one of its names
         found = next((each for each in names if each in self._origins), None)
         if found is None:
@@ -138,7 +138,7 @@ class Stored:
         return made
 
     @cached_property
-    def _origins(self) -> dict[str, _Origin]:
+    def _origins(self) -> dict[str, _WeightOrigin]:
         """By the model's name of a weight, what it is made of."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -147,26 +147,26 @@ class Stored:
         renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
         known, prefix = self._shapes.state_dict(), self._shapes.base_model_prefix
-        origins: dict[str, _Origin] = {}
+        origins: dict[str, _WeightOrigin] = {}
         for source in sorted(self._files, key=_by_number):
             name, pattern = rename_source_key(source, renamings, converters, prefix, known)
             if name not in known and source in known:
                 name, pattern = rename_source_key(source, [], [], prefix, known)
             converter = next((each for each in converters if pattern in each.source_patterns), None)
-            origin = origins.setdefault(name, _Origin(name, converter, []))
+            origin = origins.setdefault(name, _WeightOrigin(name, converter, []))
             origin.sources.append((source, pattern or source))
             targets = [] if converter is None else converter.target_patterns
             for other in targets[1:]:  # made of the same sources
                 origins[name.replace(targets[0], other)] = origin
         return origins
 
-    def _made(self, name: str) -> _Read:
+    def _made(self, name: str) -> _StoredWeight:
         if name in self._kept:
             return self._kept.pop(name)
         origin = self._origins[name]
         tensors = [(pattern, source, self._tensor(source)) for source, pattern in origin.sources]
         if origin.converter is None:
-            return _Read(tensors[-1][2], False)
+            return _StoredWeight(tensors[-1][2], False)
         mapped = {tensor.untyped_storage().data_ptr() for _, _, tensor in tensors}
         converter = copy.deepcopy(origin.converter)
         for pattern, source, tensor in tensors:
@@ -184,7 +184,7 @@ class Stored:
             tensor = value[0] if isinstance(value, list) else value
             storage = tensor.untyped_storage()
             is_whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
-            self._kept[key] = _Read(tensor, is_whole and storage.data_ptr() not in mapped)
+            self._kept[key] = _StoredWeight(tensor, is_whole and storage.data_ptr() not in mapped)
         if name not in self._kept:
             raise DecoderError(f"{self.folder}: {name} could not be made from {origin.sources[0][0]} and the others")
         return self._kept.pop(name)
@@ -195,10 +195,10 @@ class Stored:
         return tensor
 
 
-class Adapted:
+class AdaptedSource:
     """Modules of another source, given adapters."""
 
-    def __init__(self, source: Source, adapters: Adapters) -> None:
+    def __init__(self, source: WeightSource, adapters: Adapters) -> None:
         self.base = source
         self._adapters = adapters
 
@@ -209,13 +209,13 @@ class Adapted:
         self.base.fill(buffers)
 
 
-def folder_of(source: Source) -> Path | None:
+def folder_of(source: WeightSource) -> Path | None:
     """The folder that weights are read from."""
-    base = source.base if isinstance(source, Adapted) else source
-    return base.folder if isinstance(base, Stored) else None
+    base = source.base if isinstance(source, AdaptedSource) else source
+    return base.folder if isinstance(base, FolderSource) else None
 
 
-class _Read(NamedTuple):
+class _StoredWeight(NamedTuple):
     """A weight as a folder has it.
 
     Attributes:
@@ -227,7 +227,7 @@ class _Read(NamedTuple):
     is_fresh: bool
 
 
-class _Origin(NamedTuple):
+class _WeightOrigin(NamedTuple):
     """What of a file a weight is made of.
 
     Attributes:
