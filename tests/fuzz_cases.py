@@ -85,7 +85,7 @@ class Case:
         shape: processes along pp, dp, tp; None: all ranks in one process.
         samples: of each step's batch. listed: the batch is a list, an entry per microbatch, of several lengths.
         device: on which all stages lie; several processes share it.
-        turns: of `TURNS`. memory: of `MEMORY`, where the schedule takes it.
+        turns: of `TURNS`. memory: of `MEMORY`, where the schedule takes it. late: milliseconds of the first link.
     """
 
     seed: int
@@ -112,6 +112,7 @@ class Case:
     device: str = "cpu"
     turns: tuple[str, ...] = ()
     memory: str = ""
+    late: float = 0.0
 
     def build(self) -> ps.Schedule:
         made = ps.build(self.schedule, self.num_ranks, self.num_microbatches, **dict(self.options))
@@ -198,6 +199,10 @@ def with_turns(case: Case) -> Case:
     if case.schedule == TOWERS:
         return case
     turned = replace(case, turns=turns, memory=rng.choice(MEMORY))
+    if case.num_ranks > 1 and rng.random() < 0.3:
+        turned = replace(turned, late=3.0)
+    if case.shape is not None and rng.random() < 0.4:
+        turned = replace(turned, transport="delegate")
     try:
         turned.build()
     except ps.ScheduleError:  # it doesn't take that
@@ -774,7 +779,7 @@ def _pipeline(case: Case, schedule: ps.Schedule, place: Any) -> tuple[Any, Any]:
         optimizer=OPTIMIZERS[case.optimizer],
         mesh=place,
         dispatch=case.dispatch,
-        transport=case.transport,
+        transport=ps.TransportOptions(case.transport, links=ps.Links({(0, 1): case.late}) if case.late else None),
         timeout=40.0,
         precision=ps.PrecisionOptions(autocast=torch.bfloat16 if case.autocast else None, clip_norm=case.clip_norm),
         parallel=ps.ParallelOptions(
