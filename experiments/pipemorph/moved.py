@@ -202,7 +202,8 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
         "moved": moves["steps_ms"][after + 1 :],
     }
     said.append(", ".join(f"{name} {median(part):.0f} ms a step" for name, part in parts.items()))
-    probes, steps = sum(moves["probes_ms"]) + moves["checks_ms"], sum(moves["steps_ms"])
+    checks = moves.get("checks_ms", 0.0)  # which a run from before it was told does not have
+    probes, steps = sum(moves["probes_ms"]) + checks, sum(moves["steps_ms"])
     said.append(
         f"{len(moves['probes_ms'])} probes of all links, {median(moves['probes_ms']):.1f} ms in the median, "
         f"{max(moves['probes_ms']):.1f} at most: {probes / (probes + steps):.1%} of the time of steps and probes"
