@@ -113,6 +113,19 @@ def test_simulate_writes_pictures(penstock: Any, tmp_path: Path, ending: str) ->
     assert (tmp_path / f"t.{ending}").stat().st_size > 100
 
 
+def test_a_file_of_another_kind_was_refused_without_saying_what_it_is(penstock: Any, tmp_path: Path) -> None:
+    counts = "--ranks 2 --microbatches 3"
+    assert penstock(f"simulate 1f1b {counts} --timeline {tmp_path}/trace.json").code == 0
+    assert penstock(f"show 1f1b {counts} --out {tmp_path}/schedule.json").code == 0
+    for verb in ("show", "simulate", "check"):
+        assert "not a schedule: it is a trace, for penstock analyze" in penstock(f"{verb} {tmp_path}/trace.json").err
+    said = penstock(f"analyze {tmp_path}/schedule.json").err
+    assert (
+        "schedule.json is no trace: it is a schedule; penstock simulate schedule.json --timeline trace.json" in said
+    )
+    assert "trace.json: this is a file; give the folder of a run" in penstock(f"report {tmp_path}/trace.json").err
+
+
 def test_check_says_what_was_proved(penstock: Any) -> None:
     ran = penstock("check zb-v --ranks 4 --microbatches 8")
     assert (ran.code, ran.err) == (0, "")

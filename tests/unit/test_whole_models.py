@@ -276,3 +276,43 @@ def test_what_other_threads_do_while_a_model_is_traced_is_no_part_of_it() -> Non
     assert made
     assert {type(each) for each in made} == {Tensor}
     assert [len(paths) for paths in parts.layers] == [2, 2]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, z: Tensor, scale: float = 1.0) -> Tensor:
+        return self.head(self.a(x) + scale * self.b(z))
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("x", "zz"), "are a dict of x, zz, and Two.forward takes x, z, scale=...: missing a required argument: 'z'"),
+        (
+            ("x", "z", "q"),
+            "got an unexpected keyword argument 'q'; give a tensor, a tuple of positional argu",
+        ),
+        (1, "the inputs are one tensor, and Two.forward takes x, z, scale=...: missing a required argument: 'z'"),
+        (4, "the inputs are a tuple of 4, .*: too many positional arguments"),
+    ],
+)
+def test_inputs_that_the_forward_does_not_take_named_a_line_of_ours(names: Any, said: str) -> None:
+    x = torch.randn(8, 4)
+    inputs = dict.fromkeys(names, x) if isinstance(names, tuple) else x if names == 1 else (x,) * names
+    pipe = ps.Pipeline(Two(), ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss())
+    with pytest.raises(PartitionError, match=said):
+        pipe.step(inputs, torch.randn(8, 1))
+    with pytest.raises(PartitionError, match=said):
+        ps.split(Two(), 2, example=inputs)
+    assert pipe.step((x, x), torch.randn(8, 1), update=False).loss > 0
+
+
+def test_a_transformers_model_given_as_it_is_named_lines_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=2, n_head=2)
+    with pytest.raises(PartitionError, match=r"cut by penstock.models.huggingface.Decoder\(model\), whose .stages"):
+        ps.Pipeline(transformers.GPT2LMHeadModel(config), ps.build("1f1b", 2, 4))

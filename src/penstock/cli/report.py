@@ -64,7 +64,8 @@ def _folder(run: Path) -> Path:
     if run.name in LOGS and run.is_file():
         return run.parent
     if not run.is_dir():
-        raise Misuse(f"{run}: there is no such folder; give the folder of a run")
+        what = "this is a file" if run.exists() else "there is no such folder"
+        raise Misuse(f"{run}: {what}; give the folder of a run")
     if any((run / name).is_file() for name in LOGS):
         return run
     below = sorted({path.parent for name in LOGS for path in run.glob(f"*/{name}")})

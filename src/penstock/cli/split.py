@@ -106,7 +106,7 @@ def _found(
         try:
             return cut(built(model, given, seed), stages, at=at), batch or 0
         except PartitionError as error:
-            if "give an example" not in str(error):
+            if "Give an example" not in str(error):
                 raise
             raise PartitionError(
                 f"{error}. Here that is --data FILE.py:NAME, whose first microbatch is the example"

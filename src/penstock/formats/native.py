@@ -157,7 +157,10 @@ def from_json(text: str) -> Schedule:
     except (ValueError, RecursionError) as error:
         raise ScheduleError(f"not JSON: {error}", rule="json") from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise ScheduleError(f'not a schedule: a JSON object with "format": "{FORMAT}" is needed', rule="json")
+        why = f'a JSON object with "format": "{FORMAT}" is needed'
+        if isinstance(value, dict) and "traceEvents" in value:
+            why = "it is a trace, for penstock analyze; of a run, give schedule.txt in the same folder"
+        raise ScheduleError(f"not a schedule: {why}", rule="json")
     version = value.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise ScheduleError(f"version is {version!r}: a whole number from 1 is needed", rule="json")

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock.formats.native import FORMAT
 from penstock.formats.traces.name_patterns import PRESETS, NamePattern, Names, preset_for
 from penstock.formats.traces.op_names import kind_named
 from penstock.formats.traces.run_trace import NONE, RunTrace, Scope, TracedOp, TraceError, trace_of
@@ -98,7 +99,10 @@ def _events(path: Path) -> tuple[list[_Event], dict[str, Any]]:
     value = _json(path)
     events = value.get("traceEvents") if isinstance(value, dict) else value
     if not isinstance(events, list):
-        raise TraceError(f"{path.name} is no trace: Chrome's format has a list named traceEvents")
+        why = "Chrome's format has a list named traceEvents"
+        if isinstance(value, dict) and value.get("format") == FORMAT:
+            why = f"it is a schedule; penstock simulate {path.name} --timeline trace.json makes a trace of it"
+        raise TraceError(f"{path.name} is no trace: {why}")
     info = value.get("distributedInfo") if isinstance(value, dict) else None
     info = info if isinstance(info, dict) else {}
     base = (

@@ -149,7 +149,8 @@ def split(value: Any, num_microbatches: int, what: str) -> Sequence[Any]:
         if len(value) != num_microbatches:
             raise RuntimeFailure(
                 f"{len(value)} {what} given as a list, the schedule runs {num_microbatches} microbatches; "
-                f"give one entry per microbatch, or one tensor to be cut"
+                "give one entry per microbatch, or what is to be cut: a tensor, a tuple of positional arguments or a "
+                "dict of keyword arguments"
             )
         return value
     leaves, skeleton = flatten(value)

@@ -191,10 +191,13 @@ def split(
 
 
 def _cannot(model: nn.Module, error: Untraceable) -> str:
-    return (
-        f"{type(model).__name__} cannot be cut as it is: {error}. Move that into one of its layers, or give "
-        "ps.Pipeline a list with one module for each stage"
+    of_transformers = any(each.__module__.partition(".")[0] == "transformers" for each in type(model).__mro__)
+    instead = (
+        "Models of transformers are cut by penstock.models.huggingface.Decoder(model), whose .stages(num_stages) "
+        "ps.Pipeline takes, with its .loss and .tied"
     )
+    name = type(model).__name__
+    return f"{name} cannot be cut as it is: {error}. {instead if of_transformers else error.instead}"
 
 
 def _known(model: nn.Module, name: str) -> str:

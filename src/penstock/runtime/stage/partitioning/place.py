@@ -17,6 +17,9 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), 
 _SITE = ("site-packages", "dist-packages")
 
 
+_INSTEAD = "Move that into one of its layers, or give ps.Pipeline a list with one module for each stage"
+
+
 class SourceLine(NamedTuple):
     """A line of source."""
 
@@ -32,12 +35,12 @@ class Untraceable(PartitionError):
     """What stands in the way of cutting a forward, and the line where.
 
     Attributes:
-        what: in words. line: of the user's code; None where it is no one line.
+        what: in words. line: of the user's code; None where it is no one line. instead: what to do.
     """
 
-    def __init__(self, what: str, line: SourceLine | None) -> None:
+    def __init__(self, what: str, line: SourceLine | None, instead: str = _INSTEAD) -> None:
         super().__init__(what if line is None else f"{what}, at {line}")
-        self.what, self.line = what, line
+        self.what, self.line, self.instead = what, line, instead
 
 
 def is_users(path: str) -> bool:

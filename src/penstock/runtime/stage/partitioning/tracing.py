@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.cost.cut import PartitionError
 from penstock.runtime.stage.partitioning.layers import why_closed
 from penstock.runtime.stage.partitioning.place import Untraceable
 from penstock.runtime.stage.partitioning.program import LayerCall, StageProgram, TracedProgram
@@ -89,6 +90,7 @@ class ModelTracer:
         return self._programs[key]
 
     def _traced(self, skeleton: Skeleton, modes: tuple[bool, ...]) -> TracedProgram:
+        _require_fits(self.model, skeleton)
         like_example = self._leaves is not None and skeleton == self.skeleton
         recorder = Recorder(self.opened, self._leaves if like_example else None)
         before = [module.training for module in self.opened]
@@ -161,6 +163,26 @@ def num_leaves(skeleton: Skeleton) -> int:
     return max((num_leaves(each[1] if kind == "dict" else each) for each in inside), default=0)
 
 
+def _require_fits(model: nn.Module, skeleton: Skeleton) -> None:
+    """Raises PartitionError where the model's forward does not take inputs of this form."""
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:  # of what is not written in Python
+        return
+    kind, inside = ("tensor", ()) if isinstance(skeleton, int) else skeleton
+    named = [name for name, _ in inside] if kind == "dict" else []
+    places = {"tuple": len(inside), "dict": 0}.get(kind, 1)
+    try:
+        signature.bind(*range(places), **dict.fromkeys(named))
+    except TypeError as error:
+        given = {"tuple": f"a tuple of {places}", "dict": f"a dict of {', '.join(named)}"}.get(kind, "one tensor")
+        takes = [name + "=..." * (each.default is not each.empty) for name, each in signature.parameters.items()]
+        raise PartitionError(
+            f"the inputs are {given}, and {type(model).__name__}.forward takes {', '.join(takes)}: {error}; give a "
+            "tensor, a tuple of positional arguments or a dict of keyword arguments"
+        ) from None
+
+
 def _form_of(model: nn.Module) -> Skeleton:
     """A tensor for each argument of the forward without a default.
 
@@ -172,9 +194,9 @@ def _form_of(model: nn.Module) -> Skeleton:
     named = [each for each in known if each.default is each.empty and each.kind is inspect.Parameter.KEYWORD_ONLY]
     if not needed or named:
         raise Untraceable(
-            f"the forward of {type(model).__name__} does not say how many tensors it takes; give an example of one "
-            "microbatch's inputs, ps.split(model, ..., example=inputs)",
+            f"the forward of {type(model).__name__} does not say how many tensors it takes",
             None,
+            "Give an example of one microbatch's inputs, ps.split(model, ..., example=inputs)",
         )
     return 0 if len(needed) == 1 else ["tuple", list(range(len(needed)))]
 
