@@ -21,7 +21,7 @@ from itertools import combinations
 from math import comb
 
 import penstock as ps
-from penstock.planning.periodic.model import Block, Flow, Need, Repetend, makespan, retimed
+from penstock.planning.periodic.model import Block, BlockDependency, Flow, Repetend, makespan, retimed
 from penstock.planning.periodic.modulo import cp_sat
 
 UNITS = 64
@@ -79,11 +79,11 @@ def flow_of(costs: ps.Costs, links: ps.Links, num_ranks: int) -> Flow:
     chain = [*forward, *(("B", stage) for _, stage in reversed(forward))]
     blocks: list[Block] = []
     for place, (kind, stage) in enumerate(chain):
-        needs: tuple[Need, ...] = ()
+        needs: tuple[BlockDependency, ...] = ()
         if place:
             first, *others = hosts[chain[place - 1][1]]  # what several ranks share is there already on each
             late = 0.0 if others else max((links.delay(first, b) for b in hosts[stage] if b != first), default=0.0)
-            needs = (Need(place - 1, late),)
+            needs = (BlockDependency(place - 1, late),)
         blocks.append(Block(f"{stage}{kind}", hosts[stage], costs.duration(kind, stage), needs))
     return Flow(tuple(blocks))
 

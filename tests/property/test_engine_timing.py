@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.engine.network import NONE, Irregular, Network, OpGraph, of_queues
-from penstock.engine.timing import Timed, Timer
+from penstock.engine.network import NONE, Irregularities, Network, OpGraph, of_queues
+from penstock.engine.timing import OrderTimes, Timer
 from penstock.schedule.columns import edges_of, numbered
 from penstock.schedule.proof.arrays import are_in_local_order, run_to_their_ends
 from penstock.schedule.proof.rules import run_untimed
@@ -74,7 +74,7 @@ class Case:
                 moved = True
         return starts, place
 
-    def networks(self) -> list[tuple[Network, Irregular | None]]:
+    def networks(self) -> list[tuple[Network, Irregularities | None]]:
         """All needs beside the network; and as many in it as have a place there."""
         outside = of_queues(self.size, self.duration, self.hosts, self.needs, self.num_rows)
         if any(len(rows) > 1 for rows in self.hosts):
@@ -146,7 +146,7 @@ def test_orders_with_ops_moved_end_or_do_not_as_op_by_op() -> None:
 def test_what_never_runs_has_no_makespan() -> None:
     network, irregular = of_queues([1, 1], [1.0, 1.0], [[0], [1]], [[(1, 0.0, 1, 1)], [(0, 0.0, 1, 1)]], 2)
     timed = Timer(network, irregular).time([0, 1])
-    assert timed == Timed([0.0, 0.0], [0, 0], -1.0)
+    assert timed == OrderTimes([0.0, 0.0], [0, 0], -1.0)
     assert not timed.complete
 
 

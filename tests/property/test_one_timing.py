@@ -30,7 +30,7 @@ from penstock.planning.graph.problem import pose_graph
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.limits import limits_of
 from penstock.planning.periodic.ends import heads_of, tails_of
-from penstock.planning.periodic.model import Block, Flow, Instance, Need, retimed
+from penstock.planning.periodic.model import Block, BlockDependency, BlockInstance, Flow, retimed
 from penstock.planning.problem import pose
 from penstock.program.placements import multi_directional
 from penstock.simulation.lister import Lister
@@ -161,12 +161,12 @@ def drawn_flow(draw: random.Random) -> Flow:
     for index in range(draw.randint(2, 6)):
         hosts = tuple(sorted(draw.sample(range(ranks), draw.choice([1, 1, 2]))))
         needs = {index - 1, draw.randrange(index)} if index and draw.random() < 0.4 else {index - 1} - {-1}
-        late = tuple(Need(n, draw.choice([0.0, 0.0, 2.5])) for n in sorted(needs))
+        late = tuple(BlockDependency(n, draw.choice([0.0, 0.0, 2.5])) for n in sorted(needs))
         blocks.append(Block(f"b{index}", hosts, draw.randint(1, 4), late))
-    return Flow((*blocks, Block("end", (0,), 1, tuple(Need(b) for b in range(len(blocks))))))
+    return Flow((*blocks, Block("end", (0,), 1, tuple(BlockDependency(b) for b in range(len(blocks))))))
 
 
-def longest_ways(flow: Flow, timed: Sequence[Instance]) -> dict[tuple[int, int], float]:
+def longest_ways(flow: Flow, timed: Sequence[BlockInstance]) -> dict[tuple[int, int], float]:
     """Of each op the ms still to go once it has ended, by every op behind it, one by one, from the last."""
     found: dict[tuple[int, int], float] = {}
     for place in reversed(range(len(timed))):

@@ -32,7 +32,7 @@ from penstock.control.trial import (
     STEPS,
     WORSE,
     ChangeTrial,
-    Explained,
+    SimulationResidual,
     StepTimes,
     TimedStep,
     explained,
@@ -399,7 +399,7 @@ def test_steps_that_do_not_differ_are_explained_by_nothing() -> None:
     assert explained([(400.0, 584.0)] * 16) is None
     assert explained([(400.0, 280.0)] * 8 + [(402.0, 282.0)] * 8) is None
     varied = [(400.0 + 20 * k, 300.0 + 20 * k) for k in range(8)]
-    assert explained(varied) == Explained(100.0, 0.0)
+    assert explained(varied) == SimulationResidual(100.0, 0.0)
     assert explained(varied[:4]) is None
 
 

@@ -14,7 +14,7 @@ from penstock.planning.graph.plan import plan_graph
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.limits import limits_of
 from penstock.planning.periodic.bound import flow_bound, follows
-from penstock.planning.periodic.model import Block, Flow, Need, Repetend, makespan, peaks, retimed
+from penstock.planning.periodic.model import Block, BlockDependency, Flow, Repetend, makespan, peaks, retimed
 from penstock.planning.periodic.modulo import ROUNDED_UNITS, find_repetends, units_of
 from penstock.planning.periodic.rounds import rounds
 from penstock.planning.progress import Progress
@@ -55,9 +55,16 @@ def random_flow(seed: int) -> Flow:
             needs = {draw.randrange(index)}
         delays = [draw.choice([0, 0, 2]) for _ in needs]
         blocks.append(
-            Block(f"b{index}", ranks, draw.randint(1, 4), tuple(Need(n, d) for n, d in zip(sorted(needs), delays)))
+            Block(
+                f"b{index}",
+                ranks,
+                draw.randint(1, 4),
+                tuple(BlockDependency(n, d) for n, d in zip(sorted(needs), delays)),
+            )
         )
-    return Flow((*blocks, Block("end", tuple(range(num_ranks))[:1], 1, tuple(Need(b) for b in range(len(blocks))))))
+    return Flow(
+        (*blocks, Block("end", tuple(range(num_ranks))[:1], 1, tuple(BlockDependency(b) for b in range(len(blocks)))))
+    )
 
 
 def optimum(flow: Flow, num_turns: int, caps: Sequence[float] | None = None) -> float:
@@ -134,7 +141,7 @@ def test_bound_under_a_cap_is_never_above_the_optimum(cap: int) -> None:
     chain = ((0, 1), (0,), (1,), (0, 1), (1,), (0,), (0, 1))
     kept = {1: (1, 0), 2: (1, 0), 4: (0, 1), 5: (0, 1)}
     blocks = [
-        Block(str(b), ranks, 1 + b % 3, (Need(b - 1),) if b else (), *kept.get(b, (0, 0)))
+        Block(str(b), ranks, 1 + b % 3, (BlockDependency(b - 1),) if b else (), *kept.get(b, (0, 0)))
         for b, ranks in enumerate(chain)
     ]
     flow = Flow(tuple(blocks))
@@ -235,7 +242,7 @@ def test_a_cap_below_one_microbatch_is_an_error() -> None:
 
 
 def two_blocks() -> Flow:
-    return Flow((Block("F", (0,), 1.0, (), 1.0, 0.0), Block("B", (0,), 2.0, (Need(0),), 0.0, 1.0)))
+    return Flow((Block("F", (0,), 1.0, (), 1.0, 0.0), Block("B", (0,), 2.0, (BlockDependency(0),), 0.0, 1.0)))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -284,7 +291,13 @@ def test_no_period_below_the_work_and_none_below_the_round_trip_under_a_cap() ->
 
     assert find_repetends(flow, units, 3, [math.inf], 5, keep)
     assert found[-1].latency == 3
-    across = Flow((flow.blocks[0], Block("G", (1,), 4.0, (Need(0),)), Block("B", (0,), 2.0, (Need(1),), 0.0, 1.0)))
+    across = Flow(
+        (
+            flow.blocks[0],
+            Block("G", (1,), 4.0, (BlockDependency(0),)),
+            Block("B", (0,), 2.0, (BlockDependency(1),), 0.0, 1.0),
+        )
+    )
     assert not find_repetends(across, units_of(across), 6, [1.0, math.inf], 5, keep)
     assert find_repetends(across, units_of(across), 7, [1.0, math.inf], 5, keep)
     assert find_repetends(across, units_of(across), 4, [2.0, math.inf], 5, keep)
@@ -314,7 +327,7 @@ def test_units_are_exact_where_they_can_be() -> None:
         ((Block("a", (), 1.0),), "block a runs on ranks"),
         ((Block("a", (0,), -1.0),), "takes -1.0 ms"),
         ((Block("a", (0,), math.nan),), "takes nan ms"),
-        ((Block("a", (0,), 1.0, (Need(0),)),), "list what is needed first"),
+        ((Block("a", (0,), 1.0, (BlockDependency(0),)),), "list what is needed first"),
     ],
 )
 def test_flows_that_make_no_sense(blocks: tuple[Block, ...], words: str) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.analyze.whole import Steps
 from penstock.engine.network import Array, of_queues
-from penstock.engine.timing import Timed, Timer
+from penstock.engine.timing import OrderTimes, Timer
 from penstock.formats.traces.op_names import PARAMETERS
 from penstock.formats.traces.run_trace import NONE, Scope, TraceError
 
@@ -106,7 +106,7 @@ class StepNetwork:
             found[came] += late[self.arrival[came]]
         return found
 
-    def time(self, durations: Array) -> Timed:
+    def time(self, durations: Array) -> OrderTimes:
         """When all begins.
 
         Raises:

@@ -69,7 +69,7 @@ class StoreServer:
 
 
 @dataclass(frozen=True)
-class Scene:
+class FaultTargets:
     """What a fault may touch: the lab, the ranks' processes by host, the store if there is one, and chance."""
 
     lab: Lab
@@ -78,56 +78,56 @@ class Scene:
     chance: random.Random
 
 
-Fault = Callable[[Scene], dict[str, Any]]
+Fault = Callable[[FaultTargets], dict[str, Any]]
 """Does it, waits as long as it lasts, undoes it; tells what it did. `at` is when it began, in ns."""
 
 
-def nothing(scene: Scene) -> dict[str, Any]:
+def nothing(targets: FaultTargets) -> dict[str, Any]:
     """No fault, for comparison."""
     return {}
 
 
-def interface(scene: Scene) -> dict[str, Any]:
+def interface(targets: FaultTargets) -> dict[str, Any]:
     """An interface dies, and comes back after the run or in the middle of it."""
-    host = scene.chance.randrange(2)
+    host = targets.chance.randrange(2)
     at = time.perf_counter_ns()
-    scene.lab.interface_down(host, DATA)
+    targets.lab.interface_down(host, DATA)
     done = time.perf_counter_ns()
-    back = scene.chance.choice([None, 1.0])
+    back = targets.chance.choice([None, 1.0])
     if back is not None:
         time.sleep(back)
-        scene.lab.interface_up(host, DATA)
+        targets.lab.interface_up(host, DATA)
     return {"at": at, "down": done, "host": host, "back_after_s": back}
 
 
-def cut(scene: Scene) -> dict[str, Any]:
+def cut(targets: FaultTargets) -> dict[str, Any]:
     """The data network carries nothing any more, and no host is told."""
     at = time.perf_counter_ns()
-    scene.lab.link(0, 1, "down", nic=DATA)
+    targets.lab.link(0, 1, "down", nic=DATA)
     return {"at": at}
 
 
-def loss(scene: Scene) -> dict[str, Any]:
+def loss(targets: FaultTargets) -> dict[str, Any]:
     """1% of packets get lost from here on."""
     at = time.perf_counter_ns()
-    scene.lab.link(0, 1, "bandwidth:1Gbit/s+loss:1%", nic=DATA)
+    targets.lab.link(0, 1, "bandwidth:1Gbit/s+loss:1%", nic=DATA)
     return {"at": at}
 
 
-def stopped(scene: Scene) -> dict[str, Any]:
+def stopped(targets: FaultTargets) -> dict[str, Any]:
     """A rank's process stands still for 5 s."""
-    host = scene.chance.randrange(2)
+    host = targets.chance.randrange(2)
     at = time.perf_counter_ns()
-    os.kill(scene.ranks[host].pid, signal.SIGSTOP)
+    os.kill(targets.ranks[host].pid, signal.SIGSTOP)
     time.sleep(5.0)
-    os.kill(scene.ranks[host].pid, signal.SIGCONT)
+    os.kill(targets.ranks[host].pid, signal.SIGCONT)
     return {"at": at, "host": host, "lasted_s": 5.0}
 
 
-def still(scene: Scene) -> dict[str, Any]:
+def still(targets: FaultTargets) -> dict[str, Any]:
     """A delegate stands still for 5 s."""
-    host = scene.chance.randrange(2)
-    victim = scene.chance.choice(delegates_of(scene.ranks[host].pid))
+    host = targets.chance.randrange(2)
+    victim = targets.chance.choice(delegates_of(targets.ranks[host].pid))
     at = time.perf_counter_ns()
     os.kill(victim, signal.SIGSTOP)
     time.sleep(5.0)
@@ -135,32 +135,32 @@ def still(scene: Scene) -> dict[str, Any]:
     return {"at": at, "host": host, "lasted_s": 5.0}
 
 
-def killed(scene: Scene) -> dict[str, Any]:
+def killed(targets: FaultTargets) -> dict[str, Any]:
     """A delegate is killed."""
-    host = scene.chance.randrange(2)
-    found = delegates_of(scene.ranks[host].pid)
-    victim = scene.chance.choice(found)
+    host = targets.chance.randrange(2)
+    found = delegates_of(targets.ranks[host].pid)
+    victim = targets.chance.choice(found)
     at = time.perf_counter_ns()
     os.kill(victim, signal.SIGKILL)
     return {"at": at, "host": host, "num_delegates": len(found)}
 
 
-def silence(scene: Scene) -> dict[str, Any]:
+def silence(targets: FaultTargets) -> dict[str, Any]:
     """The network over which ranks agree, and where the store is, carries nothing for 2 s."""
     at = time.perf_counter_ns()
-    scene.lab.link(0, 1, "down", nic=AGREED)
+    targets.lab.link(0, 1, "down", nic=AGREED)
     time.sleep(2.0)
-    scene.lab.link(0, 1, "up", nic=AGREED)
+    targets.lab.link(0, 1, "up", nic=AGREED)
     return {"at": at, "lasted_s": 2.0}
 
 
-def store(scene: Scene) -> dict[str, Any]:
+def store(targets: FaultTargets) -> dict[str, Any]:
     """The store by which the run is steered is killed, and is back after 2 s with nothing in it."""
-    assert scene.store is not None
+    assert targets.store is not None
     at = time.perf_counter_ns()
-    scene.store.kill()
+    targets.store.kill()
     time.sleep(2.0)
-    scene.store.start()
+    targets.store.start()
     return {"at": at, "lasted_s": 2.0}
 
 
@@ -280,7 +280,7 @@ def run(
             if name != "none":
                 time.sleep(chance.uniform(0.0, 0.7 * usual))
                 await_transfer(lab, chance)
-            fault = FAULTS[name](Scene(lab, training.ranks, server, chance))
+            fault = FAULTS[name](FaultTargets(lab, training.ranks, server, chance))
             told = training.hear(number, "equal")
             _restore(lab)
             rows.append(row_of(name, fault, told, rows[0] if rows else None))

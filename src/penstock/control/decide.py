@@ -20,7 +20,7 @@ from penstock.control.runners import order_of, runner_of
 from penstock.cost import Costs, Links
 from penstock.cost.over_time import Constant, OverTime, Trace
 from penstock.engine.tolerance import EPSILON
-from penstock.simulation.runner import Ran
+from penstock.simulation.runner import RunResult
 
 
 @dataclass(frozen=True)
@@ -182,14 +182,16 @@ def _one(
     return ran.makespan, ran.peaks
 
 
-def run_on(costs: Costs, depth: int, delegate_ms: float, configuration: Configuration, conditions: Links) -> Ran:
+def run_on(
+    costs: Costs, depth: int, delegate_ms: float, configuration: Configuration, conditions: Links
+) -> RunResult:
     """Simulates one iteration. The conditions are those of the links' own paths; delegates add their time."""
     if delegate_ms and configuration.delegated:
         conditions = _through_delegates(conditions, configuration, delegate_ms)
     return trial(costs, depth, configuration, conditions)
 
 
-def trial(costs: Costs, depth: int, configuration: Configuration, links: Links) -> Ran:
+def trial(costs: Costs, depth: int, configuration: Configuration, links: Links) -> RunResult:
     """Simulates one iteration of a configuration. See `Job` for `depth`."""
     runner = runner_of(costs)
     return runner.run(

@@ -98,7 +98,7 @@ class TimedStep:
 
 
 @dataclass(frozen=True)
-class Explained:
+class SimulationResidual:
     """What simulation leaves open of steps that it explains.
 
     Attributes:
@@ -110,7 +110,9 @@ class Explained:
     noise: float
 
 
-def explained(before: Sequence[tuple[float, float]], after: Sequence[tuple[float, float]] = ()) -> Explained | None:
+def explained(
+    before: Sequence[tuple[float, float]], after: Sequence[tuple[float, float]] = ()
+) -> SimulationResidual | None:
     """Whether simulation accounts for most of how steps differ.
 
     Args:
@@ -130,7 +132,7 @@ def explained(before: Sequence[tuple[float, float]], after: Sequence[tuple[float
     if differ < len(both) * (WORSE * mean) ** 2 or left > (1 - EXPLAINS) * differ:
         return None
     rows = [[ms - simulated for ms, simulated in row] for row in (before, after) if row]
-    return Explained(offset, max(map(deviation, rows)))
+    return SimulationResidual(offset, max(map(deviation, rows)))
 
 
 class StepTimes:
@@ -198,7 +200,7 @@ class StepTimes:
         return (*self._calm, *self._since)[-_SINCE:]
 
     @property
-    def explained(self) -> Explained | None:
+    def explained(self) -> SimulationResidual | None:
         """Whether simulation explains the latest of them."""
         return explained(both_ways(self.latest, self.ran))
 
@@ -400,7 +402,7 @@ class ChangeTrial:
 
     def _explained_by_delays(
         self, before: Sequence[tuple[float, float]], after: Sequence[tuple[float, float]]
-    ) -> Explained | None:
+    ) -> SimulationResidual | None:
         """Where links changed since the switch, it is enough if delays account for most of what steps have taken
         longer since than without them, and that is more than noise."""
         if not self.void or len(before) < EARLY or not after:
@@ -411,7 +413,7 @@ class ChangeTrial:
         without = median(ms - simulated for ms, simulated in longer) - offset
         left = median(rows[1]) - offset
         least = max(WORSE * self._level, ANSWERS * error_of(noise, len(before), len(after)))
-        return Explained(offset, noise) if without > least and abs(left) <= without / 2 else None
+        return SimulationResidual(offset, noise) if without > least and abs(left) <= without / 2 else None
 
     def _is_slower_beyond_doubt(self) -> bool:
         if min(self._ms) <= self._level * (1 + WORSE) + TELLS * self.before.error(EARLY):

@@ -19,7 +19,7 @@ from math import gcd, inf
 
 from penstock.cost import CostError, Costs, Links
 from penstock.engine.memory_safety import reserves
-from penstock.engine.network import Irregular, Network, of_queues
+from penstock.engine.network import Irregularities, Network, of_queues
 from penstock.engine.rule_tables import (
     BACKWARD,
     FIRST,
@@ -53,7 +53,7 @@ class QueueGraph:
     microbatch_pipeline: tuple[int, ...]
     labels: tuple[tuple[int, str, int], ...]
     microbatches: tuple[tuple[int, ...], ...]
-    network: tuple[Network, Irregular]
+    network: tuple[Network, Irregularities]
     tables: Tables
     num_ranks: int
 

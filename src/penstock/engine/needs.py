@@ -9,7 +9,7 @@ OPTIONS = {"_nrt": False}
 def last_needed(number: int, before: int, after: int, shift: int = 0) -> int:
     """The number of the last op that must have ended before op `number` may start; below 0 where none must.
 
-    Every `before` ops of the one queue let `after` ops of the other run, `shift` ops later (see `Irregular`).
+    Every `before` ops of the one queue let `after` ops of the other run, `shift` ops later (see `Irregularities`).
     """
     if before == 1 and after == 1:
         return number + shift

@@ -9,8 +9,9 @@ ops, and a row (a rank's order, or that of its asynchronous stream) is a sequenc
     row of rank 0 | 0 0 1 2 0 1 2 1 2        that is F0 F1 I0 W0 F2 I1 W1 I2 W2
 
 Regular is a queue in one row that waits for at most two others, one op for the op of the same number: a message from
-another stage, and the op before it on its own. All else is said beside it (`Irregular`): several messages, windows of
-ops that unlock windows, ops that stand in several rows at once. What has no order in common is queues of one op each.
+another stage, and the op before it on its own. All else is said beside it (`Irregularities`): several messages,
+windows of ops that unlock windows, ops that stand in several rows at once. What has no order in common is queues of
+one op each.
 
 Time can be turned round: the same arrays, with before and after exchanged, pose the problem of running everything
 backwards.
@@ -96,7 +97,7 @@ class Network(NamedTuple):
         return self._replace(delay=delay, delay_to=delay_to)
 
 
-class Irregular(NamedTuple):
+class Irregularities(NamedTuple):
     """What is not regular in a network.
 
     Attributes:
@@ -159,7 +160,7 @@ class OpGraph(NamedTuple):
             None if self.together is None else last - self.together[::-1],
         )
 
-    def network(self, duration: Array | None = None) -> tuple[Network, Irregular | None]:
+    def network(self, duration: Array | None = None) -> tuple[Network, Irregularities | None]:
         """A network of queues of one op each, of `duration` ms; by default they take no time."""
         row_of, producer, consumer, num_ops = self.row_of, self.producer, self.consumer, len(self.row_of)
         asked = np.flatnonzero((row_of[producer] != row_of[consumer]) | (producer >= consumer))
@@ -195,7 +196,7 @@ class OpGraph(NamedTuple):
             several = np.flatnonzero(np.bincount(self.together, minlength=num_ops)[self.together] > 1)
             several = several[np.argsort(self.together[several], kind="stable")]
             host_first, hosts = starts_of(self.together[several], num_ops), row_of[several]
-        irregular = Irregular(
+        irregular = Irregularities(
             need_first=starts_of(consumer[by_consumer], num_ops),
             need_queue=producer[by_consumer],
             need_delay=delay[by_consumer],
@@ -216,7 +217,7 @@ def of_queues(
     hosts: Sequence[Sequence[int]],
     needs: Sequence[Sequence[tuple[int, float, int, int] | tuple[int, float, int, int, int]]],
     num_rows: int,
-) -> tuple[Network, Irregular]:
+) -> tuple[Network, Irregularities]:
     """A network whose needs are all said beside it, as lists.
 
     Args:
@@ -243,7 +244,7 @@ def of_queues(
         tail=[0.0] * num_rows,
     )
     queue, delay, before, after, shift = ([(*need, 0)[n] for found in needs for need in found] for n in range(5))
-    irregular = Irregular(
+    irregular = Irregularities(
         list(accumulate(map(len, needs), initial=0)),
         queue,
         delay,

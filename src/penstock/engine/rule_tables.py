@@ -4,7 +4,7 @@ As lists of plain objects they serve uncompiled code (users' own functions, step
 compiled code. Both are read alike: `queues[3].started`.
 
 What a network says of a queue is laid out in the queue's record too (`Tables.of`), for speed: compiled functions that
-take the arrays of `Network` and `Irregular` in place of eight of records take twice as long, since every call
+take the arrays of `Network` and `Irregularities` in place of eight of records take twice as long, since every call
 hands all of them over.
 """
 
@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.engine.network import Irregular, Network
+    from penstock.engine.network import Irregularities, Network
 
 FIRST, BACKWARD, FORWARD, WEIGHT, LAST = range(5)
 """Classes of ops, as rules see them: registered kinds come before everything else, or after it."""
@@ -78,7 +78,7 @@ class QueueRecord:
 class NeedRecord:
     """Every `before` ops of `queue` unlock `after` ops of who needs it, `delay` ms after the last one ends.
 
-    By `shift` ops later, or earlier where it is below 0; see `Irregular`.
+    By `shift` ops later, or earlier where it is below 0; see `Irregularities`.
     """
 
     queue: int
@@ -163,7 +163,7 @@ class Tables:
     def of(
         cls,
         network: Network,
-        more: Irregular,
+        more: Irregularities,
         said: Sequence[Mapping[str, Any]],
         num_ranks: int,
         shares_memory: bool = False,

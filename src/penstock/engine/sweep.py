@@ -27,7 +27,7 @@ def earliest(
 
     Args:
         p: `Network`.
-        more: `Irregular`, or None; the compiler leaves out what that has no part in.
+        more: `Irregularities`, or None; the compiler leaves out what that has no part in.
         row: queue ids in the order of the rows' ops.
         start: out, ms, per op.
         head, place: out, how many ops of each queue ran, and the place that each row has come to.

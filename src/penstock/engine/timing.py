@@ -11,14 +11,14 @@ import numpy as np
 
 from penstock.engine import sweep
 from penstock.engine.compiled import compiled
-from penstock.engine.network import FLOATS, Array, Irregular, Network
+from penstock.engine.network import FLOATS, Array, Irregularities, Network
 
 COMPILE_ABOVE = 20_000
 """Ops above which loading compiled code (about 0.6 s, once a process) pays for a single run."""
 
 
 @dataclass(frozen=True)
-class Timed:
+class OrderTimes:
     """When orders run.
 
     Attributes:
@@ -44,13 +44,15 @@ class Timer:
         compile: whether by compiled code; by default where there are many ops.
     """
 
-    def __init__(self, network: Network, irregular: Irregular | None = None, compile: bool | None = None) -> None:
+    def __init__(
+        self, network: Network, irregular: Irregularities | None = None, compile: bool | None = None
+    ) -> None:
         self._compile = network.num_ops > COMPILE_ABOVE if compile is None else compile
         self._network, self._irregular = self._taken(network), self._taken(irregular)
         self._sweep: ModuleType = compiled(sweep) if self._compile else sweep
         self._num_queues, self._num_ops = len(network.rank), network.num_ops
 
-    def time(self, row: Array, duration: Array | None = None) -> Timed:
+    def time(self, row: Array, duration: Array | None = None) -> OrderTimes:
         """Times orders.
 
         Args:
@@ -60,7 +62,7 @@ class Timer:
         space = self._new_space()
         makespan = self._earliest(row, duration, space)
         reached = np.asarray(space[2]) - np.asarray(self._network.row_first)[:-1]
-        return Timed(space[0], reached.tolist(), makespan)
+        return OrderTimes(space[0], reached.tolist(), makespan)
 
     def makespan(self, row: Array, duration: Array | None = None) -> float:
         """The makespan alone, in space that is used again; args as of `time`."""

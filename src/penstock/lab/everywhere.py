@@ -18,7 +18,7 @@ TICK = 0.02
 
 
 @dataclass(frozen=True)
-class Ended:
+class HostExit:
     """How the command ended on one host.
 
     Attributes:
@@ -41,7 +41,7 @@ def run_everywhere(
     timeout: float | None = None,
     grace: float = 10.0,
     say: Callable[[str], None] = print,
-) -> list[Ended]:
+) -> list[HostExit]:
     """Runs `command` on every host, or on some, and returns when it has ended on all.
 
     Args:
@@ -74,7 +74,7 @@ def run_everywhere(
             process.stop()
         for reader in readers:
             reader.join(1.0)  # a process that left its session may still hold the pipe
-    return [ended.get(process.host, Ended(process.host, None, time.monotonic() - start)) for process in processes]
+    return [ended.get(process.host, HostExit(process.host, None, time.monotonic() - start)) for process in processes]
 
 
 def _await(
@@ -85,9 +85,9 @@ def _await(
     timeout: float | None,
     grace: float,
     say: Callable[[str], None],
-) -> dict[int, Ended]:
+) -> dict[int, HostExit]:
     """Those that ended by themselves."""
-    ended: dict[int, Ended] = {}
+    ended: dict[int, HostExit] = {}
     limit = float("inf") if timeout is None else start + timeout
     while len(ended) < len(processes) and time.monotonic() < limit:
         while events and time.monotonic() - start >= events[0].at:
@@ -98,7 +98,7 @@ def _await(
             code = process.poll()
             if code is None or process.host in ended:
                 continue
-            ended[process.host] = Ended(process.host, code if code >= 0 else 128 - code, time.monotonic() - start)
+            ended[process.host] = HostExit(process.host, code if code >= 0 else 128 - code, time.monotonic() - start)
             if code != 0:
                 limit = min(limit, time.monotonic() + grace)
         time.sleep(TICK)

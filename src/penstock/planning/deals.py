@@ -33,7 +33,7 @@ _FIRST_SHARE, _OTHERS_SHARE = 0.4, 0.2
 Deal = tuple[int, ...]
 
 
-class Searched(Protocol):
+class DealSearch(Protocol):
     """A search for one deal: the best value so far (ms), and what is proved."""
 
     value: float
@@ -46,7 +46,7 @@ class Searched(Protocol):
     def seconds(self) -> float: ...
 
 
-S = TypeVar("S", bound=Searched)
+S = TypeVar("S", bound=DealSearch)
 
 
 def quick_bound(deals: Array, costs: Costs, placement: Placement, num_ranks: int, links: Links) -> Array:

@@ -35,7 +35,7 @@ from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation.lowered import Order
 from penstock.simulation.memory import given_caps, memory_changes
-from penstock.simulation.runner import Prepared, Ran, Runner, durations, frozen_timer
+from penstock.simulation.runner import PreparedRun, Runner, RunResult, durations, frozen_timer
 from penstock.simulation.transport import Decoupled, Transport, as_transport
 
 SHARES = {
@@ -231,7 +231,7 @@ class OrderSearch:
             change=np.array(memory_changes(graph, self._even), np.float64),
         )
         self._known: dict[str, object] = {"sources": plain.sources, "crossing": plain.crossing}
-        self._prepared: dict[Dispatch, Prepared] = {}
+        self._prepared: dict[Dispatch, PreparedRun] = {}
         self._counts_sizes = bool(costs.factors.activation)
         if not self._counts_sizes:  # then every order holds what every other does
             self._known["peaks"] = self._lowered.peaks
@@ -363,7 +363,7 @@ class OrderSearch:
             makespan = self._ran(order, lowered, dispatch).makespan
         return OrderCandidate(order, rule, dispatch, lowered, makespan)
 
-    def _prepared_for(self, lowered: Order, dispatch: Dispatch) -> Prepared | None:
+    def _prepared_for(self, lowered: Order, dispatch: Dispatch) -> PreparedRun | None:
         """What all orders' runs of a dispatch begin with; None where that differs from order to order."""
         if dispatch is Dispatch.FROZEN or not self._links.is_constant:
             return None
@@ -372,7 +372,7 @@ class OrderSearch:
             self._prepared[dispatch] = self._runner.prepared(lowered, self._links, policy, self._transport, self.caps)
         return self._prepared[dispatch]
 
-    def _ran(self, order: Array, lowered: Order, dispatch: Dispatch) -> Ran:
+    def _ran(self, order: Array, lowered: Order, dispatch: Dispatch) -> RunResult:
         caps = None if dispatch is Dispatch.FROZEN else self.caps
         prepared = self._prepared_for(lowered, dispatch)
         if prepared is not None:

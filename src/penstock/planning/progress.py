@@ -66,14 +66,14 @@ def certain(lower_bound: float, value: float, described: Callable[[], str], shif
     return min(lower_bound, value)
 
 
-class Described(Protocol):
+class DescribableProblem(Protocol):
     """A problem that can be said in words."""
 
     def described(self) -> str:
         """All its numbers, for a report."""
 
 
-P = TypeVar("P", bound=Described)
+P = TypeVar("P", bound=DescribableProblem)
 
 
 @dataclass

@@ -52,7 +52,7 @@ class Columns(NamedTuple):
         return len(self.kind)
 
 
-class Numbered(NamedTuple):
+class OpNumbers(NamedTuple):
     """Attributes:
     columns: of ops that are all there once at most, in stages and microbatches that are there.
     op: `op[kind, stage, microbatch]` is the number of that op; NOTHING where there is none.
@@ -131,7 +131,7 @@ def in_slots(slots: Sequence[tuple[int, Array]]) -> Columns:
     return Columns(kind, rank, place % num_microbatches, rank, first)
 
 
-def numbered(schedule: Schedule) -> Numbered | None:
+def numbered(schedule: Schedule) -> OpNumbers | None:
     """The columns with the number of every op; None where there are none, an op is out of range, or there twice."""
     columns = schedule.columns
     if columns is None:
@@ -148,10 +148,10 @@ def numbered(schedule: Schedule) -> Numbered | None:
     op[columns.kind, columns.stage, columns.microbatch] = np.arange(columns.num_ops)
     if np.count_nonzero(op != NOTHING) != columns.num_ops:
         return None
-    return Numbered(columns, op)
+    return OpNumbers(columns, op)
 
 
-def edges_of(found: Numbered, targets: tuple[tuple[int, ...], ...]) -> tuple[Array, Array]:
+def edges_of(found: OpNumbers, targets: tuple[tuple[int, ...], ...]) -> tuple[Array, Array]:
     """(producer, consumer) of everything that ops need, as `dependencies.predecessors` says for one op.
 
     Args:

@@ -67,7 +67,7 @@ def backward_steps(stage: int, window_size: int) -> int:
 
 
 @dataclass
-class Reads:
+class WeightReads:
     """What ops of one copy of a stage read of some weights, counted in the updates of a pass.
 
     Attributes:
@@ -92,9 +92,9 @@ class Reads:
             self.needs.setdefault(newest, set()).add(stands_for - newest)
 
 
-def reads_of(schedule: Schedule, stage: int) -> dict[int, Reads]:
+def reads_of(schedule: Schedule, stage: int) -> dict[int, WeightReads]:
     """By pipeline what the ops of a stage read of its own weights; nothing by a rule that predicts none."""
-    found: dict[int, Reads] = {}
+    found: dict[int, WeightReads] = {}
     if (steps := _steps_of(schedule, stage)) is None:
         return found
     ahead, backward = steps
@@ -102,7 +102,7 @@ def reads_of(schedule: Schedule, stage: int) -> dict[int, Reads]:
         newest: dict[int, int] = {}
         for op in _of_stage(row, stage):
             pipeline, m = schedule.pipeline_of(op), op.microbatch
-            reads, now = found.setdefault(pipeline, Reads()), newest.setdefault(pipeline, 0)
+            reads, now = found.setdefault(pipeline, WeightReads()), newest.setdefault(pipeline, 0)
             if op.kind == UPDATE:
                 newest[pipeline] += 1
             elif op.kind == FORWARD:
@@ -115,12 +115,12 @@ def reads_of(schedule: Schedule, stage: int) -> dict[int, Reads]:
     return found
 
 
-def tied_reads_of(schedule: Schedule, owner: int, stage: int) -> dict[int, Reads]:
+def tied_reads_of(schedule: Schedule, owner: int, stage: int) -> dict[int, WeightReads]:
     """By pipeline what the ops of a stage read of a tied parameter that another one owns.
 
     New values come with the first forward whose microbatch has passed the owner's stage since the update.
     """
-    found: dict[int, Reads] = {}
+    found: dict[int, WeightReads] = {}
     owners = reads_of(schedule, owner)
     for row in _rows_of(schedule, stage) if owners else ():
         came: dict[int, int] = {}
@@ -128,7 +128,7 @@ def tied_reads_of(schedule: Schedule, owner: int, stage: int) -> dict[int, Reads
             pipeline, m = schedule.pipeline_of(op), op.microbatch
             if op.kind == UPDATE:
                 continue
-            theirs, mine = owners[pipeline], found.setdefault(pipeline, Reads())
+            theirs, mine = owners[pipeline], found.setdefault(pipeline, WeightReads())
             if op.kind == FORWARD:
                 came[pipeline] = max(came.get(pipeline, 0), theirs.newest[m])
                 mine.newest[m] = came[pipeline]

@@ -15,7 +15,7 @@ from penstock.simulation.transport import Blocking, Transport
 
 
 @dataclass(frozen=True)
-class Passed:
+class LinkArrays:
     """Links as the engine takes them."""
 
     lines: bool
@@ -24,7 +24,7 @@ class Passed:
     arrays: dict[str, Array]
 
 
-def passed(order: Order, links: Links | Lines, costs: Costs, links_at: float) -> Passed:
+def passed(order: Order, links: Links | Lines, costs: Costs, links_at: float) -> LinkArrays:
     """Lays out links for the runs of an order that start at `links_at` ms of their own time."""
     num_rows = order.num_rows
     arrays: dict[str, Array] = {
@@ -38,17 +38,17 @@ def passed(order: Order, links: Links | Lines, costs: Costs, links_at: float) ->
     }
     if links == Links():
         arrays["delay"] = np.zeros(num_rows**2)
-        return Passed(False, 0.0, None, arrays)
+        return LinkArrays(False, 0.0, None, arrays)
     edges, sources, on = order.crossing
     used = np.flatnonzero(np.bincount(on)).tolist()
     if isinstance(links, Links) and links.is_constant:
         arrays["delay"] = np.zeros(num_rows**2)
         for link in used:
             arrays["delay"][link] = links.delay(*order.ends(link))
-        return Passed(False, 0.0, None, arrays)
+        return LinkArrays(False, 0.0, None, arrays)
     if isinstance(links, Lines) or links_at or not _is_plain(links, [order.ends(link) for link in used]):
         lines = links if isinstance(links, Lines) else Lines(links)
-        return Passed(False, 0.0, _arrival(order, costs, lines, links_at), arrays)
+        return LinkArrays(False, 0.0, _arrival(order, costs, lines, links_at), arrays)
     late_first: list[int] = [0]
     late_from: list[float] = []
     late_ms: list[float] = []
@@ -77,7 +77,7 @@ def passed(order: Order, links: Links | Lines, costs: Costs, links_at: float) ->
         "line_free": np.zeros(num_rows**2),
         "line_last": np.zeros(num_rows**2),
     }
-    return Passed(True, links.base, None, arrays)
+    return LinkArrays(True, links.base, None, arrays)
 
 
 def _is_plain(links: Links, used: Sequence[tuple[int, int]]) -> bool:

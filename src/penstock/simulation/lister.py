@@ -26,7 +26,7 @@ from penstock.schedule.async_ops import rows_of as rows_of_ops
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedRun:
     """Rows and times of a run.
 
     Attributes:
@@ -83,7 +83,7 @@ class Lister:
     def _timer(self) -> Timer:
         return Timer(*self.graph.network, self._compiled)
 
-    def list_by_rules(self, tables: Tables) -> Listed:
+    def list_by_rules(self, tables: Tables) -> ListedRun:
         """Makes rows by the rules in `tables`, which are left as they are."""
         run = self._ready(tables)
         reached = self._numbers(self.graph.num_rows)
@@ -94,15 +94,15 @@ class Lister:
         ends = run.ranks["free_at"].max() if self._compiled else max(r.free_at for r in run.ranks)
         done = list(map(int, reached))
         makespan = float(ends) if sum(done) == self.row_first[-1] else inf
-        return Listed(self.graph, self._rows, self.row_first, self._start_time, done, makespan)
+        return ListedRun(self.graph, self._rows, self.row_first, self._start_time, done, makespan)
 
-    def time_rows(self, rows: Any) -> Listed:
+    def time_rows(self, rows: Any) -> ListedRun:
         """Times rows laid out rank by rank, or one list per rank."""
         if isinstance(rows, list) and rows and isinstance(rows[0], list):
             rows = [q for row in rows for q in row]
         timed = self._timer.time(rows)
         makespan = timed.makespan if timed.complete else inf
-        return Listed(self.graph, rows, self.row_first, timed.start, timed.reached, makespan)
+        return ListedRun(self.graph, rows, self.row_first, timed.start, timed.reached, makespan)
 
     def _ready(self, tables: Tables) -> Tables:
         if self._compiled and isinstance(tables.queues, list):

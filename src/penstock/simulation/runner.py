@@ -34,14 +34,14 @@ from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import rows_of, with_launches
 from penstock.schedule.columns import Array, B, Columns, W
 from penstock.schedule.updates import OWNER
-from penstock.simulation.link_arrays import Passed, depths, passed
+from penstock.simulation.link_arrays import LinkArrays, depths, passed
 from penstock.simulation.lowered import Order
 from penstock.simulation.memory import by_kind_and_stage, by_op, memory_changes
 from penstock.simulation.transport import Blocking, Transport
 
 
 @dataclass(frozen=True, eq=False)
-class Ran:
+class RunResult:
     """What came of a run: the engine's arrays, and what they say."""
 
     order: Order
@@ -70,7 +70,7 @@ class Ran:
         return replace(schedule, order=with_launches(schedule, rows))
 
 
-class Prepared:
+class PreparedRun:
     """An order, and all that its runs begin with but what its ops take.
 
     What a run changes lies in one array of ints and one of floats, so that another run begins with two copies.
@@ -83,7 +83,7 @@ class Prepared:
         order: Order,
         policy: Policy,
         transport: Transport,
-        through: Passed,
+        through: LinkArrays,
         compile: bool,
         caps: Sequence[float] | None,
         warmup: Sequence[int] | None = None,
@@ -119,7 +119,7 @@ class Prepared:
             changed["beside"] = np.array(order.graph.beside, np.float64)
         self._at_first = [_one_behind_the_other(changed, kind) for kind in (np.int64, np.float64)]
 
-    def run(self, duration: Array, change: Array) -> Ran:
+    def run(self, duration: Array, change: Array) -> RunResult:
         """Runs it to its end.
 
         Args:
@@ -130,7 +130,7 @@ class Prepared:
         """
         arrays = self._begun(duration, change)
         self._drive(arrays, math.inf)
-        return Ran(self._order, arrays)
+        return RunResult(self._order, arrays)
 
     def makespan_within(self, limit: float, duration: Array, change: Array) -> float:
         """The makespan alone (ms) of a run whose first op starts at once; infinity where it is sure to be above
@@ -147,7 +147,7 @@ class Prepared:
             arrays = self._begun(duration, change)
         left = np.bincount(self._kept["rank_of"], duration, self._order.num_rows)
         arrays["left"][:] = left if self._compile else left.tolist()
-        return Ran(self._order, arrays).makespan if self._drive(arrays, limit) else math.inf
+        return RunResult(self._order, arrays).makespan if self._drive(arrays, limit) else math.inf
 
     @cached_property
     def _again(self) -> tuple[dict[str, Any], list[Array]]:
@@ -266,7 +266,7 @@ class Runner:
         warmup: Sequence[int] | None = None,
         links_at: float = 0.0,
         due: Array | None = None,
-    ) -> Ran:
+    ) -> RunResult:
         """Runs an order to its end. Caps count where dispatch is not frozen, and are not checked here.
 
         Args:
@@ -286,8 +286,10 @@ class Runner:
         if plain and policy.dispatch is Dispatch.FROZEN and alone:
             timed = _swept(order, through.arrays["delay"], compile=use)
             if timed is not None:
-                return Ran(order, timed)
-        return Prepared(order, policy, transport, through, use, caps, warmup, due).run(order.duration, order.change)
+                return RunResult(order, timed)
+        return PreparedRun(order, policy, transport, through, use, caps, warmup, due).run(
+            order.duration, order.change
+        )
 
     def prepared(
         self,
@@ -296,11 +298,11 @@ class Runner:
         policy: Policy,
         transport: Transport,
         caps: Sequence[float] | None = None,
-    ) -> Prepared:
+    ) -> PreparedRun:
         """All that `run` takes from an order, for runs that differ in what its ops take: their time and memory."""
-        return Prepared(order, policy, transport, *self._through(order, links, 0.0), caps)
+        return PreparedRun(order, policy, transport, *self._through(order, links, 0.0), caps)
 
-    def _through(self, order: Order, links: Links | Lines, links_at: float) -> tuple[Passed, bool]:
+    def _through(self, order: Order, links: Links | Lines, links_at: float) -> tuple[LinkArrays, bool]:
         """The links of a run, and whether it runs compiled."""
         through = passed(order, links, self.costs, links_at)
         use = self.compile

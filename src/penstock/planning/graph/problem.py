@@ -20,11 +20,11 @@ from penstock.cost import Costs, Links
 from penstock.dispatch.queues import QueueGraph, queue_graph
 from penstock.engine.compiled import ready
 from penstock.engine.needs import last_needed
-from penstock.engine.network import Array, Irregular, Network
+from penstock.engine.network import Array, Irregularities, Network
 from penstock.engine.timing import Timer
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.limits import Limits
-from penstock.planning.periodic.model import Block, Flow, Instance, Need
+from penstock.planning.periodic.model import Block, BlockDependency, BlockInstance, Flow
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph
 
 _CLASSES = {"W": 0, "I": 1, "B": 1, "F": 3}
@@ -45,7 +45,7 @@ class GraphProblem:
 
     graph: QueueGraph
     network: Network
-    more: Irregular
+    more: Irregularities
     takes: Array
     gives: Array
     cap: Array
@@ -151,7 +151,7 @@ class GraphProblem:
             pipeline, kind, stage = self.graph.labels[q]
             name = f"{stage}{kind}" + (f".{copy}" if copies[q] > 1 else "")
             name += f" of pipeline {pipeline}" if len(self.graph.microbatches) > 1 else ""
-            least = tuple(Need(place[source], delay) for source, delay in needs)
+            least = tuple(BlockDependency(place[source], delay) for source, delay in needs)
             duration, takes, gives = (float(each[q]) for each in (self.network.duration, self.takes, self.gives))
             made.append(Block(name, tuple(self.graph.hosts(q)), duration, least, takes, gives))
             queue.append(q)
@@ -221,14 +221,14 @@ class TurnFlow:
             for need in block.needs
         )
 
-    def timed(self, sequence: Array, op: Array, op_first: Array, start: Array) -> list[Instance]:
+    def timed(self, sequence: Array, op: Array, op_first: Array, start: Array) -> list[BlockInstance]:
         """A sequence as runs of blocks, from their starts."""
         block = {(q, copy): b for b, (q, copy) in enumerate(zip(self.queue, self.copy, strict=True))}
         per_turn = dict(zip(self.queue, self.per_turn, strict=True))
         found = []
         for q, number in zip(np.asarray(sequence).tolist(), op.tolist(), strict=True):
             turn, copy = divmod(number - int(op_first[q]), per_turn[q])
-            found.append(Instance(block[q, copy], turn, float(start[number])))
+            found.append(BlockInstance(block[q, copy], turn, float(start[number])))
         return found
 
     def sequence(self, blocks: Iterable[int]) -> list[int]:
@@ -296,10 +296,10 @@ def pose_graph(
             if value is not None
         }
     )._replace(size=np.diff(np.asarray(listed.op_first, np.int64)))
-    more = Irregular(
+    more = Irregularities(
         *(
             np.asarray(value, np.float64 if name == "need_delay" else np.int64)
-            for name, value in zip(Irregular._fields, irregular, strict=True)
+            for name, value in zip(Irregularities._fields, irregular, strict=True)
         )
     )
     cap = np.full(graph.num_rows, inf)

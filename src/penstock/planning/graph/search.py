@@ -22,7 +22,7 @@ from penstock.planning.graph.problem import GraphProblem
 from penstock.planning.limits import Limits
 from penstock.planning.periodic.bound import flow_bound
 from penstock.planning.periodic.ends import shortened
-from penstock.planning.periodic.model import Flow, Instance, Repetend
+from penstock.planning.periodic.model import BlockInstance, Flow, Repetend
 from penstock.planning.periodic.modulo import find_repetends, units_of
 from penstock.planning.periodic.rounds import rounds
 from penstock.planning.progress import Incumbent, Progress, certain
@@ -335,7 +335,7 @@ def _better_ends(search: GraphSearch, until: float) -> None:
         return
     _, start = problem.placed(search.sequence)
 
-    def take(better: list[Instance]) -> None:
+    def take(better: list[BlockInstance]) -> None:
         search.take(flow.sequence(one.block for one in better), "ends")
 
     shortened(

@@ -60,7 +60,7 @@ def placed(
     a row above its cap.
 
     Args:
-        p, more: `Network` and `Irregular`; all needs are said in the latter.
+        p, more: `Network` and `Irregularities`; all needs are said in the latter.
         takes, gives: per queue, what an op adds to what each of its rows holds, at its start, and takes away, at its
             end.
         cap: per row.

@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.engine.tolerance import EPSILON
-from penstock.planning.periodic.model import Block, Flow, Need
+from penstock.planning.periodic.model import Block, BlockDependency, Flow
 from penstock.schedule import ScheduleError
 
 
@@ -114,7 +114,7 @@ def _without(flow: Flow, left_out: set[int]) -> Flow:
             continue
         sources.append({b})
         place[b] = len(blocks)
-        blocks.append(replace(block, needs=tuple(Need(place[source]) for source in sorted(needed))))
+        blocks.append(replace(block, needs=tuple(BlockDependency(place[source]) for source in sorted(needed))))
     return Flow(tuple(blocks))
 
 

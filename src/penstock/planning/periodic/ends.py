@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.planning.periodic.model import Flow, Instance, fits, makespan, retimed, start_order
+from penstock.planning.periodic.model import BlockInstance, Flow, fits, makespan, retimed, start_order
 from penstock.planning.periodic.modulo import Units, cp_sat, memory_unit, solve
 
 _FIRST_WINDOW, _LARGEST_WINDOW = 64, 384
@@ -29,12 +29,12 @@ _SLICE = 2.0
 def shortened(
     flow: Flow,
     units: Units,
-    timed: list[Instance],
+    timed: list[BlockInstance],
     caps: Sequence[float],
     lower_bound: float,
     good_enough: float,
     deadline: float,
-    found: Callable[[list[Instance]], None],
+    found: Callable[[list[BlockInstance]], None],
     *,
     seed: int = 0,
     num_workers: int = 2,
@@ -84,7 +84,7 @@ class _Window:
     """One window: the ops at places `first` to `last - 1` of `timed` are freed."""
 
     def __init__(
-        self, flow: Flow, units: Units, timed: list[Instance], first: int, last: int, caps: Sequence[float]
+        self, flow: Flow, units: Units, timed: list[BlockInstance], first: int, last: int, caps: Sequence[float]
     ) -> None:
         self.flow, self.units, self.caps = flow, units, caps
         self.before, self.freed, self.after = timed[:first], timed[first:last], timed[last:]
@@ -160,7 +160,7 @@ class _Window:
                 model.add_reservoir_constraint(times, changes, sum(min(change, 0) for change in changes), room)
 
 
-def heads_of(flow: Flow, before: Sequence[Instance], freed: Sequence[Instance]) -> list[float]:
+def heads_of(flow: Flow, before: Sequence[BlockInstance], freed: Sequence[BlockInstance]) -> list[float]:
     """Of each freed op, when it may start (ms), what is before it fixed."""
     free = [0.0] * flow.num_ranks
     ends: dict[tuple[int, int], float] = {}
@@ -176,13 +176,13 @@ def heads_of(flow: Flow, before: Sequence[Instance], freed: Sequence[Instance]) 
     return heads
 
 
-def tails_of(flow: Flow, after: Sequence[Instance], freed: Sequence[Instance]) -> list[float]:
+def tails_of(flow: Flow, after: Sequence[BlockInstance], freed: Sequence[BlockInstance]) -> list[float]:
     """Of each freed op, the ms that are still to go once it has ended, at least: its head, with time turned round."""
     last_block, last_turn = len(flow.blocks) - 1, max((one.turn for one in (*after, *freed)), default=0)
 
-    def turned(ops: Sequence[Instance]) -> list[tuple[int, int]]:
+    def turned(ops: Sequence[BlockInstance]) -> list[tuple[int, int]]:
         return [(last_block - one.block, last_turn - one.turn) for one in reversed(ops)]
 
     backwards = flow.reversed()
-    instances = [Instance(block, turn, 0.0) for block, turn in turned(freed)]
+    instances = [BlockInstance(block, turn, 0.0) for block, turn in turned(freed)]
     return heads_of(backwards, retimed(backwards, turned(after)), instances)[::-1]

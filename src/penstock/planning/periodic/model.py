@@ -29,7 +29,7 @@ from penstock.engine.tolerance import is_within
 from penstock.schedule import ScheduleError
 
 
-class Need(NamedTuple):
+class BlockDependency(NamedTuple):
     """A block waits for `block` (its place in the list) to end, and `delay` ms more for the message."""
 
     block: int
@@ -51,7 +51,7 @@ class Block:
     name: str
     ranks: tuple[int, ...]
     duration: float
-    needs: tuple[Need, ...] = ()
+    needs: tuple[BlockDependency, ...] = ()
     acquires: float = 0.0
     releases: float = 0.0
 
@@ -113,10 +113,10 @@ class Flow:
     def reversed(self) -> Flow:
         """The same flow seen from its end: needs turned round, and what was given back is taken."""
         last = len(self.blocks) - 1
-        needs: list[list[Need]] = [[] for _ in self.blocks]
+        needs: list[list[BlockDependency]] = [[] for _ in self.blocks]
         for index, block in enumerate(self.blocks):
             for need in block.needs:
-                needs[last - need.block].append(Need(last - index, need.delay))
+                needs[last - need.block].append(BlockDependency(last - index, need.delay))
         turned = [
             Block(b.name, b.ranks, b.duration, tuple(needs[place]), b.releases, b.acquires)
             for place, b in enumerate(reversed(self.blocks))
@@ -128,14 +128,16 @@ class Flow:
         size = len(self.blocks)
         return Flow(
             tuple(
-                replace(block, needs=tuple(Need(need.block + copy * size, need.delay) for need in block.needs))
+                replace(
+                    block, needs=tuple(BlockDependency(need.block + copy * size, need.delay) for need in block.needs)
+                )
                 for copy in range(num_copies)
                 for block in self.blocks
             )
         )
 
 
-class Instance(NamedTuple):
+class BlockInstance(NamedTuple):
     """One run of a block: `block` (its place in the flow) in turn `turn`, from `start` (ms)."""
 
     block: int
@@ -189,7 +191,7 @@ def start_order(flow: Flow, block: int, turn: int, start: float) -> tuple[float,
     return start, flow.blocks[block].duration > 0, block, turn
 
 
-def retimed(flow: Flow, sequence: Sequence[tuple[int, int]]) -> list[Instance]:
+def retimed(flow: Flow, sequence: Sequence[tuple[int, int]]) -> list[BlockInstance]:
     """Starts every (block, turn) of `sequence` as soon as its ranks and needs allow; turns of a block ascend."""
     rows: list[list[int]] = [[] for _ in range(flow.num_ranks)]
     place, size = [], [0] * len(flow.blocks)
@@ -207,10 +209,10 @@ def retimed(flow: Flow, sequence: Sequence[tuple[int, int]]) -> list[Instance]:
     )
     start = Timer(network, irregular).time(list(chain(*rows))).start
     first = network.op_first
-    return [Instance(b, turn, start[first[b] + at]) for (b, turn), at in zip(sequence, place, strict=True)]
+    return [BlockInstance(b, turn, start[first[b] + at]) for (b, turn), at in zip(sequence, place, strict=True)]
 
 
-def makespan(flow: Flow, timed: Sequence[Instance]) -> float:
+def makespan(flow: Flow, timed: Sequence[BlockInstance]) -> float:
     """Last end (ms); the first start is at 0."""
     return max(one.start + flow.blocks[one.block].duration for one in timed)
 

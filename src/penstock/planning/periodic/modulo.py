@@ -161,7 +161,7 @@ def solve(
     solver.parameters.catch_sigint_signal = False
     failures: list[BaseException] = []
 
-    class Each(cp.CpSolverSolutionCallback):  # type: ignore[name-defined]
+    class SolutionCallback(cp.CpSolverSolutionCallback):  # type: ignore[name-defined]
         def on_solution_callback(self) -> None:
             try:
                 if found is not None and not found(self.value):
@@ -171,7 +171,7 @@ def solve(
                 self.stop_search()
 
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(solver.solve, model, None if found is None else Each())
+        future = pool.submit(solver.solve, model, None if found is None else SolutionCallback())
         try:
             status = future.result()
         except KeyboardInterrupt:

@@ -12,7 +12,7 @@ import numpy as np
 from penstock.engine.memory import peaks
 from penstock.engine.network import OpGraph
 from penstock.engine.timing import Timer
-from penstock.schedule.columns import NOTHING, B, Columns, F, I, Numbered, R, W
+from penstock.schedule.columns import NOTHING, B, Columns, F, I, OpNumbers, R, W
 from penstock.schedule.microbatch_order import places_of
 from penstock.schedule.schedule import Schedule
 
@@ -43,7 +43,7 @@ def one_of_each(schedule: Schedule, columns: Columns) -> list[tuple[int, int]] |
     return list(zip(ranks.tolist(), (ops - columns.first[ranks]).tolist(), strict=True))
 
 
-def are_covered(found: Numbered) -> bool:
+def are_covered(found: OpNumbers) -> bool:
     """Whether each stage has for each microbatch one F, and one B, or one I with one W."""
     there = found.op != NOTHING
     return bool(there[F].all() and (there[B] ^ there[I]).all() and (there[I] == there[W]).all())
@@ -55,7 +55,7 @@ def are_in_local_order(columns: Columns, edges: tuple[Any, Any]) -> bool:
     return not np.any((producer > consumer) & (columns.rank[producer] == columns.rank[consumer]))
 
 
-def are_in_microbatch_order(schedule: Schedule, found: Numbered) -> bool:
+def are_in_microbatch_order(schedule: Schedule, found: OpNumbers) -> bool:
     """Whether every queue runs its microbatches in the order declared, or ascending."""
     places = None
     if schedule.microbatch_orders:

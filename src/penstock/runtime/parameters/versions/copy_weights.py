@@ -35,7 +35,7 @@ from penstock.runtime.parameters.versions.versioned import VersionedParameters
 from penstock.runtime.stage.autograd import added
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard
 from penstock.schedule import Schedule, ScheduleError
-from penstock.schedule.staleness import Needs, Reads
+from penstock.schedule.staleness import Needs, WeightReads
 
 ToStep = Callable[[Sequence[Parameter], Gradients], tuple[Sequence[Parameter], Gradients]]
 Write = Callable[[Tensor, Parameter], None]
@@ -55,7 +55,7 @@ class TiedLeaf:
     """
 
     leaf: Parameter
-    reads: Reads | None = None
+    reads: WeightReads | None = None
 
 
 class CopyWeights:
