@@ -18,9 +18,9 @@ from penstock.cli import main
 from penstock.train import checks
 from penstock.train.compare.contenders import contenders
 from penstock.train.compare.page import headline
-from penstock.train.compare.result import Compared, Comparison
-from penstock.train.compare.simulated import Simulated, simulated
-from penstock.train.compare.trained import Trained
+from penstock.train.compare.result import Comparison, ComparisonRow
+from penstock.train.compare.simulated import SimulatedResult, simulated
+from penstock.train.compare.trained import TrainingResult
 from penstock.train.settings import Settings
 from report_cases import Page
 from train_runs import losses
@@ -195,12 +195,12 @@ def test_costs_measured_here(compare: Any, tmp_path: Path) -> None:
 
 
 def test_headline_names_the_fastest_and_what_it_costs() -> None:
-    def row(name: str, speed: float, loss: float | None) -> Compared:
+    def row(name: str, speed: float, loss: float | None) -> ComparisonRow:
         timeline = ps.simulate(ps.build("1f1b", 2, 2))
-        learned = None if loss is None else Trained(loss, loss, 2, 0, 8, [loss], [1], None)
-        return Compared(name, 1, Simulated(1.0, speed, 0.5, None, 2.0, 0, 1, timeline), learned)
+        learned = None if loss is None else TrainingResult(loss, loss, 2, 0, 8, [loss], [1], None)
+        return ComparisonRow(name, 1, SimulatedResult(1.0, speed, 0.5, None, 2.0, 0, 1, timeline), learned)
 
-    def of(*rows: Compared) -> str:
+    def of(*rows: ComparisonRow) -> str:
         return headline(Comparison(rows, "costs", 0, 4, 2, 2))
 
     assert of(row("a", 2.0, None)) == "a runs 2 microbatches/s."
@@ -212,8 +212,8 @@ def test_headline_names_the_fastest_and_what_it_costs() -> None:
     )
     assert of(row("a", 2.0, 4.0), row("b", 3.0, 4.0)).endswith("and its validation loss is the same.")
     assert of(row("a", 2.0, None), row("b", 1.0, None)) == "None is faster than a, which runs 2 microbatches/s."
-    simulated = Simulated(1.0, 1.0, 0.5, 3.0 * 2**20, 2.0, 0, 1, ps.simulate(ps.build("1f1b", 2, 2)))
-    alone = Comparison([Compared("a", 1, simulated), Compared("b", 1, simulated)], "costs", 0, 4, 2, 2)
+    simulated = SimulatedResult(1.0, 1.0, 0.5, 3.0 * 2**20, 2.0, 0, 1, ps.simulate(ps.build("1f1b", 2, 2)))
+    alone = Comparison([ComparisonRow("a", 1, simulated), ComparisonRow("b", 1, simulated)], "costs", 0, 4, 2, 2)
     assert headline(replace(alone, memory_limit=2.0**20)) == "None of them fits into 1.0 MiB."
     assert headline(replace(alone, memory_limit=4.0 * 2**20)).startswith("None that fits is faster than a")
 

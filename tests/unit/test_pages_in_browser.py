@@ -14,9 +14,9 @@ from penstock.draw import to_html
 from penstock.formats.traces import read_trace
 from penstock.report import to_page as report_page
 from penstock.train.compare.page import to_page as compare_page
-from penstock.train.compare.result import Compared, Comparison
-from penstock.train.compare.simulated import Simulated
-from penstock.train.compare.trained import Trained
+from penstock.train.compare.result import Comparison, ComparisonRow
+from penstock.train.compare.simulated import SimulatedResult
+from penstock.train.compare.trained import TrainingResult
 from report_cases import story_of
 from trace_samples import study_sample
 
@@ -51,10 +51,12 @@ def compared() -> Comparison:
     for place, (name, options, drain) in enumerate([("1f1b", {}, 1), ("zb-v", {}, 1), ("amdp", {"window": 4}, 4)]):
         schedule = ps.build(name, 4, 4 * drain, **options)
         timeline = ps.simulate(schedule, ps.Costs.uniform(schedule.num_stages))
-        simulated = Simulated(9.5 + place, 800 + 99.0 * place, 0.8, 4e6, 2.5e6, place // 2, 1, timeline)
+        simulated = SimulatedResult(9.5 + place, 800 + 99.0 * place, 0.8, 4e6, 2.5e6, place // 2, 1, timeline)
         losses = [4 - 0.03 * step + 0.01 * place for step in range(30)]
-        learned = Trained(losses[-1], 3.2 + 0.02 * place, 30, place // 2, 3_000_000, losses, list(range(1, 31)), None)
-        rows.append(Compared(name, drain, simulated, learned))
+        learned = TrainingResult(
+            losses[-1], 3.2 + 0.02 * place, 30, place // 2, 3_000_000, losses, list(range(1, 31)), None
+        )
+        rows.append(ComparisonRow(name, drain, simulated, learned))
     return Comparison(rows, "the costs of nowhere", 30, 8, 4, 4, 64.0, ["their optimizers differ in nothing"])
 
 

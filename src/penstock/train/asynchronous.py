@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Usual:
+class AsyncDefaults:
     """Attributes:
     microbatches: of a step, for each rank, as far as the batch goes; None for those of any run.
     window: microbatches an update gathers; None for those of a step.
@@ -30,13 +30,15 @@ class Usual:
     learning: Mapping[str, Any] = field(default_factory=dict)
 
 
-ASYNCHRONOUS: Mapping[str, Usual] = {
-    "amdp": Usual(microbatches=4, max_mismatch=0),
-    "pipedream": Usual(window=1),
-    "pipedream-2bw": Usual(),
-    "xpipe": Usual(),
-    "spectrain": Usual(window=1, learning={"optimizer": "SGD", "optimizer_options": {"momentum": 0.9}, "lr": 0.03}),
-    "vnag": Usual(
+ASYNCHRONOUS: Mapping[str, AsyncDefaults] = {
+    "amdp": AsyncDefaults(microbatches=4, max_mismatch=0),
+    "pipedream": AsyncDefaults(window=1),
+    "pipedream-2bw": AsyncDefaults(),
+    "xpipe": AsyncDefaults(),
+    "spectrain": AsyncDefaults(
+        window=1, learning={"optimizer": "SGD", "optimizer_options": {"momentum": 0.9}, "lr": 0.03}
+    ),
+    "vnag": AsyncDefaults(
         window=1,
         learning={
             "optimizer": "NAdam",

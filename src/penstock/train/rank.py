@@ -48,14 +48,14 @@ PROFILED_PASSES = 5
 """Passes near the end whose timelines give the run's own profile."""
 
 
-class Profiled(NamedTuple):
+class ProfiledStep(NamedTuple):
     """A measured step, and what it ran."""
 
     timeline: Timeline
     configuration: Configuration
 
 
-class Ending(NamedTuple):
+class FinalMeasurements(NamedTuple):
     """How good the model is, most bytes of each rank, what of them the weights take, the model's size and how much of
     it learns; of stages whose backward is split, what of it waits for W.
     """
@@ -170,7 +170,7 @@ class RankRun:
         """Trains to the last step, or until a signal; rank 0 has the report afterwards."""
         settings, training = self.inputs.settings, self.training
         start = training.steps
-        profile: list[Profiled] = []
+        profile: list[ProfiledStep] = []
         loss: float | None = None
         validation: float | None = None
         seconds, trained = 0.0, 0
@@ -202,7 +202,7 @@ class RankRun:
                     view.decisions(self.pipe.decisions)
                 last = training.steps >= settings.steps
                 if training.steps + PROFILED_PASSES * len(done.losses) > settings.steps or asked:
-                    profile.append(Profiled(self.pipe.timeline(), running))
+                    profile.append(ProfiledStep(self.pipe.timeline(), running))
                 if self.measured is not None and (chosen := self.measured.after_pass()) is not None:
                     self._dispatch = chosen.value
                 if self.planned is not None and settings.length_costs == MEASURED and is_measured(done.first - start):
@@ -275,10 +275,10 @@ class RankRun:
             number=self.training.steps,
         )
 
-    def _profile_one(self) -> Profiled:
+    def _profile_one(self) -> ProfiledStep:
         running = self.pipe.configuration
         self.training.probe()
-        return Profiled(self.pipe.timeline(), running)
+        return ProfiledStep(self.pipe.timeline(), running)
 
     def _mesh_values(self) -> dict[str, float]:
         """What each line of the metrics says of a mesh, as a resumed run may have another."""
@@ -287,7 +287,7 @@ class RankRun:
             return {}
         return {"pp": settings.ranks, "dp": settings.dp, "tp": settings.tp}
 
-    def _ending(self, loss: float) -> Ending:
+    def _ending(self, loss: float) -> FinalMeasurements:
         """What all ranks together know at the end."""
         quality = self.inputs.task.judge(self.pipe, self.inputs.data, loss)
         memory = [peak for part in self.pipe.gather(_peak_memory(self.inputs.settings)) for peak in part]
@@ -306,17 +306,17 @@ class RankRun:
             }
             for stage, each in self.pipe.deferred_share().items()
         ]
-        return Ending(quality, memory, self.pipe.state_bytes(), count, trained, deferred)
+        return FinalMeasurements(quality, memory, self.pipe.state_bytes(), count, trained, deferred)
 
     def _report(
         self,
-        profile: list[Profiled],
+        profile: list[ProfiledStep],
         steps: int,
         loss: float | None,
         validation: float,
         speed: float | None,
         seconds: float,
-        ending: Ending,
+        ending: FinalMeasurements,
         updating: UpdateReport | None,
     ) -> Report:
         inputs, folder = self.inputs, self.folder
@@ -369,7 +369,7 @@ class RankRun:
         report.write(folder, pictures)
         return report
 
-    def _timing(self, profile: list[Profiled]) -> tuple[TimingReport, list[Timeline]]:
+    def _timing(self, profile: list[ProfiledStep]) -> tuple[TimingReport, list[Timeline]]:
         """The middle step beside its simulation, with op times of the last steps that ran the same."""
         middle = sorted(profile, key=lambda each: each.timeline.makespan)[len(profile) // 2]
         alike = [each.timeline for each in profile if each.configuration == middle.configuration]

@@ -16,7 +16,7 @@ from penstock.schedule import Schedule
 from penstock.simulation import Timeline
 from penstock.train.folder import RunFolder, write_whole
 from penstock.train.run_settings import RunSettings
-from penstock.train.steered import Steered
+from penstock.train.steered import AdaptationSummary
 
 WIDTH = 100
 """Columns that notes are wrapped to."""
@@ -46,7 +46,7 @@ class RunReport(ABC):
     seconds: float
     notices: list[str]
     files: dict[str, str]
-    steered: Steered | None = None
+    steered: AdaptationSummary | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"steered": None if self.steered is None else self.steered.to_json()}
@@ -54,7 +54,7 @@ class RunReport(ABC):
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
         steered = value.get("steered")
-        return cls(**{**value, "steered": None if steered is None else Steered.from_json(steered)})
+        return cls(**{**value, "steered": None if steered is None else AdaptationSummary.from_json(steered)})
 
     @classmethod
     def read(cls, path: Path) -> Self | None:

@@ -21,12 +21,12 @@ from penstock.train.checks import (
     read_schedule,
 )
 from penstock.train.passes import Passes
-from penstock.train.transport_settings import Travel
+from penstock.train.transport_settings import TransportSettings
 
 
 @dataclass(frozen=True)
-class RunSettings(Travel):
-    """Settings that any run has, and those of `Travel`.
+class RunSettings(TransportSettings):
+    """Settings that any run has, and those of `TransportSettings`.
 
     Attributes:
         schedule: a library schedule's name, or a schedule file.
@@ -80,7 +80,7 @@ class RunSettings(Travel):
         check_updates(self)
         self._check_schedule_options()
         self.link_conditions()
-        self.check_travel()
+        self.check_transport()
 
     def _check_schedule_options(self) -> None:
         """Raises SettingsError for options of the schedule that have a setting of their own."""

@@ -14,7 +14,7 @@ from penstock.runtime.launch import FIRST_OPTIMIZER, RankOrder, WaitingServer, l
 from penstock.runtime.launch.parent import listen
 from penstock.runtime.mesh.interfaces import local_addresses
 from penstock.train.checks import SettingsError
-from penstock.train.transport_settings import Travel
+from penstock.train.transport_settings import TransportSettings
 
 INTERRUPTED = 130
 PATIENCE = 30.0
@@ -49,12 +49,12 @@ def check_store(address: str | None) -> None:
         raise SettingsError(f"--store: {error}") from None
 
 
-def check_interfaces(travel: Travel) -> None:
+def check_interfaces(settings: TransportSettings) -> None:
     """Raises SettingsError for an interface of this host that is not there, for delegates."""
-    if travel.interfaces is None:
+    if settings.interfaces is None:
         return
     try:
-        local_addresses(travel.delegate_options().interfaces)
+        local_addresses(settings.delegate_options().interfaces)
     except RuntimeFailure as error:
         raise SettingsError(f"--interfaces: {error}") from None
 

@@ -27,7 +27,7 @@ MOST = 4
 
 
 @dataclass(frozen=True)
-class Steered:
+class AdaptationSummary:
     """What is known at the end of a run that was measured; iterations count from 1.
 
     Attributes:
@@ -54,7 +54,7 @@ class Steered:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Steered:
+    def from_json(cls, value: dict[str, Any]) -> AdaptationSummary:
         return cls(**value | {name: tuple(value[name]) for name in ("spells", "decisions")})
 
     def rows(self, adapted: bool) -> list[tuple[str, str]]:
@@ -94,7 +94,7 @@ def _wrapped(name: str, text: str, indent: str = "") -> list[tuple[str, str]]:
     return [(name if place == 0 else "", line) for place, line in enumerate(lines)]
 
 
-def read_steered(folder: Path) -> Steered | None:
+def read_steered(folder: Path) -> AdaptationSummary | None:
     """Reads the records in a run's folder; None where there are none, or no iteration in them."""
     try:
         lines = {name: (folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)}
@@ -104,7 +104,7 @@ def read_steered(folder: Path) -> Steered | None:
     return _of(story)
 
 
-def _of(story: RunStory) -> Steered:
+def _of(story: RunStory) -> AdaptationSummary:
     delays: dict[str, float] = {}
     for place, (a, b) in enumerate(story.links):
         told = [row.delays[place] for row in story.iterations]
@@ -119,7 +119,7 @@ def _of(story: RunStory) -> Steered:
         asdict(each) | {"made": each.made + 1, "first": None if each.first is None else each.first + 1}
         for each in story.decisions
     )
-    return Steered(
+    return AdaptationSummary(
         headline(story),
         delays,
         tuple(spells),

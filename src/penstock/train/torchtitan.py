@@ -64,7 +64,7 @@ SWITCHED = ("validation", "fault_tolerance")
 """Sections of which nothing is there, and which count where they are enabled."""
 
 
-class Titan(NamedTuple):
+class TorchTitanConfig(NamedTuple):
     """What a file says.
 
     Attributes:
@@ -95,7 +95,7 @@ def titan_options(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return titan.options
 
 
-def read_titan(path: str, given: Mapping[str, Any]) -> Titan:
+def read_titan(path: str, given: Mapping[str, Any]) -> TorchTitanConfig:
     """Reads a file for a run with some options given at the prompt.
 
     Args:
@@ -118,7 +118,7 @@ def read_titan(path: str, given: Mapping[str, Any]) -> Titan:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"--torchtitan {path} can't be read: {error}") from None
-    reading = _Reading(content, {("ranks" if name == "pp" else name) for name in given})
+    reading = _ConfigReader(content, {("ranks" if name == "pp" else name) for name in given})
     _read_mesh(reading)
     _read_batch(reading, given)
     _read_training(reading, given)
@@ -128,10 +128,10 @@ def read_titan(path: str, given: Mapping[str, Any]) -> Titan:
             f"--torchtitan {path} cannot be taken over as it is, with what is given beside it:\n  "
             + "\n  ".join(problems)
         )
-    return Titan(reading.options, reading.aside)
+    return TorchTitanConfig(reading.options, reading.aside)
 
 
-class _Reading:
+class _ConfigReader:
     """What has been read of a file, and what stands in the way."""
 
     def __init__(self, content: Mapping[str, Any], given: set[str]) -> None:
@@ -198,7 +198,7 @@ def _problem(section: str, name: str, value: Any, why: str) -> str:
     return f"{section}.{name} = {json.dumps(value, default=str)}: {why}"
 
 
-def _read_mesh(reading: _Reading) -> None:
+def _read_mesh(reading: _ConfigReader) -> None:
     """Ranks, replicas, shards and the schedule."""
     get = reading.get
     ranks = get("parallelism", "pipeline_parallel_degree", "pipeline_parallel_size", default=1)
@@ -255,7 +255,7 @@ def _read_mesh(reading: _Reading) -> None:
             reading.set("stages", 2 * ranks)
 
 
-def _read_batch(reading: _Reading, given: Mapping[str, Any]) -> None:
+def _read_batch(reading: _ConfigReader, given: Mapping[str, Any]) -> None:
     """A batch of all replicas, and its microbatches in each of them."""
     get = reading.get
     local = get("training", "local_batch_size", "batch_size", default=8)
@@ -282,7 +282,7 @@ def _read_batch(reading: _Reading, given: Mapping[str, Any]) -> None:
     reading.set("microbatches", batch // (dp * each))
 
 
-def _read_training(reading: _Reading, given: Mapping[str, Any]) -> None:
+def _read_training(reading: _ConfigReader, given: Mapping[str, Any]) -> None:
     """Model and data, which are the prompt's; steps, rates, clipping, precision and checkpoints."""
     get = reading.get
     if not {"model", "preset"} & reading.given:
@@ -321,7 +321,7 @@ def _read_training(reading: _Reading, given: Mapping[str, Any]) -> None:
         reading.aside.append("activation_checkpoint.mode")
 
 
-def _read_optimizer(reading: _Reading, steps: int) -> None:
+def _read_optimizer(reading: _ConfigReader, steps: int) -> None:
     get = reading.get
     reading.set("optimizer", get("optimizer", "name", default="AdamW"))
     reading.set("lr", float(get("optimizer", "lr", default=8e-4)))

@@ -24,7 +24,7 @@ SIZES = {f"{prefix}B": size for prefix, size in (("", 1.0), ("K", 1e3), ("M", 1e
 
 
 @dataclass(frozen=True)
-class Travel:
+class TransportSettings:
     """How messages travel, and whether links are watched and answered.
 
     Attributes:
@@ -46,7 +46,7 @@ class Travel:
     store: str | None = None
     host_memory: str | None = None
 
-    def check_travel(self) -> None:
+    def check_transport(self) -> None:
         """Raises SettingsError for options that do not go together."""
         if not self.may_delegate:
             why = f"delegates are for --transport delegate or --adapt, not for {self.transport}"

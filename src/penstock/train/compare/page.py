@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.draw.chart import Axis, Bars, Figure, Line, bar_chart, line_chart, save_chart
 from penstock.draw.report_page import PageNumber, inline, section, table, timelines, whole_page
 from penstock.draw.scale import percent, short
-from penstock.train.compare.result import MIB, Compared, Comparison
+from penstock.train.compare.result import MIB, Comparison, ComparisonRow
 from penstock.train.folder import write_whole
 
 MOST_POINTS = 80
@@ -164,7 +164,7 @@ def _timelines(found: Comparison) -> list[str]:
     return parts
 
 
-def _said_of_timelines(rows: Iterable[Compared]) -> str:
+def _said_of_timelines(rows: Iterable[ComparisonRow]) -> str:
     synchronous = [row.name for row in rows if row.simulated.timeline.schedule.updates is None]
     if not synchronous:
         return "Simulated over the same costs. The updates (U) are among the other ops."
@@ -194,7 +194,7 @@ def _loss_chart(found: Comparison, name: str, width: int) -> Figure:
     return loss_charts(found, width)[name]
 
 
-def _line(row: Compared, x: Sequence[float]) -> Line:
+def _line(row: ComparisonRow, x: Sequence[float]) -> Line:
     assert row.trained is not None
     losses = row.trained.losses
     size = -(-len(losses) // MOST_POINTS)

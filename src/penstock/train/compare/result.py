@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.train.compare.simulated import AS_PLANNED, Simulated, SimulatedRun
-from penstock.train.compare.trained import Trained
+from penstock.train.compare.simulated import AS_PLANNED, SimulatedResult, SimulatedRun
+from penstock.train.compare.trained import TrainingResult
 
 MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparisonRow:
     """One schedule. `trained` is None where nothing was trained."""
 
     name: str
     drain_every: int
-    simulated: Simulated
-    trained: Trained | None = None
+    simulated: SimulatedResult
+    trained: TrainingResult | None = None
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Comparison:
         memory_limit: bytes that a rank may hold, where that was asked.
     """
 
-    rows: Sequence[Compared]
+    rows: Sequence[ComparisonRow]
     costs: str
     steps: int
     batch: int
@@ -46,12 +46,12 @@ class Comparison:
     run: SimulatedRun = AS_PLANNED
     memory_limit: float | None = None
 
-    def fits(self, row: Compared) -> bool:
+    def fits(self, row: ComparisonRow) -> bool:
         """Whether no rank holds more than the limit, where there is one."""
         return self.memory_limit is None or (row.simulated.memory or 0.0) <= self.memory_limit
 
     @property
-    def best(self) -> Compared | None:
+    def best(self) -> ComparisonRow | None:
         """The fastest of those that fit; None where none does."""
         return max(filter(self.fits, self.rows), key=self.speedup, default=None)
 
@@ -59,7 +59,7 @@ class Comparison:
     def interrupted(self) -> bool:
         return any(row.trained is not None and row.trained.interrupted for row in self.rows)
 
-    def speedup(self, row: Compared) -> float:
+    def speedup(self, row: ComparisonRow) -> float:
         """How many times as fast as the first."""
         first = self.rows[0].simulated.microbatches_per_second
         return row.simulated.microbatches_per_second / first if first else 1.0
@@ -69,11 +69,11 @@ class Comparison:
         """What a throughput is in."""
         return "microbatches/s" if self.tokens is None else "tokens/s"
 
-    def per_second(self, row: Compared) -> float:
+    def per_second(self, row: ComparisonRow) -> float:
         """A row's throughput, in `speed_unit`."""
         return row.simulated.microbatches_per_second * (self.tokens or 1.0)
 
-    def throughput(self, row: Compared) -> str:
+    def throughput(self, row: ComparisonRow) -> str:
         """A row's throughput with its unit."""
         return f"{_throughput(self.per_second(row))} {self.speed_unit}"
 
@@ -87,7 +87,7 @@ class Comparison:
         """What `held` is in."""
         return "MiB" if self.in_bytes else "activations"
 
-    def held(self, row: Compared) -> float:
+    def held(self, row: ComparisonRow) -> float:
         """What the fullest rank holds, in `held_unit`."""
         memory = row.simulated.memory
         return row.simulated.activations if memory is None else memory / MIB
@@ -107,7 +107,7 @@ class Comparison:
             "notices": list(self.notices),
         }
 
-    def _row_json(self, row: Compared) -> dict[str, Any]:
+    def _row_json(self, row: ComparisonRow) -> dict[str, Any]:
         first = self.rows[0].trained
         told: dict[str, Any] = {"speedup": self.speedup(row)}
         if row.trained is not None and first is not None:
@@ -132,7 +132,7 @@ class Comparison:
         learned = ["weights MiB", "updates", "train loss", "validation", "to first"] if self.steps else []
         return ["schedule", self.speed_unit, "speed", "busy", *held, "mismatch", "versions", *learned]
 
-    def cells(self, row: Compared) -> list[str]:
+    def cells(self, row: ComparisonRow) -> list[str]:
         """A row's cells, as text."""
         found = row.simulated
         held = [f"{found.activations:.4g}" if found.memory is None else f"{self.held(row):,.1f}"]

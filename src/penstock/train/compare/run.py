@@ -15,7 +15,7 @@ from penstock.simulation.simulator import untimed_kinds
 from penstock.train.checks import SettingsError
 from penstock.train.compare.contenders import shown_name
 from penstock.train.compare.page import write_page
-from penstock.train.compare.result import Compared, Comparison
+from penstock.train.compare.result import Comparison, ComparisonRow
 from penstock.train.compare.simulated import AS_PLANNED, Costing, SimulatedRun, simulated
 from penstock.train.compare.trained import trained
 from penstock.train.folder import write_whole
@@ -102,9 +102,9 @@ def _gather(contenders: Sequence[Settings]) -> list[Inputs]:
     return found
 
 
-def _simulated(settings: Settings, schedule: Schedule, costs: Costs, run: SimulatedRun) -> Compared:
+def _simulated(settings: Settings, schedule: Schedule, costs: Costs, run: SimulatedRun) -> ComparisonRow:
     found = simulated(settings, schedule, costs, run)
-    return Compared(shown_name(settings.schedule), settings.passes.steps, found)
+    return ComparisonRow(shown_name(settings.schedule), settings.passes.steps, found)
 
 
 def _said_of_times(untimed: Sequence[str]) -> list[str]:
@@ -114,8 +114,10 @@ def _said_of_times(untimed: Sequence[str]) -> list[str]:
     return [f"simulated in 0 ms, as the costs do not name them: {', '.join(untimed)}"]
 
 
-def _train(rows: Sequence[Compared], inputs: Sequence[Inputs], out: Path | None, say: Say) -> list[Compared]:
-    done: list[Compared] = []
+def _train(
+    rows: Sequence[ComparisonRow], inputs: Sequence[Inputs], out: Path | None, say: Say
+) -> list[ComparisonRow]:
+    done: list[ComparisonRow] = []
     with _folder(out) as folder:
         for row, each in zip(rows, inputs, strict=True):
             if done and done[-1].trained is not None and done[-1].trained.interrupted:
@@ -123,7 +125,7 @@ def _train(rows: Sequence[Compared], inputs: Sequence[Inputs], out: Path | None,
             say(f"training {each.settings.steps} steps of {row.name}")
             learned = trained(each, folder / row.name)
             say(f"  loss {learned.loss:.3f} on the validation data")
-            done.append(Compared(row.name, row.drain_every, row.simulated, learned))
+            done.append(ComparisonRow(row.name, row.drain_every, row.simulated, learned))
     return done
 
 

@@ -45,7 +45,7 @@ AS_PLANNED = SimulatedRun()
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulatedResult:
     """Attributes:
     milliseconds: of a step, its share of the update included.
     microbatches_per_second: over a whole pass, from its first op to the end of its last update.
@@ -72,7 +72,9 @@ class Simulated:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "timeline"}
 
 
-def simulated(settings: Settings, schedule: Schedule, costs: Costs, run: SimulatedRun = AS_PLANNED) -> Simulated:
+def simulated(
+    settings: Settings, schedule: Schedule, costs: Costs, run: SimulatedRun = AS_PLANNED
+) -> SimulatedResult:
     """Simulates a pass.
 
     A synchronous schedule updates after its last op, every rank the stages it owns, and the next step begins when the
@@ -88,7 +90,7 @@ def simulated(settings: Settings, schedule: Schedule, costs: Costs, run: Simulat
     held = None
     if costs.weight_bytes:
         held = footprint(schedule, costs, run.links, dispatch=run.dispatch, sharding=settings.sharding)
-    return Simulated(
+    return SimulatedResult(
         milliseconds=whole / settings.passes.steps,
         microbatches_per_second=schedule.num_microbatches / whole * 1e3 if whole else 0.0,
         busy=(sum(timeline.busy) + sum(after)) / (schedule.num_ranks * whole) if whole else 1.0,

@@ -20,7 +20,7 @@ from penstock.train.start import RunFailed
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """Attributes:
     train_loss: mean over the last tenth of the steps. loss: on the validation text, at the end.
     num_updates: made. mismatch: counted while it ran.
@@ -43,7 +43,7 @@ class Trained:
         return asdict(self)
 
 
-def trained(inputs: Inputs, folder: Path) -> Trained:
+def trained(inputs: Inputs, folder: Path) -> TrainingResult:
     """Trains, with what that leaves in `folder`.
 
     Raises:
@@ -66,13 +66,13 @@ def trained(inputs: Inputs, folder: Path) -> Trained:
     return read_trained(report, place.metrics, inputs.settings.in_process)
 
 
-def read_trained(report: Report, metrics: Path, in_process: bool) -> Trained:
+def read_trained(report: Report, metrics: Path, in_process: bool) -> TrainingResult:
     """What a run's report and metrics say."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     losses = [line["loss"] for line in lines]
     last = losses[-max(1, len(losses) // 10) :]
     updates = [line.get("updates", line["step"] + 1) for line in lines]
-    return Trained(
+    return TrainingResult(
         train_loss=sum(last) / len(last),
         loss=report.loss,
         num_updates=updates[-1],

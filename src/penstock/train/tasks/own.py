@@ -41,7 +41,7 @@ _BUILT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The models that functions have returned in this process."""
 
 
-class Tried(NamedTuple):
+class ModelTrial(NamedTuple):
     """A model of one's own with its data, and the microbatch that it was run on."""
 
     model: nn.Module
@@ -134,7 +134,7 @@ class OwnTask:
             self._split = cut_model(tried.model, stages, sizes=settings.cut or (), example=tried.inputs)
         return tried.data
 
-    def tried(self, corpus: Corpus | None = None, paged: PagedWeights | None = None) -> Tried:
+    def tried(self, corpus: Corpus | None = None, paged: PagedWeights | None = None) -> ModelTrial:
         """The model and its data, run on the first microbatch.
 
         Args:
@@ -150,7 +150,7 @@ class OwnTask:
             assert self.num_tokens is not None
             data = next_tokens(settings, tokenizer_of(settings), self.num_tokens, corpus)
         with contextlib.nullcontext() if paged is None else paged.running():
-            return Tried(model, data, *self._try(model, data.batches[0], data.is_dealt))
+            return ModelTrial(model, data, *self._try(model, data.batches[0], data.is_dealt))
 
     def _try(self, model: nn.Module, first: Example, part: bool) -> Example:
         """Runs forward and loss on the first microbatch of a batch, or of a replica's part, and returns that."""

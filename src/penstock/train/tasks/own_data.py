@@ -339,7 +339,7 @@ def _dealt(settings: Settings, text: str, read: Reader) -> OwnData:
     return OwnData(Data(text, found[0].form, joined, validation, stateful={"data": joined}), unit)
 
 
-class Opened(NamedTuple):
+class OpenedData(NamedTuple):
     """Batches of training, those to evaluate on, in words what these are, and a digest of the data."""
 
     batches: IteratedBatches | DatasetBatches
@@ -355,7 +355,7 @@ class Opened(NamedTuple):
         return {"data": self.batches} if isinstance(self.batches, IteratedBatches) else {}
 
 
-def opened(source: OwnSource, batch: int, least: int, read: Reader) -> Opened:
+def opened(source: OwnSource, batch: int, least: int, read: Reader) -> OpenedData:
     """The data of one replica.
 
     Args:
@@ -377,10 +377,10 @@ def opened(source: OwnSource, batch: int, least: int, read: Reader) -> Opened:
     digest = form + ("" if batches.is_stateful else f" {batch_digest(*first):x}")
     if source.takes_train:
         unit = f"on average over the batches of {own.name}(train=False)"
-        return Opened(batches, Validation(lambda: _others(source, read)), unit, digest, form)
+        return OpenedData(batches, Validation(lambda: _others(source, read)), unit, digest, form)
     again = [read(each, f"a batch of {own}") for each in islice(_Pass(source, source.make(), 0), SEEN_AGAIN)]
     unit = f"on average over {len(again)} batches that it is trained on too ({own.name} takes no `train`)"
-    return Opened(batches, again, unit, digest, form)
+    return OpenedData(batches, again, unit, digest, form)
 
 
 def _check_last(own: OwnName, found: Any, least: int) -> None:
@@ -417,7 +417,7 @@ def _others(source: OwnSource, read: Reader) -> Iterator[Example]:
         raise SettingsError(f"{OPTION}: {own} gives no batch with train=False; it has to give at least one")
 
 
-def _of_samples(source: OwnSource, found: Any, batch: int, read: Reader) -> Opened:
+def _of_samples(source: OwnSource, found: Any, batch: int, read: Reader) -> OpenedData:
     own, num = source.own, len(found)
     digest = f"{own.name} of {num} samples {batch_digest(tensors_of(default_collate([found[0]]))):x}" if num else ""
     if source.takes_train:
@@ -443,7 +443,7 @@ def _of_samples(source: OwnSource, found: Any, batch: int, read: Reader) -> Open
         for number in range(kept.num_batches):
             yield kept.of(held[number * size : (number + 1) * size], number)
 
-    return Opened(training, Validation(draw), unit, digest, f"{own.name} {_form(training[0])}")
+    return OpenedData(training, Validation(draw), unit, digest, f"{own.name} {_form(training[0])}")
 
 
 def _form(example: Example) -> list[Any]:
