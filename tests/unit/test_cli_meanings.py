@@ -8,15 +8,17 @@ import types
 import typing
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import typer
 from typer.models import OptionInfo
 
-import penstock.cli  # noqa: F401  (registers the verbs)
+import penstock as ps
+import penstock.cli  # registers the verbs
 from penstock.cli.app import app
-from penstock.cli.run import RENAMED
+from penstock.cli.run import RENAMED, main
 
 pytestmark = pytest.mark.unit
 
@@ -100,11 +102,16 @@ def test_an_option_means_the_same_in_every_verb(name: str) -> None:
     assert (len(kinds) == 1) == (name not in OTHER_TYPES), f"{name} takes {kinds}"
 
 
-def test_out_meant_a_trace_in_simulate_and_a_schedule_elsewhere() -> None:
+def test_out_meant_a_trace_in_simulate_and_a_schedule_elsewhere(tmp_path: Path) -> None:
     """What a .json is that `--out` writes: a schedule, in every verb of schedules."""
     of_schedules = {given.verb for given in BY_NAME["--out"]} & {"show", "plan", "search", "simulate", "tune"}
     assert of_schedules == {"show", "plan", "search", "tune"}
     assert ("simulate", "--out") in RENAMED
+    for verb in ("show 1f1b", "plan --time 0.1", "search --placement one-to-one"):
+        words = [*verb.split(), "--ranks", "2", "--microbatches", "2", "--out"]
+        assert main([*words, str(tmp_path / "x.json")]) == 0
+        assert ps.load(tmp_path / "x.json").num_ranks == 2
+        assert main([*words, str(tmp_path / "x.json.gz")]) == 2, "a trace is of a timeline"
 
 
 def test_what_was_renamed_is_gone_and_what_is_named_instead_is_there() -> None:

@@ -126,7 +126,9 @@ def test_a_schedule_saves_itself_by_the_ending(tmp_path: Path, ending: str) -> N
             ps.load(path)
     else:
         assert ps.load(path).order == schedule.order
-    with pytest.raises(ps.ScheduleError, match=r"mine.png: pictures are written as"):
+    with pytest.raises(
+        ps.ScheduleError, match=r"mine.png: schedules are written as \.json, \.txt or \.csv, and their"
+    ):
         schedule.save(tmp_path / "mine.png")
 
 

@@ -16,6 +16,8 @@ from penstock.formats.perfetto import to_perfetto
 from penstock.schedule import Schedule, ScheduleError, to_text
 from penstock.simulation import Timeline
 
+PICTURES = (".svg", ".html")
+
 Given = Drawable | Sequence[Drawable]
 
 
@@ -52,9 +54,18 @@ def save_picture(drawn: Given, path: str | Path) -> None:
 
 
 def save(drawn: Schedule | Timeline, path: str | Path) -> None:
-    """Writes a schedule as .json, .txt or .csv into a file of its own, all else as `save_picture` does."""
+    """Writes a schedule as .json, .txt or .csv, which `ps.load` reads, or its picture; a timeline as `save_picture`
+    does. A trace is of a timeline.
+
+    Raises:
+        ScheduleError: as `save_picture`.
+    """
     if isinstance(drawn, Schedule) and path_of(path).suffix in ENDINGS:
         save_schedule(drawn, path)
+    elif isinstance(drawn, Schedule) and path_of(path).suffix.lower() not in PICTURES:
+        raise ScheduleError(
+            f"{path}: schedules are written as .json, .txt or .csv, and their pictures as .svg or .html", rule="file"
+        )
     else:
         save_picture(drawn, path)
 

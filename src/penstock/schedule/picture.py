@@ -22,8 +22,8 @@ def save(drawn: Any, path: str | Path) -> None:
 
 
 def save_either(schedule: Any, timeline: Any, path: str | Path) -> None:
-    """Writes the schedule where the ending is one of a schedule (.json, .txt, .csv), else the timeline's picture."""
-    save(schedule if Path(path).suffix in (".json", ".txt", ".csv") else timeline, path)
+    """Writes the timeline's picture where the ending is one of a picture (.svg, .html), else the schedule."""
+    save(timeline if Path(path).suffix.lower() in (".svg", ".html") else schedule, path)
 
 
 def shown(drawn: Any, num_ops: int) -> str:
