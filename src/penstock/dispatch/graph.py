@@ -25,7 +25,7 @@ from penstock.schedule.columns import NOTHING as MISSING
 from penstock.schedule.columns import Array, Columns, R, accumulation_edges, edges_of, numbered
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.op import COMMUNICATION, FORWARD, KINDS, UPDATE
-from penstock.schedule.text import ranks_together
+from penstock.schedule.placement import ranks_together
 from penstock.schedule.updates import one_message_a_rank
 
 PRIORITY = {"B": 0, "I": 0, "F": 1, "W": 2, "R": 2, "U": 2} | dict.fromkeys(COMMUNICATION, 0)

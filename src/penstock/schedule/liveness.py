@@ -17,8 +17,8 @@ from penstock.schedule.async_ops import activations_added, launches, memory_edge
 from penstock.schedule.dependencies import carries_message, predecessors
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, Op
+from penstock.schedule.placement import ranks_together
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.text import ranks_together
 
 
 @dataclass(frozen=True)

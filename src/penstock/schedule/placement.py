@@ -10,9 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.short_repr import short_repr
+
+if TYPE_CHECKING:
+    from penstock.schedule.op import Op
+    from penstock.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -135,3 +140,14 @@ def v_shape(num_ranks: int) -> Placement:
     """
     down = tuple(range(num_ranks))
     return Placement((down + down[::-1],))
+
+
+def ranks_together(schedule: Schedule) -> dict[Op, tuple[int, ...]]:
+    """The ranks of every op that stands in several rows because they run it together."""
+    if not schedule.has_shared_ops:
+        return {}
+    rows: dict[Op, list[int]] = {}
+    for rank, row in enumerate(schedule.order):
+        for op in row:
+            rows.setdefault(op, []).append(rank)
+    return {op: tuple(ranks) for op, ranks in rows.items() if len(set(ranks)) > 1}

@@ -23,6 +23,7 @@ from penstock.schedule.dependencies import predecessors
 from penstock.schedule.microbatch_order import grouped
 from penstock.schedule.op import Op
 from penstock.schedule.pairs import JOIN, paired_steps
+from penstock.schedule.placement import ranks_together
 from penstock.schedule.stage_graph import StageGraph
 from penstock.schedule.updates import NEWEST
 
@@ -76,17 +77,6 @@ def unit_columns(schedule: Schedule) -> list[list[int]]:
 def _is_joined(graph: StageGraph, row: Sequence[Op], place: int) -> bool:
     """Whether the op at a place of a row is the backward of a pair whose forward comes right before it."""
     return bool(graph.pairs) and place > 0 and graph.forward_of.get(row[place]) == row[place - 1]
-
-
-def ranks_together(schedule: Schedule) -> dict[Op, tuple[int, ...]]:
-    """The ranks of every op that stands in several rows because they run it together."""
-    if not schedule.has_shared_ops:
-        return {}
-    rows: dict[Op, list[int]] = {}
-    for rank, row in enumerate(schedule.order):
-        for op in row:
-            rows.setdefault(op, []).append(rank)
-    return {op: tuple(ranks) for op, ranks in rows.items() if len(set(ranks)) > 1}
 
 
 def cell_texts(schedule: Schedule, rank: int) -> list[str]:

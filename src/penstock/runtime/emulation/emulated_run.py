@@ -29,8 +29,8 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch import init_process, launch
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
+from penstock.schedule.placement import ranks_together
 from penstock.schedule.short_repr import short_repr
-from penstock.schedule.text import ranks_together
 from penstock.simulation import Timeline
 
 ORDER, RESULT = "order", "result"

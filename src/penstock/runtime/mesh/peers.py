@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.collective import AllGather, AllReduce, Collective, WeakGroup, explain, wait_for
 from penstock.schedule import Schedule
-from penstock.schedule.text import ranks_together
+from penstock.schedule.placement import ranks_together
 
 TOLD_AT_ONCE, _SIZE = 4096, 8
 """Bytes that ranks tell one another without having said how many there are; and those that say it."""

@@ -14,7 +14,7 @@ from penstock.runtime.tensors.message import Edge
 from penstock.schedule import Op, Schedule
 from penstock.schedule.dependencies import carries_message, predecessors
 from penstock.schedule.op import FORWARD, UPDATE
-from penstock.schedule.text import ranks_together
+from penstock.schedule.placement import ranks_together
 from penstock.schedule.updates import OWNER, one_message_a_rank
 
 
