@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.runtime.stage.split_backward import SplitStage, Tape, prepare
-from penstock.train.malloc_warmup import settle_memory
+from penstock.train.malloc_warmup import warm_up_malloc
 
 Row = dict[str, Any]
 Timing = tuple[float, float, float]  # forward, first half (or all), second half; ms
@@ -61,7 +61,7 @@ def run(
     compiled: bool = False,
 ) -> list[Row]:
     """One row for each width and number of blocks: medians, and every repeat's times in ms."""
-    settle_memory()
+    warm_up_malloc()
     sizes = [(width, num_blocks) for width in widths for num_blocks in blocks]
     return [measure(width, num_blocks, repeats, batch, tokens, compiled) for width, num_blocks in sizes]
 

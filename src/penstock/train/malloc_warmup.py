@@ -8,7 +8,7 @@ KEPT = 28 << 20
 """Bytes; glibc's limit grows up to 32 MiB."""
 
 
-def settle_memory() -> None:
+def warm_up_malloc() -> None:
     """Lets glibc keep the memory it is given back, as it does once a program has freed one large tensor.
 
     Before that each step returns its activations to the system and faults them in again, page by page: on one core of

@@ -26,7 +26,7 @@ from penstock.train.folder import RunFolder, check_place, is_folder
 from penstock.train.inputs import Inputs, gather_inputs
 from penstock.train.job import EmulatedJob, RunJob, TrainJob
 from penstock.train.kinds import is_hugging_face
-from penstock.train.malloc_warmup import settle_memory
+from penstock.train.malloc_warmup import warm_up_malloc
 from penstock.train.mesh_sizes import mesh_words
 from penstock.train.rank import RankRun
 from penstock.train.report import Report
@@ -119,7 +119,7 @@ def run_ordered(handover: Path) -> NoReturn:
         checked = CheckedEmulation(order)
     else:
         checked = CheckedTraining(order, gather_inputs(order.settings, corpus))
-    settle_memory()
+    warm_up_malloc()
     rank, _ = init_process(order.settings.timeout)
     if rank == 0:
         shutil.rmtree(handover, ignore_errors=True)  # all have taken over, or they would not have joined
@@ -134,7 +134,7 @@ def run_ordered(handover: Path) -> NoReturn:
 def run_joined(order: TrainJob | EmulatedJob) -> int:
     """What a rank under torchrun does: all of them check, as they may lie on several hosts."""
     checked = _checked(order)
-    settle_memory()
+    warm_up_malloc()
     rank, _ = init_process(order.settings.timeout)
     run = checked.run(first=rank == 0)
     if run.report is not None:

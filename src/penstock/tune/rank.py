@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.launch import init_process, watch
-from penstock.train.malloc_warmup import settle_memory
+from penstock.train.malloc_warmup import warm_up_malloc
 from penstock.train.settings import Settings
 from penstock.train.tasks.gpt import gpt_config
 from penstock.tune import layers, transfer, trial
@@ -27,7 +27,7 @@ def run_rank(folder: Path) -> None:
     watch()
     job = json.loads((folder / "job.json").read_text())
     torch.set_num_threads(job["num_threads"])
-    settle_memory()  # as a training rank does
+    warm_up_malloc()  # as a training rank does
     rank, num_ranks = init_process(TIMEOUT)
     for number, task in enumerate(job["tasks"]):
         _meet()

@@ -277,18 +277,18 @@ def anneal(
             now = made
             count = -1
             start[:] = trial
-            settle(p, o, undo, r)
+            copy_rank(p, o, undo, r)
             if now < best * (1 - 1e-12):
                 best = now
                 copy(o, best_orders)
                 if best <= target:
                     return now, best, move + 1
         else:
-            settle(p, undo, o, r)
+            copy_rank(p, undo, o, r)
     return now, best, num_moves
 
 
-def settle(p: Any, source: Any, target: Any, r: int) -> None:
+def copy_rank(p: Any, source: Any, target: Any, r: int) -> None:
     """Writes what a move on rank r may have changed over other orders."""
     target.length[r] = source.length[r]
     for at in range(source.length[r]):

@@ -142,7 +142,7 @@ class GraphInputs:
                 self._passed.append((_counter_of(tensor), _counter_of(given), tensor._version, place))
         self._given, self.tensors = [], ()
 
-    def settle(self) -> None:
+    def mark_later_changes(self) -> None:
         """Before the backward: whoever shares memory that later stages changed in place must know as well."""
         if not self._passed:
             return

@@ -439,7 +439,7 @@ class StageRunner:
         held = self._held[m]
         if self._saved:
             self._saved.pop(m, None)
-        held.entry.settle()
+        held.entry.mark_later_changes()
         if received is None and not self._is_last:
             if m not in self._starts:
                 raise RuntimeFailure(

@@ -43,7 +43,7 @@ class ConnectAttempt:
     socket: socket.socket
     deadline: int
 
-    def settle(self) -> None:
+    def release(self) -> None:
         """It stands: its user watches it from now on."""
         self.loop.forget(self.socket.fileno())
 
@@ -153,7 +153,7 @@ class OutLane:
         if error:
             self._failed(trial, sockets.meaning(error), now)
             return
-        trial.settle()
+        trial.release()
         self._trial = None
         if self._stream is None:
             self._greet(trial, now)
