@@ -779,7 +779,11 @@ def _pipeline(case: Case, schedule: ps.Schedule, place: Any) -> tuple[Any, Any]:
         optimizer=OPTIMIZERS[case.optimizer],
         mesh=place,
         dispatch=case.dispatch,
-        transport=ps.TransportOptions(case.transport, links=ps.Links({(0, 1): case.late}) if case.late else None),
+        transport=ps.TransportOptions(
+            case.transport,
+            delegates=ps.runtime.DelegateOptions() if may_delegate(case) else None,
+            links=ps.Links({(0, 1): case.late}) if case.late else None,
+        ),
         timeout=40.0,
         precision=ps.PrecisionOptions(autocast=torch.bfloat16 if case.autocast else None, clip_norm=case.clip_norm),
         parallel=ps.ParallelOptions(
@@ -799,6 +803,11 @@ def _pipeline(case: Case, schedule: ps.Schedule, place: Any) -> tuple[Any, Any]:
         pipe.close()
         raise
     return pipe, model
+
+
+def may_delegate(case: Case) -> bool:
+    """Whether a switch gives the first link to delegates."""
+    return case.shape is not None and case.num_ranks > 1 and "switch" in case.turns and case.transport != "delegate"
 
 
 class NotTurned(Exception):
@@ -829,14 +838,19 @@ class Running:
         self.pipe.predict(inputs)
 
     def _switch(self) -> None:
+        rng = random.Random(self.case.seed)
         schedule = self.pipe.schedule
         is_split = any(op.kind == "W" for row in schedule.order for op in row)
         other = schedule
         if not self.case.memory.startswith("offload"):  # which these passes don't take
             other = (ps.passes.merge_gradients if is_split else ps.passes.separate_gradients)(schedule)
-        dispatch = random.Random(self.case.seed).choice(["frozen", "dynamic"])
+            if rng.random() < 0.5 and other.num_ranks > 1:
+                costs = ps.Costs.uniform(other.num_stages, f=rng.choice([1, 2, 4]), i=rng.choice([1, 3]), w=1)
+                other = ps.passes.retime(other, costs, ps.Links({(0, 1): rng.choice([1.0, 5.0])}))
         caps = tuple(ps.simulate(other, ps.Costs.uniform(other.num_stages, f=1, i=1, w=1)).peak_activations)
-        self.pipe.reconfigure(ps.control.Configuration(other, ps.dispatch.Dispatch(dispatch), (), caps))
+        dispatch = ps.dispatch.Dispatch(rng.choice(["frozen", "dynamic"]))
+        delegated = ((0, 1),) if may_delegate(self.case) else ()
+        self.pipe.reconfigure(ps.control.Configuration(other, dispatch, delegated, caps))
 
     def _second(self) -> tuple[Any, Any]:
         return _pipeline(self.case, self.case.second(), self.place)
