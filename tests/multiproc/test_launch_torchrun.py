@@ -61,3 +61,16 @@ def test_a_plain_process_is_a_rank_of_one(tmp_path: Path) -> None:
     script.write_text(HEAD + "print(rank, num_ranks)")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 1\n", "")
+
+
+@pytest.mark.slow
+def test_a_silent_rank_ended_the_one_that_was_to_say_what_was_wrong(tmp_path: Path) -> None:
+    body = (
+        "import time\n"
+        "from penstock.train.command import run_command\n"
+        "time.sleep(2.0 * (rank == 0))\n"
+        "sys.exit(run_command(['--schedule', '1fb1', '--out', 'run']))\n"
+    )
+    code, _, mine = run(tmp_path, body)
+    assert code == 1
+    assert mine == ["penstock: no schedule named '1fb1'; did you mean 1f1b or zb-h1?"]

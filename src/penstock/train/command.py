@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -327,6 +328,11 @@ def _over_ranks(forks: bool, preload: str, run: Callable[[WaitingServer | None],
             ahead.discard()
 
 
+LET_SPEAK = 5.0
+"""Seconds in which the first rank of a host says what is wrong. torchrun ends all ranks when one has ended, so others
+that ended sooner would end it before it has spoken. Where the first one finds nothing wrong, the others speak."""
+
+
 def run_command(argv: list[str]) -> int:
     """The same options for a rank under torchrun. What is wrong is told once on each host."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -341,7 +347,8 @@ def run_command(argv: list[str]) -> int:
             message = str(error)
         else:
             raise
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"penstock: {message}", file=sys.stderr, flush=True)
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(LET_SPEAK)
+        print(f"penstock: {message}", file=sys.stderr, flush=True)
         return 2
     return code if isinstance(code, int) else 0

@@ -234,7 +234,7 @@ def settings_of(candidate: TuneCandidate, settings: Settings) -> Settings:
         SettingsError: settings that do not go together.
     """
     shape, plan = candidate.shape, candidate.plan
-    options = {SETTINGS[name]: value for name, value in plan.options if name in SETTINGS}
+    options: dict[str, Any] = {SETTINGS[name]: value for name, value in plan.options if name in SETTINGS}
     others = {name: value for name, value in plan.options if name not in SETTINGS}
     return replace(
         settings,
