@@ -85,7 +85,6 @@ NO_LOAD = "emulated real"
 
 WITH_CHANGES = {
     "amdp": "convergence defaults mismatch",
-    "flexpipe": "guessed_towers",
     "uneven": "captioned_emulated",
 }
 """Results of which some rows are of a checkout whose sources differed from its commit, likewise."""
