@@ -24,7 +24,7 @@ from penstock.bench.plan import FAMILY_RANKS, FAMILY_SECONDS, PLACEMENTS, family
 from penstock.bench.record import commit, record
 from penstock.planning import compile_ahead, exact
 from penstock.planning.bounds import work_bound
-from penstock.planning.destructive_bound import Destructive
+from penstock.planning.destructive_bound import DestructiveBound
 from penstock.planning.limits import limits_of
 from penstock.planning.problem import pose
 from penstock.planning.threads import Threads
@@ -62,7 +62,9 @@ def bounded(family: str, number: int) -> float:
     num_ranks = FAMILY_RANKS[number % len(FAMILY_RANKS)]
     limits = limits_of(costs, placement, num_ranks, cap.get("max_in_flight"), cap.get("memory_limit"), split=True)
     problem = pose(costs, placement, num_ranks, 2 * num_ranks, links, limits.held, limits.cap, split=True)
-    search = Destructive(problem, work_bound(problem), min(row["value"] for row in rows_of(family, number)), 1e-4)
+    search = DestructiveBound(
+        problem, work_bound(problem), min(row["value"] for row in rows_of(family, number)), 1e-4
+    )
     with Threads(1, compiled=True) as threads:
         threads.run([partial(search.go, threads.stop)], FAMILY_SECONDS / 10)
     return search.bound

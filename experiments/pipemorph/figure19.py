@@ -36,7 +36,7 @@ from experiments.pipemorph.systems import HOST_MEMORY
 from penstock.control import Configuration, Job, rerank
 from penstock.control.configuration import peaks
 from penstock.cost import Mesh, Ring
-from penstock.cost.mesh import Group
+from penstock.cost.mesh import LinkGroup
 from penstock.draw.chart import Axis, Figure, Line, Points, line_chart
 from penstock.draw.charts.parts import Hue
 from penstock.planning import slow_link_schedule
@@ -85,7 +85,7 @@ def systems(ms: float, kind: str) -> dict[str, tuple[Mesh, Configuration]]:
 def moved_under_pp(mesh: Mesh) -> Mesh:
     """Two nodes change places, and the late link joins two ranks: FALCON's rule."""
     swaps = (mesh.swapped(*pair) for pair in combinations(range(mesh.num_nodes), 2))
-    return next(each for each in swaps if each.use(*LINK).group is Group.PP)
+    return next(each for each in swaps if each.use(*LINK).group is LinkGroup.PP)
 
 
 def predicted(start: Configuration, ms: float, kind: str, host: float, in_use: bool) -> tuple[Mesh, Configuration]:
@@ -98,7 +98,7 @@ def predicted(start: Configuration, ms: float, kind: str, host: float, in_use: b
     """
 
     def serves(mesh: Mesh) -> bool:
-        return mesh.use(*LINK).group is not Group.UNUSED
+        return mesh.use(*LINK).group is not LinkGroup.UNUSED
 
     tried = []
     for delegated in ((), MODEL.links):

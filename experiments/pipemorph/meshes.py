@@ -22,7 +22,7 @@ from experiments.pipemorph.setups import BASE, DEPTH, Model
 from penstock.control import Configuration
 from penstock.control.configuration import transport_of
 from penstock.cost import Costs, LinkCondition, Links, Mesh, Ring
-from penstock.cost.mesh import Group
+from penstock.cost.mesh import LinkGroup
 from penstock.cost.over_time import Constant
 from penstock.simulation.mesh import simulate_mesh
 
@@ -56,7 +56,7 @@ class MeshCase:
     def conditions(self) -> Links:
         """Of all links between nodes."""
         use = self.mesh.use(*self.link)
-        direct = use.group is Group.PP and use.ranks not in self.configuration.delegated
+        direct = use.group is LinkGroup.PP and use.ranks not in self.configuration.delegated
         return late_node(self.link, self.delay_ms, self.kind if direct else "latency")
 
 

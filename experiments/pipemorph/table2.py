@@ -35,7 +35,7 @@ from experiments.pipemorph.setups import DEPTH, MODELS, Model
 from penstock.control import Configuration, Controller, Job, rehearse
 from penstock.control.configuration import peaks
 from penstock.cost import Links, Mesh
-from penstock.cost.mesh import Group
+from penstock.cost.mesh import LinkGroup
 from penstock.planning import slow_link_schedule
 
 DELAYS = (0.0, 30.0)
@@ -117,7 +117,7 @@ def under_pp(setup: Setup) -> Mesh:
     """The fewest nodes change places that bring the late link between two ranks; none where it is there."""
     mesh = setup.mesh
     swaps = (mesh.swapped(*pair) for pair in combinations(range(mesh.num_nodes), 2))
-    return next(each for each in (mesh, *swaps) if each.use(*setup.link).group is Group.PP)
+    return next(each for each in (mesh, *swaps) if each.use(*setup.link).group is LinkGroup.PP)
 
 
 def decided(setup: Setup, start: Configuration, late: Links) -> Configuration:

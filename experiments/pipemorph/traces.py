@@ -16,7 +16,7 @@ from statistics import fmean, median
 
 from experiments.pipemorph.setups import BASE, Link
 from penstock.cost import LinkCondition, Links
-from penstock.cost.over_time import Redrawn, Trace
+from penstock.cost.over_time import RandomSteps, Trace
 
 INTERVALS = {"A": (50.0, 100.0), "B": (100.0, 200.0), "C": (200.0, 400.0)}
 QUANTILES = ((0.0, 1.0), (0.25, 6.5), (0.5, 13.0), (0.75, 30.0), (0.9, 56.5), (0.99, 79.3), (1.0, 110.0))
@@ -27,7 +27,7 @@ def trace_of(name: str, links: Sequence[Link], minutes: float, seed: int) -> Lin
     """The links' conditions over time: "A", "B", "C" or "bursty", which lasts `minutes`."""
     if name in INTERVALS:
         shortest, longest = INTERVALS[name]
-        drawn = Redrawn("normal", 30.0, 10.0, shortest, longest, seed)
+        drawn = RandomSteps("normal", 30.0, 10.0, shortest, longest, seed)
         return Links({link: LinkCondition(drawn) for link in links}, base=BASE)
     found = {link: LinkCondition(bursty(minutes, f"{seed} {link}")) for link in links}
     return Links(found, base=BASE)

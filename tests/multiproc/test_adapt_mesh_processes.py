@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import penstock as ps
 from penstock.control import Prices, replay
 from penstock.cost import Links, Ring
-from penstock.cost.mesh import Group
+from penstock.cost.mesh import LinkGroup
 from penstock.runtime.mesh import nodes as mesh_nodes
 from penstock.runtime.tensors.dtensor import whole
 from processes import run_ranks
@@ -158,8 +158,8 @@ def require_moved_and_absorbed(
     assert moves, (told[0]["notices"], lines[-1][:300])
     moved = ps.Mesh(*sizes, nodes=moves[0].configuration.nodes)
     uses = {moved.use(*link).group for link in late}
-    assert Group.PP in uses
-    assert Group.DP not in uses
+    assert LinkGroup.PP in uses
+    assert LinkGroup.DP not in uses
     start = json.loads(lines[0])["controller"]["job"]["start"]
     then = [each.configuration for each in decisions if each.configuration.nodes == moves[0].configuration.nodes]
     assert any(
@@ -173,7 +173,7 @@ def require_moved_and_absorbed(
 def test_of_four_ranks_and_two_replicas_nodes_move_from_a_late_ring(tmp_path: Path) -> None:
     told = agreed(run_ranks(8, adapted, (4, 2, 1), "zb", "6:7=latency:60ms", str(tmp_path), 30, "copies"))
     assert told[0]["number"] >= 1, told[0]["notices"]
-    assert ps.Mesh(4, 2, nodes=told[0]["nodes"]).use(6, 7).group is not Group.DP
+    assert ps.Mesh(4, 2, nodes=told[0]["nodes"]).use(6, 7).group is not LinkGroup.DP
 
 
 @pytest.mark.slow

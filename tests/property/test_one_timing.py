@@ -25,7 +25,7 @@ from penstock.engine.network import Network
 from penstock.engine.timing import Timer
 from penstock.library.amdp_order import OrderWay, Times, ran_with
 from penstock.passes import add_communication
-from penstock.planning.family import Forms
+from penstock.planning.family import OpForms
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.limits import limits_of
@@ -104,7 +104,7 @@ def test_orders_of_the_joint_search(seed: int) -> None:
     if draw.random() < 0.5 and name == "1f1b":
         schedule = ps.passes.recompute(schedule, costs, 2.0)
     limits = limits_of(costs, schedule.placement, ranks, None, None, split=True)
-    forms = Forms(again=True, split=True, whole=True)
+    forms = OpForms(again=True, split=True, whole=True)
     problem = pose_joint(costs, schedule.placement, ranks, [schedule.num_microbatches], links, limits, forms)
     orders, start = problem.read(schedule), np.empty(len(problem.ops.chain))
     assert problem.fits(orders)

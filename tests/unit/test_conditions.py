@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.cost.conditions import LinkCondition, Loss, Queue
-from penstock.cost.links import Lines, Links
-from penstock.cost.over_time import RATE, TIME, Constant, OverTime, Redrawn, Trace, read_over_time
+from penstock.cost.conditions import LinkCondition, LinkQueue, PacketLoss
+from penstock.cost.links import LinkQueues, Links
+from penstock.cost.over_time import RATE, TIME, Constant, OverTime, RandomSteps, Trace, read_over_time
 
 pytestmark = pytest.mark.unit
 
@@ -22,7 +22,7 @@ TENS = ps.Costs.uniform(4, f=10, i=10, w=10)
 
 def arrivals(text: str, sent: list[float], num_bytes: float = 0.0) -> list[float]:
     """When messages from 0 to 1 arrive."""
-    lines = Lines(Links.parse(f"0:1={text}"))
+    lines = LinkQueues(Links.parse(f"0:1={text}"))
     return [lines.arrival(0, 1, num_bytes, now) for now in sent]
 
 
@@ -67,7 +67,7 @@ def over_time(numbers: st.SearchStrategy[float]) -> st.SearchStrategy[OverTime]:
             lambda first, rest: Trace((0.0, *(t for t, _ in rest)), (first, *(v for _, v in rest))), numbers, traces
         ),
         st.builds(
-            lambda values, every, seed: Redrawn("uniform", *sorted(values), *sorted(every), seed),
+            lambda values, every, seed: RandomSteps("uniform", *sorted(values), *sorted(every), seed),
             st.tuples(numbers, numbers),
             st.tuples(LONG, LONG),
             st.integers(0, 9),
@@ -75,7 +75,7 @@ def over_time(numbers: st.SearchStrategy[float]) -> st.SearchStrategy[OverTime]:
     )
 
 
-LOSSES = st.builds(Loss, st.floats(0, 0.99), st.none() | NUMBERS, st.integers(0, 9))
+LOSSES = st.builds(PacketLoss, st.floats(0, 0.99), st.none() | NUMBERS, st.integers(0, 9))
 CONDITIONS = st.builds(
     LinkCondition, over_time(NUMBERS), over_time(NUMBERS), st.none() | over_time(ABOVE), st.none() | LOSSES
 )
@@ -213,12 +213,12 @@ def test_bandwidth_takes_size_over_rate() -> None:
 
 
 def test_directions_have_queues_of_their_own_and_the_same_latency() -> None:
-    lines = Lines(Links.parse("0:1=latency:normal:30ms,10ms@1s+occupancy:5ms"))
+    lines = LinkQueues(Links.parse("0:1=latency:normal:30ms,10ms@1s+occupancy:5ms"))
     there, back = lines.arrival(0, 1, 0, 0.0), lines.arrival(1, 0, 0, 0.0)
     assert there == back
     assert lines.arrival(0, 1, 0, 0.0) == there + 5
     one_way = Links.parse("0:1=latency:9 1:0=latency:1")
-    assert [one_way.delay_of(a, b, 0, 0, Queue()).arrived for a, b in ((0, 1), (1, 0), (1, 2))] == [9, 1, 0]
+    assert [one_way.delay_of(a, b, 0, 0, LinkQueue()).arrived for a, b in ((0, 1), (1, 0), (1, 2))] == [9, 1, 0]
 
 
 def test_loss_delays_some_messages_and_all_behind_them() -> None:
@@ -236,19 +236,19 @@ def test_loss_delays_some_messages_and_all_behind_them() -> None:
 
 
 def test_how_often_messages_are_hit_follows_from_their_packets() -> None:
-    loss = Loss(0.01)
+    loss = PacketLoss(0.01)
     small = [loss.rounds(100, number, "a") for number in range(20_000)]
     assert 0.008 < sum(map(bool, small)) / len(small) < 0.012
     large = [loss.rounds(100 * 1448, number, "a") for number in range(5_000)]
     assert sum(map(bool, large)) / len(large) == pytest.approx(1 - 0.99**100, abs=0.03)
-    assert Loss(0.0).rounds(1e9, 0, "a") == 0
+    assert PacketLoss(0.0).rounds(1e9, 0, "a") == 0
 
 
 @given(CONDITIONS, st.lists(st.tuples(NUMBERS, NUMBERS), max_size=20))
 def test_messages_never_arrive_early_or_out_of_order(
     condition: LinkCondition, sent: list[tuple[float, float]]
 ) -> None:
-    queue, last, clock = Queue(), 0.0, 0.0
+    queue, last, clock = LinkQueue(), 0.0, 0.0
     for gap, size in sent:
         clock += gap
         passage = condition.delay_of(size, clock, queue, "0:1", "0>1")
@@ -298,7 +298,7 @@ def test_conditions_have_a_time_of_their_own_and_lines_go_on() -> None:
     late = ps.simulate(ZB, TENS, links=ps.Links({(0, 1): 40.0})).makespan
     assert ps.simulate(ZB, TENS, links=link, links_at=1000.0).makespan == late
     busy = Links.parse("0:1=occupancy:30ms")
-    lines, one = Lines(busy), ps.build("gpipe", 2, 4)
+    lines, one = LinkQueues(busy), ps.build("gpipe", 2, 4)
     first = ps.simulate(one, links=lines)
     again = ps.simulate(one, links=lines, links_at=60.0)
     assert again.makespan > first.makespan, "the link was still busy with the first run's messages"
@@ -320,7 +320,7 @@ def test_rates_are_read_in_bytes_and_bits() -> None:
 def test_both_directions_of_a_half_duplex_link_wait_for_each_other() -> None:
     found = {}
     for text in ("occupancy:5ms", "occupancy:5ms+half-duplex"):
-        lines = Lines(Links.parse(f"0:1={text}"))
+        lines = LinkQueues(Links.parse(f"0:1={text}"))
         found[text] = [lines.arrival(*way, 0.0, 10.0) for way in ((0, 1), (1, 0), (0, 1), (0, 2))]
     assert found["occupancy:5ms"] == [15.0, 15.0, 20.0, 10.0]
     assert found["occupancy:5ms+half-duplex"] == [15.0, 20.0, 25.0, 10.0]

@@ -23,7 +23,7 @@ from penstock.control.configuration import job_from_json, job_to_json, peaks
 from penstock.control.events import OpTimes, Probed, Transfers, event_from_json, event_to_json
 from penstock.control.replicas import slowest_of
 from penstock.cost import Links, Ring
-from penstock.cost.mesh import Group
+from penstock.cost.mesh import LinkGroup
 
 pytestmark = pytest.mark.unit
 
@@ -47,8 +47,8 @@ def test_a_late_ring_link_is_moved_under_pp_and_absorbed_there(late: str) -> Non
     move = next(each for each in run.decisions if each.action is Action.MOVE)
     mesh = replace(MESH, nodes=move.configuration.nodes)
     uses = [mesh.use(*link).group for link in ((0, 1), (0, 2), (2, 3))]
-    assert Group.PP in uses
-    assert Group.DP not in uses
+    assert LinkGroup.PP in uses
+    assert LinkGroup.DP not in uses
     assert (move.configuration.schedule, move.configuration.dispatch) != (ZB, "frozen")
     slow = max(each.ms for each in run.iterations)
     healthy = ps.simulation.simulate_mesh(ZB, COSTS, MESH, ring=Ring(window=10e6)).iteration

@@ -12,7 +12,7 @@ import penstock as ps
 from penstock.dispatch.queues import queue_graph
 from penstock.library import SCHEDULES
 from penstock.planning import library_starts
-from penstock.planning.family import Forms
+from penstock.planning.family import OpForms
 from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.limits import limits_of
@@ -99,7 +99,7 @@ def test_the_clock_is_looked_at_within_a_library_schedule(monkeypatch: pytest.Mo
     """It was looked at between them alone, so one that takes long went on long after the end."""
     costs = ps.Costs.uniform(4)
     limits = limits_of(costs, ps.placements.one_to_one(4), 4, None, 2.0, True, 0.1)
-    forms = Forms(again=True, whole=True, split=True)
+    forms = OpForms(again=True, whole=True, split=True)
     posed = pose_joint(costs, ps.placements.one_to_one(4), 4, [8], ps.Links(), limits, forms)
     now = [0.0]
     search = joint.begin(posed, 0, 0.0, None, 0.0)

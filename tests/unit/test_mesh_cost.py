@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.cost import LinkCondition, Links
-from penstock.cost.mesh import Group, Mesh
+from penstock.cost.mesh import LinkGroup, Mesh
 from penstock.cost.over_time import Constant, Trace
 from penstock.cost.ring import Ring
 from penstock.passes import add_reductions
@@ -32,17 +32,17 @@ def test_coordinates_and_groups_of_a_mesh():
     assert mesh.processes() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
     assert str(mesh.use(3, 5)) == "PP link 1:2 of replica 1"
     assert str(mesh.use(4, 5)) == "DP ring of rank 2"
-    assert mesh.use(0, 4).group is Group.UNUSED
-    assert mesh.use(0, 4, joined=[(2, 0)]).group is Group.PP
-    assert Mesh(1, 4).use(0, 2).group is Group.UNUSED, "a ring of four joins each with two others"
-    assert Mesh(1, 4).use(0, 3).group is Group.DP
+    assert mesh.use(0, 4).group is LinkGroup.UNUSED
+    assert mesh.use(0, 4, joined=[(2, 0)]).group is LinkGroup.PP
+    assert Mesh(1, 4).use(0, 2).group is LinkGroup.UNUSED, "a ring of four joins each with two others"
+    assert Mesh(1, 4).use(0, 3).group is LinkGroup.DP
 
 
 def test_moving_nodes():
     mesh = Mesh(3, 2)
     then = mesh.swapped(1, 2)
     assert str(then) == "0 1 4 | 2 3 5"
-    assert then.use(0, 1).group is Group.PP
+    assert then.use(0, 1).group is LinkGroup.PP
     assert mesh.moved(then) == (1, 2)
     assert mesh.fetching(then) == ((1, 1), (2, 0))
     assert mesh.fetching(mesh.swapped(2, 3)) == (), "replicas hold the same state"

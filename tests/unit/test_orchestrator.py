@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.control import Configuration, ControlError, Job, Orchestrator
 from penstock.control.configuration import peaks
-from penstock.cost.mesh import Group
+from penstock.cost.mesh import LinkGroup
 from penstock.runtime.mesh.probe import rounds
 
 pytestmark = pytest.mark.unit
@@ -41,8 +41,8 @@ def test_a_late_ring_link_is_moved_out_of_the_way_and_stays_there() -> None:
     assert found is decided[1], "two probes verify it"
     assert list(watch.late) == [(2, 3)]
     assert watch.late[2, 3] == pytest.approx(30.0, abs=0.2)
-    assert MESH.use(2, 3).group is Group.DP
-    assert found.mesh.use(2, 3).group is Group.UNUSED
+    assert MESH.use(2, 3).group is LinkGroup.DP
+    assert found.mesh.use(2, 3).group is LinkGroup.UNUSED
     watch.switched(found.mesh, found.configuration)
     for late in [{(2, 3): 30.0}] * 3 + [{}] * 20:
         assert watch.feed(probed(late, random)) is None, "where it lies nobody needs the link, late or not"

@@ -133,7 +133,7 @@ def test_a_v_with_five_activations_stays_no_longer_than_its_bound(num_microbatch
         search = Search(problem, 0.0)
         search.take(time_of(problem, row), row, "v")
         assert search.value == {8: 58, 16: 106}[num_microbatches]
-        shaking = planning_search.Shaking(problem, seed)
+        shaking = planning_search.PerturbationSearch(problem, seed)
         shaking.begin(search, 0.0)
         shaking.move(400, 0.0, shaking.HOT, shaking.COLD, least, np.zeros(1, np.int64))
         shaking.bring(search)

@@ -12,7 +12,7 @@ import penstock as ps
 from penstock.engine.list_by_values import ListSpace
 from penstock.planning import exact, ramps
 from penstock.planning.bounds import jackson_bound, ramp_bound, work_bound
-from penstock.planning.destructive_bound import Destructive, destructive_bound
+from penstock.planning.destructive_bound import DestructiveBound, destructive_bound
 from penstock.planning.problem import Problem, fits, pose
 from penstock.planning.search import Search, greedy, time_of
 from penstock.schedule import Placement, circular, one_to_one, v_shape
@@ -130,7 +130,7 @@ def test_a_rank_with_too_many_states_is_left_out(monkeypatch: pytest.MonkeyPatch
 
 def test_a_bound_by_refutation_that_is_stopped_is_what_was_known() -> None:
     problem = problem_of(0, 2, 3, 0.5)
-    search = Destructive(problem, 1.0, 1000.0)
+    search = DestructiveBound(problem, 1.0, 1000.0)
     search.go(np.ones(1, np.int64))
     assert search.bound == 1.0
 

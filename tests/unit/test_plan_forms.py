@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.planning.family import Forms
+from penstock.planning.family import OpForms
 from penstock.planning.joint import moves
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.limits import Limits
@@ -103,7 +103,7 @@ def test_options_that_make_no_sense_are_refused_by_name(options: dict[str, Any],
 
 def test_a_forward_that_runs_again_comes_before_those_of_later_microbatches() -> None:
     """It was put right before its own backward, behind the R of a later microbatch: `check` refused the plan."""
-    forms = Forms(again=True, whole=False, split=True)
+    forms = OpForms(again=True, whole=False, split=True)
     costs, limits = replace(ps.Costs.uniform(1), kept_by_recompute=0.0), Limits((3.0,), ((1.0, 0.5),))
     problem = pose_joint(costs, ps.placements.one_to_one(1), 1, [2], ps.Links(), limits, forms)
     ops = tuple(Op(kind[0], 0, int(kind[1])) for kind in ["F0", "F1", "R1", "I0", "W0", "I1", "W1"])

@@ -30,7 +30,7 @@ from penstock.engine.list_by_values import ListSpace
 from penstock.planning import anneal, compile_ahead, exact, forward_backward, longest_paths, repeat, strategy, threads
 from penstock.planning.bounds import jackson_bound
 from penstock.planning.building_blocks import repeated
-from penstock.planning.family import Forms
+from penstock.planning.family import OpForms
 from penstock.planning.graph import sequence
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.graph.search import begin as begin_graph
@@ -41,7 +41,7 @@ from penstock.planning.joint.problem import pose_joint
 from penstock.planning.limits import Limits
 from penstock.planning.local_search import Walk, walked
 from penstock.planning.problem import Problem, pose
-from penstock.planning.search import Search, Shaking, Trials, greedy, justified, justified_again, time_of
+from penstock.planning.search import PerturbationSearch, Search, Trials, greedy, justified, justified_again, time_of
 from penstock.planning.threads import Threads
 from penstock.schedule import one_to_one
 from penstock.simulation.runner import Runner
@@ -126,7 +126,7 @@ def test_shaking_looks_whether_to_stop_after_every_listing(monkeypatch: pytest.M
     monkeypatch.setattr(forward_backward, "list_ops", counted)
     problem = tight()
     search = begun(problem, 1.0, Clock())
-    shaking = Shaking(problem, 0)
+    shaking = PerturbationSearch(problem, 0)
     shaking._module = forward_backward
     shaking.begin(search, 1.0)
     shaking.moves_a_second = 1e6
@@ -340,7 +340,7 @@ def test_no_step_of_a_large_problem_begins_without_machine_code(
     search: Any
     limits = Limits((3.0,) * 4, ((1.0, 0.0),) * 4)
     if step in (joint.listed, joint.walked):
-        forms = Forms(again=False, whole=True, split=True)
+        forms = OpForms(again=False, whole=True, split=True)
         search = joint.begin(pose_joint(COSTS, one_to_one(4), 4, [12], ps.Links(), limits, forms), 0, 0.0, None, 0.0)
     elif step is graph_walked:
         graph = pose_graph(COSTS, one_to_one(4), 4, 12, ps.Links(), limits, True)

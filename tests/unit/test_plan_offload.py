@@ -13,7 +13,7 @@ import pytest
 import penstock as ps
 from penstock.draw import to_svg
 from penstock.planning import strategy
-from penstock.planning.family import Forms, in_turn
+from penstock.planning.family import OpForms, in_turn
 from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.away_in_time import sent_away_in_time
 from penstock.planning.joint.bounds import lower_bound
@@ -205,7 +205,7 @@ def _late_link(freed_by_input: float, offload: float = NO_ROOM) -> JointProblem:
         ps.Costs.uniform(8, 10.0, 10.0, 10.0, freed_by_input=freed_by_input), other={"OFFLOAD": 5.0, "RELOAD": 5.0}
     )
     limits = limits_of(costs, one_to_one(8), 8, None, NO_ROOM, True, 1.0, offload)
-    forms = Forms(again=False, whole=False, split=True, away=True)
+    forms = OpForms(again=False, whole=False, split=True, away=True)
     return pose_joint(costs, one_to_one(8), 8, [32], ps.Links({(6, 7): 60.0}), limits, forms)
 
 
@@ -287,7 +287,7 @@ def test_whatever_is_sent_away_keeps_to_both_caps(family: str) -> None:
             costs.kept if again else 1.0, given["offload"],
         )  # fmt: skip
         counts = in_turn(num, placement.num_pipelines)
-        forms = Forms(again, "mixed" in family, True, away=True)
+        forms = OpForms(again, "mixed" in family, True, away=True)
         problem = pose_joint(costs, placement, given["num_ranks"], counts, given["links"], limits, forms)
         plain = _plain(problem, problem.total_cap)
         for orders in sent_away(problem, plain):
@@ -309,7 +309,7 @@ def test_whatever_is_sent_away_in_time_keeps_to_both_caps_and_takes_no_longer(fa
             given.get("memory_limit"), True, 1.0, given["offload"],
         )  # fmt: skip
         counts = in_turn(given["num_microbatches"], given["placement"].num_pipelines)
-        forms = Forms(False, "mixed" in family, True, away=True)
+        forms = OpForms(False, "mixed" in family, True, away=True)
         problem = pose_joint(
             given["costs"], given["placement"], given["num_ranks"], counts, given["links"], limits, forms
         )

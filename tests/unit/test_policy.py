@@ -9,7 +9,7 @@ import pytest
 
 import penstock as ps
 from penstock.cost import Links
-from penstock.cost.links import Lines
+from penstock.cost.links import LinkQueues
 from penstock.dispatch import Dispatch, Policy
 from penstock.runtime.execute import plan as step_plan
 from penstock.runtime.execute.plan import dispatch_of
@@ -94,7 +94,7 @@ def test_auto_takes_the_fastest_and_the_timeline_says_so(name: str, links: ps.Li
 def test_auto_goes_on_from_what_a_run_left_on_the_links() -> None:
     """Trying policies leaves nothing on the links for the run that counts."""
     schedule, conditions = ps.build("zb", 4, 8), Links.parse("0:1=occupancy:9ms 2:3=loss:20%")
-    first, then = Lines(conditions), Lines(conditions)
+    first, then = LinkQueues(conditions), LinkQueues(conditions)
     found = ps.simulate(schedule, links=first, dispatch="auto")
     assert found == ps.simulate(schedule, links=then, dispatch="auto")
     assert found.makespan == dict(found.considered)[found.dispatch]

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import penstock as ps
-from penstock.cost.conditions import Queue
+from penstock.cost.conditions import LinkQueue
 from penstock.cost.presets import (
     A100,
     A800,
@@ -184,7 +184,7 @@ def test_state_of_the_model_by_stage() -> None:
     assert preset.state_bytes(8) == [8 * weights for weights in costs.weight_bytes]
     assert costs.duration("U", 3) == pytest.approx(30 * costs.weight_bytes[3] / 2 / A800.hbm_gb / 1e6)
     assert costs.duration("U", 3, owns=False) == pytest.approx(costs.duration("U", 3) / 5)
-    arrival = preset.links().delay_of(0, 1, 2e6, 5.0, Queue())
+    arrival = preset.links().delay_of(0, 1, 2e6, 5.0, LinkQueue())
     assert arrival.arrived == pytest.approx(5.0 + 2e6 / 200e9 * 1e3)
 
 

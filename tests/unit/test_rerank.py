@@ -14,7 +14,7 @@ from penstock.control.configuration import peaks
 from penstock.control.mesh_times import MeshTimes
 from penstock.control.reranking import Moving, placements, rerank
 from penstock.cost import LinkCondition, Links
-from penstock.cost.mesh import Group, Mesh
+from penstock.cost.mesh import LinkGroup, Mesh
 from penstock.cost.over_time import Constant
 from penstock.cost.ring import Ring
 from penstock.simulation.mesh import simulate_mesh
@@ -97,7 +97,7 @@ def test_swaps_find_where_one_late_link_does_no_harm():
     mesh, job = Mesh(4, 4), job_of(4)
     found = rerank(job, mesh, late({(4, 5): 60.0}), ring=RING, exhaustive_up_to=0)
     assert not found.exhaustive
-    assert found.mesh.use(4, 5).group is Group.UNUSED
+    assert found.mesh.use(4, 5).group is LinkGroup.UNUSED
     assert len(found.moved) == 2
     assert found.fetching == (), "within one rank it is enough to go round another way"
 
@@ -107,15 +107,15 @@ def test_a_late_ring_is_moved_under_a_pipeline_and_absorbed_there():
     links = late({(6, 7): 30.0})
 
     def in_use(then: Mesh) -> bool:
-        return then.use(6, 7).group is not Group.UNUSED
+        return then.use(6, 7).group is not LinkGroup.UNUSED
 
     found = rerank(job, mesh, links, ring=RING, allowed=in_use)
-    assert mesh.use(6, 7).group is Group.DP
-    assert found.mesh.use(6, 7).group is Group.PP
+    assert mesh.use(6, 7).group is LinkGroup.DP
+    assert found.mesh.use(6, 7).group is LinkGroup.PP
     assert found.ms_now > found.ms_moved > found.ms_then
     assert found.configuration != job.start
     free = rerank(job, mesh, links, ring=RING)
-    assert free.mesh.use(6, 7).group is Group.UNUSED
+    assert free.mesh.use(6, 7).group is LinkGroup.UNUSED
     assert free.ms_then == MeshTimes(job, mesh, late({}), RING).iteration(mesh)
     assert len(free.moved) == 2
 
@@ -127,7 +127,7 @@ def test_a_move_must_pay_for_the_state_it_moves():
     assert stays.mesh == mesh
     assert stays.moving_ms == 0.0
     goes = rerank(job, mesh, links, ring=RING, moving=Moving((1e9,) * 3, 1e9, num_iterations=1000), absorb=False)
-    assert goes.mesh.use(0, 1).group is Group.UNUSED
+    assert goes.mesh.use(0, 1).group is LinkGroup.UNUSED
     assert goes.moving_ms == 1000.0, "each of two ranks' state to one node, over links of their own"
     with pytest.raises(ControlError, match="give one per rank, 3 in all"):
         rerank(job, mesh, links, ring=RING, moving=Moving((1e9,), 1e9, 1), absorb=False)

@@ -20,7 +20,7 @@ from penstock.control.decision import Decision
 from penstock.control.events import OP_KINDS, Event, IterationEnded, Link, OpTimes, Probed, Switched, Transfers
 from penstock.control.replicas import slowest_of
 from penstock.cost import Costs, Links, Mesh
-from penstock.cost.conditions import Queue
+from penstock.cost.conditions import LinkQueue
 from penstock.simulation import Timeline, simulate
 from penstock.simulation.mesh import simulate_mesh
 
@@ -210,7 +210,7 @@ def rehearse(
 def probes(mesh: Mesh, conditions: Links, at: float) -> Probed:
     """What short messages between all nodes of a mesh take at a moment (ms) of the links' conditions."""
     pairs = combinations(range(mesh.num_nodes), 2)
-    return Probed.of({(a, b): conditions.delay_of(a, b, 0.0, at, Queue(at, at)).arrived - at for a, b in pairs})
+    return Probed.of({(a, b): conditions.delay_of(a, b, 0.0, at, LinkQueue(at, at)).arrived - at for a, b in pairs})
 
 
 def _once(job: Job, configuration: Configuration, links: Links, at: float) -> tuple[float, Sequence[Timeline]]:

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from penstock.control.errors import ControlError
-from penstock.control.queueing import Busy, alone, busy_time, held_share
+from penstock.control.queueing import BusyTime, alone, busy_time, held_share
 from penstock.formats.native import from_json, to_json
 from penstock.schedule import Schedule
 
@@ -135,7 +135,7 @@ class Transfers:
         )
         busy = busy_time(ordered)
         size = median([row[0] for row in ordered]) if ordered else 0.0
-        times = tuple(alone(ordered, busy or Busy()))
+        times = tuple(alone(ordered, busy or BusyTime()))
         long = None if busy is None else busy.of(size)
         held = 0.0 if long or not ordered else held_share(ordered)
         return cls(link, tuple(row[0] for row in ordered), times, long, held)

@@ -26,7 +26,7 @@ Numbers = tuple[int, ...]
 """Conditions of links, each by its number."""
 
 
-class Kind(NamedTuple):
+class PlacementKind(NamedTuple):
     """What tells placements apart: the links of each replica's pipeline, and of each rank's ring."""
 
     pipelines: tuple[Numbers, ...]
@@ -52,14 +52,14 @@ class MeshTimes:
         self._conditions: list[LinkCondition | None] = [self.links.default]
         self._number = self._numbered(shape.num_nodes)
         self._ran: dict[tuple[Configuration, Numbers], tuple[Mapping[int, float], Sequence[float]]] = {}
-        self._found: dict[tuple[Configuration, Kind], float] = {}
+        self._found: dict[tuple[Configuration, PlacementKind], float] = {}
 
     @property
     def marked(self) -> tuple[int, ...]:
         """The nodes with a link unlike the others; all others may stand for each other."""
         return tuple(sorted({node for pair in self.links.conditions for node in pair}))
 
-    def kind(self, mesh: Mesh) -> Kind:
+    def kind(self, mesh: Mesh) -> PlacementKind:
         """The links that a placement uses. Replicas in another order are the same."""
         number, nodes, dp = self._number, mesh.nodes, mesh.dp
         pipelines = sorted(
@@ -69,13 +69,13 @@ class MeshTimes:
         for rank in range(mesh.pp if dp > 1 else 0):
             ring = nodes[rank * dp : (rank + 1) * dp]
             rings.append(tuple([number[ring[i - 1]][ring[i]] for i in range(dp)]))
-        return Kind(tuple(pipelines), tuple(rings))
+        return PlacementKind(tuple(pipelines), tuple(rings))
 
     def iteration(self, mesh: Mesh, configuration: Configuration | None = None) -> float:
         """Milliseconds of an iteration; of the job's start where no configuration is given."""
         return self.of_kind(self.kind(mesh), configuration)
 
-    def of_kind(self, kind: Kind, configuration: Configuration | None = None) -> float:
+    def of_kind(self, kind: PlacementKind, configuration: Configuration | None = None) -> float:
         """The same, of all placements of a kind."""
         configuration = configuration or self.job.start
         found = self._found.get((configuration, kind))
@@ -83,7 +83,7 @@ class MeshTimes:
             found = self._found[configuration, kind] = self._simulated(kind, configuration)
         return found
 
-    def worst_links(self, kind: Kind) -> Links:
+    def worst_links(self, kind: PlacementKind) -> Links:
         """The latency of each link between ranks in the replica where it is latest."""
         delays: dict[tuple[int, int], float] = {}
         for numbers in kind.pipelines:
@@ -94,7 +94,7 @@ class MeshTimes:
                 delays[pair] = max(delays.get(pair, 0.0), ms)
         return Links({pair: ms for pair, ms in delays.items() if ms > 0})
 
-    def _simulated(self, kind: Kind, configuration: Configuration) -> float:
+    def _simulated(self, kind: PlacementKind, configuration: Configuration) -> float:
         pipelines = [self._pipeline(configuration, numbers) for numbers in kind.pipelines]
 
         def ring_ms(rank: int, num_bytes: float, at: float) -> float:

@@ -34,7 +34,7 @@ BETTER = 0.5
 """Share of the unexplained differences that may be left where a link counts as busy."""
 
 
-class Busy(NamedTuple):
+class BusyTime(NamedTuple):
     """How long a link is busy with a message: `each` ms, and `per_byte` ms for each byte; one of them is 0."""
 
     each: float = 0.0
@@ -44,7 +44,7 @@ class Busy(NamedTuple):
         return self.each + self.per_byte * num_bytes
 
 
-def busy_time(rows: Sequence[Row]) -> Busy | None:
+def busy_time(rows: Sequence[Row]) -> BusyTime | None:
     """How long the link is busy with a message; nothing where messages do not hold one another up.
 
     None where that cannot be told: too few began while another was under way.
@@ -59,17 +59,17 @@ def busy_time(rows: Sequence[Row]) -> Busy | None:
     ]
     if len(overlapping) < FEWEST:
         return None
-    plain = _unlike(rows, waits(rows, Busy()))
+    plain = _unlike(rows, waits(rows, BusyTime()))
     gaps = sorted(gap for _, gap in overlapping)
     rates = sorted(gap / after[0] for after, gap in overlapping if after[0] > 0)
-    tried = [Busy(each=gap) for gap in _quarters(gaps)]
+    tried = [BusyTime(each=gap) for gap in _quarters(gaps)]
     if len({size for size, _, _ in rows}) > 1:
-        tried += [Busy(per_byte=rate) for rate in _quarters(rates)]
-    found = _refined(rows, min(tried, key=lambda busy: _unlike(rows, waits(rows, busy)), default=Busy()))
+        tried += [BusyTime(per_byte=rate) for rate in _quarters(rates)]
+    found = _refined(rows, min(tried, key=lambda busy: _unlike(rows, waits(rows, busy)), default=BusyTime()))
     middle = median(ended - began for _, began, ended in rows)
     left = _unlike(rows, waits(rows, found))
     if left > BETTER * plain or min(plain - left, found.of(median(size for size, _, _ in rows))) < 0.02 * middle:
-        return Busy()
+        return BusyTime()
     return found
 
 
@@ -86,7 +86,7 @@ def held_share(rows: Sequence[Row]) -> float:
     return held / len(rows)
 
 
-def waits(rows: Sequence[Row], busy: Busy) -> list[float]:
+def waits(rows: Sequence[Row], busy: BusyTime) -> list[float]:
     """How long each message waits behind those before it (ms), if the link is `busy` so long with each."""
     found, free = [], float("-inf")
     for size, began, _ in rows:
@@ -96,13 +96,13 @@ def waits(rows: Sequence[Row], busy: Busy) -> list[float]:
     return found
 
 
-def alone(rows: Sequence[Row], busy: Busy) -> list[float]:
+def alone(rows: Sequence[Row], busy: BusyTime) -> list[float]:
     """What each message takes by itself (ms): without waiting behind others on a link that is `busy` so long."""
     waiting = waits(rows, busy)
     return [max(0.0, ended - began - wait) for (_, began, ended), wait in zip(rows, waiting, strict=True)]
 
 
-def _refined(rows: Sequence[Row], busy: Busy) -> Busy:
+def _refined(rows: Sequence[Row], busy: BusyTime) -> BusyTime:
     """The same, told by those messages alone that really waited."""
     waiting = waits(rows, busy)
     gaps = [
@@ -113,9 +113,9 @@ def _refined(rows: Sequence[Row], busy: Busy) -> Busy:
     if not gaps:
         return busy
     if busy.per_byte:
-        better = Busy(per_byte=median(gap / size for size, gap in gaps if size > 0))
+        better = BusyTime(per_byte=median(gap / size for size, gap in gaps if size > 0))
     else:
-        better = Busy(each=median(gap for _, gap in gaps))
+        better = BusyTime(each=median(gap for _, gap in gaps))
     return min((busy, better), key=lambda each: _unlike(rows, waits(rows, each)))
 
 

@@ -26,7 +26,7 @@ from random import Random
 from penstock.control.candidate import Measured, candidates, late_links
 from penstock.control.configuration import Configuration, Job
 from penstock.control.errors import ControlError
-from penstock.control.mesh_times import Kind, MeshTimes
+from penstock.control.mesh_times import MeshTimes, PlacementKind
 from penstock.cost import Links
 from penstock.cost.mesh import Mesh
 from penstock.cost.ring import Ring
@@ -162,7 +162,7 @@ def rerank(
     least = min(tried, key=search.rank, default=mesh)
     best[least] = (search.cost(least), now)
     if absorb:
-        firsts: dict[Kind, Mesh] = {times.kind(mesh): mesh}
+        firsts: dict[PlacementKind, Mesh] = {times.kind(mesh): mesh}
         for each in sorted(tried, key=search.rank):
             firsts.setdefault(times.kind(each), each)
         for kind, each in list(firsts.items())[: ABSORBED + 1]:
@@ -184,7 +184,7 @@ def rerank(
     )
 
 
-def absorbing(times: MeshTimes, kind: Kind, now: Configuration) -> Configuration:
+def absorbing(times: MeshTimes, kind: PlacementKind, now: Configuration) -> Configuration:
     """What every replica best runs on placements of a kind, of all `candidates`; `now` if nothing is better."""
     job, links = times.job, times.worst_links(kind)
     late = late_links(dict(links.delays), job.smallest_delay)

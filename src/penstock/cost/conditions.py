@@ -30,7 +30,7 @@ from penstock.cost.over_time import (
     TIME,
     Constant,
     OverTime,
-    Redrawn,
+    RandomSteps,
     Trace,
     Unit,
     read_over_time,
@@ -48,7 +48,7 @@ SHORTEST_RETRY = 10.0
 
 
 @dataclass(frozen=True)
-class Loss:
+class PacketLoss:
     """Loss as a reliable stream shows it: nothing is missing, some messages are late.
 
     A message is `ceil(size / 1448)` packets, at least one. In each round of sending every packet still missing
@@ -88,7 +88,7 @@ class Loss:
 _SHARE = {"%": 0.01, "": 1.0}
 
 
-class Queue(NamedTuple):
+class LinkQueue(NamedTuple):
     """One direction of a link between two messages.
 
     Attributes:
@@ -100,12 +100,12 @@ class Queue(NamedTuple):
     num_sent: int = 0
 
 
-class Passage(NamedTuple):
+class MessagePassage(NamedTuple):
     """How a message passes: it leaves, arrives (ms), and so it leaves the direction behind."""
 
     left: float
     arrived: float
-    queue: Queue
+    queue: LinkQueue
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class LinkCondition:
         latency: ms from leaving to arriving; read when the message is taken up.
         occupancy: ms that the link is busy with each message, besides size / bandwidth.
         bandwidth: bytes a second; None where size does not matter.
-        loss: see `Loss`; None for none.
+        loss: see `PacketLoss`; None for none.
         half_duplex: whether both directions share one queue; each has its own otherwise.
 
     Raises:
@@ -133,14 +133,14 @@ class LinkCondition:
     latency: OverTime = NOTHING
     occupancy: OverTime = NOTHING
     bandwidth: OverTime | None = None
-    loss: Loss | None = None
+    loss: PacketLoss | None = None
     half_duplex: bool = False
 
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
         rate = self.bandwidth
-        if isinstance(rate, Redrawn):
+        if isinstance(rate, RandomSteps):
             lowest = rate.first if rate.shape == "uniform" else 0.0
         else:
             lowest = min(_values(rate), default=math.inf)
@@ -158,7 +158,9 @@ class LinkCondition:
         rate = NOTHING if self.bandwidth is None else self.bandwidth
         return self.loss is None and all(isinstance(each, Constant) for each in (self.latency, self.occupancy, rate))
 
-    def delay_of(self, num_bytes: float, now: float, queue: Queue, name: str = "", direction: str = "") -> Passage:
+    def delay_of(
+        self, num_bytes: float, now: float, queue: LinkQueue, name: str = "", direction: str = ""
+    ) -> MessagePassage:
         """When a message handed over at `now` arrives. Pure: the same arguments give the same answer.
 
         Args:
@@ -176,7 +178,7 @@ class LinkCondition:
             retry = max(SHORTEST_RETRY, 2 * latency) if self.loss.retry is None else self.loss.retry
             arrived += retry * self.loss.rounds(num_bytes, queue.num_sent, direction)
         arrived = max(arrived, queue.last_arrival)
-        return Passage(left, arrived, Queue(left, arrived, queue.num_sent + 1))
+        return MessagePassage(left, arrived, LinkQueue(left, arrived, queue.num_sent + 1))
 
     def __str__(self) -> str:
         parts = []
@@ -193,7 +195,7 @@ class LinkCondition:
     @classmethod
     def parse(cls, text: str) -> LinkCondition:
         """Reads what stands right of the `=`. Raises CostError."""
-        found: dict[str, OverTime | Loss] = {}
+        found: dict[str, OverTime | PacketLoss] = {}
         parts = text.split("+")
         if half_duplex := HALF_DUPLEX in parts[1:]:
             parts.remove(HALF_DUPLEX)
@@ -218,7 +220,7 @@ def _values(value: Constant | Trace | None) -> Sequence[float]:
 _WORDS: dict[str, Unit] = {"latency": TIME, "occupancy": TIME, "bandwidth": RATE, "loss": {}}
 
 
-def _read_loss(text: str) -> Loss:
+def _read_loss(text: str) -> PacketLoss:
     rest, mark, seed = text.partition("#")
     share, comma, retry = rest.partition(",")
     if mark and not seed.isdecimal():
@@ -229,4 +231,4 @@ def _read_loss(text: str) -> Loss:
         raise CostError(
             f"a loss of {text!r}: write it like 1%, or 1%,200ms to say what sending again takes"
         ) from None
-    return Loss(value, read_quantity(retry, TIME) if comma else None, int(seed or 0))
+    return PacketLoss(value, read_quantity(retry, TIME) if comma else None, int(seed or 0))

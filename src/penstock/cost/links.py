@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
 
-from penstock.cost.conditions import LinkCondition, Passage, Queue
+from penstock.cost.conditions import LinkCondition, LinkQueue, MessagePassage
 from penstock.cost.errors import CostError
 from penstock.cost.over_time import Constant
 from penstock.renamed import refuse_old
@@ -180,14 +180,14 @@ class Links:
                 return f"{a}:{b}", self.conditions[a, b]
         return f"{min(source, target)}:{max(source, target)}", self.default
 
-    def delay_of(self, source: int, target: int, num_bytes: float, now: float, queue: Queue) -> Passage:
+    def delay_of(self, source: int, target: int, num_bytes: float, now: float, queue: LinkQueue) -> MessagePassage:
         """When a message of `num_bytes` handed over at `now` (ms) arrives, as `LinkCondition.delay_of`."""
         name, condition = self.named(source, target)
         if condition is None:
             arrived = max(now + self.base, queue.last_arrival)
-            return Passage(now, arrived, Queue(queue.free_at, arrived, queue.num_sent + 1))
+            return MessagePassage(now, arrived, LinkQueue(queue.free_at, arrived, queue.num_sent + 1))
         left, arrived, after = condition.delay_of(num_bytes, now, queue, name, f"{source}>{target}")
-        return Passage(left, arrived + self.base, after)
+        return MessagePassage(left, arrived + self.base, after)
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raises CostError for a link that names a rank which is not there."""
@@ -213,7 +213,7 @@ def _plain(condition: LinkCondition) -> float | str:
     return condition.latency.at(0.0, "") if condition.is_latency else str(condition)
 
 
-class Lines:
+class LinkQueues:
     """The queues of all directions of a run: what the simulator and the transports pass messages through.
 
     They last as long as this is used, over several runs one after the other too.
@@ -221,14 +221,14 @@ class Lines:
 
     def __init__(self, links: Links) -> None:
         self.links = links
-        self._queues: dict[tuple[int, int], Queue] = {}
+        self._queues: dict[tuple[int, int], LinkQueue] = {}
 
     def arrival(self, source: int, target: int, num_bytes: float, now: float) -> float:
         """Takes up a message; returns when it arrives."""
         condition = self.links.named(source, target)[1]
         both = condition is not None and condition.half_duplex
         way = (min(source, target), max(source, target)) if both else (source, target)
-        queue = self._queues.get(way, Queue())
+        queue = self._queues.get(way, LinkQueue())
         passage = self.links.delay_of(source, target, num_bytes, now, queue)
         self._queues[way] = passage.queue
         return passage.arrived

@@ -26,7 +26,7 @@ Node = int
 Pair = tuple[Node, Node]
 
 
-class Group(StrEnum):
+class LinkGroup(StrEnum):
     """What a link between two nodes is for."""
 
     PP = "pp"
@@ -34,7 +34,7 @@ class Group(StrEnum):
     UNUSED = "unused"
 
 
-class Use(NamedTuple):
+class LinkUse(NamedTuple):
     """What a link serves.
 
     Attributes:
@@ -43,14 +43,14 @@ class Use(NamedTuple):
         ranks: the two ranks that a pipeline's link joins, the lower first; of a ring the rank, once.
     """
 
-    group: Group
+    group: LinkGroup
     replica: int | None = None
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        if self.group is Group.PP:
+        if self.group is LinkGroup.PP:
             return f"PP link {self.ranks[0]}:{self.ranks[1]} of replica {self.replica}"
-        return f"DP ring of rank {self.ranks[0]}" if self.group is Group.DP else "unused"
+        return f"DP ring of rank {self.ranks[0]}" if self.group is LinkGroup.DP else "unused"
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Mesh:
         """Process numbers by rank, replica and tensor-parallel place: what `torch`'s DeviceMesh takes."""
         return [[[node * self.tp + t for t in range(self.tp)] for node in self.ring(rank)] for rank in range(self.pp)]
 
-    def use(self, a: Node, b: Node, joined: Sequence[tuple[int, int]] | None = None) -> Use:
+    def use(self, a: Node, b: Node, joined: Sequence[tuple[int, int]] | None = None) -> LinkUse:
         """What the link between two nodes serves.
 
         Args:
@@ -125,11 +125,11 @@ class Mesh:
         (p, d), (q, e) = sorted((self.coordinate(a), self.coordinate(b)))
         if p == q:
             next_to = (e - d) % self.dp in (1, self.dp - 1)
-            return Use(Group.DP, None, (p,)) if next_to else Use(Group.UNUSED)
+            return LinkUse(LinkGroup.DP, None, (p,)) if next_to else LinkUse(LinkGroup.UNUSED)
         pairs = (
             {(p, p + 1) for p in range(self.pp - 1)} if joined is None else {*joined, *((y, x) for x, y in joined)}
         )
-        return Use(Group.PP, d, (p, q)) if d == e and (p, q) in pairs else Use(Group.UNUSED)
+        return LinkUse(LinkGroup.PP, d, (p, q)) if d == e and (p, q) in pairs else LinkUse(LinkGroup.UNUSED)
 
     def swapped(self, a: Node, b: Node) -> Mesh:
         """The same with two nodes in each other's place."""

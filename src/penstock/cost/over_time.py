@@ -110,7 +110,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Redrawn:
+class RandomSteps:
     """A value drawn from a distribution, and drawn anew after `shortest` to `longest` ms (evenly drawn too).
 
     Attributes:
@@ -155,7 +155,7 @@ class Redrawn:
 class _Draws:
     """The draws of one stream as far as they were asked for."""
 
-    def __init__(self, redrawn: Redrawn, stream: str) -> None:
+    def __init__(self, redrawn: RandomSteps, stream: str) -> None:
         self._redrawn, self._random = redrawn, Random(f"{redrawn.seed} {stream}")
         self._ends: list[float] = []
         self._values: list[float] = []
@@ -171,11 +171,11 @@ class _Draws:
 
 
 @lru_cache(maxsize=1024)
-def _draws(redrawn: Redrawn, stream: str) -> _Draws:
+def _draws(redrawn: RandomSteps, stream: str) -> _Draws:
     return _Draws(redrawn, stream)
 
 
-OverTime = Constant | Trace | Redrawn
+OverTime = Constant | Trace | RandomSteps
 
 
 def read_over_time(text: str, units: Unit) -> OverTime:
@@ -223,7 +223,7 @@ def _pair(text: str, time: str, value: str, units: Unit) -> tuple[float, float]:
     return read_quantity(time, TIME), read_quantity(value, units | ({"": 1.0} if units is TIME else {}))
 
 
-def _read_redrawn(word: str, rest: str, units: Unit) -> Redrawn:
+def _read_redrawn(word: str, rest: str, units: Unit) -> RandomSteps:
     rest, _, seed = rest.partition("#")
     numbers, at, every = rest.partition("@")
     parts = numbers.split(",")
@@ -236,7 +236,7 @@ def _read_redrawn(word: str, rest: str, units: Unit) -> Redrawn:
     low = read_quantity(shortest, TIME)
     high = read_quantity(longest, TIME) if dots else low
     first, second = (read_quantity(part, units) for part in parts)
-    return Redrawn(word, first, second, low, high, int(seed or 0))
+    return RandomSteps(word, first, second, low, high, int(seed or 0))
 
 
 _EXAMPLES: dict[str, str] = {

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from penstock.cost.conditions import LinkCondition, Queue
+from penstock.cost.conditions import LinkCondition, LinkQueue
 from penstock.cost.errors import CostError
 from penstock.cost.links import Links
 from penstock.schedule.short_repr import short_repr
@@ -98,7 +98,7 @@ def _all_reduce_ms(
         Links({(member, (member + 1) % num): link} if link is not None else {}, base=base)
         for member, link in enumerate(links)
     ]
-    queues = [Queue(begin, begin)] * num
+    queues = [LinkQueue(begin, begin)] * num
     # Between two members both directions are one link.
     shared = num == 2 and any(link is not None and link.half_duplex for link in links)
     came: list[list[float]] = [[] for _ in links]  # of each link, when its chunks arrived

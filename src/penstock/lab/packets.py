@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from penstock.cost import LinkCondition
-from penstock.cost.conditions import Queue
+from penstock.cost.conditions import LinkQueue
 from penstock.lab.commands import BUFFER_BYTES
 from penstock.lab.layout import NetworkWay
 from penstock.lab.links import WayChange
@@ -35,7 +35,7 @@ class PacketQueue:
         self.cut = False
         self.num_packets = self.num_bytes = self.num_lost = self.num_refused = 0
         self.condition: LinkCondition | None = None
-        self._since, self._queue = 0.0, Queue()
+        self._since, self._queue = 0.0, LinkQueue()
         self._share, self._random = 0.0, Random()
         self._passes: LinkCondition | None = None
         self.change(WayChange(condition), 0.0)
@@ -56,7 +56,7 @@ class PacketQueue:
         self.condition = change.condition
         free_at, last_arrival, num_sent = self._queue
         shift = self._since - now
-        self._since, self._queue = now, Queue(free_at + shift, last_arrival + shift, num_sent)
+        self._since, self._queue = now, LinkQueue(free_at + shift, last_arrival + shift, num_sent)
         loss = None if change.condition is None else change.condition.loss
         self._share = 0.0 if loss is None else loss.share
         self._random = Random(f"{0 if loss is None else loss.seed} {self.way}")

@@ -68,7 +68,7 @@ class RanRows(NamedTuple):
     updates: dict[Op, float]
 
 
-class _Ready(NamedTuple):
+class _ReadyOp(NamedTuple):
     """An op that has all it needs, in the order in which a rank prefers them.
 
     `turn` is the block of its microbatch, or when the op started without updates.
@@ -81,7 +81,7 @@ class _Ready(NamedTuple):
     op: Op
 
 
-class Run:
+class OrderRun:
     """The order in which the ranks run all ops, from event to event; with updates, `turns` of those without."""
 
     def __init__(
@@ -97,9 +97,9 @@ class Run:
         self._read_ahead = (READ_AHEAD + way.read_ahead) * self._num_pipelines
         self._backward_first, self._turns = way.backward_first, turns
         self._ran = RanRows([[] for _ in range(self._num_ranks)], {}, {})
-        self._ready: list[list[_Ready]] = [[] for _ in range(self._num_ranks)]
+        self._ready: list[list[_ReadyOp]] = [[] for _ in range(self._num_ranks)]
         self._events: list[tuple[float, int, Op, bool]] = []
-        self._updating = None if updates is None else _Updating(pipelines, num_microbatches, updates)
+        self._updating = None if updates is None else _UpdateState(pipelines, num_microbatches, updates)
 
     def ran(self) -> RanRows:
         idle = set(range(self._num_ranks))
@@ -178,18 +178,18 @@ class Run:
             rank = self._pipelines[m % self._num_pipelines][op.stage]
             turn = m // self._num_ranks if self._turns is None else self._turns[op]
             later = self._backward_first and op.kind == "F"
-            insort(self._ready[rank], _Ready(turn, later, now, m, op))
+            insort(self._ready[rank], _ReadyOp(turn, later, now, m, op))
 
 
 def ran_with(pipelines: Pipelines, num_microbatches: int, way: OrderWay, updates: Updates | None) -> RanRows:
     """Runs all ops of so many microbatches."""
     if updates is not None and not way.by_turns:
-        return Run(pipelines, num_microbatches, way, updates).ran()
-    ran = Run(pipelines, num_microbatches, way).ran()
-    return ran if updates is None else Run(pipelines, num_microbatches, way, updates, ran.starts).ran()
+        return OrderRun(pipelines, num_microbatches, way, updates).ran()
+    ran = OrderRun(pipelines, num_microbatches, way).ran()
+    return ran if updates is None else OrderRun(pipelines, num_microbatches, way, updates, ran.starts).ran()
 
 
-class _Updating:
+class _UpdateState:
     """Which updates have all they need, and which forwards wait for one.
 
     A forward of microbatch m waits for the update that closes the window of microbatch m - d * max_mismatch, and for

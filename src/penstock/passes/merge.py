@@ -59,7 +59,7 @@ def merged(schedule: Schedule, costs: Costs, links: Links, num_trials: int) -> S
         num_trials: how often, at most, the schedule is timed with a group of merges that move other ops.
     """
     net = network(schedule, costs, links)
-    whole = _Merging(schedule, costs, net).whole(num_trials)
+    whole = _MergeCandidates(schedule, costs, net).whole(num_trials)
     if not whole:
         return schedule
     graph = net.graph
@@ -71,7 +71,7 @@ def merged(schedule: Schedule, costs: Costs, links: Links, num_trials: int) -> S
     return replace(schedule, order=rows)
 
 
-class _Merging:
+class _MergeCandidates:
     """Which halves can be merged while every op still starts by its latest start."""
 
     def __init__(self, schedule: Schedule, costs: Costs, net: PassNetwork) -> None:

@@ -83,7 +83,7 @@ def _with_recomputation(schedule: Schedule, row: Sequence[Op], chosen: set[tuple
 
 
 @dataclass(frozen=True)
-class _Saving:
+class _RecomputeSaving:
     """What recomputing one forward saves: `amount` at the steps `first` to `last` of the row, for `time` ms."""
 
     key: tuple[int, int]
@@ -116,13 +116,13 @@ class _Row:
                 # one before the op before it.
                 amount, time = costs.memory_change("R", *key), costs.duration("R", *key)
                 if amount > 0 and step - 2 >= start[key]:
-                    self._savings.append(_Saving(key, start[key], step - 2, amount, time))
+                    self._savings.append(_RecomputeSaving(key, start[key], step - 2, amount, time))
 
     def chosen(self) -> set[tuple[int, int]]:
         """The (stage, microbatch) pairs to recompute."""
         left = sorted(self._savings, key=lambda saving: saving.first)
-        open_savings: list[_Saving] = []
-        chosen: list[_Saving] = []
+        open_savings: list[_RecomputeSaving] = []
+        chosen: list[_RecomputeSaving] = []
         for step in range(len(self._row)):
             while left and left[0].first <= step:
                 open_savings.append(left.pop(0))
@@ -140,7 +140,7 @@ class _Row:
                 chosen.remove(saving)
         return {saving.key for saving in chosen}
 
-    def _price(self, saving: _Saving, step: int) -> tuple[float, int]:
+    def _price(self, saving: _RecomputeSaving, step: int) -> tuple[float, int]:
         """Its time for each unit that it saves above the limit from `step` on."""
         useful = sum(
             min(saving.amount, self._excess[later])
@@ -149,11 +149,11 @@ class _Row:
         )
         return saving.time / useful, -saving.last
 
-    def _save(self, saving: _Saving, sign: float) -> None:
+    def _save(self, saving: _RecomputeSaving, sign: float) -> None:
         for step in range(saving.first, saving.last + 1):
             self._excess[step] -= sign * saving.amount
 
-    def _too_much(self, step: int, chosen: list[_Saving]) -> ScheduleError:
+    def _too_much(self, step: int, chosen: list[_RecomputeSaving]) -> ScheduleError:
         op = self._row[step]
         saved = sum(saving.amount for saving in chosen if saving.first <= step <= saving.last)
         return ScheduleError(

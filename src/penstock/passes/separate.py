@@ -139,7 +139,7 @@ class Separation:
             for eager in (True, False):
                 if horizon > before - margin or (best is not None and best[0] <= horizon + margin):
                     break
-                makespan, rows = Filling(self, split, durations, horizon, eager).run()
+                makespan, rows = BubbleFiller(self, split, durations, horizon, eager).run()
                 if makespan < (before if best is None else best[0]) - margin:
                     best = makespan, rows
         return None if best is None else best[1]
@@ -207,7 +207,7 @@ class Separation:
         return bound
 
 
-class Filling:
+class BubbleFiller:
     """Lays the weight halves into the bubbles: one walk through the ops in an order they can run in."""
 
     def __init__(

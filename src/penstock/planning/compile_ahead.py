@@ -35,7 +35,7 @@ from penstock.planning import anneal, forward_backward, longest_paths, ramps, re
 from penstock.planning.bounds import jackson_bound, path_bound, ramp_bound, span_bound, work_bound
 from penstock.planning.building_blocks import BlockSearch, steps_before
 from penstock.planning.destructive_bound import destructive_bound
-from penstock.planning.family import Forms
+from penstock.planning.family import OpForms
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.graph.search import SequenceWalk
@@ -47,7 +47,7 @@ from penstock.planning.library_starts import named
 from penstock.planning.limits import Limits
 from penstock.planning.local_search import Walk
 from penstock.planning.problem import Problem, pose
-from penstock.planning.search import Search, Shaking, Trials, greedy, time_of
+from penstock.planning.search import PerturbationSearch, Search, Trials, greedy, time_of
 from penstock.planning.threads import LOOK, awaited, num_cores
 from penstock.program.placements import bidirectional
 from penstock.schedule import circular, one_to_one, v_shape
@@ -216,7 +216,7 @@ def _build(problem: Problem) -> None:
 def _justify(problem: Problem) -> None:
     search, stop = _begun(problem), np.zeros(1, np.int64)
     Trials(search, 0).go(0.0, stop)
-    shaking = Shaking(problem, 0)
+    shaking = PerturbationSearch(problem, 0)
     shaking.begin(search, 0.0)
     shaking.go(1e-3, 0.0, 1.0, 0.0, stop)
 
@@ -236,7 +236,7 @@ def _repeat(problem: Problem) -> None:
 
 def _decide_forms(problem: Problem) -> None:
     """What plans do in which forms are decided with the order."""
-    forms = Forms(again=True, whole=True, split=True)
+    forms = OpForms(again=True, whole=True, split=True)
     costs, limits = Costs.uniform(2, b=1.5), Limits((1.5, 1.5), ((1.0, 0.5),) * 2)
     search = joint.begin(pose_joint(costs, one_to_one(2), 2, [3], Links(), limits, forms), 0, 0.0, None, 0.0)
     search.began, search.lower_bound = time.perf_counter(), 0.0

@@ -105,7 +105,7 @@ def _passed_through(
     return np.concatenate(counts), np.concatenate(following)
 
 
-class Destructive:
+class DestructiveBound:
     """The search for the longest time that can be refuted.
 
     Args:
@@ -142,7 +142,7 @@ class Destructive:
 
 
 def destructive_bound(problem: Problem, known: float, makespan: float) -> float:
-    """The longest time that can be refuted (ms), or `known`; see `Destructive`."""
-    search = Destructive(problem, known, makespan)
+    """The longest time that can be refuted (ms), or `known`; see `DestructiveBound`."""
+    search = DestructiveBound(problem, known, makespan)
     search.go(np.zeros(1, np.int64))
     return search.bound

@@ -85,7 +85,7 @@ def _placement_name(placement: Placement) -> str:
 
 
 @dataclass(frozen=True)
-class Forms:
+class OpForms:
     """The forms that ops may take.
 
     Attributes:
@@ -110,7 +110,7 @@ class Family:
         backward, recompute, offload: as in the certificate.
     """
 
-    forms: Forms
+    forms: OpForms
     joint: bool
     backward: str
     recompute: str
@@ -140,7 +140,7 @@ def family_of(
     again = simple and recompute is not False and (said or not capped)
     either = simple and split is None
     gains = any(costs.b[s] < costs.i[s] + costs.w[s] for s in range(costs.num_stages))
-    forms = Forms(
+    forms = OpForms(
         again=again and capped and costs.kept < 1, whole=split is False or either, split=split is not False,
         away=offload and (capped or counted),
     )  # fmt: skip

@@ -171,7 +171,7 @@ def justified(search: Search, until: float, num_threads: int | None = None) -> N
             search.report("justified")
 
 
-class Shaking(Annealer[Search]):
+class PerturbationSearch(Annealer[Search]):
     """One thread's shaking of the best order so far. Temperatures are shares of the makespan."""
 
     HOT, COLD = 0.004, 0.00016
@@ -206,7 +206,7 @@ def justified_again(search: Search, until: float, num_threads: int | None = None
     if search.closed or num_ops == 0 or not awaited(forward_backward, num_ops, until - search.seconds):
         return
     with Threads(num_threads, is_compiled(forward_backward)) as threads:
-        each = [Shaking(search.problem, search.seed + number) for number in range(threads.num)]
+        each = [PerturbationSearch(search.problem, search.seed + number) for number in range(threads.num)]
         for shaking in each:
             shaking.begin(search, until)
         annealed(search, each, threads, until - search.seconds, until, "justified")

@@ -25,7 +25,7 @@ from penstock.planning.bounds import jackson_bound, span_bound, ways
 from penstock.planning.problem import Problem
 
 
-class First(NamedTuple):
+class FirstOp(NamedTuple):
     """A queue whose first op a rank may begin with, and when (ms); `fixed` where it starts then in every such order,
     else it starts no later."""
 
@@ -47,7 +47,7 @@ class Span:
     searched: Problem
     bounded: Problem
     shift: float
-    firsts: tuple[tuple[First, ...], ...]
+    firsts: tuple[tuple[FirstOp, ...], ...]
 
     @property
     def fixed(self) -> bool:
@@ -89,7 +89,7 @@ def span_of(problem: Problem) -> Span:
     return Span(searched, bounded, shift, firsts)
 
 
-def _firsts(problem: Problem) -> tuple[tuple[First, ...], ...]:
+def _firsts(problem: Problem) -> tuple[tuple[FirstOp, ...], ...]:
     """What each rank may begin with: the first forward of each pipeline there."""
     queues = problem.queues
     way = ways(queues)
@@ -98,7 +98,7 @@ def _firsts(problem: Problem) -> tuple[tuple[First, ...], ...]:
         for q in range(len(queues.rank))
         if problem.kind[q] == "F" and queues.size[q] > 0
     }
-    found: list[tuple[First, ...]] = []
+    found: list[tuple[FirstOp, ...]] = []
     for r in range(queues.num_ranks):
         mine = []
         after = _after(problem, r)
@@ -108,9 +108,9 @@ def _firsts(problem: Problem) -> tuple[tuple[First, ...], ...]:
             stage = hosts.index(r)
             chain = [forward[pipeline, s] for s in range(stage)]
             if any(_may_go_first(problem, q, after) for q in chain):
-                mine.append(First(forward[pipeline, stage], _all_of(problem, after), fixed=False))
+                mine.append(FirstOp(forward[pipeline, stage], _all_of(problem, after), fixed=False))
             else:
-                mine.append(First(forward[pipeline, stage], way[forward[pipeline, stage]], fixed=True))
+                mine.append(FirstOp(forward[pipeline, stage], way[forward[pipeline, stage]], fixed=True))
         found.append(tuple(mine))
     return tuple(found)
 

@@ -12,7 +12,7 @@ from penstock.engine.network import Array
 from penstock.planning import exact, longest_paths, time_windows
 from penstock.planning.bounds import busy_bound, jackson_bound, ramp_bound, round_trip_bound, work_bound, work_seconds
 from penstock.planning.building_blocks import hosts_several, repeated
-from penstock.planning.destructive_bound import Destructive
+from penstock.planning.destructive_bound import DestructiveBound
 from penstock.planning.expected import Samples, robust, under
 from penstock.planning.library_starts import named
 from penstock.planning.local_search import walked
@@ -119,7 +119,7 @@ def _refute(search: Search, seconds: float) -> None:
     """Raises the bound by refuting times between it and the best order so far."""
     if search.closed or seconds <= 0:
         return
-    bound = Destructive(search.bounded, search.lower_bound, search.value, search.stop_at_gap)
+    bound = DestructiveBound(search.bounded, search.lower_bound, search.value, search.stop_at_gap)
     with Threads(1, is_compiled(time_windows)) as threads:
         threads.run([partial(bound.go, threads.stop)], seconds)
     search.improve_bound(bound.bound)

@@ -19,7 +19,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from penstock.cost import CostError, Costs, Links
-from penstock.cost.links import Lines
+from penstock.cost.links import LinkQueues
 from penstock.dispatch import Dispatch, Policy
 from penstock.engine.tolerance import EPSILON
 from penstock.schedule import Schedule
@@ -98,7 +98,7 @@ def choose_policy(
 def choose(
     runner: Runner,
     order: Order,
-    links: Links | Lines,
+    links: Links | LinkQueues,
     transport: Transport,
     caps: Sequence[float],
     *,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.cost import Costs, Links
-from penstock.cost.links import Lines
+from penstock.cost.links import LinkQueues
 from penstock.cost.over_time import Constant, Trace
 from penstock.simulation.lowered import Array, Order
 from penstock.simulation.transport import Blocking, Transport
@@ -24,7 +24,7 @@ class LinkArrays:
     arrays: dict[str, Array]
 
 
-def passed(order: Order, links: Links | Lines, costs: Costs, links_at: float) -> LinkArrays:
+def passed(order: Order, links: Links | LinkQueues, costs: Costs, links_at: float) -> LinkArrays:
     """Lays out links for the runs of an order that start at `links_at` ms of their own time."""
     num_rows = order.num_rows
     arrays: dict[str, Array] = {
@@ -46,8 +46,8 @@ def passed(order: Order, links: Links | Lines, costs: Costs, links_at: float) ->
         for link in used:
             arrays["delay"][link] = links.delay(*order.ends(link))
         return LinkArrays(False, 0.0, None, arrays)
-    if isinstance(links, Lines) or links_at or not _is_plain(links, [order.ends(link) for link in used]):
-        lines = links if isinstance(links, Lines) else Lines(links)
+    if isinstance(links, LinkQueues) or links_at or not _is_plain(links, [order.ends(link) for link in used]):
+        lines = links if isinstance(links, LinkQueues) else LinkQueues(links)
         return LinkArrays(False, 0.0, _arrival(order, costs, lines, links_at), arrays)
     late_first: list[int] = [0]
     late_from: list[float] = []
@@ -104,7 +104,7 @@ def _size(order: Order, costs: Costs, source: int, edge: int) -> float:
     return costs.message_size(graph.ops[producer], graph.receives(producer, int(base[order.ints["edge_to"][edge]])))
 
 
-def _arrival(order: Order, costs: Costs, lines: Lines, at: float) -> Callable[[int, float], float]:
+def _arrival(order: Order, costs: Costs, lines: LinkQueues, at: float) -> Callable[[int, float], float]:
     """When the message of an edge, sent at some time, arrives."""
     sources = order.sources.tolist()
     num_ranks = order.num_ranks

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from penstock.cost import CostError, Costs, Links
-from penstock.cost.links import Lines
+from penstock.cost.links import LinkQueues
 from penstock.dispatch import Dispatch, Graph, Policy, lower
 from penstock.engine import event_loop
 from penstock.engine.compiled import compiled, is_compiled
@@ -258,7 +258,7 @@ class Runner:
     def run(
         self,
         order: Order,
-        links: Links | Lines,
+        links: Links | LinkQueues,
         *,
         dispatch: Dispatch | Policy | str = Dispatch.FROZEN,
         transport: Transport,
@@ -294,7 +294,7 @@ class Runner:
     def prepared(
         self,
         order: Order,
-        links: Links | Lines,
+        links: Links | LinkQueues,
         policy: Policy,
         transport: Transport,
         caps: Sequence[float] | None = None,
@@ -302,7 +302,7 @@ class Runner:
         """All that `run` takes from an order, for runs that differ in what its ops take: their time and memory."""
         return PreparedRun(order, policy, transport, *self._through(order, links, 0.0), caps)
 
-    def _through(self, order: Order, links: Links | Lines, links_at: float) -> tuple[LinkArrays, bool]:
+    def _through(self, order: Order, links: Links | LinkQueues, links_at: float) -> tuple[LinkArrays, bool]:
         """The links of a run, and whether it runs compiled."""
         through = passed(order, links, self.costs, links_at)
         use = self.compile

@@ -7,7 +7,7 @@ from numbers import Integral
 
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.costs import require_costs
-from penstock.cost.links import Lines
+from penstock.cost.links import LinkQueues
 from penstock.dispatch import Dispatch, Policy
 from penstock.renamed import refuse_old
 from penstock.schedule import Schedule, ScheduleError
@@ -31,7 +31,7 @@ COMPILE_ABOVE = 50_000
 def simulate(
     schedule: Schedule,
     costs: Costs | None = None,
-    links: Links | Lines | None = None,
+    links: Links | LinkQueues | None = None,
     *,
     dispatch: Dispatch | Policy | str = Dispatch.FROZEN,
     transport: Transport | str = "decoupled",
@@ -49,8 +49,8 @@ def simulate(
         costs: of each stage; by default F = I = W = 1 ms for each rank's share of the model (`Costs.assumed`).
             Updates and ops of registered kinds take no time where these do not name them; a program's `all_costs` do.
         links: delays in ms (pure latency), or conditions: latency, occupancy, bandwidth and loss that may change
-            over time; by default messages arrive at once. `Lines` continue from the messages that an earlier run left
-            on them. `Lines`, losses and random delays are not compiled: a million ops take some ten seconds.
+            over time; by default messages arrive at once. `LinkQueues` continue from the messages that an earlier run
+            left in them. They, losses and random delays are not compiled: a million ops take some ten seconds.
         dispatch: "frozen"; "hinted": a rank runs, of the ready ops that fit, the earliest in its order; or "dynamic":
             any ready op by priority B or I, then F, then W. "hinted:0.5" waits for an op that is nearly due, see
             `Policy`; its planned times are those of the frozen run over the same costs and links. "auto" tries these
@@ -83,14 +83,14 @@ def simulate(
     """
     schedule = remove_communication(schedule)
     costs = Costs.assumed(schedule.num_ranks, schedule.placement) if costs is None else costs
-    through_lines = links if isinstance(links, Lines) else Links.of(links)
+    through_lines = links if isinstance(links, LinkQueues) else Links.of(links)
     require_costs(costs)
     if costs.num_stages != schedule.num_stages:
         raise CostError(
             f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}; "
             "give costs for as many stages"
         )
-    (through_lines.links if isinstance(through_lines, Lines) else through_lines).check_ranks(schedule.num_ranks)
+    (through_lines.links if isinstance(through_lines, LinkQueues) else through_lines).check_ranks(schedule.num_ranks)
     policy = None if dispatch == AUTO else Policy.of(dispatch)
     runner = Runner(costs, compile=schedule.num_ops > COMPILE_ABOVE)
     order = runner.lowered(schedule)

@@ -154,7 +154,7 @@ def plan_batch(
     cap = max(each.peak for each in first) if memory_limit is None else float(memory_limit)
     given_caps(cap, schedule.num_ranks)
 
-    def planned(packed: list[Bins], moves: float = 0.0) -> list[_Ordered]:
+    def planned(packed: list[Bins], moves: float = 0.0) -> list[_OrderedBins]:
         return [problem.ordered(bins, cap, dispatches, moves, seed) for bins in packed]
 
     found: list[tuple[float, str, list[Bins]]] = []
@@ -252,7 +252,7 @@ def _packings(
             continue
 
 
-class _Ordered(NamedTuple):
+class _OrderedBins(NamedTuple):
     """An order of some bins, and what it is predicted to come to."""
 
     order: Sequence[int]
@@ -291,14 +291,14 @@ class _Problem:
     def most_tokens(self, packed: list[Bins]) -> int:
         return max(int(self._tokens[own].sum()) for bins in packed for own in bins)
 
-    def arrived(self, bins: Bins) -> _Ordered:
+    def arrived(self, bins: Bins) -> _OrderedBins:
         """The bins as they are, run frozen."""
         run = OrderSearch(self._schedule, self._costs_of(bins), self._links).arrival
-        return _Ordered(run.order.tolist(), run.rule, run.dispatch, run.makespan, max(run.lowered.peaks))
+        return _OrderedBins(run.order.tolist(), run.rule, run.dispatch, run.makespan, max(run.lowered.peaks))
 
     def ordered(
         self, bins: Bins, cap: float, dispatches: Sequence[Dispatch | str], moves: float, seed: int
-    ) -> _Ordered:
+    ) -> _OrderedBins:
         """The bins in their best order. Raises ScheduleError where none holds the cap."""
         costs = self._costs_of(bins)
         found = order_microbatches(
@@ -310,7 +310,7 @@ class _Problem:
             time_limit=moves,
             seed=seed,
         )
-        return _Ordered(found.order, found.rule, found.dispatch, found.makespan, max(found.peaks))
+        return _OrderedBins(found.order, found.rule, found.dispatch, found.makespan, max(found.peaks))
 
     def _costs_of(self, bins: Bins) -> Costs:
         return self._costs.of_sums(self._sums(bins))

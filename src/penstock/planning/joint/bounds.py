@@ -120,7 +120,7 @@ def _with_residues(problem: JointProblem, least: Problem, given: Waits) -> Waits
     return Waits(given.order, release, lag)
 
 
-class _Side(NamedTuple):
+class _ChainBound(NamedTuple):
     """Of one chain: its microbatches, ms of an R, and what one of them holds for how long.
 
     Attributes:
@@ -171,7 +171,7 @@ def memory_bound(problem: JointProblem, least: Problem) -> float:
     return bound
 
 
-def _side(problem: JointProblem, c: int, way: float, ends_at_weight: bool) -> _Side:
+def _side(problem: JointProblem, c: int, way: float, ends_at_weight: bool) -> _ChainBound:
     """What a chain holds; `way` is from the start of a forward to the start of its backward at least (ms)."""
     ops, forms = problem.ops, problem.forms
     f, again, i, w, out, there, b = (float(x) for x in ops.times[c])
@@ -184,7 +184,7 @@ def _side(problem: JointProblem, c: int, way: float, ends_at_weight: bool) -> _S
     first_kept = [(held, way)]
     first_again = [(kept, max(f, way - again)), (held, again)]
     first_away = [(held, f + out), (held, there)]
-    return _Side(
+    return _ChainBound(
         int(ops.size[c]),
         again,
         out + there,
@@ -194,7 +194,7 @@ def _side(problem: JointProblem, c: int, way: float, ends_at_weight: bool) -> _S
     )
 
 
-def _least(sides: list[_Side], work: float, around: float, beside: float, cap: float) -> float:
+def _least(sides: list[_ChainBound], work: float, around: float, beside: float, cap: float) -> float:
     """The least, over how many forwards run again and how many activations go away, of what the rank's work, its link
     to host memory and its memory take (ms)."""
     amounts = {a / cap for side in sides for way in (*side.kept, *side.again, *side.away) for a, _ in way}

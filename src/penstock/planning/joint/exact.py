@@ -33,14 +33,16 @@ _NEAR_WHOLE = 1e-6
 
 
 @dataclass(frozen=True)
-class Answer:
+class ExactAnswer:
     """Orders that are shorter, or None; ms that no schedule ends before."""
 
     orders: Orders | None
     bound: float
 
 
-def solve(problem: JointProblem, best: Orders, value: float, bound: float, seconds: float, seed: int = 0) -> Answer:
+def solve(
+    problem: JointProblem, best: Orders, value: float, bound: float, seconds: float, seed: int = 0
+) -> ExactAnswer:
     """Looks for orders and forms that end before `value` (ms), for at most `seconds`; `best` is where it begins."""
     from ortools.sat.python import cp_model
 
@@ -186,12 +188,12 @@ def solve(problem: JointProblem, best: Orders, value: float, bound: float, secon
     solver.parameters.catch_sigint_signal = False
     seconds -= time.perf_counter() - began
     if seconds <= 0:
-        return Answer(None, bound)
+        return ExactAnswer(None, bound)
     status = answered(solver, model, seconds)
     if status == cp_model.INFEASIBLE:  # only where rounding leaves no room for the best itself
-        return Answer(None, bound)
+        return ExactAnswer(None, bound)
     if status == cp_model.UNKNOWN:
-        return Answer(None, max(bound, solver.best_objective_bound * unit))
+        return ExactAnswer(None, max(bound, solver.best_objective_bound * unit))
     orders = problem.orders()
     for cell in again:
         orders.again[cell] = bool(solver.value(again[cell])) if not isinstance(again[cell], int) else False
@@ -209,7 +211,7 @@ def solve(problem: JointProblem, best: Orders, value: float, bound: float, secon
         present.sort(key=lambda op: (solver.value(start[op]), ops.kind[op] < O, ops.number[op], ops.kind[op]))
         orders.row[r, : len(present)] = present
         orders.length[r] = len(present)
-    return Answer(orders if problem.fits(orders) else None, max(bound, solver.best_objective_bound * unit))
+    return ExactAnswer(orders if problem.fits(orders) else None, max(bound, solver.best_objective_bound * unit))
 
 
 def _messages(model: Any, problem: JointProblem, start: dict[int, Any], whole: dict[int, Any], length: Any) -> None:

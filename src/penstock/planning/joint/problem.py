@@ -25,7 +25,7 @@ import numpy as np
 from penstock.cost import Costs, Links
 from penstock.engine.compiled import ready
 from penstock.engine.network import NONE, Array
-from penstock.planning.family import Forms, dealt
+from penstock.planning.family import OpForms, dealt
 from penstock.planning.joint import rows
 from penstock.planning.joint.rows import F, I, W
 from penstock.planning.limits import Limits
@@ -110,7 +110,7 @@ class JointProblem:
     costs: Costs
     links: Links
     limits: Limits
-    forms: Forms
+    forms: OpForms
     placement: Placement
     microbatch_pipeline: tuple[int, ...]
 
@@ -231,7 +231,7 @@ def pose_joint(
     counts: Sequence[int],
     links: Links,
     limits: Limits,
-    forms: Forms,
+    forms: OpForms,
 ) -> JointProblem:
     """Lays out the arrays.
 

@@ -27,7 +27,7 @@ from penstock.passes import recompute
 from penstock.planning import exact as plain_exact
 from penstock.planning import strategy
 from penstock.planning.annealing_threads import Annealer, annealed_again
-from penstock.planning.family import Forms
+from penstock.planning.family import OpForms
 from penstock.planning.joint import exact, listing, moves
 from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.away_in_time import sent_away_in_time
@@ -73,7 +73,7 @@ class JointSearch(Incumbent[JointProblem]):
             self.take(self.problem.read(schedule), how)
 
 
-def allows(forms: Forms, schedule: Schedule) -> bool:
+def allows(forms: OpForms, schedule: Schedule) -> bool:
     """Whether a schedule has no other forms."""
     kinds = {op.kind for row in schedule.order for op in row}
     return (

@@ -17,7 +17,7 @@ import torch
 
 from penstock.control import Configuration
 from penstock.cost import CostError, Costs, Links
-from penstock.cost.links import Lines
+from penstock.cost.links import LinkQueues
 from penstock.dispatch import Dispatch, lower
 from penstock.renamed import refuse_old
 from penstock.runtime.adapt import AdaptOptions, Vote, start_agent
@@ -287,7 +287,7 @@ class EmulatedPipeline:
         Args:
             base: ms that every message takes besides.
         """
-        lines = Lines(replace(self.link_conditions, base=base))
+        lines = LinkQueues(replace(self.link_conditions, base=base))
         return tuple(
             simulate(
                 step.configuration.schedule,

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from penstock.cost import LinkCondition, Links, Ring
-from penstock.cost.conditions import Queue
+from penstock.cost.conditions import LinkQueue
 from penstock.passes.reduce import REDUCE, add_reductions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
@@ -72,7 +72,7 @@ def probed_besides(links: Links, conditions: Conditions) -> dict[tuple[int, int]
     """What injected conditions add to a probe now (ms), by two nodes, the lower one first."""
     at = (time.perf_counter_ns() - conditions.origin) / 1e6
     pairs = {(min(pair), max(pair)) for pair in links.conditions}
-    return {(a, b): links.delay_of(a, b, 0.0, at, Queue(at, at)).arrived - at for a, b in pairs}
+    return {(a, b): links.delay_of(a, b, 0.0, at, LinkQueue(at, at)).arrived - at for a, b in pairs}
 
 
 SUM = "a sum of gradients over the replicas"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.cost.links import Lines, Links
+from penstock.cost.links import LinkQueues, Links
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.clock import ahead_of_first, clock_name
 from penstock.runtime.mesh.peers import GroupPeers
@@ -48,7 +48,7 @@ class Conditions:
 
     def start(self, conditions: Links, stretch: float = 1.0, origin: int | None = None) -> None:
         """Starts anew, with other conditions."""
-        self._lines = Lines(conditions)
+        self._lines = LinkQueues(conditions)
         self._stretch = stretch * 1e6
         self.origin = time.perf_counter_ns() if origin is None else origin
 
