@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import random
@@ -165,6 +166,25 @@ def test_a_step_without_any_gradient_trained_nothing_and_said_nothing(why: str) 
         pytest.raises(RuntimeFailure, match="no microbatch has a grad"),
     ):
         pipe.step(x, y)
+
+
+def test_a_loss_that_is_a_sum_was_averaged_over_microbatches() -> None:
+    layers = nn.Sequential(lin(), lin())
+    plain, (x, y) = copy.deepcopy(layers), batches(4, 8)[0]
+    total = nn.MSELoss(reduction="sum")
+    pipe = ps.Pipeline(layers, ps.build("zb-h1", 2, 4), loss_fn=total)
+    found = pipe.step(x, y, update=False)
+    for x_m, y_m in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+        total(plain(x_m), y_m).backward()
+    assert all(map(torch.equal, (p.grad for p in layers.parameters()), (p.grad for p in plain.parameters())))
+    assert torch.allclose(found.loss, total(plain(x), y))
+    assert torch.allclose(pipe.evaluate(x, y).loss, found.loss)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_was_an_assertion_of_torch() -> None:
+    with pytest.raises(RuntimeFailure, match="device is 'cuda' and torch finds 0 GPUs; give one that is there"):
+        ps.Pipeline([lin(), lin()], ps.build("1f1b", 2, 4), loss_fn=MSE, parallel=ps.ParallelOptions(device="cuda"))
 
 
 def test_a_pipeline_takes_few_arguments_and_values_for_the_rest() -> None:

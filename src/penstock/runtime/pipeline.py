@@ -72,7 +72,8 @@ class Pipeline:
         schedule: checked here; messages in it are left out, for the transport places them. With one rank a
             process, all must give the same.
         loss_fn: `(output, targets) -> loss`, a mean over the samples, or over what `loss_fn.weight(targets)`
-            counts; or, where it says `adds_up = True`, each microbatch's share of the loss, to be added up as it is.
+            counts; or, where it says `adds_up = True` or `reduction="sum"`, each microbatch's share of the loss, to
+            be added up as it is.
         optimizer: a function from parameters to a torch optimizer, like `torch.optim.AdamW` or a partial of
             it; or an optimizer over the model's parameters, of which each process keeps its own.
         mesh: a process group or one-dimensional device mesh to run over, by default all of torch.distributed; or a

@@ -224,7 +224,12 @@ class LocalModel:
 
 def device_of(stages: Iterable[Stage], device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        found = torch.device(device)
+        if found.type == "cuda" and (found.index or 0) >= (there := torch.cuda.device_count()):
+            raise RuntimeFailure(
+                f'device is {str(device)!r} and torch finds {there} GPUs; give one that is there, or "cpu"'
+            )
+        return found
     for stage in stages:
         for parameter in stage.parameters():
             return parameter.device

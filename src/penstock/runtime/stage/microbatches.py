@@ -9,7 +9,7 @@ Where updates are ops of the schedule, the weights of each update's window sum t
 
 A loss with a method `weight(targets)` says what it averages over (tokens, say); otherwise a microbatch
 weighs as many samples as it has. One with `adds_up = True` has divided by what the whole batch holds already: its
-values are added up as they are.
+values are added up as they are, and so are those of torch's losses with `reduction="sum"`.
 """
 
 from __future__ import annotations
@@ -211,8 +211,8 @@ def shares_of(weights: Sequence[Sequence[float]], windows: Sequence[range]) -> l
 
 
 def adds_up(loss_fn: LossFn) -> bool:
-    """Whether a loss gives shares of the batch's, which are not weighed."""
-    return getattr(loss_fn, "adds_up", False) is True
+    """Whether a loss gives shares of the batch's, which are not weighed: one that says so, or a sum of torch's."""
+    return getattr(loss_fn, "adds_up", False) is True or getattr(loss_fn, "reduction", None) == "sum"
 
 
 def weights_of(targets: Sequence[Any], loss_fn: LossFn) -> list[float] | None:
