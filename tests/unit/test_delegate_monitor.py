@@ -9,9 +9,9 @@ import pytest
 
 from penstock.runtime.transport.delegate.carrier.monitor import (
     AddressState,
-    Interfaces,
+    InterfaceMonitor,
+    InterfaceStates,
     LinkState,
-    Monitor,
     read,
 )
 
@@ -48,7 +48,7 @@ def test_messages_are_read() -> None:
 
 
 def test_an_address_can_be_used_while_it_is_there_and_its_interface_up() -> None:
-    found = Interfaces(["10.0.0.1", "10.1.0.1", "127.0.0.2"])
+    found = InterfaceStates(["10.0.0.1", "10.1.0.1", "127.0.0.2"])
     assert found.up == [True, True, True]
     for state in (AddressState(2, "10.0.0.1", True), AddressState(3, "10.1.0.1", True), LinkState(2, True)):
         assert found.learn(state) == []
@@ -61,7 +61,7 @@ def test_an_address_can_be_used_while_it_is_there_and_its_interface_up() -> None
 
 
 def test_the_loopback_of_this_host_is_up() -> None:
-    monitor = Monitor(["127.0.0.1"])
+    monitor = InterfaceMonitor(["127.0.0.1"])
     try:
         assert monitor.interfaces.up == [True]
         assert monitor.changes() == []

@@ -21,7 +21,7 @@ _FORM = "write it like '5s down HOST:NETWORK', '8s up HOST:NETWORK' or '10s link
 
 
 @dataclass(frozen=True)
-class Event:
+class LabEvent:
     """After `at` seconds: `word` (down, up or link) for `place`, under `condition` where it is a link."""
 
     at: float
@@ -42,17 +42,17 @@ class Event:
         return " ".join([f"{self.at:g}s", self.word, self.place, self.condition]).strip()
 
 
-def read_events(texts: Iterable[str], layout: Layout) -> list[Event]:
+def read_events(texts: Iterable[str], layout: Layout) -> list[LabEvent]:
     """Events in the order of their times. Raises LabMisuse, CostError for what could not be done on such a lab."""
     return sorted((_read(text, layout) for text in texts), key=lambda event: event.at)
 
 
-def _read(text: str, layout: Layout) -> Event:
+def _read(text: str, layout: Layout) -> LabEvent:
     words = text.split()
     if len(words) < 2 or len(words) != {"down": 3, "up": 3, "link": 4}.get(words[1]):
         raise LabMisuse(f"event {text!r}: {_FORM}")
     try:
-        event = Event(read_quantity(words[0], TIME) * 1e-3, *words[1:])
+        event = LabEvent(read_quantity(words[0], TIME) * 1e-3, *words[1:])
         if event.word == "link":
             source, target, nic = read_place(event.place)
             ways_of(layout, source, target, nic, both=True)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.lab.events import Event
+from penstock.lab.events import LabEvent
 from penstock.lab.process import HostProcess
 from penstock.lab.running import RunningLab
 
@@ -37,7 +37,7 @@ def run_everywhere(
     command: Sequence[str],
     *,
     hosts: Sequence[int] | None = None,
-    events: Sequence[Event] = (),
+    events: Sequence[LabEvent] = (),
     timeout: float | None = None,
     grace: float = 10.0,
     say: Callable[[str], None] = print,
@@ -80,7 +80,7 @@ def run_everywhere(
 def _await(
     lab: RunningLab,
     processes: Sequence[HostProcess],
-    events: list[Event],
+    events: list[LabEvent],
     start: float,
     timeout: float | None,
     grace: float,

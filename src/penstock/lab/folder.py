@@ -23,7 +23,7 @@ ROOT = Path("/run/penstock-lab")
 
 
 @dataclass(frozen=True)
-class Record:
+class LabRecord:
     """What a lab is.
 
     Attributes:
@@ -44,7 +44,7 @@ class Record:
         return Layout(self.name, self.num_hosts, self.num_nics)
 
 
-class Folder:
+class LabFolder:
     """A lab's folder, by the lab's name."""
 
     def __init__(self, name: str) -> None:
@@ -58,7 +58,7 @@ class Folder:
     def hosts(self) -> Path:
         return self.path / "hosts"
 
-    def make(self, record: Record) -> int:
+    def make(self, record: LabRecord) -> int:
         """Writes it; returns the lock, which holds as long as it is open. Raises OSError."""
         if self.path.exists():  # of a keeper that had this number and is gone
             self.remove()
@@ -69,10 +69,10 @@ class Folder:
         (self.path / "lab.json").write_text(json.dumps(asdict(record)), encoding="utf-8")
         return lock
 
-    def read(self) -> Record:
+    def read(self) -> LabRecord:
         """Raises LabError where there is no such lab."""
         try:
-            return Record(**json.loads((self.path / "lab.json").read_text(encoding="utf-8")))
+            return LabRecord(**json.loads((self.path / "lab.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             raise LabError(f"there is no lab {self.name}; `penstock lab list` shows those that are there") from None
 

@@ -22,7 +22,7 @@ from penstock.cost import CostError
 from penstock.lab import commands, removal, shell
 from penstock.lab.control import ControlServer
 from penstock.lab.errors import LabError, LabMisuse
-from penstock.lab.folder import Folder, Record
+from penstock.lab.folder import LabFolder, LabRecord
 from penstock.lab.forwarder import Forwarder
 from penstock.lab.kernel import inside, open_tun
 from penstock.lab.layout import Layout
@@ -39,8 +39,8 @@ def keep(order: LabOrder) -> None:
     require()
     layout = Layout(str(os.getpid()), order.num_hosts, order.num_nics)
     conditions = read_links(order.links, layout)
-    record = Record(layout.name, layout.num_hosts, layout.num_nics, os.getpid(), order.owner, time.time())
-    folder = Folder(layout.name)
+    record = LabRecord(layout.name, layout.num_hosts, layout.num_nics, os.getpid(), order.owner, time.time())
+    folder = LabFolder(layout.name)
     with contextlib.ExitStack() as stack:
         asked = stack.enter_context(_signals())
         lock = folder.make(record)

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from penstock.lab.control import ask
 from penstock.lab.errors import LabError, LabMisuse
-from penstock.lab.folder import Folder, names
+from penstock.lab.folder import LabFolder, names
 from penstock.lab.layout import Layout
 from penstock.lab.links import read_links
 from penstock.lab.order import LabOrder
@@ -115,7 +115,7 @@ def make(num_hosts: int, num_nics: int, links: Sequence[str]) -> RunningLab:
 
 def end(name: str) -> None:
     """Ends a lab that runs, or takes away what is left of one; returns when nothing of it is there. LabError."""
-    folder = Folder(name)
+    folder = LabFolder(name)
     if name not in names():
         raise LabError(f"there is no lab {name}; `penstock lab list` shows those that are there")
     if folder.alive():

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from penstock.lab.errors import LabError
-from penstock.lab.folder import Folder, names, namespaces_of
+from penstock.lab.folder import LabFolder, names, namespaces_of
 from penstock.lab.running import RunningLab
 
 
@@ -15,7 +15,7 @@ def listed() -> list[dict[str, Any]]:
     anything or is under a condition what `RunningLab.ways` says."""
     found: list[dict[str, Any]] = []
     for name in names():
-        entry: dict[str, Any] = {"name": name, "alive": Folder(name).alive(), "namespaces": namespaces_of(name)}
+        entry: dict[str, Any] = {"name": name, "alive": LabFolder(name).alive(), "namespaces": namespaces_of(name)}
         if entry["alive"]:
             try:
                 lab = RunningLab(name)

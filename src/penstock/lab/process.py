@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from penstock.lab.errors import LabError
-from penstock.lab.folder import Folder
+from penstock.lab.folder import LabFolder
 from penstock.lab.layout import Layout
 
 _INSIDE = str(Path(__file__).with_name("inside.py"))
@@ -122,4 +122,4 @@ def environment_of(layout: Layout, host: int, more: Mapping[str, str] | None = N
 
 
 def _place(layout: Layout, host: int) -> list[str]:
-    return [layout.namespace(host), layout.hostname(host), str(Folder(layout.name).hosts)]
+    return [layout.namespace(host), layout.hostname(host), str(LabFolder(layout.name).hosts)]

@@ -9,7 +9,7 @@ import time
 
 from penstock.lab import commands, shell
 from penstock.lab.errors import LabError
-from penstock.lab.folder import Folder, names, namespaces_of
+from penstock.lab.folder import LabFolder, names, namespaces_of
 
 PATIENCE = 5.0
 """Seconds that killed processes may take to be gone."""
@@ -35,12 +35,12 @@ def remove(name: str) -> None:
     if problems:
         raise LabError("; ".join(problems))
     _kill(numbers)
-    Folder(name).remove()
+    LabFolder(name).remove()
 
 
 def leftovers() -> list[str]:
     """Labs whose keeper is gone."""
-    return [name for name in names() if not Folder(name).alive()]
+    return [name for name in names() if not LabFolder(name).alive()]
 
 
 def clean() -> list[str]:

@@ -10,7 +10,7 @@ from penstock.cost import LinkCondition
 from penstock.lab import commands, shell
 from penstock.lab.control import ask
 from penstock.lab.errors import LabError, LabMisuse
-from penstock.lab.folder import Folder, Record, names
+from penstock.lab.folder import LabFolder, LabRecord, names
 from penstock.lab.links import check_condition, from_anywhere, ways_of
 from penstock.lab.process import HostProcess, environment_of
 
@@ -32,8 +32,8 @@ class RunningLab:
     """
 
     def __init__(self, name: str) -> None:
-        self._folder = Folder(name)
-        self.record: Record = self._folder.read()
+        self._folder = LabFolder(name)
+        self.record: LabRecord = self._folder.read()
         if not self._folder.alive():
             raise LabError(f"the keeper of lab {name} is gone; `penstock lab clean` takes away what it left")
         self.layout = self.record.layout
@@ -112,7 +112,7 @@ def find(name: str | None) -> RunningLab:
     """The lab of that name; without one the only lab that runs. Raises LabError, LabMisuse."""
     if name is not None:
         return RunningLab(name)
-    running = [each for each in names() if Folder(each).alive()]
+    running = [each for each in names() if LabFolder(each).alive()]
     if len(running) == 1:
         return RunningLab(running[0])
     if running:

@@ -84,7 +84,7 @@ def size_of(payload: Payload) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in payload.leaves if leaf is not None)
 
 
-class Stamp(NamedTuple):
+class MessageStamp(NamedTuple):
     """What a message brings beside its payload: who sent it, when, and when it is to arrive (ns of the sender's
     clock). The two moments are equal on a link without conditions.
     """
@@ -97,7 +97,7 @@ class Stamp(NamedTuple):
         return Payload([*payload.leaves, torch.tensor(self)], payload.skeleton, [*payload.needs_grad, False])
 
     @classmethod
-    def take_off(cls, payload: Payload) -> Stamp:
+    def take_off(cls, payload: Payload) -> MessageStamp:
         stamp, payload.needs_grad = payload.leaves.pop(), payload.needs_grad[:-1]
         assert stamp is not None
         return cls(*stamp.tolist())
@@ -127,7 +127,7 @@ class ConditionedTransport(TransportLayer):
     def __init__(self, inner: Transport, conditions: Conditions, ahead: Sequence[int] = ()) -> None:
         super().__init__(inner)
         self._conditions, self._ahead = conditions, ahead
-        self._refused: tuple[Edge, int, Stamp] | None = None
+        self._refused: tuple[Edge, int, MessageStamp] | None = None
         self._dues: dict[int, deque[int]] = {}
         self._watched: deque[int] | None = None
         self._waiting: list[HeldArrival] = []
@@ -156,7 +156,7 @@ class ConditionedTransport(TransportLayer):
             sent = due = time.perf_counter_ns()
             if self._conditions.hold(self.rank, target):
                 due = self._conditions.due(self.rank, target, size_of(payload), sent)
-            stamp = Stamp(self.rank, sent, due)
+            stamp = MessageStamp(self.rank, sent, due)
         if not self.inner.send(edge, target, stamp.put_on(payload)):
             self._refused = edge, target, stamp
             return False
@@ -189,7 +189,7 @@ class ConditionedTransport(TransportLayer):
         found = []
         for edge in [*edges, *self.inner.arrivals()]:
             payload = self._ready[edge] = self.inner.take(edge)
-            stamp, size = Stamp.take_off(payload), size_of(payload)
+            stamp, size = MessageStamp.take_off(payload), size_of(payload)
             found.append((edge, stamp, size))
             self._known.setdefault(stamp.source, deque(maxlen=KNOWN)).append((stamp.sent, stamp.due, size))
         arrived = {}

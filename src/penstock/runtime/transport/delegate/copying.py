@@ -53,7 +53,7 @@ class SlotPacket(Packet):
         return Payload(leaves, json.loads(spec.skeleton), spec.needs_grad)
 
 
-class Specs:
+class SpecCache:
     """Specs and their bytes, made once for each that is met."""
 
     def __init__(self) -> None:

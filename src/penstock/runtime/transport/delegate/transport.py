@@ -26,7 +26,7 @@ from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.delegate.carrier.frame import Lane, body_bytes, spec_room
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
-from penstock.runtime.transport.delegate.copying import PayloadCopier, SlotPacket, Specs, copying_for
+from penstock.runtime.transport.delegate.copying import PayloadCopier, SlotPacket, SpecCache, copying_for
 from penstock.runtime.transport.delegate.fleet import DelegateKey, Fleet, Supervisor
 from penstock.runtime.transport.delegate.health import Counters, Health
 from penstock.runtime.transport.delegate.inbox import DelegateInbox
@@ -97,7 +97,7 @@ class DelegateTransport:
         self._inbox = DelegateInbox(self._fleet, takes_over)
         self._health = Health(rank, self._fleet.addresses, self.counters)
         self._num_lanes = num_lanes
-        self._specs = Specs()
+        self._specs = SpecCache()
         self._step = self._digest = 0
         self._signatures: Sequence[str] = ()
         self._arrived: list[Edge] = []

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.runtime.transport.delegate.carrier import sockets
-from penstock.runtime.transport.delegate.carrier.monitor import Monitor
+from penstock.runtime.transport.delegate.carrier.monitor import InterfaceMonitor
 
 BEAT = 0.25
 """Seconds between two signs of life."""
@@ -86,7 +86,7 @@ class Heartbeats:
         self._greeted: set[socket.socket] = set()
         self._selector = selectors.DefaultSelector()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._monitor = Monitor([address for address, _ in ends[me]])
+        self._monitor = InterfaceMonitor([address for address, _ in ends[me]])
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="penstock-heartbeats", daemon=True)
 

@@ -20,7 +20,7 @@ from .delegate_io import DelegateIO, DelegateOrders
 from .event_loop import BEAT, CONNECT, GONE, LONGEST, MS, PROBE, READ, SILENCE, WRITE, EventLoop, watch_parent
 from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, unpack
 from .lane import LaneError, ReceivingEnd
-from .monitor import Monitor
+from .monitor import InterfaceMonitor
 from .paths import Path, by_preference
 from .ring import CloseReason, Descriptor, DescriptorKind
 from .slots import Slots
@@ -371,7 +371,7 @@ class Receiver:
         self.loop = EventLoop()
         watch_parent(self.loop, orders.parent, orders.lifeline)
         self.home = DelegateIO(orders)
-        self.monitor = Monitor(orders.interfaces)
+        self.monitor = InterfaceMonitor(orders.interfaces)
         self.slots = Slots(orders.limit, orders.span, orders.taken)
         self.lanes = {orders.lane(s, t): ReceivingEnd(last) for s, t, last in orders.lanes}
         self.connections: set[InConnection] = set()

@@ -62,7 +62,7 @@ def _attributes(data: bytes, at: int, end: int) -> Iterator[tuple[int, bytes]]:
         at += -(-length // 4) * 4
 
 
-class Interfaces:
+class InterfaceStates:
     """Which of our addresses can be used, as far as the kernel told. An address it never named counts as usable."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
@@ -91,11 +91,11 @@ class Interfaces:
         return changed
 
 
-class Monitor:
+class InterfaceMonitor:
     """A netlink socket. Where the kernel permits none, `socket` is None and deadlines alone tell."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        self.interfaces = Interfaces(addresses)
+        self.interfaces = InterfaceStates(addresses)
         self.socket: socket.socket | None = None
         try:
             made = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)

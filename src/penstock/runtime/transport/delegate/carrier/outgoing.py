@@ -23,7 +23,7 @@ from .delegate_io import DelegateIO, DelegateOrders
 from .event_loop import BEAT, CONNECT, LONGEST, READ, SILENCE, WELCOME, WRITE, EventLoop, patience, watch_parent
 from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, spec_room, unpack
 from .lane import LaneError, SendingEnd
-from .monitor import Monitor
+from .monitor import InterfaceMonitor
 from .paths import Path, Paths, by_preference
 from .ring import CloseReason, Descriptor, DescriptorKind
 from .sockets import SocketStream
@@ -368,7 +368,7 @@ class Sender:
         self.loop = EventLoop()
         watch_parent(self.loop, orders.parent, orders.lifeline)
         self.home = DelegateIO(orders)
-        self.monitor = Monitor(orders.interfaces)
+        self.monitor = InterfaceMonitor(orders.interfaces)
         self._lanes: dict[Lane, OutLane] = {}
         self.loop.watch(self.home.wake, READ, self._on_commands)
         if self.monitor.socket is not None:
