@@ -94,13 +94,13 @@ def work(given: argparse.Namespace, rank: int, folder: Path) -> None:
     import torch.distributed as dist
 
     import penstock as ps
-    from penstock.bench.sides import SIZES, Alone, Ours, SideTask, Torch
+    from penstock.bench.sides import SIZES, ComputeOnlySide, PenstockSide, SideTask, TorchSide
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=4)
     schedule = ps.build(given.schedule, num_ranks=4, num_microbatches=8)
     task, group = SideTask.of(SIZES[given.size], schedule, rank), dist.new_group()
-    side: Any = Torch(task, group) if given.side == "torch" else Ours(task, group, "frozen", given.side)
+    side: Any = TorchSide(task, group) if given.side == "torch" else PenstockSide(task, group, "frozen", given.side)
 
     def run(one: Any, steps: int) -> float:
         dist.barrier()
@@ -110,7 +110,7 @@ def work(given: argparse.Namespace, rank: int, folder: Path) -> None:
             one.clear()
         return (time.thread_time_ns() - start) / steps
 
-    alone = Alone(task)
+    alone = ComputeOnlySide(task)
     run(alone, 5)
     run(side, 5)
     found = {"alone": run(alone, given.steps), "whole": run(side, given.steps)}

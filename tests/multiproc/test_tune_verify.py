@@ -22,7 +22,7 @@ from penstock.train.settings import Settings
 from penstock.train.tasks.gpt import gpt_config
 from penstock.tune.errors import RanksFailed
 from penstock.tune.estimate import estimate_ends
-from penstock.tune.layers import Share, measure_layers
+from penstock.tune.layers import RankShare, measure_layers
 from penstock.tune.profile import MessageCosts
 from penstock.tune.transfer import SIZES
 from penstock.tune.tuned_model import tuned_model
@@ -142,7 +142,7 @@ def _ends(rank: int, texts: dict[str, str]) -> bytes:
     for name, settings in texts.items():
         asked = Settings.from_mapping(json.loads(settings))
         config = gpt_config(asked, VOCABULARY) if name == "gpt" else None
-        share = Share(asked, config, 2, False, rank, 2, 0.02, None, 2)
+        share = RankShare(asked, config, 2, False, rank, 2, 0.02, None, 2)
         found[name] = measure_layers(share, dist.barrier)
     return pickle.dumps(found)
 

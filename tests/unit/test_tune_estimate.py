@@ -11,7 +11,7 @@ from penstock.runtime import partition
 from penstock.train.settings import Settings
 from penstock.tune.errors import TuneError
 from penstock.tune.estimate import estimate
-from penstock.tune.layers import Share, measure_layers
+from penstock.tune.layers import RankShare, measure_layers
 
 pytestmark = pytest.mark.unit
 
@@ -21,7 +21,7 @@ CONFIG = dataclasses.replace(presets["tiny"], depth=2)
 @pytest.mark.parametrize(("precision", "recompute"), [("float32", False), ("bfloat16", False), ("float32", True)])
 def test_bytes_are_those_of_the_real_layers(precision: str, recompute: bool) -> None:
     settings = Settings(preset="tiny", depth=2, precision=precision, microbatches=1, threads=1)
-    real = measure_layers(Share(settings, CONFIG, 2, recompute, 0, 1, 0.0), lambda: None)
+    real = measure_layers(RankShare(settings, CONFIG, 2, recompute, 0, 1, 0.0), lambda: None)
     told = estimate(CONFIG, "tiny", 2, 1.0, half=precision == "bfloat16", recompute=recompute)
     for name in ("weight", "output"):
         assert list(getattr(told, name)) == [real["bytes"][str(layer)][name] for layer in range(CONFIG.num_layers)]
@@ -58,7 +58,7 @@ def test_a_speed_that_makes_no_sense_is_refused(speed: float) -> None:
 @pytest.mark.parametrize("rank", range(2))
 def test_every_layer_is_timed_in_every_way(rank: int) -> None:
     settings = Settings(preset="tiny", depth=2, microbatches=1, threads=1)
-    share = Share(settings, CONFIG, 1, False, rank, 2, 0.0)
+    share = RankShare(settings, CONFIG, 1, False, rank, 2, 0.0)
     meetings: list[None] = []
     told = measure_layers(share, lambda: meetings.append(None))
     assert told["layers"] == list(partition(gpt_costs(CONFIG), 2)[rank])

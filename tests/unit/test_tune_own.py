@@ -14,7 +14,7 @@ from penstock.runtime import split
 from penstock.train.settings import Settings
 from penstock.train.tasks.own import built
 from penstock.tune.errors import TuneError
-from penstock.tune.layers import NO_LAYER, Share, measure_layers
+from penstock.tune.layers import NO_LAYER, RankShare, measure_layers
 from penstock.tune.profile import KINDS
 from penstock.tune.tuned_model import tuned_model
 from train_runs import penstock
@@ -78,7 +78,7 @@ def settings_of(net: Path, data: str = "data", **more: Any) -> Settings:
 def test_every_layer_is_measured(net: Path, recompute: bool) -> None:
     settings = settings_of(net)
     model = tuned_model(settings)
-    found = measure_layers(Share(settings, None, 2, recompute, 0, 1, 0.0), lambda: None)
+    found = measure_layers(RankShare(settings, None, 2, recompute, 0, 1, 0.0), lambda: None)
     cut = split(built(settings.model, {}, 0), example=(torch.zeros(2, 6, dtype=torch.long), torch.ones(2, 6)))
     assert list(model.layers) == [path for paths in cut.layers for path in paths]
     assert found["layers"] == list(range(model.num_layers)) == list(range(9))
@@ -126,7 +126,7 @@ def data(train=True):
 
 def test_a_layer_that_changes_its_input_in_place_is_measured(net: Path) -> None:
     net.write_text(INPLACE)
-    found = measure_layers(Share(settings_of(net), None, 2, False, 0, 1, 0.0), lambda: None)
+    found = measure_layers(RankShare(settings_of(net), None, 2, False, 0, 1, 0.0), lambda: None)
     assert found["layers"] == list(range(5))
     assert found["bytes"]["2"]["weight"] == 0  # the relu
     assert found["bytes"]["2"]["activation"] == found["bytes"]["2"]["output"] == 2 * 4 * 4 * 4 * 4
@@ -144,7 +144,7 @@ def test_another_file_or_other_arguments_are_measured_anew(net: Path) -> None:
 def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> None:
     settings = settings_of(net, "batches", batch=4)
     with pytest.raises(TuneError, match="batches of 4 samples, and microbatches of 5"):
-        measure_layers(Share(settings, None, 5, False, 0, 1, 0.0), lambda: None)
+        measure_layers(RankShare(settings, None, 5, False, 0, 1, 0.0), lambda: None)
 
 
 @pytest.mark.parametrize(

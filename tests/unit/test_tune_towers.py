@@ -21,7 +21,7 @@ from penstock.train.tasks.clip_schedule import clip_schedule
 from penstock.train.towers import CONTRAST
 from penstock.tune import meter, verify
 from penstock.tune.errors import TuneError
-from penstock.tune.layers import NO_LAYER, Share, measure_layers
+from penstock.tune.layers import NO_LAYER, RankShare, measure_layers
 from penstock.tune.memory import memory_of
 from penstock.tune.predict import links_of, predict, stage_costs
 from penstock.tune.profile import KINDS, Profile, joined_profile
@@ -49,7 +49,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tune_models.Ranks:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("part", ["text", "video", CONTRAST])
 def test_every_layer_of_a_part_is_measured(part: str, recompute: bool) -> None:
-    told = measure_layers(Share(SETTINGS, None, 4, recompute, 0, 1, 0.01, part), lambda: None)
+    told = measure_layers(RankShare(SETTINGS, None, 4, recompute, 0, 1, 0.01, part), lambda: None)
     model, config = parts_of(SETTINGS)[part], clip_presets["nano"]
     assert told["layers"] == list(range(model.num_layers))
     for layer in (NO_LAYER, *told["layers"]):

@@ -106,7 +106,7 @@ class Side(Protocol):
         """Clears the gradients."""
 
 
-class Ours:
+class PenstockSide:
     """`ps.Pipeline`."""
 
     def __init__(self, task: SideTask, group: dist.ProcessGroup, dispatch: str, transport: str) -> None:
@@ -130,7 +130,7 @@ class Ours:
         self._pipe.zero_grad()
 
 
-class Torch:
+class TorchSide:
     """`torch.distributed.pipelining`, through its public names."""
 
     def __init__(self, task: SideTask, group: dist.ProcessGroup) -> None:
@@ -163,7 +163,7 @@ class Torch:
             parameter.grad = None
 
 
-class Alone:
+class ComputeOnlySide:
     """This rank's forwards and backwards with nothing around them: no order, no messages, no halves."""
 
     def __init__(self, task: SideTask) -> None:
@@ -201,7 +201,7 @@ class Alone:
             module.zero_grad()
 
 
-class InTurns(Alone):
+class InTurns(ComputeOnlySide):
     """The same forwards and backwards in the schedule's order, each when its turn has come: the least that a rank can
     do which waits for others.
 
@@ -260,8 +260,8 @@ def builders(
 ) -> dict[str, Callable[[], Side]]:
     """How to make each side, by its name. `folder` is the same for all ranks."""
     return {
-        "ours": lambda: Ours(task, groups["ours"], dispatch, transport),
-        "torch": lambda: Torch(task, groups["torch"]),
+        "ours": lambda: PenstockSide(task, groups["ours"], dispatch, transport),
+        "torch": lambda: TorchSide(task, groups["torch"]),
         "in turns": lambda: InTurns(task, folder),
-        "alone": lambda: Alone(task),
+        "alone": lambda: ComputeOnlySide(task),
     }

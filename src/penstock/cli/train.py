@@ -13,7 +13,7 @@ from penstock.cli.app import app
 from penstock.train.command import ALL, COMMON, GROUPS, train
 
 
-class _Grouped(TyperCommand):
+class _GroupedHelpCommand(TyperCommand):
     """A command whose help lists its options in groups."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -28,4 +28,4 @@ class _Grouped(TyperCommand):
             formatter.write_text(f"{len(left)} more options, with --help-all")
 
 
-app.command(cls=_Grouped, short_help="Train a built-in model, a Hugging Face one or your own.")(train)
+app.command(cls=_GroupedHelpCommand, short_help="Train a built-in model, a Hugging Face one or your own.")(train)

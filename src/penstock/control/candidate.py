@@ -27,7 +27,7 @@ from penstock.dispatch import Dispatch
 from penstock.engine.tolerance import is_within
 from penstock.passes.reorder import with_orders_of
 from penstock.planning import initial_warmups, slow_link_schedule
-from penstock.planning.slow_links import Rule
+from penstock.planning.slow_links import StageRule
 from penstock.schedule import Schedule, ScheduleError, one_to_one
 from penstock.simulation.transport import Decoupled
 
@@ -199,11 +199,11 @@ def _schedules(
         return  # Eq. 1 and its algorithms speak of one stage per rank
     num_microbatches = job.start.schedule.num_microbatches
     for links in ways:
-        for rule in Rule:
+        for rule in StageRule:
             made = _made(job.costs, num_microbatches, links, tuple(caps), rule, initial=False)
             if made is not None and (kept := _in_order(made, job.start.schedule)) is not None:
                 yield kept
-    made = _made(job.costs, num_microbatches, ways[0], tuple(caps), Rule.PRIORITY, initial=True)
+    made = _made(job.costs, num_microbatches, ways[0], tuple(caps), StageRule.PRIORITY, initial=True)
     if made is not None and (kept := _in_order(made, job.start.schedule)) is not None:
         yield kept
 
@@ -240,7 +240,7 @@ def _taken(schedule: Schedule, costs: Costs, delays: Delays, caps: tuple[float, 
 
 @lru_cache(maxsize=64)
 def _made(
-    costs: Costs, num_microbatches: int, delays: Delays, caps: tuple[float, ...], rule: Rule, initial: bool
+    costs: Costs, num_microbatches: int, delays: Delays, caps: tuple[float, ...], rule: StageRule, initial: bool
 ) -> Schedule | None:
     """The schedule of Algorithm 2, or of Algorithm 1 where `initial`; None where there is no room for it."""
     links = Links(dict(delays))

@@ -19,7 +19,7 @@ from penstock.schedule import Schedule, ScheduleError, one_to_one
 from penstock.simulation.lister import Lister
 
 
-class Rule(StrEnum):
+class StageRule(StrEnum):
     """What a stage runs after its warm-up."""
 
     PRIORITY = "priority"
@@ -33,7 +33,7 @@ def slow_link_schedule(
     *,
     warmup: Sequence[int] | None = None,
     memory_limit: float | Sequence[float] | None = None,
-    rule: Rule | str = Rule.PRIORITY,
+    rule: StageRule | str = StageRule.PRIORITY,
     prove: bool = True,
 ) -> Schedule:
     """Warm-up counts x_i, then I, F and W by a rule, with the delays known. Stage i is on rank i.
@@ -81,7 +81,7 @@ def slow_link_schedule(
     links = links or Links()
     links.check_ranks(costs.num_stages)
     counts = _counts(costs, num_microbatches, links, warmup, memory_limit)
-    if chosen is Rule.PRIORITY:
+    if chosen is StageRule.PRIORITY:
         rules = Rules("backward-first", warmup=counts, memory_limit=memory_limit)
     else:
         rules = Rules("interleaved", strict=True, warmup=counts, memory_limit=memory_limit)
@@ -92,7 +92,7 @@ def slow_link_schedule(
         split=True,
         costs=costs,
         links=links,
-        name="slow-links" if chosen is Rule.PRIORITY else "slow-links-alternate",
+        name="slow-links" if chosen is StageRule.PRIORITY else "slow-links-alternate",
     )
     if prove:
         return program.build()
@@ -101,9 +101,9 @@ def slow_link_schedule(
     return listed.schedule(program.name) if listed.complete else program.build()
 
 
-def _rule(value: Rule | str) -> Rule:
+def _rule(value: StageRule | str) -> StageRule:
     try:
-        return Rule(value)
+        return StageRule(value)
     except ValueError:
         raise ScheduleError(f"rule {value!r}: give 'priority' or 'alternate'", rule="options") from None
 

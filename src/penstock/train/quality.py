@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Quality:
+class ModelQuality:
     """What is said of a model at the end. None where it does not apply to its kind.
 
     Attributes:
@@ -37,7 +37,7 @@ class Quality:
         return values
 
     @classmethod
-    def take(cls, values: dict[str, Any]) -> Quality:
+    def take(cls, values: dict[str, Any]) -> ModelQuality:
         """Takes what `to_json` made out of a larger object."""
         names = [field.name for field in dataclasses.fields(cls) if field.name in values]
         found: Mapping[str, Any] = {name: values.pop(name) for name in names}

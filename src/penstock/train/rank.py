@@ -33,7 +33,7 @@ from penstock.train.packing import ARRIVAL, MEASURED
 from penstock.train.planned_batches import BatchRecord, PlannedBatches, is_measured
 from penstock.train.planning_process import BatchProblem
 from penstock.train.progress import ProgressView
-from penstock.train.quality import Quality
+from penstock.train.quality import ModelQuality
 from penstock.train.report import Report, TimingReport, timing_report
 from penstock.train.resume_checks import way_back
 from penstock.train.run_report import write_plan
@@ -60,7 +60,7 @@ class FinalMeasurements(NamedTuple):
     it learns; of stages whose backward is split, what of it waits for W.
     """
 
-    quality: Quality
+    quality: ModelQuality
     peak_memory: list[int]
     state: list[dict[str, int]]
     num_parameters: int

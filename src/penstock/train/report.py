@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from penstock.cost import Costs, Links
 from penstock.simulation import Blocking, Decoupled, Timeline, simulate
-from penstock.train.quality import Quality
+from penstock.train.quality import ModelQuality
 from penstock.train.run_report import RunReport
 from penstock.train.updating import UpdateReport, state_rows
 
@@ -44,7 +44,7 @@ class Report(RunReport):
     num_parameters: int
     train_loss: float | None
     loss: float
-    quality: Quality
+    quality: ModelQuality
     tokens_per_second: float | None
     timing: TimingReport
     peak_memory: list[int]
@@ -66,7 +66,7 @@ class Report(RunReport):
     def from_json(cls, value: dict[str, Any]) -> Self:
         updating = value.get("updating")
         value |= {"updating": None if updating is None else UpdateReport(**updating)}
-        value |= {"quality": Quality.take(value)}
+        value |= {"quality": ModelQuality.take(value)}
         return super().from_json({**value, "timing": TimingReport(**value["timing"])})
 
     def _trained(self) -> str:

@@ -72,7 +72,7 @@ Times = dict[tuple[int, str], list[float]]
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """What one rank measures, for one microbatch size: of a GPT its share of the layers, of other models all of
     them, as what passes between their layers is known by running them.
 
@@ -124,7 +124,7 @@ class Layers:
         return self.num_layers - 1 if self.leaving is None else None
 
 
-def gpt_layers(share: Share, config: GPTConfig) -> Layers:
+def gpt_layers(share: RankShare, config: GPTConfig) -> Layers:
     """Those that this rank would hold in a pipeline of all ranks."""
     own: Sequence[int] = partition(gpt_costs(config), share.num_ranks)[share.rank]
     if share.num_sharing > 1:
@@ -145,7 +145,7 @@ def gpt_layers(share: Share, config: GPTConfig) -> Layers:
     )
 
 
-def own_layers(share: Share) -> Layers:
+def own_layers(share: RankShare) -> Layers:
     """All layers of a person's own model, on the first samples of their data.
 
     Raises:
@@ -163,7 +163,7 @@ def own_layers(share: Share) -> Layers:
     return Layers(stages, len(cut), range(len(cut)), inputs, targets, task.loss, torch.randn(numbers), tied)
 
 
-def listed_layers(share: Share) -> Layers:
+def listed_layers(share: RankShare) -> Layers:
     """All layers of a BERT or a Hugging Face model, on the first samples of the text."""
     task = open_layers(share.settings)
     builders = task.stages()
@@ -208,7 +208,7 @@ def _repeated(inputs: Any, targets: Any, size: int) -> tuple[Any, Any, Any]:
     return first, *unflatten(repeated, skeleton)
 
 
-def tower_layers(share: Share) -> Layers:
+def tower_layers(share: RankShare) -> Layers:
     """All layers of one tower of a CLIP, on generated samples; or the contrast, on vectors such as towers pass on."""
     settings, size, part = share.settings, share.microbatch_size, str(share.part)
     config, draws = clip_config(settings), torch.Generator().manual_seed(1)
@@ -231,7 +231,7 @@ def tower_layers(share: Share) -> Layers:
     )
 
 
-def layers_of(share: Share) -> Layers:
+def layers_of(share: RankShare) -> Layers:
     """What a rank measures of a model."""
     if share.part is not None:
         return tower_layers(share)
@@ -240,7 +240,7 @@ def layers_of(share: Share) -> Layers:
     return own_layers(share) if is_own(share.settings.model) else listed_layers(share)
 
 
-def measure_layers(share: Share, meet: Callable[[], None]) -> dict[str, Any]:
+def measure_layers(share: RankShare, meet: Callable[[], None]) -> dict[str, Any]:
     """Times and bytes of this rank's layers, as plain data.
 
     Args:
@@ -277,7 +277,7 @@ def measure_layers(share: Share, meet: Callable[[], None]) -> dict[str, Any]:
     }
 
 
-def _cut_ends(share: Share, layers: Layers) -> DeviceMesh:
+def _cut_ends(share: RankShare, layers: Layers) -> DeviceMesh:
     """Cuts the first and the last layer over the ranks that share them, as a run does; returns these ranks."""
     mesh = init_device_mesh(
         "cpu", (share.num_ranks // share.num_sharing, share.num_sharing), mesh_dim_names=("copies", "sharing")
@@ -306,7 +306,7 @@ def middle_mean(values: Sequence[float]) -> float:
 class Chain:
     """The layers of one rank, one stage each, and an empty stage beside them."""
 
-    def __init__(self, share: Share, layers: Layers, device: torch.device) -> None:
+    def __init__(self, share: RankShare, layers: Layers, device: torch.device) -> None:
         settings = share.settings
         self._device, self._clip, self._seed = device, settings.clip, settings.seed
         self._stages, self._loss = layers.stages, layers.loss
@@ -454,7 +454,7 @@ class Chain:
                 self._waits.setdefault((layer, kind), []).append(max(0, passed - (end - start)) / 1e6)
 
 
-def _bytes_of(share: Share, layers: Layers) -> dict[int, dict[str, float]]:
+def _bytes_of(share: RankShare, layers: Layers) -> dict[int, dict[str, float]]:
     """By layer the bytes of its weights, of what a microbatch keeps of it, and of what it sends on."""
     batch = cut_batch(layers.inputs, layers.targets, NUM_MICROBATCHES, layers.loss)
     inputs, targets = _alone(batch.into(0)[0]), _alone(batch.targets[0])

@@ -48,7 +48,7 @@ def _do(task: dict[str, Any], rank: int, num_ranks: int) -> Any:
     config = None if task["vocab_size"] is None else gpt_config(settings, task["vocab_size"])
     if task["do"] == "layers":
         return layers.measure_layers(
-            layers.Share(
+            layers.RankShare(
                 settings,
                 config,
                 task["microbatch_size"],

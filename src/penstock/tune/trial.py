@@ -76,10 +76,10 @@ def _random_tokens(config: GPTConfig, num_samples: int) -> Data:
     draws = torch.Generator().manual_seed(1)
     shape = num_samples, config.context
     batch = Example(*(torch.randint(0, config.vocab_size, shape, generator=draws) for _ in range(2)))
-    return Data("random tokens", "", _Always(batch), [batch])
+    return Data("random tokens", "", _RepeatedBatch(batch), [batch])
 
 
-class _Always:
+class _RepeatedBatch:
     """One batch in every step."""
 
     def __init__(self, batch: Example) -> None:

@@ -150,7 +150,7 @@ class Anatomy:
         return self.encoder.before if index == 0 else (f"{self.encoder.blocks}.{index - 1}",)
 
 
-class _Traced(NamedTuple):
+class _TracedModel(NamedTuple):
     """What a run over stand-ins tells: what is called before each list of blocks, what after the last, what blocks
     are given of those before them, and as what the decoder's are given what was encoded.
     """
@@ -197,7 +197,7 @@ def examine(model: Any, blocks: str | None = None) -> Anatomy:
 def _anatomy(
     model: Any,
     lists: Sequence[str],
-    traced: _Traced,
+    traced: _TracedModel,
     nums_returned: Sequence[int],
     found: tuple[list[str], list[str], list[str]],
 ) -> Anatomy:
@@ -343,7 +343,7 @@ def _outside(module: nn.Module, lists: Sequence[str], path: str = "") -> Iterato
             yield below, child
 
 
-def _trace(model: Any, lists: Sequence[str], parts: list[str], nums_returned: Sequence[int]) -> _Traced:
+def _trace(model: Any, lists: Sequence[str], parts: list[str], nums_returned: Sequence[int]) -> _TracedModel:
     """Which parts the model's code calls before, between and after the lists of blocks, seen by running it over
     stand-ins.
 
@@ -397,7 +397,7 @@ def _trace(model: Any, lists: Sequence[str], parts: list[str], nums_returned: Se
     everywhere = [part for parts in around for part in parts]
     if twice := [part for part in everywhere if everywhere.count(part) > 1]:
         raise ValueError(f"{twice[0]} is called before the blocks and after them")
-    return _Traced(around, carried, given_as)
+    return _TracedModel(around, carried, given_as)
 
 
 def _where_encoded(frame: nn.Module, recorders: Sequence[BlockRecorder], given: dict[str, Any]) -> str | int:

@@ -257,7 +257,7 @@ class Decoder:
                 if path not in modules:
                     modules[path] = module
                     numbers.append(index)
-        stage = _DecoderStage(modules, numbers, _Calling(pieces), self.has_encoder)
+        stage = _DecoderStage(modules, numbers, _LayerCalls(pieces), self.has_encoder)
         if self.num_layers - 1 in wanted:
             self._source.fill(self.anatomy.buffers)
             for name in self.anatomy.buffers:
@@ -355,7 +355,7 @@ class _DecoderStage(Stage):
     """Layers of a decoder."""
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], indices: Sequence[int], calling: _Calling, has_encoder: bool
+        self, modules: Mapping[str, nn.Module], indices: Sequence[int], calling: _LayerCalls, has_encoder: bool
     ) -> None:
         super().__init__(modules, indices, calling)
         self.__dict__["_pieces"] = calling.pieces
@@ -376,7 +376,7 @@ class _DecoderStage(Stage):
             piece.shard_over(sharding)
 
 
-class _Calling:
+class _LayerCalls:
     """How a stage calls its modules: each layer once, where the first of its modules stands."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:

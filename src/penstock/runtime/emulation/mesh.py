@@ -44,7 +44,7 @@ Parts = list[list[float]]
 """Of each part of a vector, a number a chunk."""
 
 
-class Chunk(NamedTuple):
+class MeshMessage(NamedTuple):
     """A message: when it is there (ns of the monotonic clock), its place in the order, what it carries."""
 
     due: int
@@ -57,7 +57,7 @@ class _Inbox:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.waiting: list[Chunk] = []
+        self.waiting: list[MeshMessage] = []
 
 
 class EmulatedRing:
@@ -123,7 +123,7 @@ class EmulatedRing:
                 moment = max(room_at, came[number - count] if number >= count else begin)
                 step, place = divmod(number, count)
                 due = self._conditions.due(member, after, size, moment)
-                self._put(after, Chunk(due, number, parts[(member - step) % self._num][place]))
+                self._put(after, MeshMessage(due, number, parts[(member - step) % self._num][place]))
                 dues.append(due)
                 room_at = None
             if len(dues) < total or len(came) < total:
@@ -143,13 +143,13 @@ class EmulatedRing:
                 f"member {member} of a ring waited {self._timeout:g} s for the other members"
             ) from None
 
-    def _put(self, member: int, chunk: Chunk) -> None:
+    def _put(self, member: int, chunk: MeshMessage) -> None:
         box = self._boxes[member]
         with box.changed:
             heapq.heappush(box.waiting, chunk)
             box.changed.notify()
 
-    def _arrived(self, member: int) -> list[Chunk]:
+    def _arrived(self, member: int) -> list[MeshMessage]:
         box, found = self._boxes[member], []
         with box.changed:
             while box.waiting and box.waiting[0].due <= time.perf_counter_ns():

@@ -22,7 +22,7 @@ from penstock.runtime.stage.branches import end_of, has_many_ends
 from penstock.runtime.stage.host_memory import HostMemory
 from penstock.runtime.stage.microbatches import LossFn, Microbatches
 from penstock.runtime.stage.ops import StageRunner, StepSettings
-from penstock.runtime.stage.registered_ops import Calls, Outputs
+from penstock.runtime.stage.registered_ops import Calls, StageOutputs
 from penstock.runtime.stage.split_backward import is_compiled
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.pytree import on_host
@@ -76,7 +76,7 @@ class TorchDevices:
         ends = {key: runner for key, runner in self.runners.items() if key[1] == end}
         self.ends = list(ends.values())
         # Of a shared stage one rank's alone: all of them have the same losses.
-        self._outputs = Outputs(self.runners, end if by_ops else None)
+        self._outputs = StageOutputs(self.runners, end if by_ops else None)
         self.last = [runner for key, runner in ends.items() if schedule.placement.hosts(*key)[0] in ranks]
         self._settings: StepSettings
         self._clock: DeviceClock | None = None

@@ -45,7 +45,7 @@ Forward = tuple[int, int]
 Values = dict[Forward, Tensor]
 
 
-class Outputs:
+class StageOutputs:
     """Of the stages in this process, in one step.
 
     Args:
@@ -186,7 +186,7 @@ class OpCall:
     _group: WeakGroup | None = None
     timeout: float = 60.0
     """Seconds that any wait may last."""
-    _outputs: Outputs | None = None
+    _outputs: StageOutputs | None = None
 
     __repr__ = short_repr
 
@@ -221,7 +221,7 @@ class OpCall:
         """
         self._here().add_loss(loss, self.forwards, self.stages)
 
-    def _here(self) -> Outputs:
+    def _here(self) -> StageOutputs:
         if self._outputs is None:
             raise RuntimeFailure(f"{self.op} was called outside a step")
         return self._outputs

@@ -12,7 +12,7 @@ from penstock.models import BERTConfig, BERTLoss, bert_costs, bert_presets, bert
 from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
-from penstock.train.quality import Quality
+from penstock.train.quality import ModelQuality
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import ChainTask
 from penstock.train.tasks.masked import judge_masked
@@ -55,7 +55,7 @@ class BERTTask(ChainTask):
         validation = [fresh[number] for number in range(VALIDATION_BATCHES)]
         return Data(corpus.description, corpus.digest, batches, validation, corpus)
 
-    def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
+    def judge(self, pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
         return judge_masked(
             pipe,
             data,

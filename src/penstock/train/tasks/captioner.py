@@ -23,7 +23,7 @@ from penstock.planning.batches import Lengths, pack_in_turn
 from penstock.runtime import PartitionError, Pipeline, partition
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError, refuse_options
-from penstock.train.quality import Quality
+from penstock.train.quality import ModelQuality
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import costs_by_length
 from penstock.train.tasks.layers import refuse_shared, require_chain, stage_layers, stage_makers
@@ -94,7 +94,7 @@ class CaptionerTask:
         digest = f"captioned-{settings.seed}"
         return Data("generated images and texts on them", digest, images, validation, documents=images)
 
-    def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
+    def judge(self, pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
         """How many words on images it has never seen are right, where it is told the words before them."""
         example = next(iter(data.validation))
         right = total = 0
@@ -105,7 +105,7 @@ class CaptionerTask:
             right += int((logits.argmax(-1)[asked] == targets[asked]).sum())
             total += int(asked.sum())
         accuracy, chance = right / max(total, 1), 1 / CaptionedImages.num_values
-        return Quality(
+        return ModelQuality(
             unit="nats a word of texts on new images",
             beside=(
                 f"{accuracy:.1%} of {total} words that say what an image shows are right; {chance:.1%} by chance",

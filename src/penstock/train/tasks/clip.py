@@ -19,7 +19,7 @@ from penstock.models.clip_stages import CLIPStages
 from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError, refuse_options
-from penstock.train.quality import Quality
+from penstock.train.quality import ModelQuality
 from penstock.train.settings import Settings
 from penstock.train.tasks.clip_schedule import counts_of, cut_of
 from penstock.train.tasks.layers import recomputed
@@ -77,7 +77,7 @@ class CLIPTask:
         names = ", ".join(self.config.towers)
         return Data(f"generated samples of {names}", f"paired-{settings.seed}", told, fresh)
 
-    def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
+    def judge(self, pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
         """How many samples of combinations never seen find their partner among so many."""
         assert isinstance(data.batches, CLIPBatches)
         num = self._counts[CONTRAST]
@@ -87,7 +87,7 @@ class CLIPTask:
         parts = pipe.predict(data.batches.fresh(0, size * num).inputs)
         accuracy = float(torch.stack([retrieval_accuracy(logits) for logits in parts]).mean())
         by_chance = math.log(self._settings.batch / num)
-        return Quality(
+        return ModelQuality(
             unit=f"nats to tell a sample's partner from those of its microbatch; {by_chance:.3f} by chance",
             beside=(
                 f"{accuracy:.1%} of new samples find their partner among {size}, {accuracy * size:.1f} times as many "

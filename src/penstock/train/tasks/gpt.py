@@ -14,7 +14,7 @@ from penstock.models import (
 )
 from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
-from penstock.train.quality import Quality
+from penstock.train.quality import ModelQuality
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import packed_documents
 from penstock.train.tasks.layers import ChainTask
@@ -42,7 +42,7 @@ class GPTTask(ChainTask):
             return packed_documents(self._settings, self._tokenizer, self.config.context, corpus, costs)
         return next_tokens(self._settings, self._tokenizer, self.config.context, corpus)
 
-    def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
+    def judge(self, pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
         return judge_decoder(self._settings, self._tokenizer, self.config.context, pipe, data, loss)
 
 

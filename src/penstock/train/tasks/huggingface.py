@@ -24,7 +24,7 @@ from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError, refuse_options
 from penstock.train.kinds import lora_of, place_of
 from penstock.train.own_file import is_own
-from penstock.train.quality import Quality
+from penstock.train.quality import ModelQuality
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import packed_documents
 from penstock.train.tasks.layers import chain_bytes, recomputed, refuse_shared, stage_layers
@@ -251,9 +251,9 @@ class DecoderTask:
             vocab_size=config.vocab_size,
         )
 
-    def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
+    def judge(self, pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
         if is_own(self._settings.data):
-            return Quality(unit=self._own.unit)
+            return ModelQuality(unit=self._own.unit)
         assert self.num_tokens is not None
         if self._pictures is not None:
             return self._pictures.judge(pipe, data, loss)

@@ -14,7 +14,7 @@ from penstock.data.masked import IGNORED
 from penstock.data.tokenizer import FileTokenizer
 from penstock.runtime import Pipeline
 from penstock.train.checks import SettingsError
-from penstock.train.quality import Quality
+from penstock.train.quality import ModelQuality
 from penstock.train.tasks.task import Data, Draws, Example, redrawn
 
 SHARE = 0.15
@@ -70,7 +70,7 @@ def judge_masked(
     unit: str = "nats a masked token of the validation text",
     of_tokens: Callable[[Any], torch.Tensor] = lambda value: value,
     coin: float = 0.0,
-) -> Quality:
+) -> ModelQuality:
     """Beside a guess of each masked token by its frequency in the text. Every rank must call it.
 
     Args:
@@ -91,7 +91,7 @@ def judge_guesses(
     right: str,
     of_tokens: Callable[[Any], torch.Tensor] = lambda value: value,
     coin: float = 0.0,
-) -> Quality:
+) -> ModelQuality:
     """Beside a guess of each token by how often it was counted. Every rank must call it.
 
     Args:
@@ -108,7 +108,7 @@ def judge_guesses(
     asked = targets != IGNORED
     accuracy = float((said[asked] == targets[asked]).float().mean())
     bar = unigram + coin
-    return Quality(
+    return ModelQuality(
         unit=unit,
         beside=(
             f"{'below' if math.isfinite(loss) and loss < bar else 'not below'} {bar:.3f}, what frequencies of tokens "

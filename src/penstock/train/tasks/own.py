@@ -24,7 +24,7 @@ from penstock.runtime.stage.stage import GATHERS, with_arguments
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.own_file import called, find, is_own, made, own_name, seeded
-from penstock.train.quality import Quality
+from penstock.train.quality import ModelQuality
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed, refuse_shared, require_chain
 from penstock.train.tasks.own_data import own_data, require_samples, tensors_of
@@ -179,9 +179,9 @@ class OwnTask:
             f"has a {LOSS}; name the loss {LOSS} if there is one, and the forward gets the inputs alone"
         )
 
-    def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
+    def judge(self, pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
         if data.corpus is None:
-            return Quality(unit=self._unit)
+            return ModelQuality(unit=self._unit)
         silent = dataclasses.replace(self._settings, sample=0)
         assert self.num_tokens is not None
         return judge_decoder(silent, tokenizer_of(silent), self.num_tokens, pipe, data, loss)

@@ -74,7 +74,7 @@ class PagedWeights:
         with contextlib.ExitStack() as stack:
             for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
                 stack.callback(register(self._registered).remove)
-            stack.enter_context(_Watching(self))
+            stack.enter_context(_FileUseWatcher(self))
             yield
         self.let_go()
 
@@ -182,7 +182,7 @@ def _trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class _Watching(TorchFunctionMode):
+class _FileUseWatcher(TorchFunctionMode):
     """Counts what is used of the file while a constructor runs, and has copies lie there too: `copy.deepcopy` of a
     layer, of which some modules make all of theirs, registers nothing."""
 

@@ -18,7 +18,7 @@ from penstock.data.masked import IGNORED
 from penstock.models.huggingface.pictures import IMAGES, PictureForm
 from penstock.runtime import Pipeline
 from penstock.train.checks import SettingsError
-from penstock.train.quality import Quality
+from penstock.train.quality import ModelQuality
 from penstock.train.tasks.task import VALIDATION_BATCHES, Data, Example, StepBatches
 
 
@@ -81,7 +81,7 @@ class PictureLesson:
         pictures = torch.from_numpy(self._tiles.pictures(numbers, fresh))
         return Example({"input_ids": torch.from_numpy(tokens), IMAGES: pictures}, torch.from_numpy(targets))
 
-    def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
+    def judge(self, pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
         """How often it says all that is on a picture. Every rank must call it."""
         wanted = torch.cat([example.targets for example in data.validation])
         blind = self._tiles.nats * len(wanted) / int((wanted != IGNORED).sum())
@@ -90,7 +90,7 @@ class PictureLesson:
         right = (said == first.targets) | (first.targets == IGNORED)
         accuracy, chance = float(right.all(1).float().mean()), 1 / self._tiles.num_combinations
         bar = "below" if math.isfinite(loss) and loss < blind else "not below"
-        return Quality(
+        return ModelQuality(
             unit="nats a token of what is on pictures never trained on",
             beside=(
                 f"{bar} {blind:.3f}, the least without looking at them",

@@ -23,7 +23,7 @@ from penstock.data.tokenizer import FileTokenizer
 from penstock.models.huggingface import Decoder
 from penstock.runtime import Pipeline
 from penstock.train.checks import SettingsError
-from penstock.train.quality import Quality
+from penstock.train.quality import ModelQuality
 from penstock.train.tasks.masked import MASKS, judge_guesses
 from penstock.train.tasks.task import Data, Draws, Example, redrawn
 
@@ -143,7 +143,7 @@ def _cut(example: Example, form: SpanForm, decoder: Decoder, draws: Draws) -> Ex
     return Example(*decoder.inputs_and_targets({"input_ids": read, "labels": written}))
 
 
-def judge_spans(pipe: Pipeline, data: Data, loss: float) -> Quality:
+def judge_spans(pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
     """Beside a guess of each token to write by its frequency in what is written. Every rank must call it."""
     told = torch.cat([data.batches[step].targets.flatten() for step in range(COUNTED)])
     most = max(int(example.targets.max()) for example in data.validation)

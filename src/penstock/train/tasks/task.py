@@ -16,7 +16,7 @@ from penstock.runtime import Pipeline
 from penstock.runtime.checkpoint import Reader
 from penstock.runtime.checkpoint.user_state import Stateful
 from penstock.schedule import Schedule
-from penstock.train.quality import Quality
+from penstock.train.quality import ModelQuality
 
 BYTES = 4
 """Of a number that passes between stages: sums along the model are kept in float32."""
@@ -155,7 +155,7 @@ class Task(Protocol):
         """The data; `corpus`, if given, is not read again. Raises DataError."""
         ...
 
-    def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
+    def judge(self, pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
         """How good the model is, whose loss on the validation data is known. Every rank must call it."""
         ...
 

@@ -19,7 +19,7 @@ from penstock.data import (
 )
 from penstock.models import sample
 from penstock.runtime import Pipeline
-from penstock.train.quality import Quality
+from penstock.train.quality import ModelQuality
 from penstock.train.settings import Settings
 from penstock.train.tasks.task import VALIDATION_BATCHES, Data, Example, StepBatches
 
@@ -52,7 +52,7 @@ def next_tokens(settings: Settings, tokenizer: Tokenizer, context: int, corpus: 
 
 def judge_decoder(
     settings: Settings, tokenizer: Tokenizer, context: int, pipe: Pipeline, data: Data, loss: float
-) -> Quality:
+) -> ModelQuality:
     """A decoder beside what counting tokens and pairs of them gives, and what it writes. Every rank must call it."""
     text = write(settings, tokenizer, context, pipe)
     assert data.corpus is not None
@@ -60,7 +60,7 @@ def judge_decoder(
     bars = entropies(corpus.train, corpus.validation, corpus.vocab_size, max_tokens=ENTROPY_TOKENS)
     beats = bars.beaten_by(loss)
     bar = "below" if beats else "not below"
-    return Quality(
+    return ModelQuality(
         unit="nats a token on the validation text",
         beside=(f"{bar} {bars.bigram:.3f}, what counting pairs of tokens gives (single ones {bars.unigram:.3f})",),
         unigram=bars.unigram,

@@ -22,7 +22,7 @@ from penstock.runtime.parameters.tied_gradients import TiedGradients
 from penstock.runtime.stage.branches import Branches, is_plain
 from penstock.runtime.stage.host_memory import HostCopy, on_device
 from penstock.runtime.stage.ops import StageRunner
-from penstock.runtime.stage.registered_ops import Calls, Outputs, name_of
+from penstock.runtime.stage.registered_ops import Calls, StageOutputs, name_of
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.wiring import WiredOp
@@ -48,7 +48,7 @@ class RegisteredOps:
         self,
         rank: int,
         calls: Calls,
-        outputs: Outputs,
+        outputs: StageOutputs,
         queue: DeviceQueue | None = None,
         gang: Gang | None = None,
         select: Callable[[int, int], None] | None = None,
