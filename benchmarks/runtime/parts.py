@@ -1,10 +1,12 @@
 """Where the time of a step goes: main-thread CPU by part, in ours and in torch's, over four gloo processes.
 
-    python benchmarks/runtime/parts.py [--schedule 1f1b] [--size tiny] [--side host | gloo | torch] [--steps 100]
+    python benchmarks/runtime/parts.py [--schedule 1f1b] [--size tiny] [--steps 200] [--runs 3] [--out FILE]
+    python benchmarks/runtime/parts.py --readme     writes the table of parts.json into the page
 
-A clock of the thread is read before and after each part, which takes about 0.7 us a part: that is taken off the part
-around. Prints microseconds an op, the mean of the four ranks; `computation` is the module's forward, the loss and
-autograd, as they run between messages, and `alone` what the same takes in a loop of its own.
+Ours over shared memory (`host`), ours over gloo and torch's take turns, in processes of their own. The thread's clock
+is read before and after each part, which takes about 0.7 us a part: that is taken off the part around. Numbers are
+microseconds an op, the mean of the four ranks and the median of the runs; `computation` is the module's forward, the
+loss and autograd, as they run between messages, and `alone` what the same takes in a loop of its own.
 """
 
 from __future__ import annotations
@@ -16,11 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import wraps
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
+from penstock.bench.readme import markdown, write_between
+from penstock.bench.record import record
+
+HERE = Path(__file__).parent
 CLOCK = 700
 """Nanoseconds that reading the clock twice takes."""
 FOLDER, RANK = "PENSTOCK_PARTS_FOLDER", "PENSTOCK_PARTS_RANK"
@@ -129,25 +136,75 @@ def work(given: argparse.Namespace, rank: int, folder: Path) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--size", default="tiny")
-    parser.add_argument("--side", default="host")
-    parser.add_argument("--steps", type=int, default=100)
-    given = parser.parse_args()
-    if FOLDER in os.environ:
-        work(given, int(os.environ[RANK]), Path(os.environ[FOLDER]))
+SIDES = ("host", "gloo", "torch")
+PARTS = {
+    "computation": "computation: forward, loss, autograd",
+    "alone": "the same in a loop of its own",
+    "messages": "messages: packing, sending, waiting, taking",
+    "around forward and backward": "around forward and backward",
+    "decisions, recording": "decisions, recording",
+    "step: set-up, batch, handlers": "step: set-up, batch, handlers, clearing",
+    "step: losses shared": "step: losses and digests shared",
+}
+OURS = tuple(PARTS)[3:]
+"""What is neither computation nor messages: Python of the runtime."""
+
+
+def measured(given: argparse.Namespace, side: str) -> dict[str, float]:
+    """One run of a side: microseconds an op by part, the mean of the ranks."""
     with tempfile.TemporaryDirectory() as name:
         environment = {**os.environ, FOLDER: name, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        ranks = [subprocess.Popen([sys.executable, *sys.argv], env={**environment, RANK: str(r)}) for r in range(4)]
+        command = [sys.executable, *sys.argv, "--side", side]
+        ranks = [subprocess.Popen(command, env={**environment, RANK: str(r)}) for r in range(4)]
         codes = [process.wait() for process in ranks]
         if any(codes):
             sys.exit(1)
         rows = [json.loads(Path(name, f"{rank}.json").read_text()) for rank in range(4)]
-    print(f"{given.size} {given.schedule}, {given.side}: main-thread CPU, us an op")
-    for part in rows[0]:
-        print(f"  {part:32s} {mean(row[part] for row in rows):7.1f}")
+    return {part: mean(row[part] for row in rows) for part in rows[0]}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A column for each side, a row for each part, and the runtime's own Python, summed."""
+    sides = {side: [row for row in rows if row["side"] == side] for side in SIDES}
+
+    def cells(name: str, parts: Sequence[str]) -> list[str]:
+        found = [name]
+        for mine in sides.values():
+            there = [[row["us"][part] for part in parts if part in row["us"]] for row in mine]
+            found.append(f"{median(map(sum, there)):.0f}" if all(there) else "-")
+        return found
+
+    body = [cells(words, [part]) for part, words in PARTS.items()]
+    return markdown(
+        ["part, us an op", "ours, shared memory", "ours, gloo", "torch's, gloo"],
+        [*body, cells("the last four together: Python of the runtime", OURS)],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--size", default="tiny")
+    parser.add_argument("--side", choices=SIDES, help="one side alone")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--readme", action="store_true", help="write the table into the page, and run nothing")
+    given = parser.parse_args()
+    if FOLDER in os.environ:
+        work(given, int(os.environ[RANK]), Path(os.environ[FOLDER]))
+    if given.readme:
+        rows = json.loads((HERE / "parts.json").read_text())["rows"]
+        write_between(HERE / "README.md", "parts", table(rows))
+        return
+    result, rows = record(), []
+    for run in range(given.runs):
+        for side in (given.side,) if given.side else SIDES:
+            rows.append({"side": side, "run": run, "us": measured(given, side)})
+    print("\n".join(table(rows) if given.side is None else [json.dumps(rows, indent=1)]))
+    if given.out is not None:
+        found = {**result, "schedule": given.schedule, "size": given.size, "rows": rows}
+        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

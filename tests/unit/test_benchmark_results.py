@@ -303,7 +303,6 @@ def test_the_index_says_what_results_do_not_record_and_no_file_joins_them(monkey
 OF_SEVERAL_RUNS = {"benchmarks/adapt/run.py", "benchmarks/plan/before.py", "benchmarks/proofs/run.py"}
 """Scripts whose files are of many runs, at several commits and loads, which they put together themselves."""
 NO_RECORDS = {
-    "benchmarks/runtime/parts.py": "what it writes is for another process of itself",
     "src/penstock/bench/rank.py": "the verb writes what its ranks have measured",
     "src/penstock/bench/readme.py": "writes pages",
     "src/penstock/bench/record.py": "makes records",
