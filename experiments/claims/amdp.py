@@ -252,6 +252,20 @@ NUMBERS: Mapping[str, Callable[[], str]] = {
         )
         for versions in (3, 7)
     },
+    **{
+        f"Full staleness, {name}": partial(late_over, way, digits=1)
+        for name, way in {
+            "Rotated, error feedback": "Rotated, late, error feedback, slower by stage",
+            "Rotated, predicted": NEAREST,
+            "Rotated, compensated": "Rotated, late, predicted, slower by stage, compensated",
+            "Muon, error feedback": "Muon, late, error feedback, slower by stage, momentum 0.8",
+            "Muon, predicted": "Muon, late, predicted, slower by stage, momentum 0.8",
+            "AdamW, late": "AdamW, late",
+            "AdamW, compensated": "AdamW, late, compensated",
+            "AdamW, compensated 32 times as strongly": "AdamW, late, compensated 32 times as strongly",
+            "AdamW, corrected": "AdamW, late, corrected",
+        }.items()
+    },
     "Defaults, mismatch 1": partial(by_default, "amdp, mismatch 1", 400),
     "Defaults, mismatch 1, Muon": partial(by_default, "amdp, mismatch 1, Muon", 200),
 }
