@@ -75,4 +75,4 @@ def test_no_choice_by_sigma_alone_is_as_good_as_one_that_knows_the_draws() -> No
     ways = json.loads((FOLDER / "by_sigma.json").read_text())["ways"]
     assert {found["cases"] for found in ways.values()} == {1200}
     assert ways["told each draw, of three"]["mean"] < ways["told the draws' mean, of all"]["mean"]
-    assert ways["auto"]["mean"] <= ways["expected, of three"]["mean"] + 0.0005
+    assert round(ways["auto"]["mean"] - ways["expected, of three"]["mean"], 4) <= 0.0005  # as the README says
