@@ -11,6 +11,7 @@ runs/tiny-1f1b-4/
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,9 +47,10 @@ class RunFolder:
 
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
-        """Makes the folder; one that is still empty in the end goes again. Raises SettingsError."""
+        """Makes the folder and holds it; one that is still empty in the end goes again. Raises SettingsError."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            held = self._held()
         except OSError as error:
             raise SettingsError(f"{self.path} can't be made a folder: {error.strerror}; give another --out") from None
         try:
@@ -56,6 +58,25 @@ class RunFolder:
         finally:
             with contextlib.suppress(OSError):
                 self.path.rmdir()
+            os.close(held)
+
+    def _held(self) -> int:
+        """A descriptor that holds the folder until it is closed, or its process ends, however that comes.
+
+        Raises:
+            SettingsError: another run on this machine holds it: both would write the same metrics and checkpoints.
+        """
+        held = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(held)
+            raise SettingsError(
+                f"{self.path} is being written by another run; wait until that has ended, or give another --out"
+            ) from None
+        except OSError:  # a file system that knows no locks
+            pass
+        return held
 
 
 def free_folder(parent: Path, name: str) -> RunFolder:
