@@ -20,7 +20,7 @@ from penstock.models.huggingface.pictures import PictureForm, picture_form
 from penstock.train.checks import SettingsError
 from penstock.train.settings import Settings
 from penstock.train.tasks.huggingface import DecoderTask
-from penstock.train.tasks.pictures import PictureLesson
+from penstock.train.tasks.pictures import GeneratedPictures
 from train_runs import losses
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[hf]'")
@@ -62,7 +62,7 @@ def test_a_picture_shows_what_its_words_say() -> None:
 
 
 def test_the_targets_are_the_words_behind_the_picture() -> None:
-    lesson = PictureLesson(FORM, ByteTokenizer(), "llava", 64, 4, 0)
+    lesson = GeneratedPictures(FORM, ByteTokenizer(), "llava", 64, 4, 0)
     inputs, targets = lesson.data.batches[3]
     tiles = TilePictures(3, 8, 0)
     for row in range(4):
@@ -74,9 +74,9 @@ def test_the_targets_are_the_words_behind_the_picture() -> None:
         assert bytes(inputs["input_ids"][row, 4 : 4 + len(words)].tolist()) == words
     assert (inputs["input_ids"] == FORM.token).sum() == 4 * 4
     with pytest.raises(SettingsError, match="takes 20 tokens at most, and a picture and its words are 27"):
-        PictureLesson(FORM, ByteTokenizer(), "llava", 20, 4, 0)
+        GeneratedPictures(FORM, ByteTokenizer(), "llava", 20, 4, 0)
     with pytest.raises(SettingsError, match="number 101 for a picture's tokens, and the tokenizer bytes gives it"):
-        PictureLesson(PictureForm(3, 8, 4, ord("e")), ByteTokenizer(), "llava", 64, 4, 0)
+        GeneratedPictures(PictureForm(3, 8, 4, ord("e")), ByteTokenizer(), "llava", 64, 4, 0)
 
 
 def test_pictures_and_tokens_that_do_not_go_together_are_refused() -> None:

@@ -25,8 +25,8 @@ from penstock.runtime.execute.launched_ops import (
     MOST_LOOKS,
     WAITS_FOR_NOBODY,
     DeviceClock,
+    DeviceOpHandle,
     LaunchedOps,
-    OnDevice,
     queue_of,
 )
 from penstock.runtime.execute.worker import Worker
@@ -218,7 +218,7 @@ class Handle:
 
 def test_an_asynchronous_op_ends_when_the_device_has_done_what_its_function_gave_it() -> None:
     queue, handle = LateQueue(), Handle()
-    op, alone = OnDevice(queue, handle), OnDevice(queue, None)
+    op, alone = DeviceOpHandle(queue, handle), DeviceOpHandle(queue, None)
     assert not op.done()
     handle.wait()
     assert not op.done()  # the device has not come there
@@ -226,7 +226,7 @@ def test_an_asynchronous_op_ends_when_the_device_has_done_what_its_function_gave
     alone.wait()
     assert op.done()
     assert alone.done()
-    again = OnDevice(queue, Handle())
+    again = DeviceOpHandle(queue, Handle())
     again.wait()
     assert again.done()
 

@@ -17,7 +17,7 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.collective import explain
 from penstock.runtime.transport import nccl
 from penstock.runtime.transport.channel import ChannelKey, IncomingChannel, OutgoingChannel
-from penstock.runtime.transport.nccl import DeviceLines, OnALine, lines_of, may_use, require_queues
+from penstock.runtime.transport.nccl import DeviceLines, NcclMessageHandle, lines_of, may_use, require_queues
 from penstock.runtime.transport.wiring import wire
 
 
@@ -49,7 +49,7 @@ class NoStreams:
 
 def failure(work: Never) -> RuntimeFailure | None:
     try:
-        OnALine(work, NoStreams(), threading.Event()).wait(timedelta(seconds=0.01))
+        NcclMessageHandle(work, NoStreams(), threading.Event()).wait(timedelta(seconds=0.01))
     except RuntimeError as error:
         return explain(error, 0, 1, "a message", 0.01)
     return None
@@ -80,7 +80,7 @@ def test_a_rank_with_more_lines_than_queues_is_refused_and_told_what_to_set(monk
 
 def test_an_aborted_message_that_counts_as_completed_is_not_taken() -> None:
     given_up = threading.Event()
-    aborted = OnALine(Never(0), NoStreams(), given_up)
+    aborted = NcclMessageHandle(Never(0), NoStreams(), given_up)
     given_up.set()
     with pytest.raises(RuntimeError, match="the lines of this rank were given up"):
         aborted.wait(timedelta(seconds=1))

@@ -201,7 +201,7 @@ class ComputeOnlySide:
             module.zero_grad()
 
 
-class InTurns(ComputeOnlySide):
+class OrderedComputeSide(ComputeOnlySide):
     """The same forwards and backwards in the schedule's order, each when its turn has come: the least that a rank can
     do which waits for others.
 
@@ -262,6 +262,6 @@ def builders(
     return {
         "ours": lambda: PenstockSide(task, groups["ours"], dispatch, transport),
         "torch": lambda: TorchSide(task, groups["torch"]),
-        "in turns": lambda: InTurns(task, folder),
+        "in turns": lambda: OrderedComputeSide(task, folder),
         "alone": lambda: ComputeOnlySide(task),
     }

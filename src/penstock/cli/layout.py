@@ -16,7 +16,7 @@ from penstock.cli.failure import Misuse
 from penstock.cli.options import Json
 from penstock.cli.output import plural, print_json, table
 from penstock.formats.megatron_layout import MegatronLayout
-from penstock.tune.layout import MOST_TRIALS, JudgedLayout, LayerTimes, better_layout, judge_layout
+from penstock.tune.layout import MOST_TRIALS, LayerTimes, SimulatedLayout, better_layout, judge_layout
 
 
 @app.command(short_help="Judge a Megatron layout string and find a better one.")
@@ -74,7 +74,7 @@ def _times(text: str) -> dict[str, float]:
 
 
 def _show(
-    given: MegatronLayout, ranks: int, judged: JudgedLayout | None, better: JudgedLayout | None, as_json: bool
+    given: MegatronLayout, ranks: int, judged: SimulatedLayout | None, better: SimulatedLayout | None, as_json: bool
 ) -> None:
     if as_json:
         found: dict[str, Any] = {"layout": str(given), "stages": given.stages, "num_ranks": ranks}
@@ -106,7 +106,7 @@ def _show(
         )
 
 
-def _as_json(judged: JudgedLayout) -> dict[str, Any]:
+def _as_json(judged: SimulatedLayout) -> dict[str, Any]:
     return {
         "layout": str(judged.layout),
         "makespan": judged.makespan,

@@ -27,7 +27,7 @@ TOLD = ("model", "device", "costs", "transport", "store", "link", "links")
 """Settings of a run that its report names, where they are there."""
 
 
-class NoStory(Exception):
+class ReportError(Exception):
     """The logs of a run do not make sense; the message says which and why."""
 
     exit_code = INVALID
@@ -94,7 +94,7 @@ def _story(folder: Path, run: Path) -> RunStory:
             facts=_facts(folder, run),
         )
     except ControlError as error:
-        raise NoStory(f"{folder}: {error}") from None
+        raise ReportError(f"{folder}: {error}") from None
 
 
 def _lines(path: Path) -> list[str]:
@@ -110,9 +110,9 @@ def _lines(path: Path) -> list[str]:
             return gzip.decompress(path.read_bytes()).decode().splitlines()
         return path.read_text(encoding="utf-8").splitlines()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise NoStory(f"{path}: gzip can't read it: {error}") from None
+        raise ReportError(f"{path}: gzip can't read it: {error}") from None
     except UnicodeDecodeError:
-        raise NoStory(f"{path}: not text") from None
+        raise ReportError(f"{path}: not text") from None
 
 
 def _facts(folder: Path, run: Path) -> list[tuple[str, str]]:

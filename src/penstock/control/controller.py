@@ -52,8 +52,8 @@ from penstock.control.trial import (
     NO_LINKS,
     TELLS,
     ChangeTrial,
+    RevertedChange,
     StepTimes,
-    TakenBack,
     TimedStep,
     Verdict,
     error_of,
@@ -158,7 +158,7 @@ class Controller:
         self._cause_seen: dict[Link, int] = {}
         self._cause_since = 0
         self._answered = False
-        self._taken_back: list[TakenBack] = []
+        self._taken_back: list[RevertedChange] = []
         self._tried: tuple[Action, object] = Action.KEEP, ()
         self._measured: Measured | None = None
         self._said: list[Verdict | Unanswered] = []
@@ -485,7 +485,7 @@ class Controller:
         self._proven = self._fallback  # a change that had stayed may turn out slower after all
         self._switch_limits.failed(iteration)
         cause = self._moved_for if self._tried[0] is Action.MOVE else trial.cause
-        self._taken_back.append(TakenBack(trial.number, self._tried, cause))
+        self._taken_back.append(RevertedChange(trial.number, self._tried, cause))
         if self._monitor.down <= set(self._proven.delegated):
             self._revert = verdict
         else:  # what ran before cannot run any more

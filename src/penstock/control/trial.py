@@ -488,7 +488,7 @@ def _rise(before: Sequence[float], after: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class TakenBack:
+class RevertedChange:
     """A change that was taken back: what it was, and what it was to answer."""
 
     number: int

@@ -73,7 +73,7 @@ class Message:
     arrived: float
 
 
-class MadeWhenAsked(Sequence[T], Generic[T]):
+class LazyTuple(Sequence[T], Generic[T]):
     """A tuple whose items are made when one of them is first asked for; its length is known before."""
 
     def __init__(self, length: int, make: Callable[[], tuple[T, ...]]) -> None:
@@ -229,8 +229,8 @@ def timeline_of(
     between = np.flatnonzero(np.repeat(rank, np.diff(graph.arrays["edge_first"])) != rank[to])
     made = Timeline(
         schedule,
-        MadeWhenAsked(graph.num_ops, lambda: _ops(graph, arrays)),
-        MadeWhenAsked(len(between), lambda: _messages(graph, arrays, between)),
+        LazyTuple(graph.num_ops, lambda: _ops(graph, arrays)),
+        LazyTuple(len(between), lambda: _messages(graph, arrays, between)),
         peaks,
         "simulated",
         dispatch,

@@ -11,7 +11,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.train.folder import write_whole
 
 if TYPE_CHECKING:
-    from penstock.train.training import PassDone
+    from penstock.train.training import PassResult
 
 
 class Metrics:
@@ -41,7 +41,7 @@ class Metrics:
                 self._board.add_scalar(name, value, step)
 
     def write_pass(
-        self, done: PassDone, values: dict[str, float], at_end: dict[str, float], with_updates: bool
+        self, done: PassResult, values: dict[str, float], at_end: dict[str, float], with_updates: bool
     ) -> None:
         """A line for each step of a pass; `values` hold for all of them, `at_end` for the last."""
         for place, (loss, rate, updates) in enumerate(zip(done.losses, done.rates, done.updates, strict=True)):

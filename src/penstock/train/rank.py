@@ -40,7 +40,7 @@ from penstock.train.run_report import write_plan
 from penstock.train.settings import Settings
 from penstock.train.steered import read_steered
 from penstock.train.stop import StopRequest
-from penstock.train.tasks.task import WritesFolder
+from penstock.train.tasks.task import ExportableTask
 from penstock.train.training import Training
 from penstock.train.updating import UpdateReport, notices_of, update_report
 
@@ -238,7 +238,7 @@ class RankRun:
 
     def _write_model(self, path: Path) -> None:
         task = self.inputs.task
-        if isinstance(task, WritesFolder) and is_folder(path):
+        if isinstance(task, ExportableTask) and is_folder(path):
             task.write_folder(path, Reader(find(self.folder.checkpoints)))
         else:
             export_model(path, self.folder.checkpoints)

@@ -66,7 +66,7 @@ def way_back(error: DamagedCheckpointError, folder: RunFolder) -> CheckpointErro
     )
 
 
-class GoingOn(NamedTuple):
+class ResumePoint(NamedTuple):
     """Where a run goes on.
 
     Attributes:
@@ -83,7 +83,7 @@ class GoingOn(NamedTuple):
     notices: tuple[str, ...] = ()
 
 
-def check_resume(inputs: Inputs, folder: RunFolder, fallback: bool = False) -> GoingOn:
+def check_resume(inputs: Inputs, folder: RunFolder, fallback: bool = False) -> ResumePoint:
     """Returns where the run goes on.
 
     Args:
@@ -105,7 +105,7 @@ def check_resume(inputs: Inputs, folder: RunFolder, fallback: bool = False) -> G
     found = find_checkpoint(folder, fallback)
     reader = found.reader
     if reader is None:
-        return GoingOn("from the start, as it wrote no checkpoint", 0, 0)
+        return ResumePoint("from the start, as it wrote no checkpoint", 0, 0)
     meta = reader.meta if isinstance(reader.meta, dict) else {}
     steps, gathered = position(meta, reader.step)
     if steps > now.steps:
@@ -119,7 +119,7 @@ def check_resume(inputs: Inputs, folder: RunFolder, fallback: bool = False) -> G
         )
     amid = f", {gathered} of {now.window} microbatches of a window gathered" if gathered else ""
     words = f"from step {steps} ({reader.path}){amid}"
-    return GoingOn(words, steps, gathered, reader.path.name, found.damaged, found.notices)
+    return ResumePoint(words, steps, gathered, reader.path.name, found.damaged, found.notices)
 
 
 def _check_window(now: Settings, steps: int, gathered: int, saved: Settings, folder: RunFolder) -> None:

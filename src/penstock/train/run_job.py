@@ -30,7 +30,7 @@ from penstock.train.malloc_warmup import warm_up_malloc
 from penstock.train.mesh_sizes import mesh_words
 from penstock.train.rank import RankRun
 from penstock.train.report import Report
-from penstock.train.resume_checks import GoingOn, check_resume
+from penstock.train.resume_checks import ResumePoint, check_resume
 from penstock.train.run_inputs import hand_over, take_over
 from penstock.train.run_report import RunReport
 from penstock.train.settings import SettingsError
@@ -188,7 +188,7 @@ def _check(order: TrainJob) -> Inputs:
     return inputs
 
 
-def _whole(order: TrainJob, inputs: Inputs, goes_on: GoingOn | None) -> tuple[TrainJob, Inputs]:
+def _whole(order: TrainJob, inputs: Inputs, goes_on: ResumePoint | None) -> tuple[TrainJob, Inputs]:
     """The order with where it goes on, as many steps as whole passes and windows have, and notices on both."""
     settings = order.settings
     if goes_on is not None:
@@ -217,7 +217,7 @@ class CheckedTraining:
 
     report_type = Report
 
-    def __init__(self, job: TrainJob, inputs: Inputs, goes_on: GoingOn | None = None) -> None:
+    def __init__(self, job: TrainJob, inputs: Inputs, goes_on: ResumePoint | None = None) -> None:
         self.job, self._inputs, self._goes_on = job, inputs, goes_on
         self.corpus = inputs.data.corpus
 

@@ -18,7 +18,7 @@ from penstock.train.passes import Passes
 from penstock.train.tasks.task import Example, TaskBatches
 
 
-class PassDone(NamedTuple):
+class PassResult(NamedTuple):
     """What a pass came to, by step.
 
     Attributes:
@@ -70,7 +70,7 @@ class Training:
         """Stands where a checkpoint says; one of a run without passes counts steps alone."""
         self.steps, self.gathered = position(meta, self.pipe.num_steps)
 
-    def run_pass(self) -> PassDone:
+    def run_pass(self) -> PassResult:
         """Trains the next pass.
 
         Raises:
@@ -84,7 +84,7 @@ class Training:
         seconds = time.perf_counter() - began
         self.steps, self.gathered = steps.stop, self.passes.after(gathered)
         updates = [before + self.passes.updates_by(step - first, gathered) for step in steps]
-        return PassDone(first, losses, rates, updates, norm, seconds)
+        return PassResult(first, losses, rates, updates, norm, seconds)
 
     def probe(self) -> None:
         """A pass for its times alone. The model is not to be used after it."""

@@ -18,7 +18,7 @@ from penstock.schedule import Schedule
 from penstock.simulation import simulate
 from penstock.tune.errors import TuneError
 
-__all__ = ["MOST_TRIALS", "JudgedLayout", "LayerTimes", "better_layout", "judge_layout"]
+__all__ = ["MOST_TRIALS", "SimulatedLayout", "LayerTimes", "better_layout", "judge_layout"]
 
 MOST_TRIALS = 2000
 """Layouts simulated at most in the search for a better one."""
@@ -55,7 +55,7 @@ class LayerTimes:
 
 
 @dataclass(frozen=True)
-class JudgedLayout:
+class SimulatedLayout:
     """A layout and its simulated step.
 
     Attributes:
@@ -70,7 +70,7 @@ class JudgedLayout:
     peak: tuple[float, ...]
 
 
-def judge_layout(layout: MegatronLayout, num_ranks: int, num_microbatches: int, times: LayerTimes) -> JudgedLayout:
+def judge_layout(layout: MegatronLayout, num_ranks: int, num_microbatches: int, times: LayerTimes) -> SimulatedLayout:
     """The step of a layout under Megatron's schedule: 1F1B with one stage per rank, interleaved 1F1B with several.
 
     Raises:
@@ -80,7 +80,9 @@ def judge_layout(layout: MegatronLayout, num_ranks: int, num_microbatches: int, 
     return _judged(layout, _schedule(layout, num_ranks, num_microbatches), times)
 
 
-def better_layout(layout: MegatronLayout, num_ranks: int, num_microbatches: int, times: LayerTimes) -> JudgedLayout:
+def better_layout(
+    layout: MegatronLayout, num_ranks: int, num_microbatches: int, times: LayerTimes
+) -> SimulatedLayout:
     """The layout with blocks moved between stages until no move makes the simulated step shorter.
 
     As many stages, and the other layers where they are; no rank holds more activations than the fullest of the layout
@@ -111,9 +113,9 @@ def _schedule(layout: MegatronLayout, num_ranks: int, num_microbatches: int) -> 
     return build("interleaved-1f1b", num_ranks, num_microbatches, num_stages=len(layout.stages))
 
 
-def _judged(layout: MegatronLayout, schedule: Schedule, times: LayerTimes) -> JudgedLayout:
+def _judged(layout: MegatronLayout, schedule: Schedule, times: LayerTimes) -> SimulatedLayout:
     timeline = simulate(schedule, times.costs(layout))
-    return JudgedLayout(
+    return SimulatedLayout(
         layout,
         timeline.makespan,
         timeline.bubble_ratio,
@@ -122,7 +124,7 @@ def _judged(layout: MegatronLayout, schedule: Schedule, times: LayerTimes) -> Ju
     )
 
 
-def _moves(judged: JudgedLayout, num_ranks: int, times: LayerTimes) -> Iterator[tuple[int, ...]]:
+def _moves(judged: SimulatedLayout, num_ranks: int, times: LayerTimes) -> Iterator[tuple[int, ...]]:
     """Counts of blocks with one moved, the likeliest first: from costly stages and busy ranks to others."""
     counts = judged.layout.counts
     f = times.costs(judged.layout).f

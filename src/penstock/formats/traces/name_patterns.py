@@ -78,7 +78,7 @@ PRESETS: Mapping[str, tuple[NamePattern, ...]] = {
 with stacks names those), DeepSpeed's the functions of its pipeline engine."""
 
 
-class SaidByName(NamedTuple):
+class ParsedName(NamedTuple):
     """What a name and the event's arguments say; None where they say nothing."""
 
     op: str
@@ -96,7 +96,7 @@ class Names:
         self._patterns = [(each.compiled(), each.op) for each in patterns]
         self._known: dict[str, tuple[str, dict[str, str | None]] | None] = {}
 
-    def read(self, name: str, args: Mapping[str, Any]) -> SaidByName | None:
+    def read(self, name: str, args: Mapping[str, Any]) -> ParsedName | None:
         """What is said, or None for a name that no pattern matches."""
         if name not in self._known:
             self._known[name] = self._match(name)
@@ -105,7 +105,7 @@ class Names:
             return None
         op, groups = found
         numbers = {each: groups.get(each, args.get(each)) for each in NUMBERS}
-        return SaidByName(op, {each: _number(value) for each, value in numbers.items()})
+        return ParsedName(op, {each: _number(value) for each, value in numbers.items()})
 
     def matches(self, name: str) -> bool:
         return self.read(name, {}) is not None

@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.runtime.tensor_parallel import OnShard, entered, summed
+from penstock.runtime.tensor_parallel import ShardedModule, entered, summed
 from penstock.runtime.tensors.dtensor import local
 
 __all__ = ["ColumnConv1D", "FusedConv1D", "RowConv1D"]
 
 
-class ColumnConv1D(OnShard):
+class ColumnConv1D(ShardedModule):
     """In a region: some of the output features."""
 
     weight: Tensor
@@ -31,7 +31,7 @@ class ColumnConv1D(OnShard):
         return self.on_shard(x)
 
 
-class RowConv1D(OnShard):
+class RowConv1D(ShardedModule):
     """The end of a region: some of the input features."""
 
     weight: Tensor
@@ -45,7 +45,7 @@ class RowConv1D(OnShard):
         return y + self.bias.to(y.dtype)
 
 
-class FusedConv1D(OnShard):
+class FusedConv1D(ShardedModule):
     """In a region: query, key and value of some of the heads, of a weight that every rank holds in full."""
 
     weight: Tensor

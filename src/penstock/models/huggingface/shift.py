@@ -19,7 +19,7 @@ class Shift:
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
         path = anatomy.blocks.rpartition(".")[0]
         self._name = type(model).__name__
-        self._frame = hollow(model, {path: _TargetsCatcher()})
+        self._frame = hollow(model, {path: _TargetsRecorder()})
 
     def __call__(self, labels: Tensor) -> Tensor:
         """Labels[B, T], -100 where one does not count, to tokens[B, T]. Raises DecoderError."""
@@ -33,7 +33,7 @@ class Shift:
         raise DecoderError(f"{self._name} does not call its decoder with tokens; give decoder_input_ids")
 
 
-class _TargetsCatcher(nn.Module):
+class _TargetsRecorder(nn.Module):
     """In place of a decoder: stops with the tokens that it is given."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -34,7 +34,7 @@ _STEPS = 1_000_000
 """Parts of a makespan that times are counted in where no unit is found."""
 
 
-class InTime(NamedTuple):
+class OffloadSearchResult(NamedTuple):
     """What came of it.
 
     Attributes:
@@ -48,7 +48,7 @@ class InTime(NamedTuple):
 
 def sent_away_in_time(
     problem: JointProblem, given: Orders, seconds: float, ranks: Sequence[int], seed: int = 0
-) -> InTime:
+) -> OffloadSearchResult:
     """Asks for a row of each rank, till one has none.
 
     Args:
@@ -62,17 +62,17 @@ def sent_away_in_time(
     start = np.empty(problem.num_ops)
     horizon = problem.timed(orders, start)
     if horizon < 0:
-        return InTime(None)
+        return OffloadSearchResult(None)
     for r in ranks:
         row = _row(problem, orders, r, start, horizon, seconds - (time.perf_counter() - began), seed)
         if not isinstance(row, list):
-            return InTime(None, None if row is None else r)
+            return OffloadSearchResult(None, None if row is None else r)
         orders.row[r, : len(row)] = row
         orders.length[r] = len(row)
         for op in row:
             if problem.ops.kind[op] == O:
                 orders.away[problem.ops.cell[op]] = True
-    return InTime(orders)
+    return OffloadSearchResult(orders)
 
 
 def _row(

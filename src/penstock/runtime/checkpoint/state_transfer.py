@@ -25,7 +25,7 @@ from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 
 
-class StateSending(NamedTuple):
+class TensorTransfer(NamedTuple):
     """A tensor on its way from one process to another."""
 
     name: str
@@ -33,7 +33,7 @@ class StateSending(NamedTuple):
     target: int
 
 
-class HeldAndWanted(NamedTuple):
+class StateInventory(NamedTuple):
     """What a process tells the others.
 
     Attributes:
@@ -46,7 +46,7 @@ class HeldAndWanted(NamedTuple):
     kinds: dict[str, Kind]
 
 
-def sendings(told: Sequence[HeldAndWanted]) -> list[StateSending]:
+def sendings(told: Sequence[StateInventory]) -> list[TensorTransfer]:
     """Who sends what to whom; what a process holds already it keeps.
 
     Raises:
@@ -69,7 +69,7 @@ def sendings(told: Sequence[HeldAndWanted]) -> list[StateSending]:
                 )
             source = min(holders[name], key=lambda process: (load[process], process))
             load[source] += num_bytes_of(*told[source].held[name])
-            found.append(StateSending(name, source, target))
+            found.append(TensorTransfer(name, source, target))
     return found
 
 
@@ -106,7 +106,7 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
     known: dict[str, Kind] = {name: kind for kinds, _ in parts for name, kind in kinds.items()}
     meta = next((each for _, each in parts if each is not None), None)
     wanted = peers.gather((after.wanted(known), after.expected()))
-    told = [HeldAndWanted(kinds, *each) for (kinds, _), each in zip(parts, wanted, strict=True)]
+    told = [StateInventory(kinds, *each) for (kinds, _), each in zip(parts, wanted, strict=True)]
     _require_shapes(told, known)
     came = _exchange(sendings(told), held, known, peers)
     mine = {name: came[name] if name in came else held[name] for name in after.wanted(known)}
@@ -125,7 +125,7 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
     return sum(num_bytes_of(*known[name]) for name in came)
 
 
-def _require_shapes(told: Sequence[HeldAndWanted], known: dict[str, Kind]) -> None:
+def _require_shapes(told: Sequence[StateInventory], known: dict[str, Kind]) -> None:
     """The same answer in every process."""
     for name, (shape, _) in (each for one in told for each in one.kinds.items()):
         if name.startswith(MODEL) and name in known and known[name][0] != shape:
@@ -136,7 +136,7 @@ def _require_shapes(told: Sequence[HeldAndWanted], known: dict[str, Kind]) -> No
 
 
 def _exchange(
-    plan: Sequence[StateSending],
+    plan: Sequence[TensorTransfer],
     held: dict[str, Tensor],
     known: dict[str, Kind],
     peers: Peers,

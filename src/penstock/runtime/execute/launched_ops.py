@@ -431,7 +431,7 @@ class LaunchedOps:
         return self._lanes.get(op.stage, 0) if op.kind in WAITS_FOR_NOBODY else 0
 
 
-class OnDevice:
+class DeviceOpHandle:
     """The end of an asynchronous op whose function gave work to a device: that of its own handle, then a mark.
 
     torch.distributed's wait for NCCL orders streams and returns at once, so the end is marked behind it.

@@ -14,8 +14,8 @@ sharding     which layers are cut, by name
 
 from penstock.runtime.tensor_parallel.modules import (
     ColumnLinear,
-    OnShard,
     RowLinear,
+    ShardedModule,
     VocabularyEmbedding,
     VocabularyLinear,
     entered,
@@ -28,7 +28,7 @@ from penstock.runtime.tensor_parallel.sharding import Shardable, Sharding
 
 __all__ = [
     "ColumnLinear",
-    "OnShard",
+    "ShardedModule",
     "RowLinear",
     "Shardable",
     "Sharding",

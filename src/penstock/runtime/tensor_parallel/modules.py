@@ -103,7 +103,7 @@ def span(size: int, mesh: DeviceMesh) -> range:
     return range(first, min(first + each, size))
 
 
-class OnShard(nn.Module):
+class ShardedModule(nn.Module):
     """A module whose `forward` has some words between ranks around `on_shard`."""
 
     mesh: DeviceMesh
@@ -113,7 +113,7 @@ class OnShard(nn.Module):
         """What this rank's shard makes of `x`, a plain tensor."""
 
 
-class ColumnLinear(OnShard, nn.Linear):
+class ColumnLinear(ShardedModule, nn.Linear):
     """In a region: some of the output features, of input that is the same on all ranks."""
 
     def on_shard(self, x: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class ColumnLinear(OnShard, nn.Linear):
         return self.on_shard(x)
 
 
-class RowLinear(OnShard, nn.Linear):
+class RowLinear(ShardedModule, nn.Linear):
     """The end of a region: all output features, of some of the input features. All hold the bias, added once."""
 
     def on_shard(self, x: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class VocabularyLinear(ColumnLinear):
         return DTensor.from_local(logits, self.mesh, placed, run_check=False, shape=shape, stride=stride)
 
 
-class VocabularyEmbedding(OnShard, nn.Embedding):
+class VocabularyEmbedding(ShardedModule, nn.Embedding):
     """Rows of some of the tokens; the others' are zeros here, and the sum over ranks has all."""
 
     @property

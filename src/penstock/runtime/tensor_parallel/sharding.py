@@ -12,8 +12,8 @@ from torch.nn import Parameter
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensor_parallel.modules import (
     ColumnLinear,
-    OnShard,
     RowLinear,
+    ShardedModule,
     VocabularyEmbedding,
     VocabularyLinear,
     entered,
@@ -150,7 +150,7 @@ class Sharding:
                     f"{name} is also a parameter of another module, where it was sharded; shard both or none"
                 )
 
-    def become(self, module: nn.Module, kind: type[OnShard]) -> None:
+    def become(self, module: nn.Module, kind: type[ShardedModule]) -> None:
         """Turns a module, in place, into another with the same parameters."""
         module.__class__ = kind
         module.__dict__["mesh"] = self.mesh

@@ -202,7 +202,7 @@ class DeviceLines:
         """By channel and whether this rank sends: with several pipelines it may be at either end of like ones."""
         self._posting, self._giving_up = threading.Lock(), threading.Lock()
         self._is_given_up = threading.Event()
-        self._under_way: deque[OnALine] = deque()
+        self._under_way: deque[NcclMessageHandle] = deque()
         with _environment(WITHOUT_WATCHDOG):
             groups = groups_of({line: _ends(line) for line in channels}, group, timeout, backend)
         for line, made in groups.items():
@@ -259,7 +259,7 @@ class DeviceLines:
             return work
         while self._under_way and self._under_way[0].has_ended:
             self._under_way.popleft()
-        begun = OnALine(work, self._streams, self._is_given_up)
+        begun = NcclMessageHandle(work, self._streams, self._is_given_up)
         self._under_way.append(begun)
         return begun
 
@@ -344,12 +344,12 @@ class AnnouncedReceive:
         self._announced, self._receive = announced, receive
 
     def wait(self, limit: timedelta) -> None:
-        """Returns once the message has come. Raises as `OnALine.wait`."""
+        """Returns once the message has come. Raises as `NcclMessageHandle.wait`."""
         self._announced.wait(limit)
         self._receive().wait(limit)
 
 
-class OnALine:
+class NcclMessageHandle:
     """A message under way whose end the host can wait for, where the backend's own wait stops a stream instead.
 
     Args:

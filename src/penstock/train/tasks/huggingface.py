@@ -30,7 +30,7 @@ from penstock.train.tasks.documents import packed_documents
 from penstock.train.tasks.layers import chain_bytes, recomputed, refuse_shared, stage_layers
 from penstock.train.tasks.masked import judge_masked, mask_token, masked
 from penstock.train.tasks.own_data import own_data
-from penstock.train.tasks.pictures import PictureLesson
+from penstock.train.tasks.pictures import GeneratedPictures
 from penstock.train.tasks.sizes import require_shards
 from penstock.train.tasks.spans import SpanForm, judge_spans, span_form, spans
 from penstock.train.tasks.task import BYTES, Data
@@ -87,7 +87,7 @@ class DecoderTask:
         self.sizes = sizes_in(folder) | ({} if decoder.adapters is None else {"lora": decoder.adapters.sizes})
         self.loss: Callable[..., Tensor] = decoder.loss
         self.num_tokens: int | None = None
-        self._pictures: PictureLesson | None = None
+        self._pictures: GeneratedPictures | None = None
         self._mask: int | None = None
         self._spans: SpanForm | None = None
         if not is_own(settings.data):
@@ -264,7 +264,7 @@ class DecoderTask:
         return judge_decoder(self._settings, self._tokenizer, self.num_tokens, pipe, data, loss)
 
 
-def picture_lesson(decoder: Decoder, tokenizer: Tokenizer, settings: Settings, most: int | None) -> PictureLesson:
+def picture_lesson(decoder: Decoder, tokenizer: Tokenizer, settings: Settings, most: int | None) -> GeneratedPictures:
     """Generated pictures for a model that sees. Raises SettingsError for one that takes other ones."""
     refuse_options(
         settings, ("context",), "pictures and their words are as long as they are; or give --data for text alone"
@@ -274,7 +274,7 @@ def picture_lesson(decoder: Decoder, tokenizer: Tokenizer, settings: Settings, m
     except DecoderError as error:
         raise SettingsError(f"--model {settings.model}: {error}; give --data for text alone") from None
     assert form is not None, "it sees"
-    return PictureLesson(form, tokenizer, settings.model, most, settings.batch, settings.seed)
+    return GeneratedPictures(form, tokenizer, settings.model, most, settings.batch, settings.seed)
 
 
 def require_readable_tokenizer(folder: Path, settings: Settings) -> None:

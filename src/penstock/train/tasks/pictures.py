@@ -22,7 +22,7 @@ from penstock.train.quality import ModelQuality
 from penstock.train.tasks.task import VALIDATION_BATCHES, Data, Example, StepBatches
 
 
-class PictureLesson:
+class GeneratedPictures:
     """Generated pictures and their words, as batches for a model.
 
     Args:

@@ -114,7 +114,7 @@ class PackedDocuments(Protocol):
 
 
 @runtime_checkable
-class WritesFolder(Protocol):
+class ExportableTask(Protocol):
     """A task whose model is exported as a folder."""
 
     def write_folder(self, target: Path, checkpoint: Reader) -> None:

@@ -17,7 +17,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.async_ops import AsyncOpHandle, AwaitableOpHandle
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import Handler
-from penstock.runtime.execute.launched_ops import DeviceQueue, OnDevice
+from penstock.runtime.execute.launched_ops import DeviceOpHandle, DeviceQueue
 from penstock.runtime.parameters.tied_gradients import TiedGradients
 from penstock.runtime.stage.branches import Branches, is_plain
 from penstock.runtime.stage.host_memory import HostCopy, on_device
@@ -72,7 +72,7 @@ class RegisteredOps:
         handle = self._call(op)
         known = handle is None or hasattr(handle, "wait") or hasattr(handle, "result")
         if self._queue is not None and known and not isinstance(handle, HostCopy):
-            handle = OnDevice(self._queue, handle)
+            handle = DeviceOpHandle(self._queue, handle)
         return AwaitableOpHandle(op, handle, self._calls[self._rank, op][1].timeout)
 
     def _once(self, op: Op, call: Callable[[Op], Any]) -> Any:

@@ -117,7 +117,7 @@ class KindTest(NamedTuple):
     against: ast.expr | None
 
 
-class Answers(NamedTuple):
+class TestAnswers(NamedTuple):
     """How a test of a traced value is answered.
 
     Attributes:
@@ -133,7 +133,7 @@ class Answers(NamedTuple):
 
 
 @contextmanager
-def watching(answers: Answers) -> Iterator[None]:
+def watching(answers: TestAnswers) -> Iterator[None]:
     """Looks at every line of the user's code that runs inside; no garbage is collected, as that runs other code."""
     before, collected = sys.gettrace(), gc.isenabled()
     known: dict[CodeType, dict[int, list[KindTest]]] = {}
@@ -167,7 +167,7 @@ def watching(answers: Answers) -> Iterator[None]:
             gc.enable()
 
 
-def _look(test: KindTest, frame: FrameType, answers: Answers) -> None:
+def _look(test: KindTest, frame: FrameType, answers: TestAnswers) -> None:
     line = SourceLine(frame.f_code.co_filename, frame.f_lineno)
     if test.kind == "global":
         answers.refuse("sets a variable outside of it, which tracing would do once", line)

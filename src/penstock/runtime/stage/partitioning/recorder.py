@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.runtime.stage.partitioning.place import SourceLine, Untraceable, here, line_of_error
-from penstock.runtime.stage.partitioning.proxies import A_TENSOR, Answers, TracedProxy, watching
+from penstock.runtime.stage.partitioning.proxies import A_TENSOR, TestAnswers, TracedProxy, watching
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, unflatten
 
@@ -56,7 +56,7 @@ _NUMPY_DRAWS = ("rand", "randn", "random", "uniform", "normal", "randint", "choi
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
 
 
-class HeldToExample:
+class ExampleGuard:
     """Holds a value to what it was for the example; a branch of the forward depends on it."""
 
     __name__ = "same"
@@ -73,7 +73,7 @@ class HeldToExample:
             )
 
 
-class Entry(nn.Module):
+class EntryModule(nn.Module):
     """Calls the model with values put in the places of its tensors."""
 
     def __init__(self, model: nn.Module, skeleton: Skeleton, num_leaves: int) -> None:
@@ -108,13 +108,13 @@ class Recorder(fx.Tracer):
         self._concrete = 0
         self._thread = threading.get_ident()
 
-    def record(self, model: nn.Module, skeleton: Skeleton, num_leaves: int) -> tuple[fx.Graph, Entry]:
+    def record(self, model: nn.Module, skeleton: Skeleton, num_leaves: int) -> tuple[fx.Graph, EntryModule]:
         """Returns the graph and the root that its names are relative to.
 
         Raises:
             Untraceable: what stands in the way.
         """
-        entry = Entry(model, skeleton, num_leaves)
+        entry = EntryModule(model, skeleton, num_leaves)
         self._opened.add(entry)
         before = {module: _plain_state(module) for module in self._opened}
         generators = random.getstate()
@@ -124,7 +124,7 @@ class Recorder(fx.Tracer):
                 stack.enter_context(_replaced(self._replacements()))
                 stack.enter_context(_RecordingMode(self))
                 stack.enter_context(
-                    watching(Answers(self._refuse_at, self._examples, self.suspended, self._is_recording))
+                    watching(TestAnswers(self._refuse_at, self._examples, self.suspended, self._is_recording))
                 )
                 graph = self.trace(entry)
         except Untraceable:
@@ -235,7 +235,7 @@ class Recorder(fx.Tracer):
                 checked = super().create_node("call_function", len, (node,), {}) if kind is len else node
                 checked.meta.setdefault("line", here())
                 guard = super().create_node(
-                    "call_function", HeldToExample(_number(kind(found)), here()), (checked,), {}
+                    "call_function", ExampleGuard(_number(kind(found)), here()), (checked,), {}
                 )
                 guard.meta["line"] = here()
         return kind(found)
@@ -497,7 +497,7 @@ def _put_back(before: dict[nn.Module, dict[str, tuple[Any, Any]]]) -> tuple[nn.M
     """Sets all that a forward has changed back; the first change."""
     first: tuple[nn.Module, str] | None = None
     for module, state in before.items():
-        if isinstance(module, Entry):
+        if isinstance(module, EntryModule):
             continue
         own = module.__dict__
         for name in [name for name in own if name not in state]:

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from penstock.runtime.stage.split_backward.rules import Conv1DRule, ConvRule, EmbeddingRule, LinearRule, SplitRule
 from penstock.runtime.stage.split_backward.slot import Slot, recording
 from penstock.runtime.stage.split_backward.stage import SplitStage
-from penstock.runtime.tensor_parallel import ColumnLinear, OnShard, RowLinear, VocabularyEmbedding, VocabularyLinear
+from penstock.runtime.tensor_parallel import (
+    ColumnLinear,
+    RowLinear,
+    ShardedModule,
+    VocabularyEmbedding,
+    VocabularyLinear,
+)
 
 _SLOT = "_penstock_split"
 
@@ -117,7 +123,7 @@ def _rule(module: nn.Module) -> SplitRule | None:
 
 def _patched(module: nn.Module) -> str:
     """The method that is replaced: all of a module, or what it does between two words to other ranks."""
-    return "on_shard" if isinstance(module, OnShard) else "forward"
+    return "on_shard" if isinstance(module, ShardedModule) else "forward"
 
 
 def _is_ours(module: nn.Module) -> bool:

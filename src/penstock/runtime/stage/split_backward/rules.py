@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.runtime.tensor_parallel import OnShard, VocabularyEmbedding
+from penstock.runtime.tensor_parallel import ShardedModule, VocabularyEmbedding
 
 
 class Workspace:
@@ -77,7 +77,7 @@ class SplitRule(ABC):
 
     def plain(self, module: nn.Module, x: Tensor) -> Tensor:
         """What the module does by itself, as it was before it was prepared."""
-        if isinstance(module, OnShard):
+        if isinstance(module, ShardedModule):
             return type(module).on_shard(module, x)
         y: Tensor = type(module).forward(module, x)
         return y
@@ -145,7 +145,7 @@ class LinearRule(SplitRule):
         self.biased = biased
 
     def plain(self, module: nn.Module, x: Tensor) -> Tensor:
-        if isinstance(module, OnShard):
+        if isinstance(module, ShardedModule):
             return super().plain(module, x)
         own = module._parameters  # straight from the dict, which pays for the patch
         try:

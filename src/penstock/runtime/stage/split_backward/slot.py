@@ -34,7 +34,7 @@ from penstock.runtime.stage.split_backward.stage import (
     UNKNOWN,
     SplitStage,
 )
-from penstock.runtime.tensor_parallel import OnShard
+from penstock.runtime.tensor_parallel import ShardedModule
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, local
 
 if TYPE_CHECKING:
@@ -352,4 +352,4 @@ class Slot:
 
 def _is_known(p: object, module: nn.Module) -> TypeGuard[nn.Parameter]:
     """True for a plain parameter, and for a DTensor in a module that computes with this rank's part of it."""
-    return type(p) is nn.Parameter or (isinstance(module, OnShard) and is_sharded(p))
+    return type(p) is nn.Parameter or (isinstance(module, ShardedModule) and is_sharded(p))

@@ -367,7 +367,7 @@ class Failover:
             number = self._wanted
             try:
                 self._make(number, states, begun + self._timeout)
-            except _NewerWanted:
+            except _NewerGroupWanted:
                 continue
             except RuntimeError as error:
                 if isinstance(error, RuntimeFailure):
@@ -397,7 +397,7 @@ class Failover:
         """Makes the groups of a number, and has everything go on there.
 
         Raises:
-            _NewerWanted, RuntimeError: it can't be; another number may.
+            _NewerGroupWanted, RuntimeError: it can't be; another number may.
             PeerLost, DeadlineExceeded: none can.
         """
         place, beats = self._place(number), self._beats
@@ -431,7 +431,7 @@ class Failover:
         with self._changed:
             while (found := self._beats.known(key)) is None:
                 if self._wanted > number or self._closed:
-                    raise _NewerWanted
+                    raise _NewerGroupWanted
                 everyone = range(len(self._ends))
                 # Who has said how far it is, and tells nothing of the group that is made then, may have ended since.
                 missing = [p for p in everyone if self._beats.known(f"{number}/state {p}") is None] or [*everyone]
@@ -456,7 +456,7 @@ class Failover:
         )
 
 
-class _NewerWanted(RuntimeError):
+class _NewerGroupWanted(RuntimeError):
     """Some process wants another number."""
 
 
