@@ -464,9 +464,10 @@ class StageRunner:
                     if changed and output._is_view():
                         torch.autograd.graph.increment_version(output)
             outputs = [output for output, g in zip(outputs, received.leaves, strict=True) if g is not None]
-            gradients = [g for g in received.leaves if g is not None]
+            came = [g for g in received.leaves if g is not None]
             if (self.index, m) in self.settings.recomputed:
-                gradients = [_as_recomputed(g, output) for output, g in zip(outputs, gradients, strict=True)]
+                came = [_as_recomputed(g, output) for output, g in zip(outputs, came, strict=True)]
+            gradients = [*came]
         if also:
             outputs = [*outputs, *(tensor for tensor, _ in also)]
             gradients += [gradient for _, gradient in also]
