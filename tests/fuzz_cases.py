@@ -782,7 +782,7 @@ def _pipeline(case: Case, schedule: ps.Schedule, place: Any) -> tuple[Any, Any]:
         transport=ps.TransportOptions(
             case.transport,
             delegates=ps.runtime.DelegateOptions() if may_delegate(case) else None,
-            links=ps.Links({(0, 1): case.late}) if case.late else None,
+            links=ps.Links({(0, 1): case.late}) if case.late and schedule.num_ranks > 1 else None,
         ),
         timeout=40.0,
         precision=ps.PrecisionOptions(autocast=torch.bfloat16 if case.autocast else None, clip_norm=case.clip_norm),
