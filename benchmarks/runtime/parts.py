@@ -1,7 +1,7 @@
 """Where the time of a step goes: main-thread CPU by part, in ours and in torch's, over four gloo processes.
 
     python benchmarks/runtime/parts.py [--schedule 1f1b] [--size tiny] [--steps 200] [--runs 3] [--out FILE]
-    python benchmarks/runtime/parts.py --readme     writes the table of parts.json into the page
+    python benchmarks/runtime/parts.py --readme     writes the tables of parts.json and in_turns.json into the page
 
 Ours over shared memory (`host`), ours over gloo and torch's take turns, in processes of their own. The thread's clock
 is read before and after each part, which takes about 0.7 us a part: that is taken off the part around. Numbers are
@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from penstock.bench import runtime
 from penstock.bench.readme import markdown, write_between
 from penstock.bench.record import record
 
@@ -181,6 +182,15 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     )
 
 
+def beside_torch(transport: str) -> list[str]:
+    """The table of in_turns.json for one transport of ours, without the memory that it did not measure."""
+    rows = [row for row in json.loads((HERE / "in_turns.json").read_text())["rows"] if row["transport"] == transport]
+    lines = [line for line in runtime.table(rows).splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    without = cells[0].index("peak memory MiB")
+    return [f"| {' | '.join(row[:without] + row[without + 1 :])} |" for row in cells]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default="1f1b")
@@ -194,8 +204,9 @@ def main() -> None:
     if FOLDER in os.environ:
         work(given, int(os.environ[RANK]), Path(os.environ[FOLDER]))
     if given.readme:
-        rows = json.loads((HERE / "parts.json").read_text())["rows"]
-        write_between(HERE / "README.md", "parts", table(rows))
+        write_between(HERE / "README.md", "parts", table(json.loads((HERE / "parts.json").read_text())["rows"]))
+        for transport in ("host", "gloo"):
+            write_between(HERE / "README.md", transport, beside_torch(transport))
         return
     result, rows = record(), []
     for run in range(given.runs):
