@@ -294,7 +294,7 @@ def another_sequence_length_each_step_leaves_no_buffers(ranks: int) -> None:
     transport = pipe._local.transport
     ends = [*transport._incoming.values(), *transport._outgoing.values()] if transport else []
     for end in ends:
-        assert sum(bool(known.spare) for known in end.known.values()) <= 1
+        assert sum(bool(pool.spare) for pool in end.pools.values()) <= 1
 
 
 @check

@@ -50,13 +50,13 @@ def stay_on_device(runners: Mapping[Copy, StageRunner]) -> list[str]:
     """Says of stages, after a step, what of their activations did not go to host memory, and why."""
     found = []
     for (_, index), runner in sorted(runners.items()):
-        moved = runner.moved
-        whole = moved.away + sum(moved.stayed.values())
-        if moved.stayed and whole:
-            rest = "; ".join(f"{why} {size / whole:.0%}" for why, size in sorted(moved.stayed.items()))
+        statistics = runner.offload_statistics
+        whole = statistics.away + sum(statistics.stayed.values())
+        if statistics.stayed and whole:
+            rest = "; ".join(f"{why} {size / whole:.0%}" for why, size in sorted(statistics.stayed.items()))
             found.append(
-                f"stage {index}: {moved.away / whole:.0%} of what its forwards save goes to host memory where the "
-                f"schedule says so, the rest stays: {rest}"
+                f"stage {index}: {statistics.away / whole:.0%} of what its forwards save goes to host memory where "
+                f"the schedule says so, the rest stays: {rest}"
             )
     return found
 

@@ -168,11 +168,11 @@ class SavedTensors:
     """What the forward of one microbatch of a stage saved for its backward.
 
     Args:
-        moved: takes note of what goes away and what stays.
+        statistics: takes note of what goes away and what stays.
     """
 
-    def __init__(self, host: HostMemory, moved: OffloadStatistics) -> None:
-        self._host, self._moved = host, moved
+    def __init__(self, host: HostMemory, statistics: OffloadStatistics) -> None:
+        self._host, self._statistics = host, statistics
         self._slots: list[SavedSlot] = []
         self._away: list[tuple[Tensor, list[SavedSlot], torch.device]] = []
         self._staying: Collection[int] = ()
@@ -215,13 +215,13 @@ class SavedTensors:
             elif covered < _LEAST_COVERED * slots[0].get().untyped_storage().nbytes():
                 reason = PART
             if reason:
-                self._moved.stay(reason, covered)
+                self._statistics.stay(reason, covered)
                 continue
             first = slots[0].get()
             memory = first.untyped_storage()
             source = torch.empty(0, dtype=torch.uint8, device=first.device).set_(memory)
             target = self._host.take(memory.nbytes())
-            self._moved.away += memory.nbytes()
+            self._statistics.away += memory.nbytes()
             pairs.append((target, source))
             self._away.append((target, slots, first.device))
         self._slots.clear()

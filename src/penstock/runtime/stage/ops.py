@@ -138,7 +138,7 @@ class StageRunner:
         """Outputs that ops have read."""
         self._starts: dict[int, list[Tensor | None]] = {}
         """Gradients of outputs that ops have given."""
-        self.moved = OffloadStatistics()
+        self.offload_statistics = OffloadStatistics()
         self._host = host or HostMemory(device)
         self._saved: dict[int, SavedTensors] = {}
         """Of microbatches whose activations go to host memory."""
@@ -186,7 +186,7 @@ class StageRunner:
         self._first = settings.first(self.index)
         if self._split is not None:
             self._split.begin(self)
-        self.moved = OffloadStatistics()
+        self.offload_statistics = OffloadStatistics()
         self._own = None
         self._let_go()
         self.losses.clear()
@@ -241,7 +241,7 @@ class StageRunner:
         value, entry, kept = self._input(m, received)
         tape = None if self._split is None else self._tape(self._split, m)
         away = self.settings.away
-        saved = SavedTensors(self._host, self.moved) if away and (self.index, m) in away else None
+        saved = SavedTensors(self._host, self.offload_statistics) if away and (self.index, m) in away else None
         if self._autocast is None and tape is None and saved is None:
             output = self._call(value, m)
             if self._is_last:

@@ -144,7 +144,7 @@ class PostedReceive:
     tag: int
     work: Any
     packet: Packet
-    known: PacketPool
+    pool: PacketPool
     since: int
     follows: bool
     arrived: int | None = None
@@ -168,7 +168,7 @@ class IncomingChannel:
 
     Attributes:
         peer: the rank that sends.
-        known: by signature, kept from step to step.
+        pools: by signature, kept from step to step.
         waiting: this step's messages with no buffer posted yet; posted: those with one.
         headers_due: how many headers this step still brings.
         received: payloads taken in this step.
@@ -179,7 +179,7 @@ class IncomingChannel:
 
     key: ChannelKey
     peer: int
-    known: dict[str, PacketPool] = field(default_factory=dict)
+    pools: dict[str, PacketPool] = field(default_factory=dict)
     waiting: deque[tuple[Edge, int]] = field(default_factory=deque)
     posted: deque[PostedReceive] = field(default_factory=deque)
     headers_due: int = 0
@@ -195,7 +195,7 @@ class PendingSend(NamedTuple):
     edge: Edge
     works: Sequence[Any]
     packet: Packet
-    known: PacketPool
+    pool: PacketPool
 
 
 @dataclass(slots=True)
@@ -204,7 +204,7 @@ class OutgoingChannel:
 
     Attributes:
         peer: the rank that receives.
-        known: by signature: what the other side has been told.
+        pools: by signature: what the other side has been told.
         under_way: this step's messages not known to have been taken.
         taken: how many have been.
         answers: the channel that brings them.
@@ -212,7 +212,7 @@ class OutgoingChannel:
 
     key: ChannelKey
     peer: int
-    known: dict[str, PacketPool] = field(default_factory=dict)
+    pools: dict[str, PacketPool] = field(default_factory=dict)
     under_way: deque[PendingSend] = field(default_factory=deque)
     taken: int = 0
     answers: IncomingChannel | None = None

@@ -147,7 +147,7 @@ class GlooTransport:
             channel = self._incoming[key]
             channel.waiting.extend(messages)
             used = {signatures[edge.consumer.microbatch] for edge, _ in messages}
-            channel.headers_due = sum(signature not in channel.known for signature in used)
+            channel.headers_due = sum(signature not in channel.pools for signature in used)
             channel.received = 0
             channel.ahead = max(self._ahead, channel.ahead - 1)
             bound = window.get(key.slot) if key.slot == 0 else None
@@ -187,9 +187,9 @@ class GlooTransport:
             self._let_go()
         ends: list[IncomingChannel | OutgoingChannel] = [*self._incoming.values(), *self._outgoing.values()]
         for channel_end in ends:
-            for signature, known in channel_end.known.items():
+            for signature, pool in channel_end.pools.items():
                 if signature not in used:
-                    known.spare.clear()
+                    pool.spare.clear()
 
     def leave(self) -> LeftMessages:
         """Gives up: the group's connections are broken, and what is left of the step goes in another way.
@@ -239,36 +239,36 @@ class GlooTransport:
         if window is not None and len(channel.under_way) >= window and not self._keeps:
             self._release(channel, channel.taken + 1)
         signature = self._signatures[edge.consumer.microbatch]
-        known = channel.known.get(signature)
-        if known is None or not known.spec.fits(payload):
-            self._introduce(channel, known, signature, tag, edge, payload)
+        pool = channel.pools.get(signature)
+        if pool is None or not pool.spec.fits(payload):
+            self._introduce(channel, pool, signature, tag, edge, payload)
             return True
-        packet = known.packet()
+        packet = pool.packet()
         packet.pack(payload)
         packet.announce(self._preamble(channel, tag))
-        channel.under_way.append(PendingSend(edge, self._send_packet(channel, packet, tag), packet, known))
+        channel.under_way.append(PendingSend(edge, self._send_packet(channel, packet, tag), packet, pool))
         return True
 
     def _introduce(
         self,
         channel: OutgoingChannel,
-        known: PacketPool | None,
+        pool: PacketPool | None,
         signature: str,
         tag: int,
         edge: Edge,
         payload: Payload,
     ) -> None:
         """Sends a message of a spec that the receiver does not know, or expects no more."""
-        fresh = self._known(channel, WireSpec.of(payload))
+        fresh = self._new_pool(channel, WireSpec.of(payload))
         packet, header = fresh.packet(), pack_header(signature, fresh.spec)
         packet.pack(payload)
         preamble = self._preamble(channel, tag)
-        if known is None:
-            channel.known[signature] = fresh
+        if pool is None:
+            channel.pools[signature] = fresh
             works = [self._isend(part, channel.peer, self._tags.header(channel.key)) for part in header]
         else:
             # Not what the shapes promised: a message of the size the receiver waits for says so, the rest follows.
-            promised = known.packet()
+            promised = pool.packet()
             promised.announce(preamble._replace(changed=1))
             works = self._send_packet(channel, promised, tag)
             works += [self._isend(part, channel.peer, tag) for part in header]
@@ -295,7 +295,7 @@ class GlooTransport:
         if outgoing is not None and answers is not None and answers.peer == peer:
             outgoing.answers, answers.answered = answers, outgoing
 
-    def _known(self, channel: OutgoingChannel | IncomingChannel, spec: WireSpec) -> PacketPool:
+    def _new_pool(self, channel: OutgoingChannel | IncomingChannel, spec: WireSpec) -> PacketPool:
         """A spec of a channel, with buffers where its payloads are to lie."""
         return PacketPool(spec, make=Packet if (lines := self._lines_of(channel)) is None else lines.packet)
 
@@ -326,10 +326,10 @@ class GlooTransport:
     def _release(self, channel: OutgoingChannel, taken: int) -> None:
         """Lets go of a channel's first messages, up to the `taken`-th of the step."""
         while channel.taken < taken and channel.under_way:
-            _, works, packet, known = channel.under_way.popleft()
+            _, works, packet, pool = channel.under_way.popleft()
             for work in works:
                 self._wait(work, channel.peer, "its messages to be taken")
-            known.spare.append(packet)
+            pool.spare.append(packet)
             channel.taken += 1
 
     def _let_go(self) -> None:
@@ -434,7 +434,7 @@ class GlooTransport:
             )
         if changed:
             _, spec = self._read_header(tag, channel.peer, posted.edge)
-            packet = self._known(channel, spec).packet()
+            packet = self._new_pool(channel, spec).packet()
             self._wait_to_come(self._receive_packet(channel, packet, tag), channel.peer, posted.edge)
         elif posted.since > sent:
             # It waited for its receive, and so tells nothing about the link.
@@ -447,24 +447,24 @@ class GlooTransport:
             self._release(channel.answered, received)  # may fail where links do: this one then counts as not come
         channel.received += 1
         self._ready[posted.edge] = packet.unpack()
-        posted.known.spare.append(posted.packet)
+        posted.pool.spare.append(posted.packet)
         return [posted.edge]
 
     def _post(self, channel: IncomingChannel, wait_for_headers: bool, follows: bool = False) -> None:
         """Posts receives some ahead. An edge whose spec is not known waits for its header, or is left."""
         while channel.waiting and len(channel.posted) < channel.ahead:
             edge, tag = channel.waiting[0]
-            known = channel.known.get(self._signatures[edge.consumer.microbatch])
-            if known is None:
+            pool = channel.pools.get(self._signatures[edge.consumer.microbatch])
+            if pool is None:
                 if not wait_for_headers or channel.posted:
                     return
                 self._learn(channel, edge)
                 continue
             channel.waiting.popleft()
-            packet = known.packet()
+            packet = pool.packet()
             since = perf_counter_ns()
             work = self._receive_packet(channel, packet, tag)
-            channel.posted.append(PostedReceive(edge, tag, work, packet, known, since, follows))
+            channel.posted.append(PostedReceive(edge, tag, work, packet, pool, since, follows))
 
     def _learn(self, channel: IncomingChannel, edge: Edge) -> None:
         """Takes in the next header of a channel."""
@@ -472,7 +472,7 @@ class GlooTransport:
             raise RuntimeFailure(f"rank {channel.peer} announced no shapes for {edge}; the ranks run different steps")
         signature, spec = self._read_header(self._tags.header(channel.key), channel.peer, edge)
         channel.headers_due -= 1
-        channel.known[signature] = self._known(channel, spec)
+        channel.pools[signature] = self._new_pool(channel, spec)
 
     def _read_header(self, tag: int, peer: int, edge: Edge) -> tuple[Any, WireSpec]:
         first = torch.empty(HEADER_BYTES, dtype=torch.uint8)
