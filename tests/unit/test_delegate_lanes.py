@@ -16,7 +16,7 @@ from penstock.runtime.transport.delegate import Counters, LaneCount, lanes_for
 from penstock.runtime.transport.delegate import __file__ as package
 from penstock.runtime.transport.delegate.carrier.frame import Lane
 from penstock.runtime.transport.delegate.carrier.ring import CloseReason, Descriptor, DescriptorKind
-from penstock.runtime.transport.delegate.health import Health
+from penstock.runtime.transport.delegate.health import ConnectionHealth
 
 pytestmark = pytest.mark.unit
 
@@ -48,10 +48,10 @@ def test_rates_that_make_no_sense(given: tuple[float, float, float]) -> None:
         lanes_for(1, 1, 1, window=0)
 
 
-def health() -> tuple[Health, Counters]:
+def health() -> tuple[ConnectionHealth, Counters]:
     counters = Counters()
     addresses = {0: ["10.0.0.1", "10.1.0.1"], 1: ["10.0.0.2", "10.1.0.2"]}
-    return Health(0, addresses.__getitem__, counters), counters
+    return ConnectionHealth(0, addresses.__getitem__, counters), counters
 
 
 OUT, IN = Lane(0, 1, 0, 0), Lane(1, 0, 1, 0)

@@ -13,7 +13,7 @@ from math import ceil, inf, isfinite
 
 from penstock.cost import Costs, Links
 from penstock.engine.tolerance import EPSILON
-from penstock.library.amdp_order import OrderWay, Times, ran_with
+from penstock.library.amdp_order import OrderWay, StageTimes, ran_with
 from penstock.library.amdp_updates import with_updates_at_once
 from penstock.library.options import at_least, whole_multiple
 from penstock.program.placements import multi_directional
@@ -96,7 +96,7 @@ def amdp(
         whole_multiple("amdp", "a window", window, "microbatches of a block", num_ranks)
         at_least("amdp", "update as max_mismatch", max_mismatch, 0)
         updates = Updates(window, max_mismatch)
-    times = Times(
+    times = StageTimes(
         _per_stage("f", f, num_ranks),
         _per_stage("b", b, num_ranks),
         *_per_stage("message", message, 1, zero=True),
@@ -110,7 +110,7 @@ class _Maker:
     """Makes the schedule by one way or another, and tells which is best."""
 
     def __init__(
-        self, num_ranks: int, num_microbatches: int, times: Times, u: tuple[float, ...], updates: Updates | None
+        self, num_ranks: int, num_microbatches: int, times: StageTimes, u: tuple[float, ...], updates: Updates | None
     ) -> None:
         self._placement = multi_directional(num_ranks)
         self._num_microbatches, self._times, self._updates = num_microbatches, times, updates

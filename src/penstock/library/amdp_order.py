@@ -30,7 +30,7 @@ Pipelines = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Times:
+class StageTimes:
     """Milliseconds per stage, and those of a message between ranks: of an activation or gradient of one, and of a
     stage's gradients or parameters."""
 
@@ -54,7 +54,7 @@ class OrderWay:
         by_turns: with updates, ops go first that did without them; else those of the earliest block again.
     """
 
-    times: Times
+    times: StageTimes
     read_ahead: int
     backward_first: bool = False
     by_turns: bool = True

@@ -18,13 +18,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from math import inf
 
-from penstock.library.amdp_order import Pipelines, RanRows, Times
+from penstock.library.amdp_order import Pipelines, RanRows, StageTimes
 from penstock.schedule import Op, Updates, Windows
 from penstock.schedule.updates import OWNER
 
 
 def with_updates_at_once(
-    ran: RanRows, pipelines: Pipelines, windows: Windows, updates: Updates, times: Times
+    ran: RanRows, pipelines: Pipelines, windows: Windows, updates: Updates, times: StageTimes
 ) -> list[list[Op]]:
     """The rows with all updates in them.
 
@@ -57,7 +57,7 @@ def with_updates_at_once(
     return [_merged(row, sorted(found)) for row, found in zip(ran.rows, placed, strict=True)]
 
 
-def _summed(ran: RanRows, times: Times, stage: int, window: range, num_pipelines: int) -> float:
+def _summed(ran: RanRows, times: StageTimes, stage: int, window: range, num_pipelines: int) -> float:
     """When the owner of a stage has the gradients of a window from all copies (ms)."""
     return max(
         ran.starts[Op("B", stage, m)] + times.b[stage] + (0.0 if m % num_pipelines == OWNER else times.update_message)

@@ -35,7 +35,7 @@ from penstock.planning.problem import Problem
 _NOTHING = np.empty((0, 1), np.int64)
 
 
-class Waits(NamedTuple):
+class QueueWaits(NamedTuple):
     """What `longest_paths.heads` needs besides the queues: a topological order, and waits for memory."""
 
     order: Array
@@ -43,7 +43,7 @@ class Waits(NamedTuple):
     lag: Array
 
 
-def waits(problem: Problem) -> Waits:
+def waits(problem: Problem) -> QueueWaits:
     """The order of the queues and which op each forward waits for to be freed."""
     queues = problem.queues
     num_queues = len(queues.rank)
@@ -69,7 +69,7 @@ def waits(problem: Problem) -> Waits:
             behind = 1 + math.floor((cap / queues.memory[q] - 1) / kept + EPSILON)
             if behind < queues.size[q]:
                 release[1, q], lag[1, q] = weight, max(1, behind)
-    return Waits(topological(queues), release, lag)
+    return QueueWaits(topological(queues), release, lag)
 
 
 def topological(queues: Network) -> Array:
@@ -90,21 +90,21 @@ def topological(queues: Network) -> Array:
     return np.array(order, np.int64)
 
 
-def turned_waits(given: Waits) -> Waits:
+def turned_waits(given: QueueWaits) -> QueueWaits:
     """The same for the problem with time turned round: what frees memory there is what takes it here."""
     release, lag = np.full_like(given.release, NONE), np.zeros_like(given.lag)
     for row, steps in zip(given.release, given.lag, strict=True):
         for q in np.flatnonzero(row >= 0):
             free = 0 if release[0, row[q]] == NONE else 1
             release[free, row[q]], lag[free, row[q]] = q, steps[q]
-    return Waits(given.order[::-1].copy(), release, lag)
+    return QueueWaits(given.order[::-1].copy(), release, lag)
 
 
 _FAR = 2**40
 """Further back than any op."""
 
 
-def behind(queues: Network, given: Waits) -> Array:
+def behind(queues: Network, given: QueueWaits) -> Array:
     """How far behind the other queues of its rank each is at least, by shortest paths; see `longest_paths.heads`."""
     width = int(np.diff(queues.rank_first).max(initial=1))
     result = np.full((len(queues.rank), width), _FAR, np.int64)
@@ -127,7 +127,7 @@ def behind(queues: Network, given: Waits) -> Array:
     return result
 
 
-def heads_and_tails(problem: Problem, given: Waits | None = None, work: bool = False) -> tuple[Array, Array]:
+def heads_and_tails(problem: Problem, given: QueueWaits | None = None, work: bool = False) -> tuple[Array, Array]:
     """Per op, ms before it can start, and ms that must follow its end (numbered from each queue's last op).
 
     With `work`, both count the work of the op's own rank too.
@@ -141,7 +141,7 @@ def heads_and_tails(problem: Problem, given: Waits | None = None, work: bool = F
     )
 
 
-def _heads(queues: Network, given: Waits, floor: Array, work: Array, first_only: bool = False) -> Array:
+def _heads(queues: Network, given: QueueWaits, floor: Array, work: Array, first_only: bool = False) -> Array:
     head = np.empty(queues.num_ops)
     ready(longest_paths).heads(queues, given.order, given.release, given.lag, floor, first_only, work, head)
     return head

@@ -28,7 +28,7 @@ _CLOSE = 1e-6
 """Share of the makespan to which the time is found at least."""
 
 
-class States(NamedTuple):
+class RankStates(NamedTuple):
     """The states that each rank can pass through, as `time_windows.refuted` takes them."""
 
     table_first: Array
@@ -42,7 +42,7 @@ class States(NamedTuple):
         return int((self.table_last - self.table_first).max(initial=0))
 
 
-def states_of(network: Network, most: int, stop: Array) -> States | None:
+def states_of(network: Network, most: int, stop: Array) -> RankStates | None:
     """The states of all ranks; None where one has more than `most`, or `stop` was set."""
     num_ranks = network.num_ranks
     width = int(np.diff(network.rank_first).max(initial=0))
@@ -67,7 +67,7 @@ def states_of(network: Network, most: int, stop: Array) -> States | None:
                 found.append(np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=-1))
         spans[r] = tables[key]
     empty = np.empty((0, width), np.int32)
-    return States(
+    return RankStates(
         spans[:, 0].copy(), spans[:, 1].copy(), np.concatenate([empty, *counts]), np.concatenate([empty, *following])
     )
 

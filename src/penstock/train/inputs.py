@@ -30,7 +30,7 @@ from penstock.train.mesh_sizes import check_ties
 from penstock.train.planned_batches import recorded_batches
 from penstock.train.settings import Settings, SettingsError
 from penstock.train.tasks.open import open_task, schedule_of
-from penstock.train.tasks.task import Data, Task
+from penstock.train.tasks.task import Task, TaskData
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Inputs:
     settings: Settings
     schedule: Schedule
     task: Task
-    data: Data
+    data: TaskData
 
     @property
     def config(self) -> Any:

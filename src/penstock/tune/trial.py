@@ -15,7 +15,7 @@ from penstock.simulation import Timeline
 from penstock.train.inputs import Inputs, build_pipeline, device_of
 from penstock.train.settings import Settings
 from penstock.train.tasks.open import open_task
-from penstock.train.tasks.task import Data, Example
+from penstock.train.tasks.task import Example, TaskData
 from penstock.tune.allocated import peak_of_step
 from penstock.tune.device import Clock
 
@@ -71,12 +71,12 @@ def run(
     }
 
 
-def _random_tokens(config: GPTConfig, num_samples: int) -> Data:
+def _random_tokens(config: GPTConfig, num_samples: int) -> TaskData:
     """The same batch again and again."""
     draws = torch.Generator().manual_seed(1)
     shape = num_samples, config.context
     batch = Example(*(torch.randint(0, config.vocab_size, shape, generator=draws) for _ in range(2)))
-    return Data("random tokens", "", _RepeatedBatch(batch), [batch])
+    return TaskData("random tokens", "", _RepeatedBatch(batch), [batch])
 
 
 class _RepeatedBatch:

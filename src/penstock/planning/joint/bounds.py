@@ -27,7 +27,7 @@ from penstock.engine.compiled import is_compiled, ready
 from penstock.engine.network import NONE
 from penstock.engine.tolerance import EPSILON
 from penstock.planning import longest_paths
-from penstock.planning.bounds import Waits, heads_and_tails, waits, ways, work_seconds
+from penstock.planning.bounds import QueueWaits, heads_and_tails, waits, ways, work_seconds
 from penstock.planning.joint.problem import JointProblem
 from penstock.planning.joint.rows import F
 from penstock.planning.problem import Problem, pose
@@ -75,7 +75,7 @@ def lower_bound(problem: JointProblem) -> float:
     return max(bound, memory_bound(problem, least)) if forms.again or forms.away else bound
 
 
-def _waits(problem: JointProblem, least: Problem) -> Waits:
+def _waits(problem: JointProblem, least: Problem) -> QueueWaits:
     """Which backward each forward waits for at least: microbatches that are in flight keep what R needs of each stage
     on the rank, and one of them has to be held whole before anything is freed."""
     given = waits(least)
@@ -98,10 +98,10 @@ def _waits(problem: JointProblem, least: Problem) -> Waits:
             q = number["F", stage, pipeline]
             back = number["I" if problem.forms.split else "B", stage, pipeline]
             release[0, q], lag[0, q] = back, room
-    return Waits(given.order, release, lag)
+    return QueueWaits(given.order, release, lag)
 
 
-def _with_residues(problem: JointProblem, least: Problem, given: Waits) -> Waits:
+def _with_residues(problem: JointProblem, least: Problem, given: QueueWaits) -> QueueWaits:
     """The same, and which W each I waits for: whatever the form of its forward, at its I a microbatch is all on the
     rank, beside what those before it keep there till their W."""
     forms, ops = problem.forms, problem.ops
@@ -117,7 +117,7 @@ def _with_residues(problem: JointProblem, least: Problem, given: Waits) -> Waits
         if room < ops.size[c]:
             q = least.number["I", stage, pipeline]
             release[0, q], lag[0, q] = least.number["W", stage, pipeline], room
-    return Waits(given.order, release, lag)
+    return QueueWaits(given.order, release, lag)
 
 
 class _ChainBound(NamedTuple):

@@ -83,7 +83,7 @@ def flow_bound(flow: Flow, counts: Sequence[int], caps: Sequence[float] | None =
 def _direct(flow: Flow, counts: Sequence[int], caps: Sequence[float]) -> FlowBound:
     period = max(flow.work)
     found = [(flow.latency, "one turn alone takes that long")]
-    fronts, backs = _Waits(flow, counts, caps), _Waits(flow.reversed(), counts[::-1], caps)
+    fronts, backs = _ForcedIdleTime(flow, counts, caps), _ForcedIdleTime(flow.reversed(), counts[::-1], caps)
     last = len(flow.blocks) - 1
     for rank, row in enumerate(flow.on_rank):
         if not row:
@@ -118,7 +118,7 @@ def _without(flow: Flow, left_out: set[int]) -> Flow:
     return Flow(tuple(blocks))
 
 
-class _Waits:
+class _ForcedIdleTime:
     """Idle time forced on a rank before it first reaches a block: see the file's head."""
 
     def __init__(self, flow: Flow, counts: Sequence[int], caps: Sequence[float]) -> None:

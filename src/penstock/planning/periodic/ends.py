@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.planning.periodic.model import BlockInstance, Flow, fits, makespan, retimed, start_order
-from penstock.planning.periodic.modulo import Units, cp_sat, memory_unit, solve
+from penstock.planning.periodic.modulo import IntegerTimes, cp_sat, memory_unit, solve
 
 _FIRST_WINDOW, _LARGEST_WINDOW = 64, 384
 _SLICE = 2.0
@@ -28,7 +28,7 @@ _SLICE = 2.0
 
 def shortened(
     flow: Flow,
-    units: Units,
+    units: IntegerTimes,
     timed: list[BlockInstance],
     caps: Sequence[float],
     lower_bound: float,
@@ -84,7 +84,13 @@ class _Window:
     """One window: the ops at places `first` to `last - 1` of `timed` are freed."""
 
     def __init__(
-        self, flow: Flow, units: Units, timed: list[BlockInstance], first: int, last: int, caps: Sequence[float]
+        self,
+        flow: Flow,
+        units: IntegerTimes,
+        timed: list[BlockInstance],
+        first: int,
+        last: int,
+        caps: Sequence[float],
     ) -> None:
         self.flow, self.units, self.caps = flow, units, caps
         self.before, self.freed, self.after = timed[:first], timed[first:last], timed[last:]

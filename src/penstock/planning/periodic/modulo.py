@@ -55,7 +55,7 @@ def cp_sat() -> ModuleType:
 
 
 @dataclass(frozen=True)
-class Units:
+class IntegerTimes:
     """A flow's durations and delays as whole numbers of `unit` ms; `exact` where nothing was rounded."""
 
     unit: float
@@ -68,7 +68,7 @@ class Units:
         return math.ceil(time / self.unit - 1e-6)
 
 
-def units_of(flow: Flow) -> Units:
+def units_of(flow: Flow) -> IntegerTimes:
     """Chooses the unit: see the file's head."""
     times = [b.duration for b in flow.blocks] + [need.delay for b in flow.blocks for need in b.needs]
     work = max(flow.work)
@@ -80,7 +80,7 @@ def units_of(flow: Flow) -> Units:
         return max(1, round(time / unit)) if time > 0 else 0
 
     delays = tuple(tuple(whole(need.delay) for need in b.needs) for b in flow.blocks)
-    return Units(unit, tuple(whole(b.duration) for b in flow.blocks), delays, exact)
+    return IntegerTimes(unit, tuple(whole(b.duration) for b in flow.blocks), delays, exact)
 
 
 def common_unit(values: Iterable[float]) -> float | None:
@@ -104,7 +104,7 @@ def memory_unit(flow: Flow, rank: int, cap: float) -> float:
 
 def find_repetends(
     flow: Flow,
-    units: Units,
+    units: IntegerTimes,
     period: int,
     caps: list[float],
     seconds: float,
@@ -187,7 +187,7 @@ def solve(
 class _Model:
     """The variables and what holds between them."""
 
-    def __init__(self, cp: ModuleType, flow: Flow, units: Units, period: int, caps: list[float]) -> None:
+    def __init__(self, cp: ModuleType, flow: Flow, units: IntegerTimes, period: int, caps: list[float]) -> None:
         self.flow, self.units, self.period = flow, units, period
         self.model: Any = cp.CpModel()
         blocks = range(len(flow.blocks))

@@ -17,7 +17,7 @@ from penstock.train.settings import Settings
 from penstock.train.tasks.layers import ChainTask
 from penstock.train.tasks.masked import judge_masked
 from penstock.train.tasks.sizes import changed, preset_of
-from penstock.train.tasks.task import VALIDATION_BATCHES, Data, Example, StepBatches
+from penstock.train.tasks.task import VALIDATION_BATCHES, Example, StepBatches, TaskData
 from penstock.train.tasks.text import tokenizer_of
 
 NUM_SPECIAL = 3
@@ -44,7 +44,7 @@ class BERTTask(ChainTask):
         tied = bert_tied_parameters(config)
         super().__init__(settings, schedule, config, bert_costs(config), BERTLoss(), tied, bert_stage)
 
-    def read(self, corpus: Corpus | None) -> Data:
+    def read(self, corpus: Corpus | None) -> TaskData:
         settings, context = self._settings, self.config.context
         corpus = corpus or open_corpus(settings.data, self._tokenizer)
         batches = masked_batches(MaskedText(corpus.train, corpus.vocab_size, context, settings.seed), settings.batch)
@@ -53,9 +53,9 @@ class BERTTask(ChainTask):
             MaskedText(corpus.validation, corpus.vocab_size, context, settings.seed + 1), settings.batch
         )
         validation = [fresh[number] for number in range(VALIDATION_BATCHES)]
-        return Data(corpus.description, corpus.digest, batches, validation, corpus)
+        return TaskData(corpus.description, corpus.digest, batches, validation, corpus)
 
-    def judge(self, pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
+    def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
         return judge_masked(
             pipe,
             data,

@@ -28,7 +28,7 @@ from penstock.train.settings import Settings
 from penstock.train.tasks.documents import costs_by_length
 from penstock.train.tasks.layers import refuse_shared, require_chain, stage_layers, stage_makers
 from penstock.train.tasks.sizes import changed, kept_sizes, preset_of, require_shards
-from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Data, Example
+from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, TaskData
 
 FRESH = 1 << 40
 """From here on samples are never trained on."""
@@ -79,7 +79,7 @@ class CaptionerTask:
         numbers = [images if tower == IMAGES else vectors for tower in self._costs.towers]
         return [*(BYTES * each * own for own in numbers[:-1]), 0.0]
 
-    def read(self, corpus: Corpus | None) -> Data:
+    def read(self, corpus: Corpus | None) -> TaskData:
         settings, longest = self._settings, self._samples.longest
         most = settings.microbatch_tokens
         if most is not None and most < longest:
@@ -92,9 +92,9 @@ class CaptionerTask:
         fresh = FRESH // settings.batch
         validation = [images[fresh + number] for number in range(VALIDATION_BATCHES)]
         digest = f"captioned-{settings.seed}"
-        return Data("generated images and texts on them", digest, images, validation, documents=images)
+        return TaskData("generated images and texts on them", digest, images, validation, documents=images)
 
-    def judge(self, pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
+    def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
         """How many words on images it has never seen are right, where it is told the words before them."""
         example = next(iter(data.validation))
         right = total = 0

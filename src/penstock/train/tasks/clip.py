@@ -24,7 +24,7 @@ from penstock.train.settings import Settings
 from penstock.train.tasks.clip_schedule import counts_of, cut_of
 from penstock.train.tasks.layers import recomputed
 from penstock.train.tasks.sizes import kept_sizes, preset_of, require_shards
-from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Data, Example
+from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, TaskData
 from penstock.train.towers import CONTRAST
 
 SEEN = 152
@@ -69,15 +69,15 @@ class CLIPTask:
                 sizes[stage] = float(BYTES * samples * numbers)
         return sizes
 
-    def read(self, corpus: Corpus | None) -> Data:
+    def read(self, corpus: Corpus | None) -> TaskData:
         settings = self._settings
         samples = PairedSamples(forms_of(self.config), seed=settings.seed)
         told = CLIPBatches(samples, self._cut, settings.batch, settings.seed)
         fresh = [told.fresh(number * settings.batch, settings.batch) for number in range(VALIDATION_BATCHES)]
         names = ", ".join(self.config.towers)
-        return Data(f"generated samples of {names}", f"paired-{settings.seed}", told, fresh)
+        return TaskData(f"generated samples of {names}", f"paired-{settings.seed}", told, fresh)
 
-    def judge(self, pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
+    def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
         """How many samples of combinations never seen find their partner among so many."""
         assert isinstance(data.batches, CLIPBatches)
         num = self._counts[CONTRAST]

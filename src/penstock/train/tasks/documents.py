@@ -16,7 +16,7 @@ from penstock.planning.batches import PackingError, pack_in_turn
 from penstock.train.checks import SettingsError
 from penstock.train.packing import MEASURED, SIZES
 from penstock.train.settings import Settings
-from penstock.train.tasks.task import VALIDATION_BATCHES, Data, Example
+from penstock.train.tasks.task import VALIDATION_BATCHES, Example, TaskData
 
 Form = Callable[[Tensor, Tensor], Any]
 """What a model takes of tokens[1, T] and the lengths[n] of the sequences that they are."""
@@ -73,7 +73,7 @@ def packed_documents(
     corpus: Corpus | None,
     sizes: CostsByLength,
     form: Form = as_gpt_takes_it,
-) -> Data:
+) -> TaskData:
     """The documents of a text.
 
     Args:
@@ -99,7 +99,7 @@ def packed_documents(
     costs = costs_by_length(settings, sizes)
     documents = Documents(train, settings.dp, settings.microbatches, costs, form)
     documents.example([documents.of_step(0)])
-    return Data(
+    return TaskData(
         corpus.description, corpus.digest, documents, _validation(settings, corpus, context, form), corpus, documents
     )
 

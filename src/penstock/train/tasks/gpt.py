@@ -19,7 +19,7 @@ from penstock.train.settings import Settings
 from penstock.train.tasks.documents import packed_documents
 from penstock.train.tasks.layers import ChainTask
 from penstock.train.tasks.sizes import changed, preset_of
-from penstock.train.tasks.task import Data
+from penstock.train.tasks.task import TaskData
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 
 
@@ -36,13 +36,13 @@ class GPTTask(ChainTask):
         tied = tied_parameters(config)
         super().__init__(settings, schedule, config, gpt_costs(config), CrossEntropy(), tied, gpt_stage)
 
-    def read(self, corpus: Corpus | None) -> Data:
+    def read(self, corpus: Corpus | None) -> TaskData:
         if self._settings.is_packed:
             costs = gpt_costs_by_length(self.config, self._parts)
             return packed_documents(self._settings, self._tokenizer, self.config.context, corpus, costs)
         return next_tokens(self._settings, self._tokenizer, self.config.context, corpus)
 
-    def judge(self, pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
+    def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
         return judge_decoder(self._settings, self._tokenizer, self.config.context, pipe, data, loss)
 
 

@@ -33,7 +33,7 @@ from penstock.train.tasks.own_data import own_data
 from penstock.train.tasks.pictures import GeneratedPictures
 from penstock.train.tasks.sizes import require_shards
 from penstock.train.tasks.spans import SpanForm, judge_spans, span_form, spans
-from penstock.train.tasks.task import BYTES, Data
+from penstock.train.tasks.task import BYTES, TaskData
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 from penstock.train.tasks.token_batches import TOKENS, TokenBatchReader
 
@@ -60,7 +60,7 @@ class OwnBatches(NamedTuple):
     are written, and pictures.
     """
 
-    data: Data
+    data: TaskData
     unit: str
     num_read: int
     num_written: int
@@ -222,7 +222,7 @@ class DecoderTask:
             sent.append(samples * numbers + BYTES * heads * pairs)
         return [*sent, 0.0]
 
-    def read(self, corpus: Corpus | None) -> Data:
+    def read(self, corpus: Corpus | None) -> TaskData:
         if is_own(self._settings.data):
             return self._own.data
         if self._pictures is not None:
@@ -251,7 +251,7 @@ class DecoderTask:
             vocab_size=config.vocab_size,
         )
 
-    def judge(self, pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
+    def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
         if is_own(self._settings.data):
             return ModelQuality(unit=self._own.unit)
         assert self.num_tokens is not None

@@ -15,7 +15,7 @@ from penstock.data.tokenizer import FileTokenizer
 from penstock.runtime import Pipeline
 from penstock.train.checks import SettingsError
 from penstock.train.quality import ModelQuality
-from penstock.train.tasks.task import Data, Draws, Example, redrawn
+from penstock.train.tasks.task import Draws, Example, TaskData, redrawn
 
 SHARE = 0.15
 """Of the tokens that are to be guessed: of ten, eight are masked, one becomes another, one stays."""
@@ -45,7 +45,7 @@ def mask_token(tokenizer: Tokenizer, vocab_size: int, model: str) -> int:
     return ByteTokenizer.vocab_size
 
 
-def masked(data: Data, mask: int, vocab_size: int, seed: int) -> Data:
+def masked(data: TaskData, mask: int, vocab_size: int, seed: int) -> TaskData:
     """Text with some tokens masked, which are the targets."""
     return redrawn(data, lambda example, draws: _masked(example, mask, vocab_size, draws), seed)
 
@@ -65,7 +65,7 @@ def _masked(example: Example, mask: int, vocab_size: int, draws: Draws) -> Examp
 
 def judge_masked(
     pipe: Pipeline,
-    data: Data,
+    data: TaskData,
     loss: float,
     unit: str = "nats a masked token of the validation text",
     of_tokens: Callable[[Any], torch.Tensor] = lambda value: value,
@@ -84,7 +84,7 @@ def judge_masked(
 
 def judge_guesses(
     pipe: Pipeline,
-    data: Data,
+    data: TaskData,
     loss: float,
     counts: Any,
     unit: str,

@@ -29,7 +29,7 @@ from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed, refuse_shared, require_chain
 from penstock.train.tasks.own_data import own_data, require_samples, tensors_of
 from penstock.train.tasks.paged_weights import PagedWeights
-from penstock.train.tasks.task import Data, Example
+from penstock.train.tasks.task import Example, TaskData
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 
 USUAL_CONTEXT = 128
@@ -45,7 +45,7 @@ class ModelTrial(NamedTuple):
     """A model of one's own with its data, and the microbatch that it was run on."""
 
     model: nn.Module
-    data: Data
+    data: TaskData
     inputs: Any
     targets: Any
 
@@ -122,7 +122,7 @@ class OwnTask:
         assert self._split.sent is not None, "on an example"
         return [float(each) for each in self._split.sent]
 
-    def read(self, corpus: Corpus | None) -> Data:
+    def read(self, corpus: Corpus | None) -> TaskData:
         """The data; and the model, which is tried and cut on the first microbatch.
 
         A process that runs some of the stages alone has the others' weights in a file.
@@ -179,7 +179,7 @@ class OwnTask:
             f"has a {LOSS}; name the loss {LOSS} if there is one, and the forward gets the inputs alone"
         )
 
-    def judge(self, pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
+    def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
         if data.corpus is None:
             return ModelQuality(unit=self._unit)
         silent = dataclasses.replace(self._settings, sample=0)

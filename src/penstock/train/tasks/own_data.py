@@ -25,7 +25,7 @@ from penstock.runtime.tensors.rng import mix
 from penstock.train.checks import SettingsError
 from penstock.train.own_file import OwnName, called, find, made, own_name, seeded
 from penstock.train.settings import Settings
-from penstock.train.tasks.task import Data, Example
+from penstock.train.tasks.task import Example, TaskData
 
 OPTION = "--data"
 SEEN_AGAIN = 4
@@ -292,7 +292,7 @@ class DealtBatches:
 class OwnData(NamedTuple):
     """A person's own data as a run trains on it, and in words what it is evaluated on."""
 
-    data: Data
+    data: TaskData
     unit: str
 
 
@@ -310,7 +310,7 @@ def own_data(settings: Settings, read: Reader) -> OwnData:
     if source.is_dealt:
         return _dealt(settings, text, read)
     found = opened(source, settings.batch, settings.dp * settings.microbatches, read)
-    data = Data(text, found.digest, found.batches, found.validation, stateful=found.stateful)
+    data = TaskData(text, found.digest, found.batches, found.validation, stateful=found.stateful)
     return OwnData(data, found.unit)
 
 
@@ -332,11 +332,11 @@ def _dealt(settings: Settings, text: str, read: Reader) -> OwnData:
     unit = f"{found[0].unit}, of each replica's part"
     if len(found) == 1:
         own = found[0]
-        data = Data(text, own.form, own.batches, own.validation, stateful=own.stateful, is_dealt=dp > 1)
+        data = TaskData(text, own.form, own.batches, own.validation, stateful=own.stateful, is_dealt=dp > 1)
         return OwnData(data, unit)
     joined = DealtBatches([each.batches for each in found], num)
     validation = Validation(lambda: map(joined.join, zip(*(each.validation for each in found), strict=False)))
-    return OwnData(Data(text, found[0].form, joined, validation, stateful={"data": joined}), unit)
+    return OwnData(TaskData(text, found[0].form, joined, validation, stateful={"data": joined}), unit)
 
 
 class OpenedData(NamedTuple):

@@ -19,7 +19,7 @@ from penstock.models.huggingface.pictures import IMAGES, PictureForm
 from penstock.runtime import Pipeline
 from penstock.train.checks import SettingsError
 from penstock.train.quality import ModelQuality
-from penstock.train.tasks.task import VALIDATION_BATCHES, Data, Example, StepBatches
+from penstock.train.tasks.task import VALIDATION_BATCHES, Example, StepBatches, TaskData
 
 
 class GeneratedPictures:
@@ -61,11 +61,11 @@ class GeneratedPictures:
             )
 
     @property
-    def data(self) -> Data:
+    def data(self) -> TaskData:
         """Of all steps."""
         fresh = [self.samples(number * self._batch, True) for number in range(VALIDATION_BATCHES)]
         batches = StepBatches(lambda step: self.samples(step * self._batch))
-        return Data("generated pictures of coloured tiles", f"tiles-{self._seed}", batches, fresh)
+        return TaskData("generated pictures of coloured tiles", f"tiles-{self._seed}", batches, fresh)
 
     def samples(self, first: int, fresh: bool = False) -> Example:
         """A batch from sample `first` on."""
@@ -81,7 +81,7 @@ class GeneratedPictures:
         pictures = torch.from_numpy(self._tiles.pictures(numbers, fresh))
         return Example({"input_ids": torch.from_numpy(tokens), IMAGES: pictures}, torch.from_numpy(targets))
 
-    def judge(self, pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
+    def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
         """How often it says all that is on a picture. Every rank must call it."""
         wanted = torch.cat([example.targets for example in data.validation])
         blind = self._tiles.nats * len(wanted) / int((wanted != IGNORED).sum())

@@ -25,7 +25,7 @@ from penstock.runtime import Pipeline
 from penstock.train.checks import SettingsError
 from penstock.train.quality import ModelQuality
 from penstock.train.tasks.masked import MASKS, judge_guesses
-from penstock.train.tasks.task import Data, Draws, Example, redrawn
+from penstock.train.tasks.task import Draws, Example, TaskData, redrawn
 
 SHARE, LENGTH = 0.15, 3
 """Of the tokens that are cut out, and the tokens of a span on average."""
@@ -131,7 +131,7 @@ def span_form(tokenizer: Tokenizer, length: int, vocab_size: int, model: str) ->
     return SpanForm(length, tuple(range(first, first + needed)))
 
 
-def spans(data: Data, form: SpanForm, decoder: Decoder, seed: int) -> Data:
+def spans(data: TaskData, form: SpanForm, decoder: Decoder, seed: int) -> TaskData:
     """Texts of which spans are cut out."""
     return redrawn(data, lambda example, draws: _cut(example, form, decoder, draws), seed)
 
@@ -143,7 +143,7 @@ def _cut(example: Example, form: SpanForm, decoder: Decoder, draws: Draws) -> Ex
     return Example(*decoder.inputs_and_targets({"input_ids": read, "labels": written}))
 
 
-def judge_spans(pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
+def judge_spans(pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
     """Beside a guess of each token to write by its frequency in what is written. Every rank must call it."""
     told = torch.cat([data.batches[step].targets.flatten() for step in range(COUNTED)])
     most = max(int(example.targets.max()) for example in data.validation)

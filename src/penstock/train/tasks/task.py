@@ -50,7 +50,7 @@ Draws = tuple[int, ...]
 """What a batch's random draws follow from."""
 
 
-def redrawn(data: Data, make: Callable[[Example, Draws], Example], seed: int) -> Data:
+def redrawn(data: TaskData, make: Callable[[Example, Draws], Example], seed: int) -> TaskData:
     """Data each batch of which is made into another, by draws that follow from the seed and its number alone."""
     batches = StepBatches(lambda step: make(data.batches[step], (seed, 0, step)))
     fixed = [make(each, (seed, 1, number)) for number, each in enumerate(data.validation)]
@@ -58,7 +58,7 @@ def redrawn(data: Data, make: Callable[[Example, Draws], Example], seed: int) ->
 
 
 @dataclass(frozen=True)
-class Data:
+class TaskData:
     """What a task learns from.
 
     Attributes:
@@ -151,11 +151,11 @@ class Task(Protocol):
         """By stage, what one of its microbatches sends on."""
         ...
 
-    def read(self, corpus: Corpus | None) -> Data:
+    def read(self, corpus: Corpus | None) -> TaskData:
         """The data; `corpus`, if given, is not read again. Raises DataError."""
         ...
 
-    def judge(self, pipe: Pipeline, data: Data, loss: float) -> ModelQuality:
+    def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
         """How good the model is, whose loss on the validation data is known. Every rank must call it."""
         ...
 

@@ -21,7 +21,7 @@ from penstock.models import sample
 from penstock.runtime import Pipeline
 from penstock.train.quality import ModelQuality
 from penstock.train.settings import Settings
-from penstock.train.tasks.task import VALIDATION_BATCHES, Data, Example, StepBatches
+from penstock.train.tasks.task import VALIDATION_BATCHES, Example, StepBatches, TaskData
 
 ENTROPY_TOKENS = 1 << 26
 """Tokens of either side from which the report's entropies are counted."""
@@ -39,7 +39,7 @@ def check_tokens(corpus: Corpus) -> None:
             entropies(tokens[:ENTROPY_TOKENS], tokens[:2], corpus.vocab_size)
 
 
-def next_tokens(settings: Settings, tokenizer: Tokenizer, context: int, corpus: Corpus | None) -> Data:
+def next_tokens(settings: Settings, tokenizer: Tokenizer, context: int, corpus: Corpus | None) -> TaskData:
     """Text for a decoder of some context: the targets are the inputs one token on. Raises DataError."""
     corpus = corpus or open_corpus(settings.data, tokenizer)
     batches = Batches(corpus.train, settings.batch, context, settings.seed, corpus.vocab_size)
@@ -47,11 +47,11 @@ def next_tokens(settings: Settings, tokenizer: Tokenizer, context: int, corpus: 
     fixed = validation_batches(corpus.validation, settings.batch, context, VALIDATION_BATCHES, corpus.vocab_size)
     validation = [Example(*to_tensors(batch)) for batch in fixed]
     made = StepBatches(lambda step: Example(*to_tensors(batches[step])))
-    return Data(corpus.description, corpus.digest, made, validation, corpus)
+    return TaskData(corpus.description, corpus.digest, made, validation, corpus)
 
 
 def judge_decoder(
-    settings: Settings, tokenizer: Tokenizer, context: int, pipe: Pipeline, data: Data, loss: float
+    settings: Settings, tokenizer: Tokenizer, context: int, pipe: Pipeline, data: TaskData, loss: float
 ) -> ModelQuality:
     """A decoder beside what counting tokens and pairs of them gives, and what it writes. Every rank must call it."""
     text = write(settings, tokenizer, context, pipe)

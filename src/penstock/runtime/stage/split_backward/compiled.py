@@ -46,7 +46,7 @@ adds what that gives twice. Each number of the tap counts so many calls, each up
 _MOST_CALLS = _NUMBERS_IN_TAP * _CALLS_IN_NUMBER
 
 
-class Tap:
+class WeightTap:
     """What stands for one module's weight in the compiled graphs of one microbatch.
 
     It lives as long as the node in the graph.
@@ -87,14 +87,14 @@ class Tap:
 
 def tap_for(slot: Slot, tape: Tape, weight: Tensor) -> Tensor:
     """What the compiled forward is given of a module in one microbatch."""
-    tap: Tensor = _TapNode.apply(_NO_INPUT, weight, Tap(slot, tape, weight))
+    tap: Tensor = _TapNode.apply(_NO_INPUT, weight, WeightTap(slot, tape, weight))
     return tap
 
 
 _NO_INPUT = torch.empty(0)
 _ZEROS = torch.zeros(_NUMBERS_IN_TAP, dtype=torch.float64)
 _NUMBERS = count(1)
-_TAPS: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary()
+_TAPS: weakref.WeakValueDictionary[int, WeightTap] = weakref.WeakValueDictionary()
 
 
 def call_in_graph(rule: SplitRule, x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor) -> Tensor:
@@ -132,13 +132,13 @@ class _TapNode(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, no_input: Tensor, weight: Tensor, tap: Tap) -> Tensor:
+    def forward(ctx: Any, no_input: Tensor, weight: Tensor, tap: WeightTap) -> Tensor:
         ctx.slot, ctx.tap, ctx.ran = tap.slot, tap, False
         return _ZEROS + tap.number
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[None, Tensor | None, None]:
-        tap: Tap = ctx.tap
+        tap: WeightTap = ctx.tap
         slot, tape, weight = tap.slot, tap.tape(), tap.weight
         if torch.is_grad_enabled():
             raise SplitError(

@@ -52,7 +52,7 @@ class LaneState:
     silent: bool = False
 
 
-class Health:
+class ConnectionHealth:
     """Args:
     addresses: of a rank's interfaces.
     """

@@ -28,7 +28,7 @@ from penstock.runtime.transport.delegate.carrier.frame import Lane, body_bytes, 
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
 from penstock.runtime.transport.delegate.copying import PayloadCopier, SlotPacket, SpecCache, copying_for
 from penstock.runtime.transport.delegate.fleet import DelegateKey, Fleet, Supervisor
-from penstock.runtime.transport.delegate.health import Counters, Health
+from penstock.runtime.transport.delegate.health import ConnectionHealth, Counters
 from penstock.runtime.transport.delegate.inbox import DelegateInbox
 from penstock.runtime.transport.delegate.outbox import Outbox
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
@@ -95,7 +95,7 @@ class DelegateTransport:
         self._fleet = Fleet(rank, num_ranks, gather, interfaces, most_lanes, host_memory, pinned)
         self._outbox = Outbox(self._fleet, num_lanes, most_lanes)
         self._inbox = DelegateInbox(self._fleet, takes_over)
-        self._health = Health(rank, self._fleet.addresses, self.counters)
+        self._health = ConnectionHealth(rank, self._fleet.addresses, self.counters)
         self._num_lanes = num_lanes
         self._specs = SpecCache()
         self._step = self._digest = 0
