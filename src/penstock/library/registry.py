@@ -132,10 +132,19 @@ def build(
 
 
 def options_of_each(names: Sequence[str], options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """By schedule, those of `options` that it takes.
+    """The options that each schedule takes, by the schedule's name.
+
+    Args:
+        names: of schedules; one that is not in the library takes no options.
+        options: by name, for all of the schedules.
 
     Raises:
-        ScheduleError: one that none of the schedules takes.
+        ScheduleError: an option that none of the schedules takes.
+
+    Examples:
+        >>> from penstock.library import options_of_each
+        >>> options_of_each(["1f1b", "amdp"], {"max_mismatch": 1})
+        {'1f1b': {}, 'amdp': {'max_mismatch': 1}}
     """
     takes = {name: inspect.signature(SCHEDULES[name]).parameters for name in names if name in SCHEDULES}
     for key in options:
