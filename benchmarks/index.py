@@ -57,7 +57,7 @@ def compatibility() -> str:
 def deciders() -> str:
     found = read("deciders/results.json")["deciders"].values()
     same, cases = (sum(each[name] for each in found) for name in ("same", "cases"))
-    return f"the same orders in {same:,} of {cases:,} answers of {len(found)} deciders"
+    return f"the same orders in {same:,} of {cases:,} cases of {len(found)} earlier implementations"
 
 
 def delegate() -> str:
@@ -70,7 +70,8 @@ def delegate() -> str:
         )
         return f"{median(one / other for one, other in zip(ours, theirs, strict=True)):.0%}"
 
-    return f"{share('16 MB')} of the GB/s of a rank that sends by itself at 16 MB, {share('64 KB')} at 64 KB"
+    large, small = share("16 MB"), share("64 KB")
+    return f"delegates reach {large} of the GB/s of a rank that sends by itself at 16 MB, {small} at 64 KB"
 
 
 def dispatch() -> str:
@@ -170,8 +171,8 @@ def libraries() -> str:
     ours, script = (median(found[name]) for name in ("penstock.runtime.launch, script", "elastic, script"))
     first = found["elastic, function, fork server"][0]
     return (
-        f"4 ranks have started after {ours:.1f} s by our launcher, after {script:.1f} s by torch elastic, whose fork "
-        f"server, for functions alone, takes {first:.1f} s at first"
+        f"our launcher starts 4 ranks in {ours:.1f} s, torch elastic in {script:.1f} s; torch elastic's fork server, "
+        f"which takes functions only, needs {first:.1f} s the first time"
     )
 
 
@@ -190,9 +191,8 @@ def mesh() -> str:
     alone = [job["equal"] for job in jobs if job["split"][1:] == [1, 1]]
     most = max(job[name] for job in jobs for name in ("loss", "gradient", "norm", "parameter", "evaluated"))
     return (
-        f"{len(jobs) - len(found['problems'])} of {len(jobs)} jobs are right: {sum(alone)} of {len(alone)} of "
-        f"pipelines alone to the bit, all within {most:.0e} of "
-        "the largest entry"
+        f"{len(jobs) - len(found['problems'])} of {len(jobs)} jobs are right, within {most:.0e} of "
+        f"the largest entry; of the jobs with pipelines alone, {sum(alone)} of {len(alone)} are equal to the bit"
     )
 
 
@@ -323,7 +323,7 @@ GROUPS = {
         ),
         Benchmark(
             "deciders",
-            "Does the one engine decide as the six deciders before it did?",
+            "Does the one engine decide like the six implementations that it replaced?",
             deciders,
             "python benchmarks/deciders/run.py ../before --out benchmarks/deciders/results.json",
         ),
@@ -349,7 +349,7 @@ GROUPS = {
         ),
         Benchmark(
             "delegate",
-            "What do messages cost by delegates, the processes that carry them beside a rank?",
+            "What does it cost to send through delegates, the processes that send for a rank?",
             delegate,
             "python benchmarks/delegate/measure.py --out benchmarks/delegate/results.json",
         ),
@@ -367,7 +367,7 @@ GROUPS = {
         ),
         Benchmark(
             "libraries",
-            "Would a library do better where we start ranks and read tensors ourselves?",
+            "Would a library start ranks and read tensors better than our own code does?",
             libraries,
             "python benchmarks/libraries/run.py --out benchmarks/libraries/results.json",
         ),
@@ -387,19 +387,19 @@ GROUPS = {
         ),
         Benchmark(
             "adapt",
-            "Does `--adapt` answer a late link, and leave a healthy one alone?",
+            "Does `--adapt` react to a late link, and leave a healthy one alone?",
             adapt,
             "python benchmarks/adapt/run.py --out runs/adapt",
         ),
         Benchmark(
             "head_of_line",
-            "How much do messages cost that queue up behind a slow one?",
+            "How much time is lost when messages queue up behind a slow one?",
             head_of_line,
             "python -m penstock.bench.head_of_line --out threads.json",
         ),
         Benchmark(
             "faults",
-            "Does a run go on after a rank is killed, a disk is full or a network is cut?",
+            "Does a run continue after a rank is killed, a disk is full or a network is cut?",
             faults,
             "python benchmarks/faults/kill.py --out kill.json",
         ),
@@ -425,13 +425,13 @@ GROUPS = {
         ),
         Benchmark(
             "plan",
-            "How good is a plan after a second, and how fast is what makes it?",
+            "How good is a plan after a second, and how fast are the steps of the planner?",
             plan,
             "penstock bench plan --only free --instances 200 --out benchmarks/plan/free.json",
         ),
         Benchmark(
             "limits",
-            "Does a plan keep to its time limit?",
+            "Does the planner keep to its time limit?",
             limits,
             "python benchmarks/limits/run.py 8x32 warm",
         ),
@@ -443,13 +443,13 @@ GROUPS = {
         ),
         Benchmark(
             "engine",
-            "How long does a schedule of millions of ops take?",
+            "How long does it take to build and simulate a schedule of millions of ops?",
             engine,
             "python benchmarks/engine/run.py 1024x4096",
         ),
         Benchmark(
             "uneven",
-            "How much faster is a step if microbatches that differ are put in order?",
+            "How much faster is a step if microbatches of different lengths are ordered by a plan?",
             uneven,
             "python benchmarks/uneven/run.py --out benchmarks/uneven/results.json",
         ),
