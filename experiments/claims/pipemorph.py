@@ -213,7 +213,7 @@ def late_probe_ms() -> float:
 def probes_with_one_more() -> str:
     """Their share of the time with the probe whose answer moved the nodes, taken to be as long as the others."""
     _, moves = rows_of("pipemorph/moved-lab")
-    probes = sum(moves["probes_ms"]) + moves.get("checks_ms", 0.0) + late_probe_ms()
+    probes = sum(moves["probes_ms"]) + late_probe_ms()
     return f"{probes / (probes + sum(moves['steps_ms'])):.1%}"
 
 

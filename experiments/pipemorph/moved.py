@@ -5,8 +5,8 @@
 Four hosts in a box train a small model as (DP 2, PP 2) with real TCP between them. After some steps the link between
 hosts 2 and 3, the ring of the last stage, turns 30 ms late. Hosts probe all links now and then, and move. A probe
 takes longer where a link is late, and the next one waits until it is 4% of the time since, as under `ps.Pipeline`
-(`ProbePace`). The raw results are the time of every step and of every probe, what it took to agree on when to probe
-(`checks_ms`), and the losses: those of the same run without a late link and without a move.
+(`ProbePace`). The raw results are the time of every step and of every probe, and the losses: those of the same run
+without a late link and without a move.
 """
 
 from __future__ import annotations
@@ -131,8 +131,7 @@ def rank(folder: Path) -> None:
     orchestrator = Orchestrator(job, placed.mesh, ring=ps.cost.Ring(window=2e6))
     generator = torch.Generator().manual_seed(1)
     told: dict[str, Any] = {"order": asdict(order), "losses": [], "steps_ms": [], "probes_ms": [], "done": []}
-    told["checks_ms"] = 0.0
-    pace = ProbePace(_sum_of_all, order.share, order.probe_every)
+    pace = ProbePace(order.share, order.probe_every)
     for step in range(order.steps):
         if order.moves and step == order.late_from:
             if dist.get_rank() == 0:
@@ -147,8 +146,7 @@ def rank(folder: Path) -> None:
         told["steps_ms"].append((time.perf_counter() - begin) * 1e3)
         begin = time.perf_counter()
         if order.moves and pace.after_step():
-            found = placed.watch(orchestrator, TIMEOUT)
-            pace.end(counts=found is None)
+            found = placed.watch(orchestrator, TIMEOUT, pace)
             ms = (time.perf_counter() - begin) * 1e3
             if found is None:
                 told["probes_ms"].append(ms)
@@ -164,19 +162,10 @@ def rank(folder: Path) -> None:
                         "received_bytes": placed.pipe.gather(placed.received),
                     }
                 )
-        elif order.moves:
-            told["checks_ms"] += (time.perf_counter() - begin) * 1e3
     if dist.get_rank() == 0:
         (folder / "result").write_text(json.dumps(told))
     placed.pipe.close()
     dist.destroy_process_group()
-
-
-def _sum_of_all(values: Any) -> Any:
-    import torch.distributed as dist
-
-    dist.all_reduce(values)
-    return values
 
 
 def _host() -> int:
@@ -202,8 +191,7 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
         "moved": moves["steps_ms"][after + 1 :],
     }
     said.append(", ".join(f"{name} {median(part):.0f} ms a step" for name, part in parts.items()))
-    checks = moves.get("checks_ms", 0.0)  # which a run from before it was told does not have
-    probes, steps = sum(moves["probes_ms"]) + checks, sum(moves["steps_ms"])
+    probes, steps = sum(moves["probes_ms"]), sum(moves["steps_ms"])
     said.append(
         f"{len(moves['probes_ms'])} probes of all links, {median(moves['probes_ms']):.1f} ms in the median, "
         f"{max(moves['probes_ms']):.1f} at most: {probes / (probes + steps):.1%} of the time of steps and probes"

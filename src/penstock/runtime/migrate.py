@@ -24,7 +24,7 @@ from penstock.control.orchestrator import Orchestrator
 from penstock.cost import Mesh
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.nodes import Nodes, device_mesh, end_groups, why_sorted
-from penstock.runtime.mesh.probe import probe
+from penstock.runtime.mesh.probe import ProbePace, probe
 from penstock.runtime.pipeline import Pipeline
 
 Make = Callable[[Any], Pipeline]
@@ -114,13 +114,16 @@ class Placed:
                 "state is then put"
             )
 
-    def watch(self, orchestrator: Orchestrator, timeout: float = 60.0) -> Reranking | None:
+    def watch(
+        self, orchestrator: Orchestrator, timeout: float = 60.0, pace: ProbePace | None = None
+    ) -> Reranking | None:
         """Measures all links, and does what the orchestrator says of them. Between two steps, once in a while: it
         takes a few round trips for each other node.
 
         Args:
             orchestrator: each process has one of its own, made alike; its job starts with what `make` runs.
             timeout: seconds that any wait may last.
+            pace: of each process, made alike; `pace.after_step()` then says after which step to call this again.
 
         Returns:
             What was done; None where nothing was.
@@ -130,7 +133,7 @@ class Placed:
         """
         if (why := why_sorted()) is not None:
             raise RuntimeFailure(f"watching would move nodes, which can't lie in any order here: {why}")
-        found = orchestrator.feed(probe(Nodes.of(self._groups).processes, timeout))
+        found = orchestrator.feed(probe(Nodes.of(self._groups).processes, timeout, pace))
         if found is None:
             return None
         runs = orchestrator.now

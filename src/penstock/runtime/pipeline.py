@@ -195,7 +195,7 @@ class Pipeline:
             injected, links = None, given.transport.links
             if links is not None and local.conditions is not None:
                 injected = partial(probed_besides, links, local.conditions)
-            self._agent.probes = NodeProbes(nodes.processes, place.everyone, given.timeout, injected)
+            self._agent.probes = NodeProbes(nodes.processes, given.timeout, injected)
 
     def _tell_place(self) -> None:
         """Lets the agent know where this process lies. Every process must call it."""
@@ -206,8 +206,6 @@ class Pipeline:
         agent.pipeline = self._local.peers.gather(place.everyone.here[0])
         if len(agent.pipeline) < self.schedule.num_ranks:  # one process runs the whole pipeline
             agent.pipeline = agent.pipeline * self.schedule.num_ranks
-        if agent.probes is not None:
-            agent.probes.go_on_with(place.everyone)
 
     def _switch(self, then: ActivePlan | Configuration) -> None:
         """Runs something else from the next step on. Nodes move when that begins; until then nothing has changed."""

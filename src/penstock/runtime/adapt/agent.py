@@ -378,7 +378,6 @@ class NodeProbes:
 
     Args:
         nodes: the processes of each node.
-        everyone: all of them.
         timeout: seconds that any wait may last.
         injected: what is injected into links between nodes besides, in ms one way; None for nothing.
     """
@@ -386,16 +385,11 @@ class NodeProbes:
     def __init__(
         self,
         nodes: Sequence[Sequence[int]],
-        everyone: Peers,
         timeout: float,
         injected: Callable[[], Mapping[Link, float]] | None = None,
     ) -> None:
         self._nodes, self._timeout, self._injected = nodes, timeout, injected
-        self._pace = ProbePace(everyone.sum)
-
-    def go_on_with(self, everyone: Peers) -> None:
-        """From now on all processes are reached so."""
-        self._pace.sum_of = everyone.sum
+        self._pace = ProbePace()
 
     def after_step(self) -> dict[Link, float] | None:
         """To be called by every process after each step; what links take (ms one way) where it was time to look.
@@ -405,8 +399,7 @@ class NodeProbes:
         """
         if not self._pace.after_step():
             return None
-        found = probe(self._nodes, self._timeout)
+        found = probe(self._nodes, self._timeout, self._pace)
         for link, ms in (self._injected() if self._injected is not None else {}).items():
             found[link] += ms
-        self._pace.end()
         return found

@@ -33,12 +33,10 @@ SHARE = 0.04
 class ProbePace:
     """After which steps a round of probes is due, so that rounds take at most a share of the time between them.
 
-    A round is planned by how long steps took before it. When that step has come, all processes add up what time has
-    passed: steps may have become shorter, as they do once nodes have moved away from a late link, and then more of
-    them come first. All processes reckon with the same sums, so that they come to the same step.
+    The process that gathers what a round found plans the next one, and tells all others with it: a sum over all
+    processes would cross a late link several times, and take longer than the round.
 
     Args:
-        sum_of: the sum of every process's values, the same in all processes.
         share: that of the time.
         least_every: fewest steps between two rounds.
         clock: seconds.
@@ -46,64 +44,36 @@ class ProbePace:
 
     def __init__(
         self,
-        sum_of: Callable[[torch.Tensor], torch.Tensor],
         share: float = SHARE,
         least_every: int = LEAST_EVERY,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.sum_of = sum_of
         self._share, self._least_every, self._clock = share, least_every, clock
         self._steps, self._next, self._last = 0, least_every, 0
         self._since = self._began = clock()
-        self._spent, self._adding = 0.0, 0.0
-        """Seconds that the last round took in this process, with the sums since (0 where no round counts), and that
-        the last sum took."""
 
     def after_step(self) -> bool:
-        """To be called by every process after each step: whether a round is due. `end` is to follow it.
-
-        Raises:
-            DeadlineExceeded, PeerLost: a process is late or gone.
-        """
+        """To be called by every process after each step: whether a round is due, which is to begin at once."""
         self._steps += 1
         if self._steps < self._next:
             return False
-        self._began, passed = self._clock(), self._steps - self._last
-        if self._spent == 0.0 or passed >= MOST_EVERY:
-            return True
-        spent, adding, stepping = self._totals((self._began - self._since) / passed)
-        if self._wanted(spent, stepping) <= passed:
-            return True
-        self._next = max(self._steps + 1, self._last + self._wanted(spent + adding, stepping))
-        return False
+        self._began = self._clock()
+        return True
 
-    def end(self, counts: bool = True) -> None:
-        """Just after a round: plans the next one. Every process must call it.
+    def plan(self, rest: float = 0.0) -> int:
+        """How many steps are to come before the next round.
 
         Args:
-            counts: False where it was more than a round (nodes were moved in it, say): the next one comes soon.
+            rest: seconds that this round will go on for.
         """
-        ended = self._clock()
-        self._spent = ended - self._began if counts else 0.0
+        spent = self._clock() - self._began + rest
         stepping = (self._began - self._since) / max(1, self._steps - self._last)
-        self._last, self._since = self._steps, ended
-        spent, adding, stepping = self._totals(stepping)
-        self._next = self._steps + self._wanted(spent + adding, stepping)
-
-    def _wanted(self, spent: float, stepping: float) -> int:
-        """Steps, of `stepping` seconds, beside which `spent` seconds are the share."""
         wanted = math.ceil(spent / (self._share * stepping)) if stepping > 0 else 0
         return min(max(wanted, self._least_every), MOST_EVERY)
 
-    def _totals(self, stepping: float) -> tuple[float, float, float]:
-        """Over all processes: seconds spent, that a sum takes, and that a step takes."""
-        began = self._clock()
-        mine = torch.tensor([self._spent, self._adding if self._spent else 0.0, stepping], dtype=torch.float64)
-        spent, adding, stepping = self.sum_of(mine).tolist()
-        self._adding = self._clock() - began
-        if self._spent:
-            self._spent += self._adding
-        return spent, adding, stepping
+    def follow(self, num_steps: int) -> None:
+        """So many steps are to come, as one process has planned for all."""
+        self._last, self._next, self._since = self._steps, self._steps + num_steps, self._clock()
 
 
 def rounds(num_nodes: int) -> Iterator[list[tuple[int, int]]]:
@@ -116,11 +86,15 @@ def rounds(num_nodes: int) -> Iterator[list[tuple[int, int]]]:
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
-def probe(nodes: Sequence[Sequence[int]], timeout: float) -> dict[tuple[int, int], float]:
+def probe(
+    nodes: Sequence[Sequence[int]], timeout: float, pace: ProbePace | None = None
+) -> dict[tuple[int, int], float]:
     """Milliseconds one way between each two nodes, the same in every process. All of torch.distributed must call it.
 
     Args:
         nodes: the processes of each; the first of them measures.
+        timeout: seconds that any wait may last.
+        pace: of each process, made alike; it then knows when the next round is due.
 
     Raises:
         DeadlineExceeded, PeerLost: a process is late or gone.
@@ -134,12 +108,12 @@ def probe(nodes: Sequence[Sequence[int]], timeout: float) -> dict[tuple[int, int
             for a, b in pairs:
                 if node in (a, b):
                     found[a, b] = _round_trip(node == a, firsts[a + b - node], timeout) / 2
-    _tell_all(found, firsts, timeout)
+    _tell_all(found, firsts, timeout, pace)
     return {(a, b): float(found[a, b]) for a in range(num) for b in range(a + 1, num)}
 
 
-def _tell_all(found: torch.Tensor, firsts: Sequence[int], timeout: float) -> None:
-    """Adds up what nodes found in their first processes; all of torch.distributed has the sum then."""
+def _tell_all(found: torch.Tensor, firsts: Sequence[int], timeout: float, pace: ProbePace | None) -> None:
+    """Adds up what nodes found in their first processes; all of torch.distributed has the sum then, and the plan."""
     me, root = dist.get_rank(), firsts[0]
     if me == root:
         rows = {other: torch.zeros_like(found) for other in firsts[1:]}
@@ -147,13 +121,19 @@ def _tell_all(found: torch.Tensor, firsts: Sequence[int], timeout: float) -> Non
             _wait(work, other, timeout)
         for row in rows.values():
             found += row
+        planned = 0 if pace is None else pace.plan(rest=float(found[0].max()) / 1e3)
+        told = torch.cat([found.flatten(), torch.tensor([float(planned)], dtype=found.dtype)])
         others = [other for other in range(dist.get_world_size()) if other != root]
-        for other, work in [(other, dist.isend(found, other)) for other in others]:
+        for other, work in [(other, dist.isend(told, other)) for other in others]:
             _wait(work, other, timeout)
-        return
-    if me in firsts:
-        _wait(dist.isend(found, root), root, timeout)
-    _wait(dist.irecv(found, root), root, timeout)
+    else:
+        if me in firsts:
+            _wait(dist.isend(found, root), root, timeout)
+        told = torch.empty(found.numel() + 1, dtype=found.dtype)
+        _wait(dist.irecv(told, root), root, timeout)
+        found.copy_(told[:-1].view_as(found))
+    if pace is not None:
+        pace.follow(int(told[-1]))
 
 
 def _round_trip(begins: bool, other: int, timeout: float) -> float:
