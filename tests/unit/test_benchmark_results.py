@@ -282,7 +282,7 @@ NOT_RECORDED = {
     "gaps": "optimum results", "head_of_line": "threads", "lab": "interface links others store",
     "late_link": "plans results", "libraries": "results", "limits": "results",
     "peers": "results", "plan": "families_sample free speed tight tight_32x128 tight_8x32", "play": "results",
-    "profiling": "results", "runtime": "gloo host in_turns runtime", "space": "results", "split": "compiled results",
+    "profiling": "results", "runtime": "gloo host runtime", "space": "results", "split": "compiled results",
     "tune": "results", "uneven": "times",
 }  # fmt: skip
 """Results from before their scripts recorded commit, command, machine and load; one that is run again leaves it."""

@@ -226,6 +226,13 @@ def test_what_a_step_costs_beside_torch() -> None:
     assert [row for row in rows if "---" not in row and row not in page] == []
 
 
+def test_where_the_time_of_a_step_goes() -> None:
+    found = read("runtime/parts.json")
+    lines = [" ".join(line.split()) for line in script("runtime/parts.py").table(found["rows"])]
+    assert [line for line in lines if line not in lines_of("runtime")] == []
+    assert len(found["rows"]) == 9
+
+
 def test_families_that_train() -> None:
     """Whether they do is tested for each in `test_hf_families.py`."""
     families = read("hf_families/families.json")
