@@ -1,4 +1,4 @@
-"""What ops cost: milliseconds for each stage's F, I, W and B, the activations a forward keeps, what weights take."""
+"""Costs of ops: milliseconds of F, I, W and B per stage, activations that a forward keeps, and memory of weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.schedule import Placement, Schedule
 
 FREED_BY_INPUT = 0.5
-"""Share of a stage's activation that I frees where nothing else is said; W frees the rest."""
+"""Default share of a stage's activation that I frees; W frees the rest."""
 
 BY_MICROBATCH = {"f": "F", "i": "I", "w": "W", "b": "B", "activation": "activation", "message_bytes": "message"}
 """Rows that may say more than one number per stage, and the factors they then come to."""
@@ -66,39 +66,41 @@ def _other(given: OtherCosts, num_stages: int) -> tuple[tuple[str, int | None, f
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of every stage, one entry per stage.
+    """How long each stage's ops take, and how much memory they need.
+
+    Every list has one entry per stage. Times are in milliseconds, memory is in bytes or in activation units.
 
     Attributes:
-        f, i, w: milliseconds of the forward, the input-gradient and the weight-gradient half.
-        b: milliseconds of a full backward; i + w where not given.
-        activation: what one forward keeps, in activation units or bytes; 1 per stage where not given.
-        freed_by_input: share of the activation, 0 to 1, that I frees; W (or B) frees the rest.
-        kept_by_recompute: share of the activation, 0 to 1, that a forward keeps (its input) where an R runs it again.
-            Where it is not given, `ps.plan` runs no forward again.
-        other: costs of other kinds of ops, by kind or by (kind, stage): ms, or (ms, memory). Memory above 0 is held
-            from the op's start, memory below 0 is freed at its end. A kind that is not named costs nothing, except R,
-            which then takes as long as F.
-        message_bytes: bytes that a stage's forward sends on, and that its gradient brings back; 0 per stage where not
-            given. They matter where a link has a bandwidth, and where messages are really sent.
-        update_bytes: bytes of a stage's gradients on their way to the owner of its optimizer state, and of its
-            parameters on their way back, where updates are ops of the schedule; 0 per stage where not given.
-            `with_predictions` adds what a rule predicts for other copies.
-        take_over: milliseconds of an update on a copy that does not own the stage and only takes parameters over;
-            0 per stage where not given.
+        f, i, w: milliseconds of a forward, and of the input-gradient and weight-gradient halves of a backward.
+        b: milliseconds of a full backward. Default: i + w.
+        activation: what a forward keeps for its backward, in bytes or activation units. Default: 1 per stage.
+        freed_by_input: share of the activation, 0 to 1, that I frees. W (or B) frees the rest.
+        kept_by_recompute: share of the activation, 0 to 1, that a forward keeps (its input) if an R runs it again.
+            If it is not given, `ps.plan` does not recompute forwards.
+        other: costs of other kinds of ops, by kind or by (kind, stage): ms, or (ms, memory). Positive memory is held
+            from the op's start. Negative memory is freed at its end. A kind that is not listed costs nothing, except
+            R, which takes as long as F.
+        message_bytes: bytes that a stage's forward sends to the next stage; the gradient that comes back has the same
+            size. It matters on links with a bandwidth, and where messages are really sent. Default: 0 per stage.
+        update_bytes: if updates are ops of the schedule, bytes of a stage's gradients on their way to the owner of
+            its optimizer state, and of its parameters on their way back. Default: 0 per stage. `with_predictions`
+            adds the bytes of predicted weights.
+        take_over: milliseconds of an update on a copy that does not own the stage and only receives the new
+            parameters. Default: 0 per stage.
         weight_bytes: bytes of a stage's parameters as ops read them. `ps.footprint` needs them.
-        gradient_bytes: bytes of a buffer of their gradients; `weight_bytes` where not given.
-        optimizer_bytes: bytes of what only the optimizer keeps: moments, and parameters in full precision where ops
-            read shorter ones; 0 per stage where not given.
-        uneven: how much more or less than this the single microbatches cost: `Uneven`, or what it is made from. One
-            number per microbatch says how many times as long its ops take on every stage.
-            {"time": ..., "activation": ..., "message": ...} says more. Simulated and emulated runs use it, and so do
-            `ps.plan` and `ps.planning.order_microbatches`. The library builds its schedules as if all microbatches
-            cost the same.
-        overlap: what a rank hides of a forward and a full backward that it runs as one (`Schedule.pairs`); None where
-            it hides nothing, so that a pair takes as long as one after the other.
+        gradient_bytes: bytes of one buffer of gradients. Default: `weight_bytes`.
+        optimizer_bytes: bytes that only the optimizer keeps: moments, and full-precision parameters if ops read
+            shorter ones. Default: 0 per stage.
+        uneven: how the costs of single microbatches differ from these: an `Uneven`, or what one is made from. A list
+            with one number per microbatch multiplies the times of that microbatch's ops on every stage.
+            {"time": ..., "activation": ..., "message": ...} sets factors of time, memory and message size apart.
+            Simulated and emulated runs use it, and so do `ps.plan` and `ps.planning.order_microbatches`. The library
+            builds its schedules as if all microbatches cost the same.
+        overlap: how much time a rank saves when it runs a forward and a full backward as one (`Schedule.pairs`).
+            None: it saves nothing, and a pair takes as long as one op after the other.
 
-    The time of an update on its owner is that of kind "U" in `other`. Messages as ops (SEND_F and the like) take no
-    time: `Links` says how late they arrive.
+    To give the time of an update on its owner, use the kind "U" in `other`. Ops that are messages (SEND_F and the
+    like) take no time; `Links` says how late messages arrive.
 
     Raises:
         CostError: a negative or non-finite number, lists of different lengths, or no stage.
@@ -184,15 +186,16 @@ class Costs:
 
     @classmethod
     def by_microbatch(cls, **rows: Any) -> Costs:
-        """Costs of single ops, as they were measured: one entry per stage, a number or one number per microbatch.
+        """Costs of single ops, as they were measured: per stage one number, or one number per microbatch.
 
-        Takes what `Costs` takes. Of `f`, `i`, `w`, `b`, `activation` and `message_bytes` a stage may have a number
-        for each of its microbatches: the stage then costs their mean, and `uneven` says how each differs from it.
+        It takes the same arguments as `Costs`. In `f`, `i`, `w`, `b`, `activation` and `message_bytes` an entry may
+        be a list with one number per microbatch. The stage then costs their mean, and `uneven` says how each
+        microbatch differs from it.
 
             Costs.by_microbatch(f=[[10, 20], 15], i=[10, 10], w=[10, 10])     f=[15, 15], F0 of stage 0 takes 10
 
         Raises:
-            CostError: what `Costs` refuses; `uneven` besides; rows of different lengths.
+            CostError: what `Costs` refuses, `uneven` given in addition, or rows of different lengths.
         """
         if rows.get("uneven"):
             raise CostError("costs by microbatch say already how microbatches differ; leave `uneven` out")
@@ -229,11 +232,12 @@ class Costs:
 
     @classmethod
     def assumed(cls, num_ranks: int, placement: Placement) -> Costs:
-        """What is assumed where no costs are given: each rank's share of the model takes F = I = W = 1 ms.
+        """The costs that are assumed if none are given: F, I and W of each rank's share of the model take 1 ms each.
 
-        A microbatch's way through the whole model takes the ranks `num_ranks` ms for each of the three, however
-        finely the model is cut, so makespans of different schedules compare. All stages take as long as each other;
-        one that several ranks run together occupies each of them. An activation is 1 a stage, as in `uniform`.
+        The forwards of one microbatch through the whole model take `num_ranks` ms in all, and so do its I and its W,
+        however finely the model is cut. So makespans of different schedules can be compared. All stages take equally
+        long. A stage that several ranks run together occupies each of them. An activation is 1 per stage, as in
+        `uniform`.
         """
         num_stages = placement.num_stages
         occupied = sum(len(placement.hosts(0, stage)) for stage in range(num_stages))
@@ -248,26 +252,29 @@ class Costs:
 
     @property
     def kept(self) -> float:
-        """`kept_by_recompute`, and 0 where it is not given."""
+        """`kept_by_recompute`, or 0 if it is not given."""
         return 0.0 if self.kept_by_recompute is None else float(self.kept_by_recompute)
 
     @property
     def factors(self) -> Uneven:
-        """`uneven`, which is empty where all microbatches cost the same."""
+        """`uneven` as a value; it is empty if all microbatches cost the same."""
         return cast("Uneven", self.uneven)
 
     def duration(self, kind: str, stage: int, microbatch: int | None = None, *, owns: bool = True) -> float:
-        """Milliseconds of one op; of a kind and stage, where no microbatch is given, before any factor.
+        """Milliseconds of one op.
 
         Args:
-            owns: of an update, whether its copy owns the stage.
+            microbatch: whose factor counts. None: the time of the kind and stage, before any factor.
+            owns: for an update, whether its copy owns the stage.
         """
         ms = self._even_duration(kind, stage, owns)
         return ms if microbatch is None or not self.factors.time else ms * self._time_factor(kind, stage, microbatch)
 
     def pair_duration(self, forward: Sequence[Any], backward: Sequence[Any]) -> float:
-        """Milliseconds of a forward and a backward that a rank runs as one, each as (kind, stage, microbatch), or as
-        (kind, stage) before any factor."""
+        """Milliseconds of a forward and a backward that a rank runs as one.
+
+        Each is (kind, stage, microbatch), or (kind, stage) for the time before any factor.
+        """
         f, b = self.duration(*forward), self.duration(*backward)
         if self.overlap is None:
             return f + b
@@ -277,10 +284,10 @@ class Costs:
         return self.overlap.time(forward[1], backward[1], f, b, *scales)
 
     def memory_change(self, kind: str, stage: int, microbatch: int | None = None) -> float:
-        """What one op adds to (F, R) or takes from (I, W, B) the activations its rank holds.
+        """How one op changes the activations that its rank holds: F and R add to them, I, W and B free them.
 
-        F adds the whole activation; where an R of its own adds all but what is kept, F adds only that. Where no
-        microbatch is given, it is that of a kind and stage before any factor.
+        F adds the whole activation, or only what is kept if an R adds the rest later. If no microbatch is given, the
+        result is that of the kind and stage, before any factor.
         """
         held = self._even_memory(kind, stage)
         if microbatch is None or not self.factors.activation:
@@ -290,10 +297,10 @@ class Costs:
     def message_size(
         self, producer: tuple[str, int] | tuple[str, int, int], consumer: tuple[str, int] | tuple[str, int, int]
     ) -> float:
-        """Bytes of the message from one op to another, each as (kind, stage, microbatch), or as (kind, stage) before
-        any factor. A gradient weighs what it is of.
+        """Bytes of the message from one op to another. A gradient has the size of the activation it belongs to.
 
-        Other messages than activations and gradients tell that an op has run and weigh nothing.
+        Each op is (kind, stage, microbatch), or (kind, stage) for the size before any factor. Messages that are
+        neither activations nor gradients only say that an op has run, and have 0 bytes.
         """
         if producer[0] == consumer[0] == FORWARD:
             return self._sent(FORWARD, producer)
@@ -307,7 +314,7 @@ class Costs:
         return 0.0
 
     def time_factors(self, kind: str, num_microbatches: int) -> Array:
-        """By how much longer each op of a kind takes, (num_stages, num_microbatches)."""
+        """How many times as long each op of a kind takes: an array (num_stages, num_microbatches)."""
         uneven, size = self.factors, (self.num_stages, num_microbatches)
         if not self._has_halves_only(kind):
             return uneven.table("time", kind, *size)
@@ -319,7 +326,7 @@ class Costs:
         return found
 
     def activation_factors(self, kind: str, num_microbatches: int) -> Array:
-        """By how much more each op of a kind adds to or takes from what is held, (num_stages, num_microbatches)."""
+        """How many times as much memory each op of a kind adds or frees: an array (num_stages, num_microbatches)."""
         return self.factors.table("activation", kind, self.num_stages, num_microbatches)
 
     def _even_duration(self, kind: str, stage: int, owns: bool) -> float:
@@ -340,7 +347,7 @@ class Costs:
         return uneven.factor("time", kind, stage, microbatch)
 
     def _has_halves_only(self, kind: str) -> bool:
-        """Whether a full backward takes what its halves take together: they have factors of their own, B has none."""
+        """Whether a full backward takes as long as its halves together: the halves have factors, and B has none."""
         given = self.factors.rows_of("time")
         return kind == BACKWARD and BACKWARD not in given and (INPUT in given or WEIGHT in given)
 
@@ -363,21 +370,22 @@ class Costs:
         return size * self.factors.factor("message", kind, op[1], op[2])
 
     def with_other(self, other: Mapping[tuple[str, int], float | tuple[float, float]]) -> Costs:
-        """The same costs with those of more registered ops, by (kind, stage)."""
+        """The same costs, with those of more registered ops by (kind, stage)."""
         added = _other(dict(other), self.num_stages)
         kept = tuple(entry for entry in self.other_entries if entry[:2] not in dict(other))
         return replace(self, other=kept + added)
 
     def with_predictions(self, schedule: Schedule, sharding: str = "copies", most: float = math.inf) -> Costs:
-        """The same costs, with what a schedule's rule predicts in the messages that take parameters to other copies.
+        """The same costs, with the predicted weights that messages take to other copies of a stage.
 
-        The owner of a stage sends, with the parameters that an update made, as many bytes again for each number of
-        updates by which ops of the copy look ahead of them. Where nothing of that is sent these are the same costs.
+        After an update the owner of a stage sends the new parameters. It sends predicted parameters with them: as
+        many bytes again for each distance, in updates, by which ops of the other copy look ahead. If nothing of the
+        kind is sent, the costs stay the same.
 
         Args:
             schedule: what runs.
-            sharding: who has the optimizer's state; "none": each copy, which then predicts for itself.
-            most: bytes of a message at most.
+            sharding: who has the optimizer's state. With "none" each copy has it, and predicts for itself.
+            most: upper limit of a message's bytes.
 
         Examples:
             >>> import penstock as ps
@@ -417,7 +425,7 @@ class Costs:
 
 
 def require_costs(value: object) -> None:
-    """Raises CostError for what are no costs."""
+    """Raises CostError for a value that is not `Costs`."""
     if not isinstance(value, Costs):
         raise CostError(
             f"costs are {type(value).__name__}: give ps.Costs, like ps.Costs.uniform(num_stages=4, f=10, i=10, w=10)"

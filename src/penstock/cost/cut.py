@@ -1,7 +1,7 @@
-"""Cuts a chain of layers into stages such that the costliest stage costs as little as possible.
+"""Cuts a chain of layers into stages so that the costliest stage costs as little as possible.
 
-A pipeline runs at the pace of its slowest stage, so that maximum is what counts. Among the cuts that reach it,
-the most even one is taken, and among those the one with fewer layers in the first stages, which hold the most
+A pipeline is as fast as its slowest stage. Of all cuts with the lowest maximum, the most even one is taken. If
+several are equally even, the one with fewer layers in the first stages is taken, because those hold the most
 microbatches in flight.
 
     costs       1  4  4  4  4  3          over 4 stages
@@ -18,7 +18,7 @@ __all__ = ["PartitionError", "partition"]
 
 
 class PartitionError(ValueError):
-    """Layers that cannot be cut as asked.
+    """Layers can't be cut into stages as asked.
 
     Examples:
         >>> import penstock as ps
@@ -31,13 +31,13 @@ class PartitionError(ValueError):
 
 
 def partition(costs: Sequence[float], num_stages: int) -> list[range]:
-    """The layers of each stage, as consecutive ranges of at least one layer; exact, and always the same.
+    """Cuts layers into stages of consecutive layers, at least one each. The result is exact, and always the same.
 
-    `PartitionError` if there are more stages than layers, or a cost is negative or not a number.
+    Raises `PartitionError` if there are more stages than layers, or if a cost is negative or not a number.
 
     Args:
-        costs: of each layer, in any unit.
-        num_stages: how many stages.
+        costs: cost of each layer, in any unit.
+        num_stages: number of stages.
 
     Examples:
         >>> import penstock as ps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class CostError(ValueError):
-    """Costs or links that make no sense: negative, not a number, of the wrong length.
+    """Costs or links are invalid: negative, not a number, or of the wrong length.
 
     Examples:
         >>> import penstock as ps

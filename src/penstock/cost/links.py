@@ -1,4 +1,4 @@
-"""Links: what messages meet between ranks.
+"""Links between ranks: how late messages arrive.
 
 Links({(0, 1): 20.0})                     messages between ranks 0 and 1 arrive 20 ms late, both ways
 Links({(0, 1): 20.0, (1, 0): 0.0})        from 0 to 1 alone
@@ -30,23 +30,23 @@ Given = float | str | LinkCondition
 
 @dataclass(frozen=True, init=False, repr=False)
 class Links:
-    """What messages meet between ranks: a delay in milliseconds, or a condition, by link.
+    """How late messages between ranks arrive: a delay in milliseconds, or a condition, per link.
 
-    `Links({(0, 1): 20.0})` is about both directions between ranks 0 and 1, each with a queue of its own; to tell
-    them apart give both, (0, 1) and (1, 0). A link named once has the same latency, occupancy and bandwidth both
-    ways at any moment. A delay is pure latency: any number of messages may be under way at once.
+    `Links({(0, 1): 20.0})` sets both directions between ranks 0 and 1. Each direction has a queue of its own. At any
+    moment both have the same latency, occupancy and bandwidth. To give the directions different conditions, name both
+    (0, 1) and (1, 0). A plain number is pure latency: any number of messages may be on their way at once.
 
     Args:
-        conditions: by two ranks, a delay in ms, a text like "latency:30ms+loss:1%", or a `LinkCondition`.
-        default: of all other links.
-        base: ms that every message takes besides, on any link: what the network itself takes.
+        conditions: for a pair of ranks a delay in ms, a text like "latency:30ms+loss:1%", or a `LinkCondition`.
+        default: the condition of all other links.
+        base: ms that the network itself adds to every message, on any link.
 
     Attributes:
         conditions: the `LinkCondition` of each link that was given.
-        default: of all other links; None where messages pass at once.
+        default: the condition of all other links. None: their messages arrive at once.
 
     Raises:
-        CostError: a negative or non-finite delay, a text that is no condition, or a link that is not named by two
+        CostError: a negative or non-finite delay, a text that is not a condition, or a link that does not name two
             different ranks.
 
     Examples:
@@ -103,10 +103,11 @@ class Links:
 
     @classmethod
     def parse(cls, texts: str | Iterable[str], default: Given | None = None) -> Links:
-        """Reads `0:1=latency:30ms` and the like, one per link; a single string may hold several, apart by blanks.
+        """Reads conditions such as `0:1=latency:30ms`, one per link. A single string may hold several, with blanks
+        between them.
 
         Raises:
-            CostError: names the text and the rule it breaks.
+            CostError: names the text and the rule that it breaks.
         """
         found: dict[tuple[int, int], LinkCondition] = {}
         for text in shlex.split(texts) if isinstance(texts, str) else texts:
@@ -125,7 +126,7 @@ class Links:
 
     @classmethod
     def of(cls, links: Links | None) -> Links:
-        """No links where None is given. Raises CostError for anything else than links."""
+        """The same links, or empty ones for None. Raises CostError for any other type."""
         if links is not None and not isinstance(links, Links):
             raise CostError(f"links are {type(links).__name__}: give ps.Links, like ps.Links({{(0, 1): 20.0}})")
         return cls() if links is None else links
@@ -134,18 +135,18 @@ class Links:
         return shlex.join(self.texts())
 
     def texts(self) -> list[str]:
-        """What `parse` reads, one per link (the default aside)."""
+        """One text per link, as `parse` reads it. The default is not included."""
         return [f"{a}:{b}={condition}" for (a, b), condition in self.conditions.items()]
 
     @cached_property
     def is_constant(self) -> bool:
-        """Whether each link has a latency that lasts, and nothing else."""
+        """Whether every link has a constant latency and nothing else."""
         return not self.base and all(
             each is None or each.is_latency for each in (self.default, *self.conditions.values())
         )
 
     def require_constant(self, what: str) -> None:
-        """Raises CostError, naming a link, unless all are latencies that last, which `what` needs."""
+        """Raises CostError, naming a link, unless all links have constant latencies. `what` names what needs that."""
         if self.is_constant:
             return
         wrong = next((text for text, each in zip(self.texts(), self.conditions.values()) if not each.is_latency), "")
@@ -157,15 +158,15 @@ class Links:
 
     @cached_property
     def delays(self) -> dict[tuple[int, int], float]:
-        """Milliseconds by link, of links that are constant. Raises CostError for others."""
+        """The milliseconds of each link, if all are constant. Raises CostError if not."""
         self.require_constant("a table of delays")
         return {link: each.latency.at(0.0, "") for link, each in self.conditions.items()}
 
     def delay(self, source: int, target: int) -> float:
-        """Milliseconds from the end of an op on `source` to its message's arrival on `target`.
+        """Milliseconds from the end of an op on `source` to the arrival of its message on `target`.
 
         Raises:
-            CostError: links that are not constant: what a message takes depends on when it is sent.
+            CostError: the links are not constant, so the delay depends on when a message is sent.
         """
         there = self.delays.get((source, target))
         if there is not None:
@@ -174,14 +175,14 @@ class Links:
         return self.delays.get((target, source), otherwise)
 
     def named(self, source: int, target: int) -> tuple[str, LinkCondition | None]:
-        """What holds from `source` to `target`, and the link's name as it was given."""
+        """The name of the link from `source` to `target`, as it was given, and its condition."""
         for a, b in ((source, target), (target, source)):
             if (a, b) in self.conditions:
                 return f"{a}:{b}", self.conditions[a, b]
         return f"{min(source, target)}:{max(source, target)}", self.default
 
     def delay_of(self, source: int, target: int, num_bytes: float, now: float, queue: LinkQueue) -> MessagePassage:
-        """When a message of `num_bytes` handed over at `now` (ms) arrives, as `LinkCondition.delay_of`."""
+        """When a message of `num_bytes` that is sent at `now` (ms) arrives. See `LinkCondition.delay_of`."""
         name, condition = self.named(source, target)
         if condition is None:
             arrived = max(now + self.base, queue.last_arrival)
@@ -190,7 +191,7 @@ class Links:
         return MessagePassage(left, arrived + self.base, after)
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raises CostError for a link that names a rank which is not there."""
+        """Raises CostError for a link that names a rank outside 0 to `num_ranks - 1`."""
         for a, b in self.conditions:
             if not (0 <= a < num_ranks and 0 <= b < num_ranks):
                 raise CostError(f"link {a}:{b}: ranks go from 0 to {num_ranks - 1}")
@@ -214,9 +215,9 @@ def _plain(condition: LinkCondition) -> float | str:
 
 
 class LinkQueues:
-    """The queues of all directions of a run: what the simulator and the transports pass messages through.
+    """The queues of all directions of a run, through which the simulator and the transports pass messages.
 
-    They last as long as this is used, over several runs one after the other too.
+    They live as long as this object, so several runs in a row can share them.
     """
 
     def __init__(self, links: Links) -> None:
@@ -224,7 +225,7 @@ class LinkQueues:
         self._queues: dict[tuple[int, int], LinkQueue] = {}
 
     def arrival(self, source: int, target: int, num_bytes: float, now: float) -> float:
-        """Takes up a message; returns when it arrives."""
+        """Passes a message through its queue and returns the moment of its arrival (ms)."""
         condition = self.links.named(source, target)[1]
         both = condition is not None and condition.half_duplex
         way = (min(source, target), max(source, target)) if both else (source, target)

@@ -1,12 +1,12 @@
-"""How nodes lie on the coordinates of a mesh, and so which link serves which group.
+"""Where the nodes of a mesh lie, and so which link serves which group.
 
     Mesh(pp=4, dp=2)            rank 0   rank 1   rank 2   rank 3
                   replica 0        0 ------ 2 ------ 4 ------ 6        ---  a link of a pipeline
                                    :        :        :        :         :   a link of a ring: data parallelism
                   replica 1        1 ------ 3 ------ 5 ------ 7
 
-All other links, 0-3 for one, serve nothing. A node is what keeps together wherever it lies: the `tp` processes of one
-coordinate, on one machine, so that tensor parallelism never leaves it.
+All other links, such as 0-3, are unused. A node is a group of `tp` processes that always stay together on one
+machine, so tensor parallelism never leaves the machine.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class LinkUse(NamedTuple):
     """What a link serves.
 
     Attributes:
-        group: pipeline, ring or nothing.
-        replica: of a pipeline's link; None for others.
-        ranks: the two ranks that a pipeline's link joins, the lower first; of a ring the rank, once.
+        group: pipeline, ring or unused.
+        replica: the replica of a pipeline's link; None for other links.
+        ranks: the two ranks that a pipeline's link joins, the lower first. For a ring, its one rank.
     """
 
     group: LinkGroup
@@ -55,16 +55,16 @@ class LinkUse(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Replicas of a pipeline side by side: pp * dp places, and the node on each.
+    """A mesh: replicas of a pipeline side by side, and which node lies at each of the pp * dp places.
 
     Attributes:
         pp: ranks of a pipeline.
-        dp: replicas.
-        tp: processes on each node.
-        nodes: the node of rank p in replica d, at index `p * dp + d`; in order where not given.
+        dp: replicas of the pipeline.
+        tp: processes per node.
+        nodes: the node of rank p in replica d, at index `p * dp + d`. Default: in ascending order.
 
     Raises:
-        CostError: sizes below 1, or nodes that are not each of 0 to pp * dp - 1 once.
+        CostError: a size below 1, or nodes that do not name each of 0 to pp * dp - 1 once.
 
     Examples:
         >>> import penstock as ps
@@ -101,7 +101,7 @@ class Mesh:
         return tuple(found)
 
     def coordinate(self, node: Node) -> tuple[int, int]:
-        """The rank and the replica that a node runs."""
+        """The rank and the replica of a node."""
         return divmod(self._place[node], self.dp)
 
     def pipeline(self, replica: int) -> tuple[Node, ...]:
@@ -109,18 +109,18 @@ class Mesh:
         return self.nodes[replica :: self.dp]
 
     def ring(self, rank: int) -> tuple[Node, ...]:
-        """The nodes that hold a rank's stages, in the order in which their ring goes round."""
+        """The nodes that hold a rank's stages, in the order of their ring."""
         return self.nodes[rank * self.dp : (rank + 1) * self.dp]
 
     def processes(self) -> list[list[list[int]]]:
-        """Process numbers by rank, replica and tensor-parallel place: what `torch`'s DeviceMesh takes."""
+        """Process numbers by rank, replica and tensor-parallel place, as torch's DeviceMesh takes them."""
         return [[[node * self.tp + t for t in range(self.tp)] for node in self.ring(rank)] for rank in range(self.pp)]
 
     def use(self, a: Node, b: Node, joined: Sequence[tuple[int, int]] | None = None) -> LinkUse:
         """What the link between two nodes serves.
 
         Args:
-            joined: the pairs of ranks that exchange messages; neighbours where not given.
+            joined: the pairs of ranks that exchange messages. Default: neighbours.
         """
         (p, d), (q, e) = sorted((self.coordinate(a), self.coordinate(b)))
         if p == q:
@@ -132,21 +132,24 @@ class Mesh:
         return LinkUse(LinkGroup.PP, d, (p, q)) if d == e and (p, q) in pairs else LinkUse(LinkGroup.UNUSED)
 
     def swapped(self, a: Node, b: Node) -> Mesh:
-        """The same with two nodes in each other's place."""
+        """The same mesh with two nodes swapped."""
         other = {a: b, b: a}
         return replace(self, nodes=tuple(other.get(node, node) for node in self.nodes))
 
     def moved(self, then: Mesh) -> tuple[Node, ...]:
-        """The nodes that lie elsewhere in `then`."""
+        """The nodes that lie at another place in `then`."""
         return tuple(node for node in range(self.num_nodes) if self.coordinate(node) != then.coordinate(node))
 
     def fetching(self, then: Mesh) -> tuple[tuple[Node, int], ...]:
-        """The nodes that run another rank in `then`, with it: they need its state. Replicas hold the same state."""
+        """The nodes that run another rank in `then`, each with that rank.
+
+        They must fetch the rank's state. All replicas of a rank hold the same state.
+        """
         places = ((node, self.coordinate(node)[0], then.coordinate(node)[0]) for node in self.moved(then))
         return tuple((node, rank) for node, before, rank in places if before != rank)
 
     def links_of(self, conditions: Links, replica: int) -> Links:
-        """The conditions of a replica's links by its ranks, from those between nodes."""
+        """The link conditions of one replica, by rank, taken from conditions between nodes."""
         rank_of = {node: rank for rank, node in enumerate(self.pipeline(replica))}
         inside = {
             (rank_of[a], rank_of[b]): each
