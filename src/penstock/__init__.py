@@ -6,9 +6,9 @@
     ps.check(s)
     print(ps.simulate(s, ps.Costs.uniform(num_stages=4, f=10, i=10, w=10)).makespan)
 
-What planning, proving, drawing and running need lies here; the rest in the submodules (`ps.program`, `ps.passes`,
-`ps.runtime`, ...), which are imported when they are first used. `ps.Pipeline`, its options, `ps.emulate`, `ps.split`
-and `ps.StepResult` are the runtime's, and import torch then: `pip install 'penstock[torch]'`.
+The names for planning, proving, drawing and running are here. Everything else is in submodules (`ps.program`,
+`ps.passes`, `ps.runtime`, ...), which are imported when they are first used. `ps.Pipeline`, its options,
+`ps.emulate`, `ps.split` and `ps.StepResult` belong to the runtime and import torch: `pip install 'penstock[torch]'`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Schedules as files: the ending says the format, and for torch's CSV a dialect says the form.
+"""Schedules as files. The ending decides the format; for torch's CSV, a dialect decides the form.
 
 ps.save(s, "s.json")     ps.save(s, "s.txt")     ps.save(s, "s.csv")     ps.load("s.csv", dialect="torch")
 """
@@ -25,23 +25,23 @@ DIALECTS: dict[str, Form | None] = {
     "torch:compute_only": "compute_only",
     "torch:compute_comms": "compute_comms",
 }
-"""The dialects of `.csv`: torch's in the form that is there, without messages as ops, or with them."""
+"""The dialects of `.csv`: torch's CSV as the schedule is, without messages as ops, or with them."""
 
 ENDINGS = (".json", ".txt", ".csv")
 
 
 def save(schedule: Schedule, path: str | Path, dialect: str | None = None) -> None:
-    """Writes a schedule to a file; the ending says how.
+    """Writes a schedule to a file. The ending decides the format.
 
     Args:
-        schedule: what is written.
-        path: ends with `.json` (native JSON), `.txt` (the text grid) or `.csv` (torch's CSV).
-        dialect: of a `.csv`; "torch" (the default) writes what is there, "torch:compute_only" leaves
-            communication ops out, "torch:compute_comms" adds them where the schedule has none.
+        schedule: the schedule to write.
+        path: a path that ends with `.json` (native JSON), `.txt` (the text grid) or `.csv` (torch's CSV).
+        dialect: the form of a `.csv`. "torch" (the default) writes the ops as they are, "torch:compute_only" leaves
+            communication ops out, and "torch:compute_comms" adds them if the schedule has none.
 
     Raises:
-        ScheduleError: another ending or dialect, a disk that does not take it, or, for `.csv`, a schedule that
-            is not valid or needs what torch lacks.
+        ScheduleError: another ending or dialect, or a file that can't be written. For `.csv` also a schedule that is
+            not valid, or that needs what torch lacks.
 
     Examples:
         >>> import tempfile, penstock as ps
@@ -73,17 +73,19 @@ def save(schedule: Schedule, path: str | Path, dialect: str | None = None) -> No
 
 
 def load(path: str | Path, dialect: str | None = None, declare_order: bool = False) -> Schedule:
-    """Reads a schedule that `save` wrote. It is not proved: `ps.check` does that.
+    """Reads a schedule that `save` wrote. It does not prove the schedule; `ps.check` does.
 
     Args:
-        path: ends with `.json`, `.txt` or `.csv`.
-        declare_order: declares the order of microbatches that the rows show, where it is not the ascending one that
-            `check` expects. A CSV can't say it; gradients are then summed as the rows have it.
-        dialect: of a `.csv`; "torch" (the default) keeps its communication ops, "torch:compute_only" leaves
-            them out, "torch:compute_comms" adds them where there are none. A CSV holds no name: the file's is taken.
+        path: a path that ends with `.json`, `.txt` or `.csv`.
+        declare_order: whether the schedule declares the order of microbatches that its rows show, if that is not the
+            ascending one that `check` expects. A CSV can't declare it. Gradients are then summed in the rows' order.
+        dialect: the form of a `.csv`. "torch" (the default) keeps its communication ops, "torch:compute_only" leaves
+            them out, and "torch:compute_comms" adds them if there are none. A CSV holds no name, so the schedule gets
+            the file's.
 
     Raises:
-        ScheduleError: names the file and what is wrong in it, or another ending or dialect.
+        ScheduleError: another ending or dialect, or a file that can't be read. The error names the file and what is
+            wrong in it.
 
     Examples:
         >>> import tempfile, penstock as ps
@@ -133,12 +135,12 @@ def _in_form(schedule: Schedule, form: Form | None) -> Schedule:
 
 
 def _name_of(path: Path) -> str:
-    """A schedule's name made from the file's."""
+    """A name for a schedule, made from the file's name."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", path.stem).lstrip("._+-") or "torch"
 
 
 def path_of(given: object) -> Path:
-    """A path as text or as a Path. Raises ScheduleError for what is neither, or no path."""
+    """A path given as text or as a Path. Raises ScheduleError for any other type, or for an invalid path."""
     text = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(text, str):
         raise ScheduleError(f"a file is named by text or a Path, got {type(given).__name__}", rule="file")
@@ -148,7 +150,7 @@ def path_of(given: object) -> Path:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file so that a kill at any moment leaves the old one or the new one, never half of it."""
+    """Writes a file as a whole: if the process is killed, the old file or the new one is there, never half of one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)

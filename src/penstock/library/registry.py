@@ -62,10 +62,10 @@ TORCH_NAMES = {
     "zbvzerobubble": "zb-v",
     "dualpipev": "dualpipe-v",
 }
-"""What `torch.distributed.pipelining` and TorchTitan call schedules, in small letters -> its name here."""
+"""The names of schedules in `torch.distributed.pipelining` and TorchTitan, in lower case -> their names here."""
 
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag", "amdp")
-"""Orders over a whole run, which no flush ends: they take a `window`, and have their updates as ops with it."""
+"""Schedules of a whole run without flushes. They take a `window`; with it, updates are ops of the schedule."""
 
 
 @refuse_old({"memory_limit": "max_in_flight=..., as ps.plan takes"}, ScheduleError)
@@ -75,19 +75,19 @@ def build(
     """Builds a schedule of the library by its name, and checks it.
 
     Args:
-        name: of the schedule, such as "1f1b", "zb-v" or "amdp". `penstock show --help` lists them.
+        name: the name of the schedule, such as "1f1b", "zb-v" or "amdp". `penstock show --help` lists all.
         num_ranks: devices of the pipeline.
         num_microbatches: microbatches of a step, over all pipelines together.
         max_in_flight: most stage activations that a rank may hold, each from its F to its B or W. Some schedules
-            adapt to it. The others are refused if they need more.
-        options: what the schedule takes besides, such as `num_stages` (interleaved-1f1b) or `warmup` (zb).
+            adapt to this limit. The others are refused if they need more.
+        options: further options of the schedule, such as `num_stages` (interleaved-1f1b) or `warmup` (zb).
 
     Returns:
-        The schedule, which is proved to run.
+        The schedule, proved to run.
 
     Raises:
-        ScheduleError: an unknown name (the nearest ones are offered) or option, counts that the schedule cannot use,
-            or a cap that it does not meet.
+        ScheduleError: an unknown name (the error suggests similar ones), an unknown option, counts that the schedule
+            cannot use, or a cap that it exceeds.
 
     Examples:
         >>> import penstock as ps
@@ -135,8 +135,8 @@ def options_of_each(names: Sequence[str], options: Mapping[str, Any]) -> dict[st
     """The options that each schedule takes, by the schedule's name.
 
     Args:
-        names: of schedules; one that is not in the library takes no options.
-        options: by name, for all of the schedules.
+        names: names of schedules. One that is not in the library takes no options.
+        options: options by name, for all of the schedules.
 
     Raises:
         ScheduleError: an option that none of the schedules takes.

@@ -1,4 +1,4 @@
-"""The one exception for a schedule that must not run: it says where, which rule, and what is missing."""
+"""The exception for a schedule that must not run: where it is wrong, which rule it breaks, and what is missing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from penstock.schedule.op import Op
 
 
 class ScheduleError(ValueError):
-    """A schedule is invalid, or cannot be built or read. What does not apply is None.
+    """A schedule is invalid, or cannot be built or read. Attributes that do not apply are None.
 
     Attributes:
-        rule: short name of the broken rule, like "order" or "deadlock".
-        rank, step, op: the spot; `step` is the index in the rank's order.
-        peer: the missing or mismatched other side, an op or a rank, in words.
-        line, column: the spot in a file, counted from 1; a column of a CSV is a cell.
+        rule: short name of the broken rule, such as "order" or "deadlock".
+        rank, step, op: where it is broken; `step` is the index in the rank's order.
+        peer: the other side that is missing or does not match, an op or a rank, in words.
+        line, column: the place in a file, counted from 1. In a CSV, a column is a cell.
 
     Examples:
         >>> import penstock as ps
@@ -42,7 +42,7 @@ class ScheduleError(ValueError):
         self.line, self.column = line, column
 
     def in_file(self, path: str | Path) -> ScheduleError:
-        """The same error with the file named first."""
+        """The same error, with the name of the file in front."""
         return ScheduleError(
             f"{path}: {self}",
             rule=self.rule,

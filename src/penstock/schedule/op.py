@@ -4,12 +4,12 @@ The letters are torch's. PipeMorph and the zero-bubble papers write B for what i
 
     F  forward                 B  full backward (I and W at once)
     I  input-gradient half     W  weight-gradient half
-    R  forward again, before a backward whose F kept nothing but its input
+    R  forward again, before a backward whose F kept only its input
     U  update: a copy of a stage takes over new parameters (see `updates`)
 
-SEND_F, RECV_F, SEND_B and RECV_B are messages as ops of their own, for runtimes that want them in the
-schedule (torch's); Penstock's own places messages itself. Any other kind is registered with the schedule's
-stage graph.
+SEND_F, RECV_F, SEND_B and RECV_B are messages as ops. They are for runtimes that want messages in the schedule, such
+as torch's; Penstock's own runtime places messages itself. Any other kind must be registered with the schedule's stage
+graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 BUILT_IN = (*KINDS, RECOMPUTE, UPDATE, *COMMUNICATION)
 
 KIND_NAME = r"[A-Z]|[A-Z][A-Z0-9_]+[A-Z]|[A-Z][A-Z0-9_]*[0-9]"
-"""How a kind may be called."""
+"""The names that a kind may have."""
 _OP = re.compile(
     rf"(?P<stage>[0-9]{{1,9}})?(?P<kind>{KIND_NAME})(?:(?<=[A-Z])|(?<=[0-9])\.)(?P<microbatch>[0-9]{{1,9}})"
 )
@@ -34,15 +34,17 @@ _DIGITS = frozenset("0123456789")
 
 
 class Op(NamedTuple):
-    """One op of a schedule: a kind, a stage and a microbatch. Its text is stage, kind and microbatch: 2F0.
+    """One op of a schedule: a kind, a stage and a microbatch.
 
-    A dot stands before the microbatch where the kind's name ends with a digit: 1GATHER2.0.
+    As text it is stage, kind and microbatch: 2F0. If the kind's name ends with a digit, a dot stands before the
+    microbatch: 1GATHER2.0.
 
     Attributes:
         kind: F (forward), B (backward), I and W (its two halves: input and weight gradients), R (a forward that runs
             again), U (an update), or the name of another kind, such as SEND_F.
-        stage: counted over the whole model, from 0.
-        microbatch: from 0. Of a registered op and of U it is the number among its like.
+        stage: the stage, counted over the whole model from 0.
+        microbatch: the microbatch, from 0. For a registered op and for U: its number among the ops of its kind and
+            stage.
 
     Examples:
         >>> import penstock as ps
@@ -61,17 +63,17 @@ class Op(NamedTuple):
         return f"{self.stage}{self.short()}"
 
     def short(self) -> str:
-        """The op without its stage, for rows of ranks that host just one."""
+        """The op's text without its stage, for rows of ranks that host only one."""
         return f"{self.kind}{'.' if self.kind[-1] in _DIGITS else ''}{self.microbatch}"
 
 
 def parse_op(text: str, default_stage: int | None = None) -> Op:
-    """Reads `2F0` (stage 2), or `F0` where `default_stage` says which stage that is.
+    """Reads one op: `2F0` (of stage 2), or `F0` with a `default_stage`.
 
-    Strict: the whole text must match. Raises ValueError.
+    The whole text must match. Raises ValueError if it does not.
 
     Args:
-        text: of one op.
+        text: the text of one op.
         default_stage: the stage of an op that names none.
 
     Examples:

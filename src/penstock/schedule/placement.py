@@ -3,7 +3,7 @@
 one-to-one, 4 ranks      0 1 2 3
 circular, 8 stages       0 1 2 3 0 1 2 3
 V, 8 stages              0 1 2 3 3 2 1 0
-shared ends, 6 stages    * 0 1 2 3 *        (* on all four ranks at once)
+shared ends, 6 stages    * 0 1 2 3 *        (* all four ranks run it together)
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Placement:
 
     Attributes:
         pipelines: `pipelines[k][stage]` is the rank that hosts that stage of pipeline k.
-        shared: (stage, ranks) of each stage that several ranks run together, in every pipeline; the first of
-            them is the one that `pipelines` names.
+        shared: (stage, ranks) of each stage that several ranks run together, in every pipeline. The first of these
+            ranks is the one in `pipelines`.
 
     Raises:
-        ScheduleError: no pipeline, pipelines of different lengths, a negative rank, or a shared stage that is
-            not there, is given twice, names a rank twice, or whose first rank is not the one in `pipelines`.
+        ScheduleError: no pipeline, pipelines of different lengths, a negative rank, or an invalid shared stage: one
+            that does not exist, is given twice, names a rank twice, or whose first rank differs from `pipelines`.
 
     Examples:
         >>> import penstock as ps
@@ -84,13 +84,13 @@ class Placement:
         return len(self.pipelines)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages `rank` hosts in any pipeline, ascending."""
+        """The stages that `rank` hosts in any pipeline, ascending."""
         found = {s for ranks in self.pipelines for s, host in enumerate(ranks) if host == rank}
         found |= {stage for stage, ranks in self.shared if rank in ranks}
         return tuple(sorted(found))
 
     def hosts(self, pipeline: int, stage: int) -> tuple[int, ...]:
-        """The ranks that run `stage` of a pipeline: one, or all those that share it."""
+        """The ranks that run `stage` of a pipeline: one rank, or all ranks that share it."""
         return self._shared_ranks.get(stage) or (self.pipelines[pipeline][stage],)
 
     @cached_property
@@ -99,10 +99,10 @@ class Placement:
 
 
 def one_to_one(num_ranks: int) -> Placement:
-    """Stage i on rank i.
+    """Places stage i on rank i.
 
     Args:
-        num_ranks: devices of the pipeline, and stages.
+        num_ranks: devices of the pipeline, and number of stages.
 
     Examples:
         >>> import penstock as ps
@@ -113,11 +113,11 @@ def one_to_one(num_ranks: int) -> Placement:
 
 
 def circular(num_ranks: int, num_stages: int) -> Placement:
-    """Stage s on rank s mod num_ranks.
+    """Places stage s on rank s mod num_ranks.
 
     Args:
         num_ranks: devices of the pipeline.
-        num_stages: over the whole model.
+        num_stages: stages of the whole model.
 
     Examples:
         >>> import penstock as ps
@@ -128,7 +128,7 @@ def circular(num_ranks: int, num_stages: int) -> Placement:
 
 
 def v_shape(num_ranks: int) -> Placement:
-    """Two stages per rank, down the ranks and back up: the last rank hosts the two middle stages.
+    """Places two stages on each rank, down the ranks and back up. The last rank hosts the two middle stages.
 
     Args:
         num_ranks: devices of the pipeline.
@@ -143,7 +143,7 @@ def v_shape(num_ranks: int) -> Placement:
 
 
 def ranks_together(schedule: Schedule) -> dict[Op, tuple[int, ...]]:
-    """The ranks of every op that stands in several rows because they run it together."""
+    """The ranks of every op that several ranks run together; such an op is in the row of each of them."""
     if not schedule.has_shared_ops:
         return {}
     rows: dict[Op, list[int]] = {}

@@ -1,6 +1,6 @@
 """The schedule: one immutable value that says what every rank does and in which order.
 
-It holds no module, tensor or process group. `str()` draws it as a text grid that parses back.
+It holds no module, tensor or process group. `str()` draws it as a text grid, which `ps.parse` reads back.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does and in which order.
+    """What every rank does, and in which order.
 
     Attributes:
         name: letters, digits and `._+-`.
         placement: which rank hosts which stage.
-        order: `order[rank]` is that rank's ops, first to last.
-        microbatch_pipeline: the pipeline of each microbatch; its length is the number of microbatches.
-        max_in_flight: most stage activations a rank may hold (freed at B or W), or None for no limit.
-        stage_graph: how the stages depend on one another and which ops are registered; None for a chain.
-        updates: the window of the optimizer's updates, whose ops (U) are then in the order; None for none there.
-        microbatch_orders: the order in which queues of ops run their microbatches, for those that do not run them in
-            ascending order; see `microbatch_order`.
+        order: `order[rank]` lists that rank's ops, first to last.
+        microbatch_pipeline: the pipeline of each microbatch. Its length is the number of microbatches.
+        max_in_flight: most stage activations that a rank may hold (B or W frees one). None: no limit.
+        stage_graph: how the stages depend on one another, and which ops are registered. None: a chain.
+        updates: the window of the optimizer's updates, if these are ops (U) of the order. None: they are not.
+        microbatch_orders: the order of microbatches in each queue of ops that does not run them in ascending order;
+            see `microbatch_order`.
         pairs: the forwards and backwards that a rank runs as one, in ascending order; see `pairs`.
 
-    A value of this type need not be valid: `check` proves that. It is immutable and holds no model, so it can be
-    printed, compared, saved and sent.
+    A schedule is immutable and holds no model, so it can be printed, compared, saved and sent. It may be invalid:
+    `check` proves that it is not.
 
     Raises:
         ScheduleError: a name with other characters, a cap that is not above 0, or a stage graph with another number
@@ -99,7 +99,7 @@ class Schedule:
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes it, by the ending: .json, .txt or .csv as a file that `ps.load` reads, .svg or .html as a picture.
+        """Writes the schedule, by the ending: .json, .txt and .csv for `ps.load`, .svg and .html as a picture.
 
         Raises:
             ScheduleError: another ending, a schedule that cannot be drawn, or no such folder.
@@ -115,7 +115,7 @@ class Schedule:
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __getattr__(self, name: str) -> Any:
-        """The order of a schedule made of columns: its ops are there from the moment somebody asks for them."""
+        """Makes the order of a schedule of columns: its ops are created when somebody first asks for them."""
         columns = vars(self).get("columns") if name == "order" else None
         if columns is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -130,7 +130,7 @@ class Schedule:
         num_microbatches: int,
         max_in_flight: float | None = None,
     ) -> Schedule:
-        """A schedule with one pipeline."""
+        """Makes a schedule with one pipeline."""
         rows = tuple(tuple(row) for row in order)
         return cls(name, placement, rows, (0,) * num_microbatches, max_in_flight)
 
@@ -143,12 +143,14 @@ class Schedule:
         microbatch_pipeline: tuple[int, ...],
         max_in_flight: float | None = None,
     ) -> Schedule:
-        """A schedule of plain ops that are given as columns. `check`, `lower` and `simulate` go through these, and no
-        op is made before somebody asks for one."""
+        """Makes a schedule of plain ops from columns.
+
+        `check`, `lower` and `simulate` read the columns. Ops are created only when somebody asks for them.
+        """
         return cls(name, placement, (), microbatch_pipeline, max_in_flight).with_columns(columns)
 
     def with_columns(self, columns: Columns) -> Schedule:
-        """The same schedule of other ops, or of its own in another order, given as columns. It has no pairs."""
+        """The same schedule with other ops, or with its own in another order, given as columns. It has no pairs."""
         made = object.__new__(Schedule)
         vars(made).update({f.name: vars(self)[f.name] for f in fields(self) if f.name != "order"} | {"pairs": ()})
         vars(made)["columns"] = columns
@@ -171,14 +173,14 @@ class Schedule:
         return sum(len(row) for row in self.order) if "order" in vars(self) else int(vars(self)["columns"].num_ops)
 
     def op_at(self, rank: int, step: int) -> Op:
-        """One op of the order."""
+        """The op at one step of a rank's order."""
         if "order" in vars(self):
             return self.order[rank][step]
         return op_of(vars(self)["columns"], rank, step)
 
     @cached_property
     def graph(self) -> StageGraph:
-        """How the stages depend on one another, and what updates and pairs wait for."""
+        """How the stages depend on one another, with what updates and pairs wait for."""
         graph = self.stage_graph or StageGraph.chain(self.num_stages)
         if self.updates is None and not self.pairs:
             return graph
@@ -186,24 +188,24 @@ class Schedule:
 
     @property
     def windows(self) -> Windows | None:
-        """The updates and their numbers; None where they are not in the order."""
+        """The updates and their numbers. None if updates are not in the order."""
         if self.updates is None:
             return None
         return Windows(self.updates.window, self.num_microbatches, self.placement.num_pipelines)
 
     @cached_property
     def asynchronous(self) -> frozenset[tuple[str, int]]:
-        """The (kind, stage) of ops that a rank starts and goes on; see `streams`."""
+        """The (kind, stage) of all asynchronous ops, which run beside their rank's other ops; see `async_ops`."""
         registered = self.stage_graph.registered if self.stage_graph is not None else ()
         return frozenset((r.kind, r.stage) for r in registered if r.asynchronous)
 
     @cached_property
     def columns(self) -> Columns | None:
-        """The ops as arrays; None where some are not plain. See `columns`."""
+        """The ops as arrays. None if some are not plain; see `columns`."""
         return columns_of(self)
 
     def pipeline_of(self, op: Op) -> int:
-        """The pipeline whose copy of the stage runs `op`; 0 for registered ops of no single microbatch."""
+        """The pipeline whose copy of the stage runs `op`; 0 for registered ops that belong to no one microbatch."""
         if op.kind == UPDATE and (windows := self.windows) is not None:
             return windows.update_of(op.microbatch)[1]
         if self.stage_graph is not None and (registered := self.stage_graph.registered_of.get((op.kind, op.stage))):
@@ -211,18 +213,18 @@ class Schedule:
         return self.microbatch_pipeline[op.microbatch]
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank that hosts `stage` for `microbatch`; the first of them where several share it."""
+        """The rank that hosts `stage` for `microbatch`. If several ranks share the stage, the first of them."""
         return self.placement.pipelines[self.microbatch_pipeline[microbatch]][stage]
 
     def hosts(self, op: Op) -> tuple[int, ...]:
-        """The ranks that run `op`: one, or all those that run it together."""
+        """The ranks that run `op`: one rank, or all ranks that run it together."""
         if self.stage_graph is not None and (registered := self.stage_graph.registered_of.get((op.kind, op.stage))):
             return registered.ranks or self.placement.hosts(self.pipeline_of(op), op.stage)
         return self.placement.hosts(self.pipeline_of(op), op.stage)
 
     @property
     def has_shared_ops(self) -> bool:
-        """Whether some op is run by several ranks together."""
+        """Whether several ranks run some op together."""
         graph = self.stage_graph
         return bool(self.placement.shared) or (graph is not None and any(len(r.ranks) > 1 for r in graph.registered))
 
@@ -239,8 +241,10 @@ class Schedule:
         return tuple(map(tuple, found))
 
     def microbatches_of(self, kind: str, stage: int, pipeline: int = 0) -> Sequence[int]:
-        """The microbatches of a queue, all ops of one kind of a stage in a pipeline, in the order in which they run:
-        as declared, or ascending. Of a registered kind its ops by number.
+        """The microbatches of a queue in the order in which they run: as declared, or ascending.
+
+        A queue is all ops of one kind and stage in one pipeline. For a registered kind the result is the numbers of
+        its ops.
         """
         kind = order_kind(kind)
         given = self._orders.get((kind, stage, pipeline))
@@ -258,7 +262,7 @@ class Schedule:
         return replace(self, name=name)
 
     def forward_only(self, num_microbatches: int | None = None) -> Schedule:
-        """The F ops alone, of the first `num_microbatches`, for evaluation. Not valid for training."""
+        """Only the F ops of the first `num_microbatches`, for evaluation. The result is not valid for training."""
         num = self.num_microbatches if num_microbatches is None else num_microbatches
         rows = tuple(tuple(op for op in row if op.kind == FORWARD and op.microbatch < num) for row in self.order)
         orders = [o for o in self.microbatch_orders if o.kind == FORWARD]
@@ -278,7 +282,7 @@ class Schedule:
 
 
 def require_schedule(value: object) -> None:
-    """Raises ScheduleError for what is no schedule, and says how to come by one."""
+    """Raises ScheduleError for a value that is not a Schedule, and says how to get one."""
     if isinstance(value, Schedule):
         return
     hint = 'ps.build("1f1b", num_ranks=4, num_microbatches=8) makes one, ps.load reads one'

@@ -1,11 +1,11 @@
-"""Reads a text grid (`text`): strictly, with the line and column of whatever is wrong.
+"""Reads a text grid (see `text`) strictly: errors give the line and the column of what is wrong.
 
     rank 0 | F0 F1 B0 B1        a schedule of two ranks, two stages and two microbatches
     rank 1 | F0 B0 F1 B1
 
-A grid written by hand needs no more than its rows: ranks and microbatches are counted, and a stage lies on the rank
-whose row has its ops (stage r on rank r where no cell names one). Rows that do not name their ranks are those of
-ranks 0, 1, 2 and so on. Several pipelines need the lines above the rows.
+A grid written by hand needs only its rows. Ranks and microbatches are counted. A stage lies on the rank whose row has
+its ops; if no cell names a stage, stage r lies on rank r. Rows without a rank's name belong to ranks 0, 1, 2 and so
+on. Several pipelines need the lines above the rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.schedule.stage_graph import Needs, Registered, StageGraph
 from penstock.schedule.updates import NEWEST, Updates
 
 UNNAMED = "grid"
-"""The name of a schedule whose grid has no header."""
+"""The name of a schedule whose grid has no header line."""
 
 _HEAD = re.compile(
     r"schedule (?P<name>\S+): (?P<ranks>[0-9]{1,7}) ranks?, (?P<stages>[0-9]{1,7}) stages?, "
@@ -62,19 +62,19 @@ _ORDER = re.compile(
 )
 _ROW = re.compile(r"rank (?P<rank>[0-9]{1,7}) *\|(?P<cells>.*)")
 _CELLS = re.compile(r"[0-9]*[A-Z][A-Z0-9_]*[0-9]\b.*|\.[. ]*(?:[0-9]*[A-Z][A-Z0-9_]*[0-9]\b.*)?")
-"""A row that does not say whose it is."""
+"""The rank of a row that does not name one."""
 
 
 def parse(text: str) -> Schedule:
-    """Reads a schedule from a text grid. It is not proved: `check` does that.
+    """Reads a schedule from a text grid. It does not prove the schedule; `check` does.
 
-    Words and cells are read strictly. Bubbles, alignment, comments and blank lines are free.
+    Words and cells must be exact. Bubbles, alignment, comments and blank lines don't matter.
 
     Args:
         text: one line per rank, as `str(schedule)` writes it.
 
     Raises:
-        ScheduleError: (rule "text") names the line and the column.
+        ScheduleError: the text is not a grid (rule "text"); the error gives the line and the column.
 
     Examples:
         >>> import penstock as ps

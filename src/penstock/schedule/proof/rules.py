@@ -81,21 +81,22 @@ def check(
 ) -> None:
     """Proves that a schedule can run, or raises an error that shows why it cannot.
 
-    It checks ranges, that every op is there once, that everything an op needs comes before it, the order of
-    microbatches, that ranks do not wait for each other in a circle, and memory.
+    The proof shows that stages, ranks and microbatches are in range, that every op is there once and after all that
+    it needs, that queues run their microbatches in order, that ranks never wait for each other in a circle, and that
+    memory stays within its limit.
 
     Args:
-        schedule: what is to be proved.
-        channel_depth: messages a channel (one directed pair of ranks and one kind, activations or
-            gradients) holds before its sender must wait; a message leaves when its receiver uses it. By
-            default a channel holds all that is in flight over it, never more than its ranks' `peak_in_flight`.
-        max_in_flight: most stage activations a rank may hold, counted from F to B or W; by default the
-            schedule's own limit.
-        max_mismatch: most updates of a copy of a stage between a microbatch's forward and its backward there; by
-            default the schedule's own bound, `updates.max_mismatch`.
+        schedule: the schedule to prove.
+        channel_depth: how many messages a channel holds before its sender must wait. A channel is one directed pair
+            of ranks and one kind of message, activations or gradients. A message leaves it when the receiver uses it.
+            By default a channel holds everything in flight over it, never more than its ranks' `peak_in_flight`.
+        max_in_flight: most stage activations that a rank may hold, counted from F to B or W. Default: the schedule's
+            own limit.
+        max_mismatch: most updates that a copy of a stage may make between a microbatch's forward and its backward.
+            Default: the schedule's own bound, `updates.max_mismatch`.
 
     Raises:
-        ScheduleError: names the rule, and the rank, step and op where it is broken.
+        ScheduleError: the schedule breaks a rule. The error names the rule, and the rank, step and op.
 
     Examples:
         >>> import penstock as ps
