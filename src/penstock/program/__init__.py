@@ -1,4 +1,4 @@
-"""The language: placement, rules, and the user's own ops and functions become a schedule."""
+"""A small language for schedules: a placement, rules, and your own ops and functions become a schedule."""
 
 from penstock.program import placements
 from penstock.program.new_op import Branch, NewOp

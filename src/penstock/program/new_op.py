@@ -1,4 +1,4 @@
-"""Ops of the user's own kinds, and the branches of a model: what makes a program more than a chain."""
+"""Ops of the user's own kinds, and branches of a model: for programs that are more than a chain of stages."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from penstock.schedule import Placement, ScheduleError
 from penstock.schedule.short_repr import short_repr
 
 StageName = int | tuple[str, int]
-"""A stage by its number, or as (branch, number within the branch); -1 is a branch's last."""
+"""A stage, as a number or as (branch, number within the branch); -1 is a branch's last stage."""
 
 
 @dataclass(frozen=True)
 class NewOp:
-    """A kind of op besides forward and backward.
+    """A kind of op of your own, besides forward and backward.
 
         NewOp("GATHER", stage=3, after={("F", 3): 4}, before={("B", 3): 4}, time=2.0)
 
-    is one gather after every four forwards of stage 3, and the backwards of those four wait for it.
+    adds one gather after every four forwards of stage 3. The backwards of those four wait for it.
 
     Attributes:
-        kind: an upper-case letter or word.
-        stage: the stage that it belongs to; its ranks run it unless `on` says otherwise.
-        after: how many ops of a (kind, stage) unlock one of this.
-        before: how many ops of a (kind, stage) one of this unlocks.
-        on: stages whose ranks run it together; those of `stage` where not given.
-        num_ops: how many there are; counted from `after` or `before` where not given.
-        time: how long one takes (ms).
-        memory: in the unit of the costs' activations. If above 0 it is held from the op's start, if below 0 it is
-            freed at its end.
-        holds: the same as a share of its stage's activation: -1 for an offload to host memory, 1 for the reload.
-            `memory` is added to it.
-        last: run it when nothing else can run, instead of before everything else.
-        asynchronous: its ranks start it as soon as it may begin and go on computing; it runs beside them, the
-            asynchronous ops of a rank one after the other, and what needs it waits for its end.
-        passed_on: whether op m waits for op m - 1, wherever that ran. It is for what circulates over the ranks, as
-            weights may.
+        kind: the name of the kind, an upper-case letter or word.
+        stage: the stage that the op belongs to. The stage's ranks run it unless `on` says otherwise.
+        after: how many ops of a (kind, stage) must run before each op of this kind.
+        before: how many ops of a (kind, stage) wait for each op of this kind.
+        on: stages whose ranks run the op together. Default: the ranks of `stage`.
+        num_ops: how many ops of this kind there are. Default: computed from `after` or `before`.
+        time: how long one op takes (ms).
+        memory: memory that the op adds, in the unit of the costs' activations. Positive memory is held from the op's
+            start. Negative memory is freed at its end.
+        holds: memory as a share of the stage's activation: -1 for an offload to host memory, 1 for the reload. It is
+            added to `memory`.
+        last: whether the op runs only when nothing else can, instead of before everything else.
+        asynchronous: whether the op runs beside the rank's other ops. The rank starts it as soon as it may begin and
+            goes on computing; ops that need it wait for its end. Asynchronous ops of a rank run one after another.
+        passed_on: whether op m waits for op m - 1, whichever rank ran that. For what circulates over the ranks, such
+            as weights.
         run: the function that the runtime calls. Simulation and proof do not need it.
 
     Raises:
-        ScheduleError: a kind, stage or number that makes no sense.
+        ScheduleError: an invalid kind, stage or number.
 
     Examples:
         >>> import penstock as ps
@@ -120,17 +120,17 @@ class NewOp:
 
 @dataclass(frozen=True)
 class Branch:
-    """A part of the model with a placement, a number of microbatches and rules of its own, like one modality.
+    """A part of the model with its own placement, microbatches and rules, such as one modality.
 
     Attributes:
-        placement: one pipeline over ranks counted from 0 within the branch.
-        ranks: which ranks of the whole those are; the next free ones where not given.
-        num_microbatches: how many go through this branch in a step.
-        rules: how the branch's ranks choose among ready ops; `Rules()` where not given.
-        feeds: the names of the branches whose first stages take this one's last output.
+        placement: one pipeline, over ranks counted from 0 within the branch.
+        ranks: the ranks of the whole program that these are. Default: the next free ones.
+        num_microbatches: how many microbatches go through this branch in a step.
+        rules: how the branch's ranks choose among ready ops. Default: `Rules()`.
+        feeds: names of the branches whose first stages take the output of this branch's last stage.
 
     Raises:
-        ScheduleError: a placement with several pipelines, no microbatch, or `feeds` that is no tuple.
+        ScheduleError: a placement with several pipelines, fewer than one microbatch, or `feeds` that is not a tuple.
 
     Examples:
         >>> import penstock as ps

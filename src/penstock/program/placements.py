@@ -1,6 +1,6 @@
 """Placements by name, and how to combine them. Each call returns a `Placement`.
 
-named("v-shape", 4)             as `ps.plan(placement=...)` and --placement of the command line take it
+named("v-shape", 4)             by name, as in `ps.plan(placement=...)` and in --placement on the command line
 
 one_to_one(4)                   0 1 2 3
 circular(4, 8)                  0 1 2 3 0 1 2 3
@@ -23,24 +23,25 @@ from penstock.schedule.placement import one_to_one as _one_to_one
 from penstock.schedule.placement import v_shape as _v_shape
 
 BOTH_WAYS = "+bidirectional"
-"""What a name ends with where a second pipeline runs from the last rank to the first."""
+"""The suffix of names that add a second pipeline, from the last rank to the first."""
 
 STAGES_PER_RANK = {"one-to-one": 1, "circular": 2, "v-shape": 2, "wave": 4}
-"""The placements of one pipeline by name, with the stages per rank that each has where nothing else is said."""
+"""The placements of one pipeline by name, with the default number of stages per rank."""
 
 NAMES = (*STAGES_PER_RANK, *(name + BOTH_WAYS for name in STAGES_PER_RANK))
 """What `named` takes."""
 
 
 def named(name: str, num_ranks: int, num_stages: int | None = None) -> Placement:
-    """The placement of a name: one of `NAMES`.
+    """The placement with a name of `NAMES`.
 
     Args:
-        num_stages: over the whole model, for circular and wave, which may have more per rank; two and four per rank
-            where not given.
+        num_stages: stages of the whole model. Circular and wave placements may have more of them. Default: two per
+            rank for circular, four per rank for wave.
 
     Raises:
-        ScheduleError: another name, stages that the placement can't have, or two directions of one rank.
+        ScheduleError: an unknown name, a number of stages that the placement can't have, or two directions on one
+            rank.
     """
     base = name.removesuffix(BOTH_WAYS) if isinstance(name, str) else ""
     if base not in STAGES_PER_RANK:
@@ -72,12 +73,12 @@ def named(name: str, num_ranks: int, num_stages: int | None = None) -> Placement
 
 
 def one_to_one(num_ranks: int) -> Placement:
-    """Stage i on rank i."""
+    """Places stage i on rank i."""
     return _one_to_one(_at_least_one(num_ranks))
 
 
 def circular(num_ranks: int, num_stages: int) -> Placement:
-    """Stage s on rank s mod num_ranks. Raises ScheduleError where some rank would host no stage."""
+    """Places stage s on rank s mod num_ranks. Raises ScheduleError if some rank would host no stage."""
     if num_stages < _at_least_one(num_ranks):
         raise ScheduleError(
             f"{num_stages} stages laid over {num_ranks} ranks leave rank {num_stages} without one; "
@@ -88,12 +89,12 @@ def circular(num_ranks: int, num_stages: int) -> Placement:
 
 
 def v_shape(num_ranks: int) -> Placement:
-    """Two stages per rank, down the ranks and back up."""
+    """Places two stages on each rank, down the ranks and back up."""
     return _v_shape(_at_least_one(num_ranks))
 
 
 def wave(num_ranks: int, num_waves: int) -> Placement:
-    """The V repeated: 2 * num_waves stages per rank (Hanayo)."""
+    """Repeats the V: 2 * num_waves stages per rank (Hanayo)."""
     down = tuple(range(_at_least_one(num_ranks)))
     if num_waves < 1:
         raise ScheduleError(f"a wave placement has {num_waves} waves: give at least 1", rule="placement")
@@ -101,7 +102,7 @@ def wave(num_ranks: int, num_waves: int) -> Placement:
 
 
 def bidirectional(placement: Placement) -> Placement:
-    """Every pipeline and its mirror image, in which rank r takes the place of rank `num_ranks - 1 - r`."""
+    """Adds the mirror image of every pipeline: rank r takes the place of rank `num_ranks - 1 - r`."""
     last = num_ranks_of(placement) - 1
     mirrored = tuple(tuple(last - rank for rank in ranks) for ranks in placement.pipelines)
     if placement.shared:
@@ -114,10 +115,10 @@ def bidirectional(placement: Placement) -> Placement:
 
 
 def multi_directional(num_ranks: int) -> Placement:
-    """`num_ranks / 2` pipelines in both directions (AMDP, section 3): even pipeline j has stage i on rank
-    `(2j + i) mod d`, odd j on `(2j - i + d + 1) mod d`.
+    """Places `num_ranks / 2` pipelines in both directions (AMDP, section 3).
 
-    Raises ScheduleError for an odd number of ranks: half a pipeline cannot be laid.
+    With d ranks, an even pipeline j has stage i on rank `(2j + i) mod d`, an odd one on `(2j - i + d + 1) mod d`.
+    Raises ScheduleError for an odd number of ranks.
     """
     d = _at_least_one(num_ranks)
     if d % 2:
@@ -133,9 +134,9 @@ def multi_directional(num_ranks: int) -> Placement:
 
 
 def table(rows: Iterable[Sequence[int | None]]) -> Placement:
-    """Any placement: of each pipeline, the rank of every stage.
+    """Any placement, from one row per pipeline with the rank of every stage.
 
-    Raises ScheduleError for a row that is no list, a stage that is nowhere (None) and a rank that hosts no stage.
+    Raises ScheduleError for a row that is not a list, a stage without a rank (None) or a rank without a stage.
     """
     pipelines = []
     for k, row in enumerate(rows):
@@ -158,7 +159,7 @@ def table(rows: Iterable[Sequence[int | None]]) -> Placement:
 
 
 def shared_ends(placement: Placement, first: bool = True, last: bool = True) -> Placement:
-    """One stage before and one after, each run by all ranks together (FlexPipe's MLLM placement)."""
+    """Adds a first and a last stage, each run by all ranks together (FlexPipe's MLLM placement)."""
     ranks = tuple(range(num_ranks_of(placement)))
     rows = tuple(((0,) if first else ()) + row + ((0,) if last else ()) for row in placement.pipelines)
     shift = 1 if first else 0
@@ -170,7 +171,7 @@ def shared_ends(placement: Placement, first: bool = True, last: bool = True) -> 
 
 
 def num_ranks_of(placement: Placement) -> int:
-    """How many ranks a placement needs: one more than the highest that it names."""
+    """How many ranks a placement needs: the highest rank that it names, plus one."""
     highest = max(max(row) for row in placement.pipelines)
     return max([highest, *(rank for _, ranks in placement.shared for rank in ranks)]) + 1
 

@@ -1,12 +1,12 @@
-"""A program: placement and rules, from which a schedule is built.
+"""A program: a placement and rules, from which a schedule is built.
 
     Program(one_to_one(4), 8, Rules(max_in_flight=[4, 3, 2, 1])).build()                     1F1B
     Program(v_shape(4), 16, Rules(max_in_flight=8), split=True).build()                     a V, W in the bubbles
     Program(bidirectional(one_to_one(4)), 8, Rules(max_in_flight=4)).build()                 Chimera
 
-Building runs the rules through time over the costs: a rank that is free takes the op that its rules put
-first among those that are ready then. (FlexPipe moves all ranks on in steps, as if all ops took equally long.)
-Functions of the user's make it run uncompiled; nothing else changes.
+Building simulates the rules over the costs: whenever a rank is free, it takes the op that its rules put first among
+those that are ready. (FlexPipe instead moves all ranks on in steps, as if all ops took equally long.) With functions
+of the user's, building runs uncompiled; nothing else changes.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from penstock.simulation.lister import Lister
 
 @dataclass(frozen=True)
 class Program:
-    """Placement, rules, and what else there is to a schedule before it is built.
+    """A placement and rules, from which a schedule is built.
 
     Attributes:
-        placement: where the stages lie.
-        num_microbatches: over all pipelines together.
-        rules: one set for all ranks, or sets by the number of the rank. Ranks that are not named have `Rules()`.
-        split: whether backwards are split into I and W, so that W fills bubbles: for all stages, or by a function of
-            the stage.
-        costs: how long ops take while the schedule is built (ms); 1 ms for F, I and W where not given.
-        links: how late messages are while it is built (ms); at once where not given.
-        stages: how stages depend on one another; a chain where not given.
-        ops: kinds of ops besides.
-        pipelines: the pipeline of each microbatch; in turn where not given.
-        branches: the first stage and the number of stages of each branch, by name.
-        name: of the schedule.
+        placement: which rank hosts which stage.
+        num_microbatches: microbatches of a step, over all pipelines together.
+        rules: one `Rules` for all ranks, or a mapping from ranks to `Rules`. Ranks that it leaves out use `Rules()`.
+        split: whether backwards are split into I and W, so that W fills bubbles. True or False for all stages, or a
+            function of the stage.
+        costs: how long ops take while the schedule is built (ms). Default: 1 ms for F, I and W.
+        links: how late messages are while it is built (ms). Default: they arrive at once.
+        stages: how the stages depend on one another. Default: a chain.
+        ops: additional kinds of ops.
+        pipelines: the pipeline of each microbatch. Default: pipelines take turns.
+        branches: for each branch, by name, its first stage and its number of stages.
+        name: the name of the schedule.
 
     Raises:
-        ScheduleError: a placement, rule or op that contradicts another.
+        ScheduleError: a placement, rule or op that contradicts another one.
         CostError: costs for another number of stages.
 
     Examples:
@@ -132,10 +132,10 @@ class Program:
         ops: Sequence[NewOp] = (),
         name: str = "program",
     ) -> Program:
-        """A model of several branches side by side, stages numbered branch by branch.
+        """A program for a model of several branches side by side. Stages are numbered branch by branch.
 
-        Each branch has ranks, rules and microbatches of its own. Raises ScheduleError where two branches want
-        the same rank under different rules, or one feeds a branch that is not there.
+        Each branch has its own ranks, rules and microbatches. Raises ScheduleError if two branches want the same rank
+        under different rules, or if a branch feeds one that does not exist.
         """
         if not branches:
             raise ScheduleError("a program of no branches: give at least one", rule="stages")
@@ -204,7 +204,7 @@ class Program:
 
     @property
     def has_functions(self) -> bool:
-        """Whether some decision asks a function of the user's, so that building runs uncompiled."""
+        """Whether some rule is a function of the user's, so that building runs uncompiled."""
         return any(self.rules_of(rank).has_functions for rank in range(self.num_ranks))
 
     def rules_of(self, rank: int) -> Rules:
@@ -212,7 +212,7 @@ class Program:
         return self.rules.get(rank, Rules()) if isinstance(self.rules, Mapping) else self.rules
 
     def stage(self, name: StageName) -> int:
-        """A stage's number, from its name: a number already, or (branch, number within it)."""
+        """The number of a stage, given as a number or as (branch, number within the branch)."""
         if isinstance(name, int) and 0 <= name < self.num_stages:
             return name
         if not (isinstance(name, tuple) and len(name) == 2 and isinstance(name[1], int)):
@@ -232,7 +232,7 @@ class Program:
 
     @cached_property
     def stage_graph(self) -> StageGraph | None:
-        """The stages with the registered ops; None for a plain chain."""
+        """The stages with the registered ops; None for a plain chain without any."""
         if not self.ops:
             return self.stages
         graph = self.stages or StageGraph.chain(self.num_stages)
@@ -253,7 +253,7 @@ class Program:
         return replace(graph, registered=tuple(registered), needs=tuple(needs))
 
     def _count(self, op: NewOp, graph: StageGraph, registered: Sequence[Registered]) -> int:
-        """How many ops of a registered kind there are, by the groups in which it goes."""
+        """How many ops of a registered kind there are, computed from the sizes of its groups."""
         there = {(known.kind, known.stage): known.num_ops for known in registered}
         counts = {float(op.num_ops)} if op.num_ops is not None else set()
         for (kind, at), size in [*op.after.items(), *op.before.items()]:
@@ -291,9 +291,9 @@ class Program:
 
     @property
     def callables(self) -> dict[str, Callable[..., Any]]:
-        """What the runtime calls for each kind of op that has a `run`: `ps.Pipeline(..., ops=program.callables)`.
+        """The function of each kind of op that has a `run`, for `ps.Pipeline(..., ops=program.callables)`.
 
-        Raises ScheduleError where one kind has several functions.
+        Raises ScheduleError if one kind has several functions.
         """
         found: dict[str, Callable[..., Any]] = {}
         for op in self.ops:
@@ -306,7 +306,7 @@ class Program:
 
     @cached_property
     def all_costs(self) -> Costs:
-        """The costs, those of the registered ops among them: what to simulate the schedule with."""
+        """The costs with those of the registered ops. Simulate the schedule with these."""
         costs = self.costs or Costs.assumed(self.num_ranks, self.placement)
         if not self.ops:
             return costs
@@ -329,7 +329,7 @@ class Program:
         )
 
     def tables(self, graph: QueueGraph) -> Tables:
-        """The graph's tables with the rules filled in. Raises ScheduleError for limits that nothing can meet."""
+        """The graph as tables, with the rules filled in. Raises ScheduleError for limits that nothing can meet."""
         if self.all_costs.factors.activation and any(
             self.rules_of(rank).memory_limit is not None for rank in range(self.num_ranks)
         ):
@@ -390,10 +390,10 @@ class Program:
         record.hold = int(traversal.strict)
 
     def build(self) -> Schedule:
-        """The schedule, checked.
+        """Builds the schedule and checks it.
 
-        Raises ScheduleError if no rank can go on (it says what each waits for), if a function of the user's
-        raises, or if the result breaks a rule of `check`.
+        Raises ScheduleError if no rank can go on (the error says what each rank waits for), if a function of the
+        user's raises, or if the result breaks a rule of `check`.
         """
         from penstock.program.stepper import Stepper
 
@@ -409,10 +409,10 @@ class Program:
         return schedule
 
     def _limit(self) -> float | None:
-        """The limit that the schedule keeps, where it is one number for all ranks.
+        """The limit that the schedule declares, if it is one number for all ranks.
 
-        Raises ScheduleError for limits of another form where asynchronous ops give memory back: what waits for the
-        room is known by the schedule's limit alone.
+        Raises ScheduleError for other limits if asynchronous ops free memory: only this limit tells ranks how long to
+        wait for it.
         """
         if any(op.asynchronous and op.holds for op in self.ops):
             return self._limit_with_streams()
@@ -446,7 +446,7 @@ def _is_count(value: object) -> bool:
 
 
 def _of_one_rank(rules: Rules, place: int, num_ranks: int, first_stage: int, num_stages: int) -> Rules:
-    """Rules given for a branch, as rules of its rank number `place`; stages as numbers within the whole model."""
+    """The rules of a branch for its rank number `place`, with stages numbered over the whole model."""
     changes: dict[str, Any] = {}
     for name in ("warmup", "max_in_flight", "memory_limit"):
         value = getattr(rules, name)
@@ -465,14 +465,14 @@ def _of_one_rank(rules: Rules, place: int, num_ranks: int, first_stage: int, num
 
 
 def _joined(some: Rules, more: Rules) -> Rules:
-    """The first with the second's limits of stages added to its own."""
+    """The first rules, with the second's limits of stages added."""
     if isinstance(some.max_in_flight, Mapping) and isinstance(more.max_in_flight, Mapping):
         return replace(some, max_in_flight={**some.max_in_flight, **more.max_in_flight})
     return some
 
 
 def _require_ops(ops: object) -> tuple[NewOp, ...]:
-    """The registered ops. Raises ScheduleError for what is no list of them."""
+    """The registered ops. Raises ScheduleError for anything but a sequence of `NewOp`."""
     if not isinstance(ops, Sequence):
         raise ScheduleError(f"ops is {reprlib.repr(ops)}: give a list of ps.NewOp", rule="options")
     if wrong := [op for op in ops if not isinstance(op, NewOp)]:

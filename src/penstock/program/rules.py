@@ -1,6 +1,6 @@
-"""Rules: which ready op a rank runs next. FlexPipe's two priorities (Table 2), limits, and the user's functions.
+"""Rules for which ready op a rank runs next: FlexPipe's two priorities (Table 2), limits, and the user's functions.
 
-Rules()                                            backward before forward, as much in flight as comes
+Rules()                                            backward before forward, no limit on microbatches in flight
 Rules(max_in_flight=[4, 3, 2, 1])                  1F1B on four ranks
 Rules("interleaved", forward=breadth_first(4), backward=depth_first(4), warmup=[10, 8, 6, 4])
 """
@@ -38,14 +38,14 @@ Limit = float | Sequence[float] | Mapping[int, float] | Callable[["View", Op], f
 
 @dataclass(frozen=True)
 class Traversal:
-    """In which order a rank goes through the stages it hosts, for one kind of op.
+    """In which order a rank goes through the stages that it hosts, for one kind of op.
 
     Attributes:
-        deepest_first: from the last stage to the first (depth-first) instead of from the first on.
-        interval: how many ops of a stage follow one another before the next stage's turn; None for no such rule.
-        strict: whether the kind waits for the stage whose interval runs; else another stage's op may run.
-        pick: among ready ops, the first in this order (IN_ORDER), the one that has been ready longest (EARLIEST)
-            or the one of the lowest microbatch (BY_MICROBATCH); the order then settles ties.
+        deepest_first: whether it goes from the last stage to the first (depth-first) instead of from the first on.
+        interval: how many ops of a stage run before the next stage's turn. None: no such rule.
+        strict: whether ops of other stages must wait until the interval of a stage is complete.
+        pick: which of the ready ops comes first: the first in this order (IN_ORDER), the one that has been ready
+            longest (EARLIEST), or the one of the lowest microbatch (BY_MICROBATCH). The order decides ties.
 
     Raises:
         ScheduleError: an interval below 1.
@@ -71,11 +71,11 @@ class Traversal:
 
 
 def breadth_first(interval: int | None = None, strict: bool = False) -> Traversal:
-    """Prefers the stages nearer the model's front, of those that a rank hosts.
+    """Prefers, of the stages that a rank hosts, those nearer the front of the model.
 
     Args:
-        interval: how many microbatches go through a stage before its next stage's turn; None for all that are ready.
-        strict: whether the rank waits for the stage whose turn it is.
+        interval: how many microbatches go through a stage before the next stage's turn. None: all that are ready.
+        strict: whether the rank waits for the stage whose turn it is, instead of running another one.
 
     Returns:
         A traversal for `Rules(forward=...)` and `Rules(backward=...)`.
@@ -97,11 +97,11 @@ def breadth_first(interval: int | None = None, strict: bool = False) -> Traversa
 
 
 def depth_first(interval: int | None = None, strict: bool = False) -> Traversal:
-    """Prefers the stages nearer the model's end, of those that a rank hosts.
+    """Prefers, of the stages that a rank hosts, those nearer the end of the model.
 
     Args:
-        interval: how many microbatches go through a stage before its next stage's turn; None for all that are ready.
-        strict: whether the rank waits for the stage whose turn it is.
+        interval: how many microbatches go through a stage before the next stage's turn. None: all that are ready.
+        strict: whether the rank waits for the stage whose turn it is, instead of running another one.
 
     Returns:
         A traversal for `Rules(forward=...)` and `Rules(backward=...)`.
@@ -123,10 +123,10 @@ def depth_first(interval: int | None = None, strict: bool = False) -> Traversal:
 
 
 def earliest_first(deepest_first: bool = False) -> Traversal:
-    """Whatever has been ready longest (first in, first out).
+    """Prefers the op that has been ready longest (first in, first out).
 
     Args:
-        deepest_first: whether equals go by the stage nearest the model's end.
+        deepest_first: whether ties go to the stage nearest the end of the model, instead of the front.
 
     Examples:
         >>> import penstock as ps
@@ -139,10 +139,10 @@ def earliest_first(deepest_first: bool = False) -> Traversal:
 
 
 def by_microbatch(deepest_first: bool = False) -> Traversal:
-    """The lowest microbatch, of whatever stage.
+    """Prefers the lowest microbatch, of any stage.
 
     Args:
-        deepest_first: whether equals go by the stage nearest the model's end.
+        deepest_first: whether ties go to the stage nearest the end of the model, instead of the front.
 
     Examples:
         >>> import penstock as ps
@@ -156,29 +156,29 @@ def by_microbatch(deepest_first: bool = False) -> Traversal:
 
 @dataclass(frozen=True)
 class Rules:
-    """How ranks choose among ready ops.
+    """How a rank chooses among the ops that are ready.
 
     Attributes:
-        kinds: "backward-first", "forward-first" or "interleaved" (whichever ran last yields).
-        units: how many forwards, and how many backwards, follow one another at one go.
-        strict: where kinds are interleaved, whether a rank waits for the kind whose turn it is while any of it is
-            left.
-        forward, backward: which of a rank's stages goes first: `ps.breadth_first()` (by default), `ps.depth_first()`,
-            `ps.program.earliest_first()` or `ps.program.by_microbatch()`. Weight gradients follow that of backwards.
-        warmup: forwards that a rank runs before anything else: one count for all, or one for each rank.
-        max_in_flight: most forwards that a rank may hold whose B (or W) has not run: one number, one for each rank, a
-            mapping from stages to limits of their own, or a function of (view, the F asked for). Limits of ranks
-            keep room for deeper stages of the rank, so they never lock the ranks up. The other two forms may.
-        memory_limit: most memory that a rank may hold, in the unit of the costs' activations: one number, or one for
-            each rank.
-        patience: milliseconds before an expected forward or backward in which no W starts.
-        check: called as `check(view, op)` before an op is chosen; where it says False the op must wait.
-        choose: called as `choose(view, ready ops)`, in the order of the rules; returns one of them, or None to
-            idle. Replaces the rules' own choice, warm-ups included. Like `check` it is asked again as soon as any op
-            starts or ends.
+        kinds: "backward-first", "forward-first" or "interleaved" (forwards and backwards take turns).
+        units: how many forwards, and how many backwards, run in one turn.
+        strict: with "interleaved", whether a rank waits for the kind whose turn it is as long as ops of it are left.
+        forward, backward: which of a rank's stages goes first: `ps.breadth_first()` (the default),
+            `ps.depth_first()`, `ps.program.earliest_first()` or `ps.program.by_microbatch()`. Weight gradients follow
+            the rule for backwards.
+        warmup: forwards that a rank runs before anything else: one count for all ranks, or one per rank.
+        max_in_flight: most forwards that a rank may hold without having run their B (or W). One number, one per rank,
+            a mapping from stages to limits of their own, or a function of (view, the F in question). Limits of ranks
+            keep room for the rank's deeper stages, so they never cause a deadlock. The other two forms may.
+        memory_limit: most memory that a rank may hold, in the unit of the costs' activations: one number, or one per
+            rank.
+        patience: no W starts within this many milliseconds before an expected forward or backward.
+        check: called as `check(view, op)` before an op is chosen. If it returns False, the op must wait.
+        choose: called as `choose(view, ready ops)`, with the ops in the order of the rules. It returns one of them,
+            or None to idle. It replaces the rules' own choice, warm-ups included. Both `check` and `choose` are
+            called again as soon as any op starts or ends.
 
     Raises:
-        ScheduleError: names and numbers that make no sense.
+        ScheduleError: an unknown name, or a number out of range.
 
     Examples:
         >>> import penstock as ps
@@ -232,11 +232,11 @@ class Rules:
 
     @property
     def has_functions(self) -> bool:
-        """Whether some decision asks a function of the user's."""
+        """Whether some rule is a function of the user's."""
         return self.check is not None or self.choose is not None or callable(self.max_in_flight)
 
     def check_stages(self, num_stages: int) -> None:
-        """Raises ScheduleError for a limit of a stage that is not there, or of less than one forward."""
+        """Raises ScheduleError if a limit names a stage that does not exist, or is below one forward."""
         if not isinstance(self.max_in_flight, Mapping):
             return
         for stage, limit in self.max_in_flight.items():
@@ -257,7 +257,7 @@ class Rules:
         return int(min(found, sys.maxsize))
 
     def cap_of(self, rank: int, num_ranks: int) -> float:
-        """Most forwards in flight on `rank`; infinite where the limit is one of stages or a function."""
+        """Most forwards in flight on `rank`; infinite if the limit is one of stages or a function."""
         if callable(self.max_in_flight) or isinstance(self.max_in_flight, Mapping):
             return math.inf
         return _of_rank("max_in_flight", self.max_in_flight, rank, num_ranks, math.inf)
