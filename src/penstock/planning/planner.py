@@ -1,4 +1,4 @@
-"""`plan`: the best schedule for given costs, links and memory, with a proof of how good it is."""
+"""`plan`: searches the best schedule for given costs, links and memory, and proves how good it is."""
 
 from __future__ import annotations
 
@@ -69,63 +69,65 @@ def plan(
 ) -> Plan:
     """Searches for the best order of ops, and proves a bound that no order can beat.
 
-    It computes lower bounds, builds greedy orders, improves them forward and backward, and searches around them.
-    CP-SAT solves small problems where it is installed (extra `exact`). The search stops when the gap is closed or the
-    time is spent.
+    The search computes lower bounds, builds greedy orders, improves them forward and backward, and searches around
+    them. It solves small problems with CP-SAT if that is installed (extra `exact`). It stops when the gap is closed
+    or the time is spent.
 
-    Where microbatches differ (`Costs.uneven`), the schedule is one for the mean microbatch, or for a heavier one
-    where memory is short, and they run in the best order found (`microbatch_order`). The bound holds for any order.
-    Backwards are then split unless `split` is False, nothing runs again, and microbatches are dealt in turn.
+    If microbatches differ (`Costs.uneven`), the schedule is made for the mean microbatch, or for a heavier one if
+    memory is short. The microbatches then run in the best order found (`microbatch_order`); the bound holds for any
+    order. In that case backwards are split unless `split` is False, nothing is recomputed, and microbatches are dealt
+    to the pipelines in turn.
 
-    Where the costs have an `overlap`, a forward and a full backward that follow each other on a rank may run as a
-    pair, and the bound holds for schedules with pairs too. They are planned for the makespan of a frozen order.
+    If the costs have an `overlap`, a forward and a full backward that follow each other on a rank may run as a pair.
+    The bound then holds for schedules with pairs too. Pairs are planned for the makespan of a frozen order.
 
-    Plan and bound are those of the family that `Certificate` names: the placement given, and what `split`,
-    `recompute` and `deal` leave open. What they leave open is decided op by op, together with the order.
+    Plan and bound belong to the family of schedules that `Certificate` names: those with the given placement, within
+    what `split`, `recompute` and `deal` allow. What these leave open is decided op by op, together with the order.
 
     Args:
-        costs: of each stage.
+        costs: costs of each stage.
         num_ranks, num_microbatches: counts of the schedule.
-        links: delays (ms); messages arrive at once where not given.
-        max_in_flight: most forwards that a rank may have started whose W (or B) has not ended, each stage's counted
-            as one: one number, or one for each rank.
+        links: delays of links (ms). Default: messages arrive at once.
+        max_in_flight: most forwards that a rank may have started without having ended their W (or B), with each
+            stage's forwards counted as one. One number, or one per rank.
         memory_limit: the same limit in the unit of `costs.activation`, of which I frees `costs.freed_by_input`.
         total_limit: most bytes that a rank may hold in all, as `ps.footprint` counts them: weights, gradients, the
-            optimizer's state, activations and messages. Where messages take more than the plan leaves to them, the
-            search begins again with less room for activations. The bound is that of activations alone.
-        time_limit: seconds for all of it, with compiling and proving the result. Whatever the limit, a first order is
-            built and proved, and what problems of more than 30,000 ops need is compiled (see `compile_ahead`).
-        objective: "makespan"; "span", the longest time from a rank's first start to its last end; or
-            `Expected`, the mean makespan over samples of link delays (`links` then only says where to begin).
-        dispatch: how the schedule will be run. "hinted" and "dynamic" measure what the search finds in that way.
-        placement: which rank hosts which stage, or a name of `ps.placements.NAMES`, like "v-shape". Where not given
-            stage i lies on rank i, and stages of a graph where the first orders are shortest.
-        split: True for I and W everywhere, False for B everywhere. By default each op may be a B where that takes
-            less time than I and W. Elsewhere I with its W right behind it is as good.
-        recompute: whether forwards may run again, so that they keep only `costs.kept_by_recompute` until then.
-            By default they may where the costs say what that is. It helps only under a `memory_limit`.
-        offload: whether activations may wait in host memory between their F and their backward, each by itself, and
-            how much of them at once: a number for each rank, or one for all, in the unit of the limit; True for any
-            amount. The way there and back are ops OFFLOAD and RELOAD, which run beside the rank's own, one after the
-            other; `costs.other` says how long they take. By default nothing does.
-        deal: how many microbatches each pipeline has: "any", "in turn" (as even as can be), or their counts.
-        stages: how they depend on one another, with registered ops; a chain where not given.
-        seed: of the random numbers. The time left decides how far the search comes, so results may differ
-            from run to run all the same.
+            optimizer's state, activations and messages. If messages need more than the plan leaves for them, the
+            search starts again with less room for activations. The bound considers activations alone.
+        time_limit: seconds for everything, including compiling and proving the result. A first order is built and
+            proved whatever the limit. Problems of more than 30,000 ops compile what they need first (see
+            `compile_ahead`).
+        objective: "makespan"; "span", the longest time from a rank's first start to its last end; or an `Expected`,
+            the mean makespan over samples of link delays (`links` is then only the starting point).
+        dispatch: how the schedule will be run. With "hinted" or "dynamic", candidates are timed under that dispatch.
+        placement: which rank hosts which stage, or a name from `ps.placements.NAMES`, like "v-shape". Default: stage
+            i on rank i; stages of a graph go where the first orders are shortest.
+        split: True for I and W everywhere, False for B everywhere. By default each op may be a B if that takes less
+            time than I and W. Otherwise an I directly followed by its W is as good.
+        recompute: whether forwards may run again, so that they keep only `costs.kept_by_recompute` until then. By
+            default they may if the costs give that share. It helps only under a `memory_limit`.
+        offload: whether activations may wait in host memory between their F and their backward, and how much of them
+            at once: a number per rank, or one for all, in the unit of the limit; True for any amount. Each activation
+            moves by itself. The ops OFFLOAD and RELOAD move it; they run beside the rank's own ops, one after the
+            other. `costs.other` gives their times. By default nothing is offloaded.
+        deal: how many microbatches each pipeline gets: "any", "in turn" (as evenly as possible), or their counts.
+        stages: how the stages depend on one another, with registered ops. Default: a chain.
+        seed: seed of the random numbers. Results may still differ from run to run, because the time left decides how
+            far the search gets.
         stop_at_gap: the gap, as a share of the bound, at which the search ends.
-        progress: called with `Progress` now and then, where the costs have no overlap. If it raises
-            KeyboardInterrupt, or one comes from the keyboard, the search ends and the best plan so far is returned.
+        progress: called with `Progress` now and then, unless the costs have an overlap. If it raises
+            KeyboardInterrupt, or the user presses Ctrl-C, the search ends and returns the best plan so far.
 
     Returns:
         The best plan found, with its bound.
 
     Raises:
-        ScheduleError: counts, limits or options that make no sense, or limits that leave no schedule. Recomputing and
-            offloading are planned for the makespan of a frozen order; where they are asked for with another objective
-            or dispatch, or with shared stages or stages that branch, that is an error. These are planned for the
-            makespan of a frozen order too.
+        ScheduleError: invalid counts, limits or options, or limits that no schedule meets. Recomputing and offloading
+            are planned for the makespan of a frozen order only. To ask for them with another objective or dispatch,
+            with shared stages or with stages that branch, is an error. Shared and branching stages are planned for
+            the makespan of a frozen order only, too.
         CostError: costs or links for other stages or ranks, costs that do not say how long the way to host memory
-            takes, or an overlap of pairs or uneven microbatches in what is planned without.
+            takes, or an overlap of pairs or uneven microbatches in a case that is planned without them.
 
     Examples:
         >>> import penstock as ps
@@ -136,7 +138,7 @@ def plan(
 
     References:
         Zero Bubble Pipeline Parallelism (ICLR 2024) splits backwards. PipeMorph (NSDI 2026), section 4, plans for
-        late links. What the bound stands on is in docs/planning.md.
+        late links. docs/planning.md explains the bound.
     """
     began = time.perf_counter()
     links = Links.of(links)

@@ -1,4 +1,4 @@
-"""What planning gives: a schedule, and how good it is."""
+"""The result of planning: a schedule, and how good it is."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ class Plan:
     """A schedule and how good it is.
 
     Attributes:
-        schedule: checked, and confirmed by simulation.
-        makespan: ms, under the links given.
-        value: ms, of the objective: the makespan, the span, or the mean makespan.
+        schedule: the schedule, which is checked and confirmed by simulation.
+        makespan: its makespan under the given links (ms).
+        value: its value of the objective (ms): the makespan, the span, or the mean makespan.
         lower_bound: no schedule that the certificate covers has a smaller value within the limits (ms).
         certificate: the family of schedules that the bound covers.
-        seconds: that the search took.
-        how: what found it: "greedy", "in step", a library schedule by its name, "building block", "justified", "local
-            search" or "exact"; "serial", "repetend" or "ends" where stages are shared; ", recomputed" after a library
-            schedule's name says that forwards of it run again, ", paired" that the plan has pairs.
-        timeline: when each op runs, under the costs and links given.
-        microbatch_order: where microbatches differ, the order of them that the schedule declares; None elsewhere.
+        seconds: how long the search took.
+        how: what found the schedule: "greedy", "in step", the name of a library schedule, "building block",
+            "justified", "local search" or "exact"; if stages are shared, "serial", "repetend" or "ends". After a
+            library schedule's name, ", recomputed" means that forwards run again. ", paired" means that the plan has
+            pairs.
+        timeline: when each op runs, under the given costs and links.
+        microbatch_order: if microbatches differ, the order of microbatches that the schedule declares; else None.
 
     Examples:
         >>> import penstock as ps
@@ -49,7 +50,7 @@ class Plan:
     __repr__ = short_repr
 
     def save(self, path: str | Path) -> None:
-        """Writes the schedule (.json, .txt, .csv), or the picture of its timeline (.svg, .html)."""
+        """Writes the schedule (.json, .txt, .csv) or a picture of its timeline (.svg, .html), by the ending."""
         picture.save_either(self.schedule, self.timeline, path)
 
     def _repr_html_(self) -> str:
@@ -57,5 +58,5 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """`value / lower_bound - 1`: the plan is at most this far from the best that its certificate covers."""
+        """`value / lower_bound - 1`: the plan is at most this far from the best schedule of its family."""
         return gap(self.value, self.lower_bound)

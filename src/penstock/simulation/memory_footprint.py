@@ -1,10 +1,10 @@
-"""What each rank holds at most: weights, older versions, gradients, the optimizer's state, activations, messages.
+"""The most memory that each rank holds: weights, older versions, gradients, optimizer state, activations, messages.
 
     two pipelines over two ranks        weights       optimizer, copies    and none
     rank 0 | 0F0 ..  1F1 ..             W0 + W1       O0                   O0 + O1
     rank 1 | 1F0 ..  0F1 ..             W1 + W0       O1                   O1 + O0
 
-A rank has the weights of every copy of every stage it hosts. Of the copies of a stage the one of pipeline 0 owns it.
+A rank holds the weights of every copy of every stage that it hosts. The copy in pipeline 0 owns its stage.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from penstock.simulation.timeline import Timeline
 
 
 class RankFootprint(NamedTuple):
-    """What one rank holds at most, in the units of the costs (bytes).
+    """The most that one rank holds, part by part, in the units of the costs (bytes).
 
     Attributes:
         weights: the newest parameters of each copy of a stage, as ops read them.
-        versions: older ones, the copy that predictions are written to, and those that came with the weights.
-        gradients: a buffer a copy; two where the gradients of two windows are under way at once.
+        versions: other versions of the parameters: older ones, predicted ones, and those that came with the weights.
+        gradients: one buffer per copy; two if gradients of two windows are under way at once.
         optimizer: moments, and parameters in full precision.
-        activations: kept from forwards.
-        messages: sent and not yet there, or there and not yet used up.
+        activations: what forwards keep for their backwards.
+        messages: messages that have been sent and not arrived, or have arrived and not been used.
 
     Examples:
         >>> import penstock as ps
@@ -58,16 +58,16 @@ class RankFootprint(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it, as if each were at its most at one moment."""
+        """The sum of all parts, as if all of them peaked at the same moment."""
         return sum(self)
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What each rank of a schedule holds at most.
+    """The most that each rank of a schedule holds.
 
     Attributes:
-        ranks: what each rank holds, part by part.
+        ranks: the most that each rank holds, part by part.
 
     Examples:
         >>> import penstock as ps
@@ -86,7 +86,7 @@ class Footprint:
 
     @property
     def peak(self) -> float:
-        """The total of the rank that holds most."""
+        """The total of the rank that holds the most."""
         return max(self.totals)
 
     @property
@@ -96,7 +96,7 @@ class Footprint:
 
     @property
     def balance(self) -> float:
-        """`mean / peak`: 1 where all ranks hold alike; what is missing to 1 is memory that most ranks do not use."""
+        """`mean / peak`: 1 if all ranks hold the same. The rest up to 1 is memory that most ranks leave unused."""
         return self.mean / self.peak if self.peak else 1.0
 
 
@@ -111,27 +111,28 @@ def footprint(
     sharding: str = "copies",
     masters: bool = False,
 ) -> Footprint:
-    """The most bytes that each rank holds while a schedule runs.
+    """Computes the most bytes that each rank holds while a schedule runs.
 
-    Weights, versions, gradients and the optimizer's state follow from the order alone; activations too where the
-    order is frozen. Messages are those of a simulated run. A stage that several ranks share takes what the costs say
-    on each of them. Parameters that two stages share (embedding and head) count on both.
+    Weights, versions, gradients and optimizer state follow from the order alone; with frozen dispatch activations do
+    too. Messages are those of a simulated run. A stage that several ranks share costs each of them what the costs
+    say. Parameters that two stages share (embedding and head) count in both.
 
     Args:
-        schedule: what runs.
-        costs: of its stages, with `weight_bytes`.
-        links: delays or conditions of the run; messages arrive at once where not given.
-        dispatch: of the run.
-        memory_limit: of activations in the run, as for `simulate`.
-        sharding: "copies": only the copy that owns a stage has the optimizer's state, and sends the parameters of
-            each update to the others (ZeRO; AMDP, section 3.4), with what a rule predicts for them. "none": each copy
-            has it. "zero1" and "fsdp" are about replicas, of which a schedule knows none, and count as "copies".
-        masters: `optimizer_bytes` include the parameters, in full precision. Then rules that predict need no second
-            version: what ops read is written from those anyway.
+        schedule: the schedule to run.
+        costs: costs of its stages, with `weight_bytes`.
+        links: delays or conditions of links. Default: messages arrive at once.
+        dispatch: how ranks pick their ops, as for `simulate`.
+        memory_limit: limit of activations, as for `simulate`.
+        sharding: who has the optimizer's state. "none": each copy of a stage. "copies": only the copy that owns the
+            stage; after each update it sends the others the parameters, with the predicted ones if a rule predicts
+            (ZeRO; AMDP, section 3.4). "zero1" and "fsdp" shard over replicas. A schedule knows no replicas, so these
+            count as "copies".
+        masters: whether `optimizer_bytes` include the parameters in full precision. If so, rules that predict need no
+            second version, because the weights that ops read are written from those in any case.
 
     Raises:
         CostError: costs without weights, or for another number of stages.
-        ScheduleError: what `simulate` refuses.
+        ScheduleError: the schedule and options that `simulate` refuses.
 
     Examples:
         >>> import penstock as ps
@@ -157,19 +158,19 @@ def footprint(
 def room_for_activations(
     placement: Placement, costs: Costs, memory_limit: float | Sequence[float], *, sharding: str = "copies"
 ) -> tuple[float, ...]:
-    """What is left to each rank for activations where it may hold so much in all; messages are not taken off.
+    """Computes how much each rank may hold of activations under a limit of its total memory.
 
-    That is the limit less weights, gradients and optimizer state, of a schedule whose updates are no ops. It is what
-    `ps.plan` and `ps.simulate` take as `memory_limit`. `footprint` says what messages take besides.
+    The result is the limit minus weights, gradients and optimizer state, for a schedule whose updates are not ops.
+    `ps.plan` and `ps.simulate` take it as `memory_limit`. Messages are not subtracted; `footprint` gives them.
 
     Args:
         placement: which rank hosts which stage.
-        costs: of its stages, with `weight_bytes`.
-        memory_limit: in bytes, of all ranks alike or of each.
-        sharding: as for `footprint`.
+        costs: costs of its stages, with `weight_bytes`.
+        memory_limit: total memory in bytes: one number for all ranks, or one per rank.
+        sharding: who has the optimizer's state, as for `footprint`.
 
     Raises:
-        CostError: costs without weights, limits for another number of ranks, or a rank with no room.
+        CostError: costs without weights, limits for another number of ranks, or a rank with no room left.
 
     Examples:
         >>> import penstock as ps
@@ -198,7 +199,7 @@ def room_for_activations(
 
 
 def in_bytes(value: float, digits: int = 3) -> str:
-    """`1.5 GiB`, `22 MiB`, `800 KiB`."""
+    """Bytes as text, such as `1.5 GiB`, `22 MiB` or `800 KiB`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if value >= size:
             return f"{value / size:.{digits}g} {unit}" if value < 1000 * size else f"{value / size:.0f} {unit}"
@@ -223,7 +224,7 @@ def _state(
     versions: Mapping[tuple[int, int], int],
     buffers: Mapping[tuple[int, int], int],
 ) -> list[RankFootprint]:
-    """What each rank holds all the time, given versions and gradient buffers of each copy, (stage, pipeline)."""
+    """What each rank holds all the time. Versions and gradient buffers are given per copy, by (stage, pipeline)."""
     if costs.num_stages != placement.num_stages:
         raise CostError(f"costs of {costs.num_stages} stages for a placement of {placement.num_stages}")
     assert costs.weight_bytes
@@ -242,11 +243,11 @@ def _state(
 
 
 def count_buffers(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """By (stage, pipeline), of how many windows at most that copy holds gradients at once.
+    """Of how many windows each copy holds gradients at once, at most, by (stage, pipeline).
 
-    A window's gradients are there from the first op that gives some (B, or W where it is split) on: on the owner
-    until its update, on another copy until the last op that gives some, when their sum goes to the owner. Where no
-    updates are ops of the schedule, all gradients are of one window.
+    A copy holds gradients of a window from the first op that computes some (B, or W if the backward is split). The
+    owner holds them until its update. Another copy holds them until the last such op, when their sum goes to the
+    owner. If updates are not ops of the schedule, all gradients belong to one window.
 
         owner, windows of two    B0 B1 B2 U0 B3 U1        2: those of window 1 begin before U0
         another                  B0 B1 B2 .. B3 ..        1
@@ -287,8 +288,9 @@ def _copies(placement: Placement) -> Iterator[tuple[int, int, int]]:
 
 
 def _message_peaks(timeline: Timeline, costs: Costs) -> list[float]:
-    """Most bytes of messages each rank holds: from its end of an op to the arrival on the sender, from there to the
-    end of the op that takes it on the receiver."""
+    """Most bytes of messages that each rank holds. The sender holds a message from the end of its op to the arrival,
+    the receiver from the arrival to the end of the op that uses it.
+    """
     ends = {(timed.rank, timed.op): timed.end for timed in timeline.ops}
     changes: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
     for message in timeline.messages:

@@ -1,4 +1,4 @@
-"""Times a schedule: the decision core driven over costs and links."""
+"""Times a schedule: drives the decision core over costs and links."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 ]  # fmt: skip
 AUTO = "auto"
 COMPILE_ABOVE = 50_000
-"""Ops above which loading the compiled loop pays for a single run (it takes about 0.6 s to load, once)."""
+"""Number of ops from which on a single run is worth loading the compiled loop (which takes about 0.6 s, once)."""
 
 
 @refuse_old({"max_held": "memory_limit=..., as ps.plan takes"}, ScheduleError)
@@ -39,34 +39,35 @@ def simulate(
     warmup: Sequence[int] | None = None,
     links_at: float = 0.0,
 ) -> Timeline:
-    """Says when every op of a schedule runs, over given costs and links. The same input gives the same result.
+    """Computes when every op of a schedule runs, over given costs and links. The same input gives the same result.
 
-    Messages that are ops of the schedule are timed as all messages are: a rank waits for one where an op needs
-    it, not where its receive is posted.
+    Messages that are ops of the schedule are timed like all others: a rank waits for a message where an op needs it,
+    not where its receive is posted.
 
     Args:
-        schedule: what runs. It need not be proved before.
-        costs: of each stage; by default F = I = W = 1 ms for each rank's share of the model (`Costs.assumed`).
-            Updates and ops of registered kinds take no time where these do not name them; a program's `all_costs` do.
-        links: delays in ms (pure latency), or conditions: latency, occupancy, bandwidth and loss that may change
-            over time; by default messages arrive at once. `LinkQueues` continue from the messages that an earlier run
-            left in them. They, losses and random delays are not compiled: a million ops take some ten seconds.
-        dispatch: "frozen"; "hinted": a rank runs, of the ready ops that fit, the earliest in its order; or "dynamic":
-            any ready op by priority B or I, then F, then W. "hinted:0.5" waits for an op that is nearly due, see
-            `Policy`; its planned times are those of the frozen run over the same costs and links. "auto" tries these
-            (`auto.POLICIES`) and takes the fastest, which the timeline names.
+        schedule: the schedule to run. It need not be proved first.
+        costs: costs of each stage. Default: F = I = W = 1 ms for each rank's share of the model (`Costs.assumed`).
+            Updates and ops of registered kinds take no time unless the costs name them; a program's `all_costs` do.
+        links: delays in ms (pure latency), or conditions that may change over time: latency, occupancy, bandwidth
+            and loss. Default: messages arrive at once. `LinkQueues` also contain the messages that an earlier run
+            left in them. Queues, losses and random delays are not compiled; with them a million ops take some ten
+            seconds.
+        dispatch: how a rank picks its next op. "frozen": the next one in its order. "hinted": of the ready ops that
+            fit into memory, the earliest in its order. "dynamic": of these a B or I first, then an F, then a W.
+            "hinted:0.5" may wait for an op that is nearly due, see `Policy`; its planned times come from the frozen
+            run over the same costs and links. "auto" tries several (`auto.POLICIES`) and takes the fastest, which
+            the timeline names.
         transport: "decoupled", or `Blocking(depth)`.
-        memory_limit: most activations that a rank may hold, in the unit of the costs: one number, or one for each
-            rank. By default a rank of a run that is not frozen may hold what it holds in the frozen run without
-            delays. A lower limit is refused, since a rank must be able to finish in its frozen order. In a frozen run
-            it is only checked.
-        warmup: forwards that each rank runs before anything else; not for frozen dispatch.
-        links_at: the moment (ms) of the conditions' own time at which the run starts.
+        memory_limit: most activations that a rank may hold, in the unit of the costs: one number, or one per rank. By
+            default a rank may hold as much as it holds in the frozen run without delays. A lower limit is refused,
+            because a rank must be able to finish in its frozen order. A frozen run only checks the limit.
+        warmup: forwards that each rank runs before anything else. Not for frozen dispatch.
+        links_at: when the run starts, in ms of the link conditions' own time.
 
     Raises:
-        ScheduleError: the order deadlocks, a cap is below what the frozen order itself needs, or warm-up counts
-            are above what a cap lets in, or given for a frozen run.
-        CostError: costs for another number of stages, or a link between ranks that are not there.
+        ScheduleError: the order deadlocks, or a cap is below what the frozen order needs, or warm-up counts exceed
+            what a cap allows, or are given for a frozen run.
+        CostError: costs for another number of stages, or a link between ranks that do not exist.
 
     Examples:
         >>> import penstock as ps

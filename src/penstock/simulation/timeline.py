@@ -1,4 +1,4 @@
-"""A timeline: when every op ran, on which rank, and what it waited for. Simulated and measured runs share it."""
+"""A timeline: when every op ran, on which rank, and what it waited for. Simulated and measured runs both have one."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class TimedOp:
     """One op that ran.
 
     Attributes:
-        rank, op: where and what.
-        start, end: milliseconds from the first op's start.
-        waited_for: the op whose message or result came last before this one, if this one had to wait for it.
-        waited: milliseconds the rank stood idle before this op.
-        blocked: milliseconds after `end` in which the rank could not go on because a link was full.
+        rank, op: the rank, and the op that it ran.
+        start, end: milliseconds since the start of the first op.
+        waited_for: the op whose message or result came last before this op, if this op had to wait for it.
+        waited: milliseconds that the rank was idle before this op.
+        blocked: milliseconds after `end` in which the rank could not continue because a link was full.
 
     Examples:
         >>> import penstock as ps
@@ -47,15 +47,15 @@ class TimedOp:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message between ranks: from the end of `source` to its arrival for `target` (ms).
+    """A message between two ranks, from the end of `source` to its arrival for `target`.
 
     Attributes:
         source: the op that made it.
         target: the op that needs it.
         source_rank: the rank that sends.
         target_rank: the rank that receives.
-        sent: when it left (ms).
-        arrived: when it was there (ms).
+        sent: when it was sent (ms).
+        arrived: when it arrived (ms).
 
     Examples:
         >>> import penstock as ps
@@ -74,7 +74,7 @@ class Message:
 
 
 class LazyTuple(Sequence[T], Generic[T]):
-    """A tuple whose items are made when one of them is first asked for; its length is known before."""
+    """A tuple that knows its length, and makes its items when one of them is first asked for."""
 
     def __init__(self, length: int, make: Callable[[], tuple[T, ...]]) -> None:
         self._length, self._make = length, make
@@ -111,16 +111,16 @@ class LazyTuple(Sequence[T], Generic[T]):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every op ran.
+    """When every op of a schedule ran.
 
     Attributes:
         schedule: the schedule that ran.
-        ops: every op, by rank and then by start; the asynchronous ones of a rank after its others.
-        messages: what travelled between ranks.
-        peak_activations: most activations each rank held, in the units of the costs (activation units or bytes).
+        ops: every op, by rank and then by start. The asynchronous ops of a rank come after its others.
+        messages: the messages between ranks.
+        peak_activations: most activations that each rank held, in the unit of the costs (activation units or bytes).
         source: "simulated" or "measured".
-        dispatch: "frozen", "hinted" or "dynamic", or "hinted:0.5" where ranks waited; of "auto" what was chosen.
-        considered: where dispatch was "auto", each policy that was tried, and its makespan (ms).
+        dispatch: "frozen", "hinted" or "dynamic"; "hinted:0.5" if ranks waited. For "auto": what was chosen.
+        considered: for "auto", each policy that was tried, with its makespan (ms).
 
     Examples:
         >>> import penstock as ps
@@ -148,10 +148,10 @@ class Timeline:
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes a picture (.svg, .html, .txt) or a trace (.json, .json.gz), by the ending.
+        """Writes a picture (.svg, .html, .txt) or a trace (.json, .json.gz), depending on the ending.
 
         Raises:
-            ScheduleError: another ending, or no such folder.
+            ScheduleError: another ending, or a folder that does not exist.
         """
         picture.save(self, path)
 
@@ -164,14 +164,14 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """First op's start to last op's end, over all ranks (ms)."""
+        """Milliseconds from the start of the first op to the end of the last op, over all ranks."""
         if not self.ops:
             return 0.0
         return max(t.end for t in self.ops) - min(t.start for t in self.ops)
 
     @cached_property
     def span(self) -> float:
-        """The largest, over ranks, of last end minus first start (ms): what zero-bubble claims are about."""
+        """The longest time from a rank's first start to its last end (ms). Zero-bubble papers minimize this."""
         spans = []
         for row in self.rows:
             if row:
@@ -180,7 +180,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Milliseconds each rank spends in ops; asynchronous ones cost it none."""
+        """Milliseconds that each rank spends in ops. Asynchronous ops do not count."""
         return tuple(sum(t.end - t.start for t in row) for row in self.rows)
 
     @cached_property
@@ -192,12 +192,12 @@ class Timeline:
 
     @cached_property
     def rows(self) -> tuple[tuple[TimedOp, ...], ...]:
-        """The ops that each rank ran itself, one after the other."""
+        """The ops that each rank ran itself, one after another."""
         return self._split[0]
 
     @cached_property
     def streams(self) -> tuple[tuple[TimedOp, ...], ...]:
-        """The asynchronous ops of each rank, which took their time beside the others."""
+        """The asynchronous ops of each rank, which ran beside the others."""
         return self._split[1]
 
     @cached_property
@@ -210,7 +210,10 @@ class Timeline:
         return tuple(map(tuple, rows)), tuple(map(tuple, streams))
 
     def executed(self) -> Schedule:
-        """The schedule with each rank's ops in the order they ran; asynchronous ones where it came to them."""
+        """The schedule with each rank's ops in the order in which they ran.
+
+        Asynchronous ops stand where the rank came to them.
+        """
         rows = tuple(tuple(t.op for t in row) for row in self.rows)
         return replace(self.schedule, order=with_launches(self.schedule, rows))
 
@@ -222,7 +225,7 @@ def timeline_of(
     arrays: dict[str, Any],
     considered: tuple[tuple[str, float], ...] = (),
 ) -> Timeline:
-    """The timeline of a run: what the engine's arrays say. Ops and messages are made when they are asked for."""
+    """Makes a timeline from the engine's arrays. Its ops and messages are made when they are asked for."""
     starts, ends = np.asarray(arrays["start_time"], float), np.asarray(arrays["end_time"], float)
     peaks = tuple(map(float, arrays["peak"][: graph.num_ranks]))
     rank, to = graph.arrays["rank"] % graph.num_ranks, graph.arrays["edge_to"]

@@ -10,7 +10,7 @@ from penstock.schedule.short_repr import short_repr
 
 @dataclass(frozen=True)
 class Decoupled:
-    """Messages never hold up the rank that sends them.
+    """A transport whose messages never make their sender wait.
 
     Examples:
         >>> import penstock as ps
@@ -22,14 +22,14 @@ class Decoupled:
 
 @dataclass(frozen=True)
 class Blocking:
-    """A transport whose links hold at most `depth` messages under way. Its sender then waits until one arrives.
+    """A transport whose links hold at most `depth` messages. When a link is full, its sender waits.
 
-    This is head-of-line blocking: while a link is slow its queue fills, and the next send keeps later ops from
-    starting although they are ready.
+    This is head-of-line blocking: the queue of a slow link fills up, and the next send keeps later ops from starting
+    although they are ready.
 
     Attributes:
-        depth: messages under way on a link, in each direction; at least 1.
-        delegated: links, by their two ranks in either order, whose messages go through delegates and block nothing.
+        depth: most messages on their way over a link, in each direction; at least 1.
+        delegated: links whose messages go through delegates and block nothing, by their two ranks in either order.
 
     Raises:
         CostError: a depth below 1.
@@ -56,7 +56,7 @@ class Blocking:
             raise CostError(f"a blocking link of depth {self.depth} can carry nothing: give at least 1")
 
     def depth_of(self, source: int, target: int) -> int:
-        """How many messages a direction holds under way; 0 for any number."""
+        """How many messages a direction holds; 0 for any number."""
         return 0 if {(source, target), (target, source)} & self.delegated else self.depth
 
 
@@ -64,7 +64,7 @@ Transport = Decoupled | Blocking
 
 
 def as_transport(value: Transport | str) -> Transport:
-    """Reads "decoupled" or "blocking". Raises CostError."""
+    """Reads "decoupled" or "blocking". Raises CostError for anything else."""
     if isinstance(value, Decoupled | Blocking):
         return value
     if value == "decoupled":
