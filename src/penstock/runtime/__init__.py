@@ -1,19 +1,19 @@
 """Runs a schedule with torch: stages, split backward, transports, updates.
 
-    Pipeline(model, schedule, ...) --> LocalPipeline, in each process: what is made there, and taken back at the end
+    Pipeline(model, schedule, ...) --> LocalPipeline, in each process: what is built there, and removed at the end
                                           |
         stage --F, B, I, W, R--> execute <--messages--> transport --> other ranks
                                     |
         parameters: gradients added up, weights updated      adapt: what is measured decides what runs next
 
-pipeline         what a user calls, step by step           local_pipeline   a pipeline as one process runs it
+pipeline         what a user calls, step by step           local_pipeline   a pipeline in one process
 arguments        what a user gives, checked first          compatibility    which features exclude one another
 stage/           a model cut into stages, and their ops    execute/         what each rank does next, in a step
 transport/       messages between ranks                    tensors/         what such messages hold
 parameters/      gradients, optimizer, weight versions     tensor_parallel/ layers sharded over ranks
 mesh/            processes, and what each is for           launch/          rank processes of this machine
 adapt/           plans that change while it runs           migrate          nodes that change places
-checkpoint/      files, and state sent between ranks       emulation/       all this, with ops that only take time
+checkpoint/      files, and state sent between ranks       emulation/       the same, with ops that only take time
 errors           what can go wrong                         lifetime         open, broken or closed
 """
 

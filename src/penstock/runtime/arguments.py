@@ -1,4 +1,4 @@
-"""What `ps.Pipeline` was given, looked at before anything is made of it: one clear error for each."""
+"""The arguments of `ps.Pipeline`, checked before anything is built: a wrong one is a clear error."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ BATCHES = ("whole", "replica")
 
 @dataclass(frozen=True)
 class PrecisionOptions:
-    """In which type ops compute, and how gradients are kept in range.
+    """The number type that ops compute in, and gradient clipping.
 
     Attributes:
         autocast: a type, such as torch.bfloat16, for `torch.autocast` around forwards and the loss. None: no
             autocast.
-        clip_norm: the largest norm that the whole model's gradient may have at an update. Where updates are ops of
-            the schedule, it bounds the gradient of each stage by itself. None: no clipping.
+        clip_norm: the largest norm that the whole model's gradient may have at an update. If updates are ops of the
+            schedule, it limits the gradient of each stage separately. None: no clipping.
 
     Raises:
-        RuntimeFailure: another type, or a norm below 0.
+        RuntimeFailure: a value of another type, or a norm below 0.
 
     Examples:
         >>> import penstock as ps, torch
@@ -62,20 +62,22 @@ class PrecisionOptions:
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How a model is cut into stages, where they run, and what those who hold a stage keep in parts.
+    """How a model is cut into stages, where they run, and what is sharded.
 
     Attributes:
-        sharding: what the holders of a stage share out: "none" (each keeps and steps all of it), "copies" (of the
-            copies of a stage in several pipelines one has the optimizer's state, and sends the others its parameters;
-            ZeRO over pipelines), "zero1" (that, and replicas of a mesh each keep a part of the optimizer's state) or
-            "fsdp" (that, and replicas keep parts of parameters and gradients too, gathered while a step runs).
-        parallelize: `(stage, device mesh)`, makes a whole stage this process's shard, where the mesh has tp, or ranks
-            share a stage; `penstock.models.parallelize` for the models here.
-        device: where stages run; None: where the model's parameters lie.
-        costs: of each layer of a module, in the order in which they are called, for cutting it; None: alike.
-        tied: for stages built by functions: groups of names of parameters that are one.
-        batches: "whole" (every process gives the whole batch of all replicas) or "replica" (each replica gives its
-            own part, and processes with neither the first stage nor the last may give None).
+        sharding: what the copies and replicas of a stage keep only in part. "none": nothing; each keeps and updates
+            all of it. "copies": if a stage has copies in several pipelines, only one has the optimizer's state and
+            sends the others its parameters (ZeRO over pipelines). "zero1": as "copies", and the replicas of a mesh
+            shard the optimizer's state. "fsdp": as "zero1", and replicas shard parameters and gradients too, and
+            gather them while a step runs.
+        parallelize: a function `(stage, device mesh)` that turns a whole stage into this process's shard, if the mesh
+            has tp or ranks share a stage. For the models of this package: `penstock.models.parallelize`.
+        device: where stages run. None: where the model's parameters are.
+        costs: cost of each layer of a module, in the order of the calls, for cutting it into stages. None: all
+            layers cost the same.
+        tied: for stages that functions build: groups of parameter names that stand for one parameter.
+        batches: "whole": every process gives the whole batch of all replicas. "replica": each replica gives its own
+            part, and processes with neither the first stage nor the last may give None.
 
     Raises:
         RuntimeFailure: an unknown sharding or device, or a value of another type.
@@ -127,12 +129,12 @@ class ParallelOptions:
 
     @property
     def one_copy_steps(self) -> bool:
-        """Whether, of the copies of a stage in several pipelines, one alone has the optimizer's state."""
+        """Whether only one copy of a stage has the optimizer's state, if several pipelines have copies of it."""
         return self.sharding != "none"
 
     @property
     def of_replicas(self) -> str:
-        """What the replicas of a mesh keep in parts: "none", "zero1" or "fsdp"."""
+        """What the replicas of a mesh shard: "none", "zero1" or "fsdp"."""
         return self.sharding if self.sharding in ("zero1", "fsdp") else "none"
 
 
@@ -148,12 +150,12 @@ KEYWORDS = {
     "links": "transport=ps.TransportOptions(links=...)",
     "steering": "adapt=ps.AdaptOptions(...)",
 }
-"""Keywords of `ps.Pipeline` before 0.2, each with what to write instead."""
+"""Keywords of `ps.Pipeline` before 0.2, each with its replacement."""
 
 
 @dataclass(frozen=True, eq=False)
 class PipelineArguments:
-    """All that a pipeline was given but its mesh and how ranks pick ops, with what stands for what was left out."""
+    """All arguments of a pipeline except its mesh and its dispatch, with defaults filled in."""
 
     model: nn.Module | Sequence[StageSource]
     schedule: Schedule
@@ -178,10 +180,10 @@ def require_arguments(
     ops: Any,
     options: Mapping[str, Any],
 ) -> None:
-    """Raises RuntimeFailure for an argument of another type, or a number, that makes no sense.
+    """Raises RuntimeFailure for an argument of the wrong type, or a number out of range.
 
     Args:
-        options: by keyword, the option value given or None, and its type.
+        options: for each keyword of options, the given value or None, and its type.
     """
     if isinstance(schedule, str):
         raise RuntimeFailure(
@@ -214,7 +216,7 @@ def _require_model(model: Any) -> None:
 
 
 def _require_its_parameters(optimizer: Any, sources: Sequence[Any]) -> None:
-    """Raises RuntimeFailure where an optimizer has parameters that no stage has, and that would not be stepped."""
+    """Raises RuntimeFailure if an optimizer has parameters that no stage has; they would not be updated."""
     if not isinstance(optimizer, Optimizer) or not all(isinstance(source, nn.Module) for source in sources):
         return
     known = {id(p) for source in sources for p in source.parameters()}

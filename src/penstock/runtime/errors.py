@@ -1,4 +1,4 @@
-"""What can go wrong while a schedule runs, or with a checkpoint."""
+"""Errors of a run, and of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["CheckpointError", "DamagedCheckpointError"]
 
 
 class RuntimeFailure(RuntimeError):
-    """A run can't start or go on; the message says what was found, the rule and what to do.
+    """A run can't start or continue. The message says what was found, which rule it breaks, and what to do.
 
     Examples:
         >>> import penstock as ps
@@ -23,7 +23,7 @@ class RuntimeFailure(RuntimeError):
 
 
 class PeerLost(RuntimeFailure):
-    """Another rank is gone. The cause lies there, not here.
+    """Another rank is gone. The cause is there, not on this rank.
 
     Examples:
         >>> import penstock as ps
@@ -36,7 +36,7 @@ class PeerLost(RuntimeFailure):
 
 
 class DeadlineExceeded(RuntimeFailure):
-    """A wait ended without what was waited for: who waited for what from whom.
+    """A wait reached its deadline. The message says which rank waited for what, and from whom.
 
     Examples:
         >>> import penstock as ps
@@ -49,15 +49,15 @@ class DeadlineExceeded(RuntimeFailure):
 
 
 class CheckpointError(ValueError):
-    """One or two lines: what was given, the rule it breaks, and what to do."""
+    """A checkpoint can't be written or loaded. The message says what was given, which rule it breaks, what to do."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Files of a checkpoint are missing, or are not what was written; an older checkpoint may be whole.
+    """Files of a checkpoint are missing, or differ from what was written. An older checkpoint may be whole.
 
     Attributes:
-        damage: which file, and what is wrong with it.
-        older: the newest older checkpoint that looks whole; None where there is none, or none was looked for.
+        damage: which file is damaged, and how.
+        older: the newest older checkpoint that looks whole. None if there is none, or if none was looked for.
     """
 
     def __init__(self, damage: str, older: Path | None = None) -> None:

@@ -1,10 +1,10 @@
-"""A pipeline as one process runs it, where that lies in the mesh: what is made there, and taken back at the end.
+"""A pipeline in one process, at the process's place in the mesh: what it builds there, and removes at the end.
 
     arguments --refused or alike in every process--> LocalPipeline --build--> model, optimizer, executor, transport
                                                           |                                              |
     nodes change places: another one is built there <-----'        run: one step of some kind <----------'
 
-`Pipeline` has one, and another one after its nodes have moved; what it keeps itself depends on no place.
+`Pipeline` has one, and gets another one when nodes have moved. What `Pipeline` keeps itself depends on no place.
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ _SAME = "every rank must make the same ps.Pipeline(...)"
 
 class LocalPipeline:
     """Args:
-        given: what the pipeline was given; none of it depends on the place.
+        given: the arguments of the pipeline. None of them depends on the place.
         mesh: where this process lies, as for `Pipeline`. dispatch: how ranks pick ops at first.
-        life: the pipeline's.
+        life: the lifetime of the pipeline.
 
     Attributes:
         mesh, peers, nodes: where this process lies, the ranks of its pipeline, and the nodes that may change places.
         adapt: what adapting may do to the schedule. start: what runs first, without REDUCE ops.
         running: what the next step runs. last: what the last step or evaluation ran, and its workers.
-        notices: what a person should know.
+        notices: messages for the user.
         model, optimizer_state, devices, executor, transport, failover, conditions: what `build` makes.
 
     Raises:
-        As `Pipeline`: what cannot run is refused before anything is built.
+        The errors of `Pipeline`: what cannot run is refused before anything is built.
     """
 
     model: LocalModel

@@ -1,4 +1,4 @@
-"""A running pipeline moved to other nodes of its mesh, without a restart and without a disk.
+"""Moves a running pipeline to other nodes of its mesh, without a restart and without a disk.
 
     placed = Placed(make, ps.Mesh(pp=4, dp=2))                          make(device_mesh) -> ps.Pipeline
     placed.pipe.step(inputs, targets)
@@ -10,8 +10,9 @@
         if step % 20 == 0:
             placed.watch(orchestrator)                                  measures links, and moves where that pays
 
-Groups are made anew, processes that run another rank fetch its state from one that held it, and training goes on:
-the same losses, to the bit, since a replica's place and not its process says which microbatches it runs.
+A move makes the process groups anew. Processes that now run another rank fetch its state from one that held it. Then
+training continues with the same losses, to the bit, because a replica's place decides which microbatches it runs, and
+not its process.
 """
 
 from __future__ import annotations
@@ -28,24 +29,25 @@ from penstock.runtime.mesh.probe import ProbePace, probe
 from penstock.runtime.pipeline import Pipeline
 
 Make = Callable[[Any], Pipeline]
-"""Builds the pipeline over a device mesh with dimensions pp, dp and tp."""
+"""A function that builds the pipeline over a device mesh with dimensions pp, dp and tp."""
 
 
 class Placed:
-    """A pipeline on the nodes of a mesh. Every process makes the same calls.
+    """A pipeline that can move between the nodes of a mesh. Every process makes the same calls.
 
     Args:
-        make: builds the pipeline. It is called again for each move, and must build new stages each time; their
-            contents are then replaced.
-        mesh: sizes, and the node at each place.
-        device_type: cpu or cuda.
+        make: a function that builds the pipeline. It is called again for each move, and must build new stages each
+            time; the state is then copied into them.
+        mesh: the sizes of the mesh, and the node at each place.
+        device_type: "cpu" or "cuda".
 
     Attributes:
-        pipe: to step; another one after each move, and so is its optimizer. mesh: where its nodes lie.
+        pipe: the pipeline. Each move makes a new one, with a new optimizer.
+        mesh: where its nodes are.
         received: bytes of state that this process fetched in the last move.
 
     Raises:
-        RuntimeFailure: torch.distributed has another number of processes; what `make` raises.
+        RuntimeFailure: torch.distributed has another number of processes. Also whatever `make` raises.
 
     Examples:
         >>> import penstock as ps
@@ -70,18 +72,22 @@ class Placed:
         self.pipe = make(self._groups)
 
     def move(self, then: Mesh, make: Make | None = None) -> Pipeline:
-        """Goes on where `then` says. Between two steps; gradients that wait for an update move too.
+        """Moves the pipeline to where `then` places the nodes. Call it between two steps.
+
+        Gradients that wait for an update move too.
 
         Args:
-            make: builds the pipeline from now on, with another schedule perhaps; as before where not given.
+            then: a mesh of the same sizes.
+            make: the function that builds the pipeline from now on, perhaps with another schedule. Default: the one
+                before.
 
         Returns:
-            The new pipeline; the old one is closed.
+            The new pipeline. The old one is closed.
 
         Raises:
-            RuntimeFailure: a mesh of other sizes, a pipeline of another model, connections that have broken and go
-                by another interface since, or a torch that can't make groups in the order that `then` needs. Nothing
-                has changed then.
+            RuntimeFailure: a mesh of other sizes, a pipeline of another model, connections that broke and now use
+                another interface, or a torch that can't make groups in the order that `then` needs. Nothing has
+                changed then.
         """
         if (then.pp, then.dp, then.tp) != (self.mesh.pp, self.mesh.dp, self.mesh.tp):
             raise RuntimeFailure(
@@ -105,7 +111,7 @@ class Placed:
         return pipe
 
     def _require_fresh(self, pipe: Pipeline) -> None:
-        """Raises RuntimeFailure, in every process, where one made a pipeline of the stages that are there already."""
+        """Raises RuntimeFailure, in every process, if any process built the pipeline from stages of the old one."""
         known = {id(parameter) for parameter in self.pipe.parameters()}
         (num_known,) = self.pipe.agree([sum(id(parameter) in known for parameter in pipe.parameters())])
         if num_known:
@@ -117,19 +123,22 @@ class Placed:
     def watch(
         self, orchestrator: Orchestrator, timeout: float = 60.0, pace: ProbePace | None = None
     ) -> Reranking | None:
-        """Measures all links, and does what the orchestrator says of them. Between two steps, once in a while: it
-        takes a few round trips for each other node.
+        """Measures all links, and does what the orchestrator decides. Call it between two steps, once in a while.
+
+        It takes a few round trips to each other node.
 
         Args:
-            orchestrator: each process has one of its own, made alike; its job starts with what `make` runs.
-            timeout: seconds that any wait may last.
-            pace: of each process, made alike; `pace.after_step()` then says after which step to call this again.
+            orchestrator: this process's own. All processes make theirs in the same way, and its job starts with what
+                `make` runs.
+            timeout: the longest time that any wait may last (seconds).
+            pace: this process's own, made in the same way on all. `pace.after_step()` then says after which step to
+                call this again.
 
         Returns:
-            What was done; None where nothing was.
+            What was done. None if nothing was.
 
         Raises:
-            RuntimeFailure: in the first call, where torch can't make groups in any order: nodes couldn't move.
+            RuntimeFailure: torch can't make groups in any order, so nodes can't move. The first call raises it.
         """
         if (why := why_sorted()) is not None:
             raise RuntimeFailure(f"watching would move nodes, which can't lie in any order here: {why}")

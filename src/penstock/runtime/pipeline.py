@@ -1,4 +1,4 @@
-"""The pipeline: a model, a schedule and an optimizer, trained step by step, the same call on every rank."""
+"""`Pipeline`: trains a model over a schedule, step by step, with the same calls on every rank."""
 
 from __future__ import annotations
 
@@ -57,53 +57,52 @@ from penstock.simulation import Timeline
 
 
 class Pipeline:
-    """Runs a schedule on a model.
+    """Trains a model through a schedule.
 
         pipe = ps.Pipeline(model, ps.build("1f1b", 4, 8), loss_fn=nn.MSELoss(), optimizer=torch.optim.AdamW)
         result = pipe.step(inputs, targets)
 
-    All ranks run in this process, in turn, unless torch.distributed is set up with one process per rank.
-    Either way every rank makes the same calls with the same whole batch.
+    All ranks take turns in this process, unless torch.distributed is set up with one process per rank. In both cases
+    every rank makes the same calls with the same whole batch.
 
     Args:
-        model: a module, cut into stages of equal cost; what `ps.split` makes of it; or a list with one module, or
-            function that makes one (called only where its stage runs), for each stage. A forward that is more than
-            an `nn.Sequential`'s is traced, see `ps.split`.
-        schedule: checked here; messages in it are left out, for the transport places them. With one rank a
-            process, all must give the same.
-        loss_fn: `(output, targets) -> loss`, a mean over the samples, or over what `loss_fn.weight(targets)`
-            counts; or, where it says `adds_up = True` or `reduction="sum"`, each microbatch's share of the loss, to
-            be added up as it is.
-        optimizer: a function from parameters to a torch optimizer, like `torch.optim.AdamW` or a partial of
-            it; or an optimizer over the model's parameters, of which each process keeps its own.
-        mesh: a process group or one-dimensional device mesh to run over, by default all of torch.distributed; or a
-            device mesh with dimensions named pp (the pipeline), dp (its replicas, each with a part of the batch) and
-            tp (shards of its stages).
-        dispatch: "frozen", "hinted", "dynamic" or "auto" (the fastest of them by simulation without delays).
-        ops: of each registered kind of op in the schedule the function that runs it, like `program.callables`;
-            called with an `OpCall` at the op's place in the order. Evaluation leaves these ops out.
-        seed: for dropout, the same whatever the schedule and the number of ranks.
-        timeout: seconds that any wait may last.
-        precision: the type of `torch.autocast`, and clipping; see `PrecisionOptions`.
-        parallel: cutting, devices, tied parameters, shards; see `ParallelOptions`.
-        transport: what carries messages between processes; see `TransportOptions`, or its name alone.
-        adapt: measure links while training, and switch to what is faster; see `AdaptOptions`. None: not at all. Over
-            a mesh all replicas and shards switch together, and nodes change places where a link between them is late;
-            after that the parameters here are other ones, and `optimizer` has these.
+        model: a module, which is cut into stages of equal cost; the result of `ps.split`; or a list with one entry
+            per stage, a module or a function that makes one (called only where the stage runs). If a module's forward
+            is not just that of an `nn.Sequential`, it is traced, see `ps.split`.
+        schedule: the schedule to run. It is checked here. Messages in it are ignored, because the transport places
+            its own. With one rank per process, all processes must give the same schedule.
+        loss_fn: `(output, targets) -> loss`, a mean over the samples, or over what `loss_fn.weight(targets)` counts.
+            With the attribute `adds_up = True` or `reduction="sum"`, it returns each microbatch's share of the loss
+            instead, and the shares are added up as they are.
+        optimizer: a function from parameters to a torch optimizer, such as `torch.optim.AdamW` or a partial of it.
+            Or an optimizer over the model's parameters; each process then keeps those that it holds.
+        mesh: a process group or one-dimensional device mesh to run over. Default: all of torch.distributed. Or a
+            device mesh with dimensions named pp (the pipeline), dp (replicas, each with a part of the batch) and tp
+            (shards of its stages).
+        dispatch: how a rank picks its next op: "frozen", "hinted", "dynamic" or "auto" (the fastest of them, by
+            simulation without delays).
+        ops: for each registered kind of op in the schedule the function that runs it, such as `program.callables`.
+            The function is called with an `OpCall` at the op's place in the order. Evaluation leaves these ops out.
+        seed: seed for dropout. Draws are the same for any schedule and any number of ranks.
+        timeout: the longest time that any wait may last (seconds).
+        precision: autocast and clipping; see `PrecisionOptions`.
+        parallel: cutting, devices, tied parameters, sharding; see `ParallelOptions`.
+        transport: what carries messages between processes: `TransportOptions`, or only its name.
+        adapt: how to measure links while training, and switch to what is faster; see `AdaptOptions`. None: not at
+            all. Over a mesh, all replicas and shards switch together, and nodes change places if a link between them
+            is late. After that this process holds other parameters, and `optimizer` updates those.
 
-    A pipeline that cannot be made leaves nothing behind. One that was is closed at the end of a `with` block, or by
-    `close()`.
+    Close a pipeline with `close()`, or use it in a `with` block. If making one fails, nothing is left behind.
 
-    Where updates are ops of the schedule (U), one step runs many of them, each on its stage alone, by the rule that
-    the schedule names; `PrecisionOptions.clip_norm` then bounds the norm of each stage's gradient.
+    If updates are ops of the schedule (U), one step runs many of them. Each updates one stage, by the rule that the
+    schedule names. `PrecisionOptions.clip_norm` then limits the norm of each stage's gradient.
 
     Raises:
-        ScheduleError: the schedule is not valid. Only the first rank tells why.
-        PartitionError: more stages than layers, a list of another length than the schedule's stages, or something in
-            the model's forward that stands in the way of cutting it; the message has the line.
-        RuntimeFailure: what torch.distributed has, or `ops`, does not fit the schedule; a store that cannot be
-            reached.
-        ControlError: adapting with numbers that make no sense.
+        ScheduleError: the schedule is not valid. Only the first rank's error gives the reason.
+        PartitionError: more stages than layers, a list whose length is not the schedule's number of stages, or
+            something in the model's forward that can't be cut; the message names the line.
+        RuntimeFailure: torch.distributed or `ops` do not fit the schedule, or a store cannot be reached.
+        ControlError: invalid numbers for adapting.
 
     Examples:
         >>> import torch, penstock as ps
@@ -160,7 +159,7 @@ class Pipeline:
         self._told_of_stays = False
         self._moving_to: Configuration | None = None
         self._groups: Any = None
-        """Made for where it lies, after nodes have moved."""
+        """The process groups that were made for its place, after nodes have moved."""
         self._life = Lifetime("this pipeline")
         self._local = LocalPipeline(given, mesh, dispatch, self._life)
         with kept_groups(optimizer), self._life.making() as on_close:
@@ -171,7 +170,7 @@ class Pipeline:
                 on_close(lambda: None if self._agent is None else self._agent.close())
 
     def _start_agent(self, adapt: AdaptOptions) -> None:
-        """Puts an agent in place, one of all processes of the mesh."""
+        """Starts an agent, one over all processes of the mesh."""
         local, given = self._local, self._given
         place, nodes, first = local.mesh, local.movable_nodes() if adapt.may_move else None, local.start
         weighs: tuple[float, ...] = ()
@@ -198,7 +197,7 @@ class Pipeline:
             self._agent.probes = NodeProbes(nodes.processes, given.timeout, injected)
 
     def _tell_place(self) -> None:
-        """Lets the agent know where this process lies. Every process must call it."""
+        """Tells the agent where this process lies. Every process must call it."""
         place, agent = self._local.mesh, self._agent
         if agent is None or place.is_flat:
             return
@@ -208,16 +207,16 @@ class Pipeline:
             agent.pipeline = agent.pipeline * self.schedule.num_ranks
 
     def _switch(self, then: ActivePlan | Configuration) -> None:
-        """Runs something else from the next step on. Nodes move when that begins; until then nothing has changed."""
+        """Switches to something else for the next step. Nodes move when that step begins, not before."""
         if isinstance(then, Configuration):
             self._moving_to = then
         else:
             self._local.switch(then)
 
     def _move(self, then: Configuration) -> None:
-        """Goes on where a configuration has the nodes. Every process is here, between two steps.
+        """Moves to where a configuration places the nodes. Every process calls it, between two steps.
 
-        What runs there is built beside, is handed all state, and takes the place of what ran here.
+        It builds the pipeline of the new place beside the old one, hands all state over, and replaces the old one.
         """
         before, moved, groups = self._local, None, None
         assert before.nodes is not None, "nodes that move are known"
@@ -257,7 +256,7 @@ class Pipeline:
         self._tell_place()
 
     def _require_movable(self, then: LocalPipeline) -> None:
-        """Raises RuntimeFailure, in every process, where this one cannot go on as it."""
+        """Raises RuntimeFailure, in every process, if this pipeline cannot continue as `then`."""
         known = {id(parameter) for parameter in self.parameters()}
         shared = sum(id(parameter) in known for parameter in then.model.parameters)
         why = f"it shares {shared} parameters: functions are to make fresh stages" if shared else ""
@@ -267,74 +266,75 @@ class Pipeline:
 
     @property
     def schedule(self) -> Schedule:
-        """What the next step runs."""
+        """The schedule of the next step."""
         return self._local.running.schedule
 
     @property
     def dispatch(self) -> Dispatch:
-        """How ranks pick ops in the next step."""
+        """How ranks pick their ops in the next step."""
         return self._local.running.dispatch
 
     @property
     def configuration(self) -> Configuration:
-        """What the next step runs, with its caps and delegated links."""
+        """What the next step runs: schedule, dispatch, caps and delegated links."""
         return self._local.running.configuration
 
     @property
     def number(self) -> int:
-        """Of the decision that the next step runs; 0 for what was given."""
+        """The number of the decision that the next step runs; 0 for what was given at the start."""
         return 0 if self._agent is None else self._agent.number
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Over a mesh with replicas, where nodes lie: of rank p in replica d that at p * dp + d; else none. Nodes
-        count by their lowest process.
+        """Over a mesh with replicas, the node of rank p in replica d at index p * dp + d; otherwise empty.
+
+        Nodes are numbered in the order of their lowest processes.
         """
         return () if self._local.nodes is None else self._local.nodes.mesh.nodes
 
     @property
     def links(self) -> Links | None:
-        """The conditions injected into links between this pipeline's ranks; None where there are none."""
+        """The conditions injected into links between this pipeline's ranks; None if there are none."""
         return None if self._local.conditions is None else self._local.conditions.links
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """Over the parameters that are stepped in this process."""
+        """The optimizer over the parameters that this process updates."""
         return self._local.optimizer_state.optimizer
 
     @property
     def clip_norm(self) -> float | None:
-        """Most the norm of a gradient may be at an update."""
+        """The largest norm that a gradient may have at an update."""
         return self._local.optimizer_state.clip_norm
 
     @property
     def num_updates(self) -> int:
-        """Updates so far, those before a `load` included."""
+        """Number of updates so far, including those before a `load`."""
         return self._local.optimizer_state.num_updates
 
     @property
     def notices(self) -> list[str]:
-        """What a person should know, of all ranks: stages that cannot split or put little off, how adapting fares.
+        """Messages for the user, from all ranks: stages that cannot split or defer little, and how adapting goes.
 
-        What a rank finds out in a step, all have at its end.
+        What one rank finds in a step, all ranks have at the end of that step.
         """
         self._local.notices.note(self._agent.notices if self._agent is not None else ())
         return self._local.notices.known()
 
     @property
     def decisions(self) -> list[dict[str, Any]]:
-        """What adapting has decided so far, as its log has it; on rank 0's process."""
+        """The decisions of adapting so far, as in its log. Only rank 0's process has them."""
         return self._agent.decisions if self._agent is not None else []
 
     def reconfigure(self, configuration: Configuration) -> None:
-        """Runs another schedule, dispatch or set of delegated links from the next step on.
+        """Switches to another schedule, dispatch or set of delegated links from the next step on.
 
         Every rank must make the same call. Losses and gradients stay the same, to the bit.
 
         Raises:
             ScheduleError: the schedule is not valid.
-            RuntimeFailure: it has another placement, stage graph or number of microbatches; the transport cannot
-                run it, or the run adapts.
+            RuntimeFailure: the schedule has another placement, stage graph or number of microbatches, the transport
+                cannot run it, or the run adapts.
         """
         self._life.require_open()
         require_free(self._agent is not None)
@@ -345,15 +345,15 @@ class Pipeline:
 
     @property
     def rank(self) -> int:
-        """The first rank in this process."""
+        """The lowest rank in this process."""
         return self._local.peers.here[0]
 
     def parameters(self) -> list[Parameter]:
-        """The parameters in this process, each once."""
+        """The parameters in this process, each of them once."""
         return list(self._local.model.parameters)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """The parameters in this process under their plain names in the whole model, a tied one once."""
+        """The parameters in this process, by their names in the whole model. A tied parameter comes once."""
         yield from self._local.model.named.items()
 
     # Stepping.
@@ -361,26 +361,27 @@ class Pipeline:
     def step(
         self, inputs: Any, targets: Any = None, *, update: bool = True, rates: Sequence[float] | None = None
     ) -> StepResult:
-        """Runs the schedule once over a batch, then the optimizer. Where updates are ops of the schedule, they run in
-        their places instead, and all have run when the step ends.
+        """Runs the schedule once over a batch, and then the optimizer.
+
+        If updates are ops of the schedule, they run at their places instead, and all have run when the step ends.
 
         Args:
-            inputs: a tensor, or tuple (positional arguments) or dict (keyword arguments) of tensors with the
-                samples in dimension 0, cut into microbatches; or a list with one such entry per microbatch. The whole
-                batch, unless `ParallelOptions.batches` says that each replica gives its part.
-            targets: alike; each goes to `loss_fn` with its microbatch's output.
-            update: False to only add to the gradients, as several `backward` calls would; `update()` follows. Where
-                updates are ops: False leaves the last window open, and the next step's first one adds to it.
-            rates: where updates are ops, the learning rate of each; by default the optimizer's own.
+            inputs: the whole batch, unless `ParallelOptions.batches` says that each replica gives its part. A tensor,
+                or a tuple (positional arguments) or dict (keyword arguments) of tensors, with the samples in
+                dimension 0; it is cut into microbatches. Or a list with one such entry per microbatch.
+            targets: the targets, in the same form. Each goes to `loss_fn` with its microbatch's output.
+            update: False only adds to the gradients, as several `backward` calls would; call `update()` later. If
+                updates are ops, False leaves the last window open, and the next step's first window adds to it.
+            rates: if updates are ops, the learning rate of each. Default: the optimizer's own.
 
-        A step that fails leaves no gradients, as those of only some microbatches would be wrong silently. Where it
-        may have made some of its updates, the pipeline is of no more use until it has loaded a checkpoint.
+        A step that fails leaves no gradients, because the gradients of only some microbatches would be wrong. If it
+        may have made some of its updates, the pipeline can't be used until it has loaded a checkpoint.
 
         Raises:
-            RuntimeFailure: a batch that can't be cut, a stage or loss that returned what it should not, a step in
-                which no microbatch's loss has a gradient, ranks of which only some are to update.
+            RuntimeFailure: a batch that can't be cut, a stage or loss that returned something invalid, a step in
+                which no microbatch's loss has a gradient, or ranks that disagree on `update`.
             DeadlineExceeded, PeerLost: another rank is late or gone. After an error in the middle of a step between
-                processes the pipeline is broken, and says so from then on.
+                processes the pipeline is broken, and every later call says so.
         """
         self._life.require_open()
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
@@ -448,51 +449,53 @@ class Pipeline:
         return result
 
     def update(self) -> Tensor | None:
-        """Clips, runs the optimizer and clears the gradients; returns the norm where clipping is on.
+        """Clips, runs the optimizer and clears the gradients. Returns the norm if clipping is on.
 
         Raises:
-            RuntimeFailure: updates are ops of the schedule, and have run.
+            RuntimeFailure: updates are ops of the schedule, and have run already.
         """
         self._life.require_open()
         with self._local.mesh.waiting():
             return self._local.optimizer_state.update()
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scales the gradients so that the norm of the whole model's is at most `max_norm`; returns what it was.
+        """Scales the gradients so that the norm of the whole model's is at most `max_norm`. Returns the norm before.
 
-        For whoever has something to do between that and `update()`; `PrecisionOptions.clip_norm` clips in `update()`.
-        Every rank must call it. Raises RuntimeFailure where updates are ops of the schedule.
+        Use it to do something between clipping and `update()`; `PrecisionOptions.clip_norm` clips within `update()`.
+        Every rank must call it. Raises RuntimeFailure if updates are ops of the schedule.
         """
         self._life.require_open()
         with self._local.mesh.waiting():
             return self._local.optimizer_state.clip(max_norm)
 
     def mismatch(self) -> dict[tuple[int, int, int], int]:
-        """By (stage, pipeline, microbatch), the updates that the last step counted between its forward and backward.
+        """By (stage, pipeline, microbatch), how many updates came between its forward and backward in the last step.
 
-        What `ps.schedule.count_mismatch(schedule)` proves, as it was run. Every rank must call it. Empty without
-        updates.
+        This is what ran; `ps.schedule.count_mismatch(schedule)` computes the same from the schedule. Every rank must
+        call it. It is empty without updates.
         """
         mine = {} if self._local.optimizer_state.updating is None else self._local.optimizer_state.updating.mismatch()
         return {key: count for part in self._local.peers.gather(mine) for key, count in part.items()}
 
     def state_bytes(self) -> list[dict[str, int]]:
-        """Of each rank the bytes of parameters, of older versions and gradients at most in the last step, and of the
-        optimizer's state. Every rank must call it.
+        """Bytes that each rank held: parameters, older versions, gradients and the optimizer's state.
+
+        Of older versions and gradients it is the most in the last step. Every rank must call it.
         """
         mine = {rank: self._local.optimizer_state.bytes_of(rank) for rank in self._local.peers.here}
         found = {rank: held for part in self._local.peers.gather(mine) for rank, held in part.items()}
         return [found[rank] for rank in sorted(found)]
 
     def host_memory(self) -> list[int]:
-        """Of each process, the most bytes of activations that it had in host memory in the last step, by OFFLOAD and
-        RELOAD. Every rank must call it.
+        """The most bytes of activations that OFFLOAD and RELOAD kept in host memory in the last step, per process.
+        Every rank must call it.
         """
         return list(self._local.peers.gather(self._local.devices.host.peak))
 
     def deferred_share(self) -> dict[int, DeferredShare]:
-        """By stage, how much of its work on weight gradients the last step's split backward put off to W, and why it
-        did the rest in I. Every rank must call it. Stages whose backward is not split are not in it.
+        """How much of each stage's work on weight gradients the last step deferred to W, and why the rest ran in I.
+
+        The result is by stage. Stages whose backward is not split are left out. Every rank must call it.
         """
         found: dict[int, DeferredShare] = {}
         for part in self._local.peers.gather(deferred_shares(self._local.devices.runners)):
@@ -503,16 +506,16 @@ class Pipeline:
         self._local.optimizer_state.zero_grad()
 
     def evaluate(self, inputs: Any, targets: Any = None) -> StepResult:
-        """The loss of a batch without gradients, in evaluation mode; nothing in the model changes.
+        """Computes the loss of a batch without gradients, in evaluation mode. The model does not change.
 
-        A batch with fewer samples than the schedule has microbatches runs in fewer.
+        If the batch has fewer samples than the schedule has microbatches, fewer microbatches run.
         """
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to evaluate")
         return self._result(self._run_forward(inputs, targets, Purpose.EVALUATE))
 
     def predict(self, inputs: Any) -> list[Any]:
-        """The model's output for each microbatch, in evaluation mode, on every rank."""
+        """The model's output for each microbatch, in evaluation mode. Every rank gets all outputs."""
         batch = self._run_forward(inputs, None, Purpose.PREDICT)
         outputs: dict[int, Any] = {}
         for part in self._local.mesh.everyone.gather(self._local.devices.outputs(batch)):
@@ -542,7 +545,7 @@ class Pipeline:
         return batch
 
     def _result(self, batch: Microbatches, agent: Agent | None = None, updates: bool | None = None) -> StepResult:
-        """The losses, from whichever process ran them; then switches to what an agent says."""
+        """Collects the losses from the processes that ran them, and switches if an agent says so."""
         memory = self._local.transport if isinstance(self._local.transport, SharedMemoryTransport) else None
         tells = () if self._tell is None else self._tell()
         outcome = StepEnd(self._local.mesh, self._local.devices.last, updates, memory, tells)
@@ -563,13 +566,13 @@ class Pipeline:
         keep: int = 2,
         number: int | None = None,
     ) -> Path:
-        """Writes a checkpoint `directory/step-...`, sharded by parameter name; every rank must call it.
+        """Writes a checkpoint `directory/step-...`, sharded by parameter name. Every rank must call it.
 
-        It appears whole or not at all; of older ones the newest `keep - 1` stay. `meta` is small JSON of the
-        caller's, the same on all ranks. `stateful` names objects with `state_dict` and `load_state_dict` whose state
-        is kept too, like a learning-rate scheduler or a data loader; where it differs, that of each replica or
-        process. `number` is that in the name, `num_steps` by default: whoever counts other steps gives theirs.
-        Raises CheckpointError.
+        The checkpoint appears as a whole or not at all. Of the older ones, the newest `keep - 1` stay. `meta` is
+        small JSON data of the caller's, the same on all ranks. `stateful` names objects with `state_dict` and
+        `load_state_dict`, such as a learning-rate scheduler or a data loader; their state is saved too, once per
+        replica or process if it differs. `number` is the number in the name. It defaults to `num_steps`; give it if
+        you count other steps. Raises CheckpointError.
         """
         self._life.require_open()
         self._local.optimizer_state.require_whole()
@@ -585,13 +588,14 @@ class Pipeline:
         stateful: Mapping[str, Stateful] | None = None,
         fallback: bool = False,
     ) -> dict[str, Any]:
-        """Loads a checkpoint, or the newest in a folder, written under any schedule and number of ranks.
+        """Loads a checkpoint, or the newest one in a folder, written under any schedule and number of ranks.
 
-        Training goes on as if it had never stopped. Returns the `meta` it was saved with; `stateful` gets the state
-        of the objects it names. Every rank loads the same, or none loads anything. Where the newest is damaged, the
-        error names the one before; with `fallback` it is loaded instead, the damaged one is renamed to
-        `step-....damaged`, and `notices` say so. Raises CheckpointError where it is damaged or of another model;
-        nothing is changed then.
+        Training continues as if it had never stopped. Returns the `meta` of the checkpoint. The objects named in
+        `stateful` get their saved state. Either every rank loads the checkpoint, or none does.
+
+        If the newest checkpoint is damaged, the error names the one before. With `fallback` that one is loaded
+        instead, the damaged one is renamed to `step-....damaged`, and `notices` report it. Raises CheckpointError if
+        the checkpoint is damaged or belongs to another model; nothing has changed then.
         """
         self._life.require_open()
         loaded = saving.load(
@@ -603,11 +607,11 @@ class Pipeline:
         return loaded.meta
 
     def hand_over(self, then: Pipeline) -> int:
-        """Lets another pipeline of the same model go on where this one is: it gets all that training has made.
+        """Hands all state of training to another pipeline of the same model, which continues from here.
 
-        It may run another schedule, over the same processes in other places; every process must call this. Each
-        fetches only what it does not hold itself; returns the bytes that this one fetched. Raises RuntimeFailure
-        where they are not of one model.
+        The other pipeline may run another schedule, over the same processes in other places. Every process must call
+        this. Each process fetches only what it does not hold itself. Returns the bytes that this process fetched.
+        Raises RuntimeFailure if the pipelines' models differ.
         """
         self._life.require_open()
         fetched = hand_over(self._local.optimizer_state, then._local.optimizer_state, self._local.mesh.everyone)
@@ -617,22 +621,23 @@ class Pipeline:
 
     @property
     def num_steps(self) -> int:
-        """Steps run so far, those before a `load` included."""
+        """Number of steps so far, including those before a `load`."""
         return self._num_steps
 
     def tell_each_step(self, values: Callable[[], Sequence[float]]) -> None:
-        """Sums values of all processes at the end of each step and evaluation from now on, on the way of the losses.
+        """Sums values over all processes, at the end of each step and evaluation from now on.
 
-        The sums are then in `told`, the same everywhere: for decisions that all ranks must take alike. A sum of its
-        own (`agree`) would take as long again where a link is late. Every process must call it.
+        The sums travel with the losses. They are then in `told`, the same on every process. Use them for decisions
+        that all ranks must make alike. A separate sum (`agree`) would take as long again over a late link. Every
+        process must call it.
 
         Args:
-            values: gives those of this process, as many in each.
+            values: a function that returns this process's values; every process returns equally many.
         """
         self._tell = values
 
     def agree(self, values: Sequence[float]) -> list[float]:
-        """The sum of every process's values, the same everywhere: for decisions all ranks must take alike."""
+        """Sums values over all processes. All get the same sum, for decisions that all ranks must make alike."""
         return [float(v) for v in self._local.mesh.everyone.sum(torch.tensor(values, dtype=torch.float64))]
 
     def idle_share(self) -> float:
@@ -641,7 +646,7 @@ class Pipeline:
         return idle_share([worker.recorder.times for worker in workers])
 
     def gather(self, value: Any) -> list[Any]:
-        """Every process's value, in their order; plain data."""
+        """Every process's value, in the order of processes. Values must be plain data."""
         return self._local.mesh.everyone.gather(value)
 
     def timeline(self) -> Timeline:
@@ -651,8 +656,9 @@ class Pipeline:
         return gathered_timeline(self._local.peers, *self._local.last)
 
     def close(self) -> None:
-        """Ends adapting and the transport, and leaves the model as it was found: no hooks, no patched layers. Done
-        when a `with` block ends; closing it again does nothing.
+        """Stops adapting and the transport, and removes all hooks and patches from the model.
+
+        A `with` block calls it at its end. Closing a closed pipeline does nothing.
         """
         self._life.close()
 

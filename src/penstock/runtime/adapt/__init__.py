@@ -1,12 +1,12 @@
-"""The closed loop: what every rank measures goes to one place, what is decided there runs everywhere, or nowhere.
+"""Adapts a run while it trains: all measurements go to one place, and its decisions run on every rank or on none.
 
 rank: report ------> store -----> rank 0: coordinator --> its controller's process (`penstock.control`)
   ^                                                                     |
   +--- vote: the step's own collective <--- plans <---- store <---------+
 
-agent         each process's part                   report   what a rank measured, put together
-coordinator   rank 0's part, the controller's process beside the training, and what is kept of the run
-vote          all run a new plan, or none           options  what the user says
+agent         each process's part                   report   what a rank measured in an iteration
+coordinator   rank 0's part: the controller's process beside the training, and the records of the run
+vote          all run a new plan, or none does      options  the user's options
 store         queues of bytes between ranks: which store, by whose clock, retries, and how long it was silent
 """
 

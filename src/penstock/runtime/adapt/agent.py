@@ -1,11 +1,11 @@
-"""One process's part in adapting: it sends what its ranks measured, gets plans, and runs them from a step's end on.
+"""One process's part in adapting: sends what its ranks measured, gets plans, and runs them from the end of a step on.
 
     training            agent                                threads
     step ends     -->   ended(): put aside              -->  reports: to the store
     collective    -->   vote(): what runs, what is held  <-- plans: from the store, proved and worked out
                   <--   count_votes(): run this from now on
 
-Nothing here waits for the store. What a plan needs to run is worked out in a thread before it is voted for.
+Nothing here waits for the store. A thread computes what a plan needs before the process votes for it.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Rank 0's side: gathers all reports, has the controller decide, hands plans out. All of it in threads of its own.
+"""Rank 0's side: gathers all reports, has the controller decide, and hands out plans. It runs in its own threads.
 
     reports --> gathering --> costs, until they are known --> decider --> decision --> a plan for every process
                                                                 ^
     news from the training: switched, dropped, not all have it -+
 
-What is kept of the run lies in a folder, as lines of JSON (`RunLog`):
+The records of the run are files in a folder, with one JSON object per line (`RunLog`):
 
     control.jsonl      the controller's log: `penstock.control.replay` makes the same decisions of it
     iterations.jsonl   one line an iteration
     timelines.jsonl    when every op ran, of some iterations: an early one, and those around each switch
 
-Training does not end for the sake of its records: where one cannot be written, all end there, with whole lines.
+Failed records do not stop training. If one cannot be written, all records end there, with whole lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`AdaptOptions`: whether and how a run adapts to slow links, as the user says it."""
+"""`AdaptOptions`: whether and how a run adapts to slow links."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from penstock.simulation.simulator import as_dispatch
 
 @dataclass(frozen=True)
 class AdaptOptions:
-    """Measures links while training, and changes schedule, dispatch and delegated links where that is faster.
+    """How a run measures its links, and switches to another schedule, dispatch or set of delegated links.
 
     Attributes:
         folder: where the log and the records of the run are written. None: nowhere.
         store: the address through which ranks report: tcp://HOST:PORT or redis://HOST:PORT/DB. None: the TCPStore of
             the job itself.
-        costs: of each stage. None: those given to `ps.emulate`, or measured in the first iterations.
-        memory_limit: most activations that each rank may hold, in the unit of the costs; one number, or one for each
-            rank. None: what the first schedule holds in its own order, rank by rank.
-        host_memory: how much more each rank may hold while a link of it is delegated, in the same unit.
-        dispatches: the ways to dispatch that may be chosen. Hinted dispatch is chosen only where it is named here.
+        costs: costs of each stage. None: those given to `ps.emulate`, or measured in the first iterations.
+        memory_limit: most activations that each rank may hold, in the unit of the costs: one number, or one per rank.
+            None: what each rank holds in the first schedule's own order.
+        host_memory: how much more a rank may hold while one of its links is delegated, in the same unit.
+        dispatches: the dispatches that may be chosen. Hinted dispatch is chosen only if it is listed here.
         may_replan: whether the order of ops may change.
         may_delegate: whether slow links may be given to delegates. The transport must have delegates.
-        may_move: whether the nodes of a mesh with replicas may change places where links between them are late.
-            Stages and optimizer must then be given as functions, which are called again.
-        ring: how the rings that add up gradients move bytes; a late link's cost there is predicted with it.
+        may_move: whether nodes of a mesh with replicas may change places if links between them are late. Stages and
+            optimizer must then be given as functions, which are called again.
+        ring: how the rings that add up gradients move bytes. The cost of a late link in a ring is predicted with it.
         delegate_ms: what a delegate adds to the time of each message (ms).
         prices: what a switch costs.
         least_gain: share of the iteration time, 0 to 1, that a switch must save.
-        least_delay: the smallest delay that matters, and the smallest change of one (ms). None: a tenth of the mean
-            op.
+        least_delay: the smallest delay, and the smallest change of a delay, that matters (ms). None: a tenth of the
+            mean op.
         sensitivity: when a link counts as changed.
-        patience: how long the store may be out of reach (seconds). After that the run goes on without adapting.
+        patience: how long the store may be out of reach (seconds). After that the run continues without adapting.
 
     Raises:
         RuntimeFailure: `patience` is not above 0.
@@ -79,21 +79,21 @@ class AdaptOptions:
 
     @property
     def may_change(self) -> bool:
-        """Whether any remedy may be chosen; where none may, links are measured and records written."""
+        """Whether any remedy may be chosen. If not, links are only measured, and records written."""
         return bool(self.dispatches) or self.may_replan or self.may_delegate or self.may_move
 
     def job(
         self, costs: Costs, start: Configuration, depth: int, has_delegates: bool, mesh: Mesh | None = None
     ) -> Job:
-        """What the controller needs to know.
+        """The job that the controller works on.
 
         Args:
-            depth: messages that a link holds under way before its sender stands still; 0: any number.
+            depth: how many messages a link holds before its sender waits; 0 for any number.
             has_delegates: whether the transport can send a link's messages through delegates.
-            mesh: whose nodes may move; the costs then say what gradients weigh.
+            mesh: the mesh whose nodes may move. The costs must then include the bytes of gradients.
 
         Raises:
-            ControlError: numbers that make no sense, or caps below what the start needs.
+            ControlError: invalid numbers, or caps below what the start needs.
             ScheduleError: an unknown dispatch.
         """
         return Job(

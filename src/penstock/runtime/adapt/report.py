@@ -1,6 +1,6 @@
-"""What a rank reports of one iteration: when its ops ran, how its messages came in, and what became of its links.
+"""A rank's report of one iteration: when its ops ran, when its messages arrived, and the state of its links.
 
-A rank's own thread turns measurements into the controller's events, so that rank 0 only hands them on.
+A rank's own thread turns measurements into the controller's events, so rank 0 only has to pass them on.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Where ranks leave messages for each other beside the training: queues in this process, a TCPStore, or Redis.
+"""A store through which ranks exchange messages beside the training: queues in this process, a TCPStore, or Redis.
 
     rank 3 --push("to-0", report)--> | to-0 | --pop("to-0")--> rank 0
 
-A store is named queues of bytes that every rank reaches, and that may be gone for a while. Training never waits for
-it: what is lost with a store is lost. `StoreClient` tries again, and knows for how long the store has not answered.
-`meet` agrees on the store of a run, on the names of its queues, and on whose clock counts.
+A store is a set of named queues of bytes that every rank can reach. It may be unreachable for a while. Training never
+waits for it, and what is lost with a store stays lost. `StoreClient` tries again, and knows for how long the store
+has not answered. `meet` agrees on the store of a run, on the names of its queues, and on whose clock counts.
 """
 
 from __future__ import annotations

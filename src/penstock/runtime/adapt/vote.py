@@ -1,12 +1,12 @@
-"""How all ranks come to run a new plan at the same boundary, or none does: by the collective that ends every step.
+"""How all ranks switch to a new plan at the same step, or none does: they vote in the collective that ends each step.
 
     rank 0   runs 2, holds 3 ---+                            +--> all hold 3: from the next step on everybody runs 3
     rank 1   runs 2, holds 3 ---+--> the step's collective --+
     rank 2   runs 2, holds - ---+                            +--> (rank 2 does not: nobody does, and it goes on)
 
-Every rank sees the same votes at the same moment, so no verdict needs to be sent, and nobody ever waits for one: a
-plan that has not reached everyone costs nothing, and a store that is gone cannot hold up training. Where the
-collective itself fails the step fails, on every rank.
+Every rank sees the same votes at the same moment. So no result has to be sent, and nobody waits for one: a plan that
+has not reached every rank costs nothing, and a store that is gone cannot hold up training. If the collective itself
+fails, the step fails on every rank.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Runs a schedule on emulated devices: real dispatch, real messages, real clocks, and ops that only take their time.
+"""Runs a schedule on emulated devices: dispatch, messages and clocks are real, and ops only take time.
 
     run = ps.emulate(ps.build("1f1b", 8, 16), ps.Costs.uniform(8, 10, 10, 10), links=conditions)
     run.timelines[0].makespan, run.simulated[0].makespan, run.median_error
 
-One thread per rank in this process; or one process per rank where torch.distributed is set up with several. A rank
-sleeps through its ops, so that two cores stand for sixteen accelerators. `emulate_processes` starts a process per
-rank, whose messages pass through gloo; each runs `python -m penstock.runtime.emulation.emulated_run FOLDER`.
+Each rank is a thread of this process, or a process if torch.distributed is set up with several. A rank sleeps through
+its ops, so two cores can stand for sixteen accelerators. `emulate_processes` starts one process per rank, with
+messages over gloo; each runs `python -m penstock.runtime.emulation.emulated_run FOLDER`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ ORDER, RESULT = "order", "result"
 
 
 def emulate_processes(schedule: Schedule, costs: Costs, *, timeout: float = 60.0, **options: Any) -> Emulation:
-    """As `emulate`, with one process per rank, which end with it.
+    """Like `emulate`, with one process per rank. The processes end with the call.
 
     Raises:
-        RuntimeFailure: a rank failed; what it said is on stderr.
+        RuntimeFailure: a rank failed. Its message is on stderr.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-emulate-") as name:
         folder = Path(name)
@@ -53,7 +53,7 @@ def emulate_processes(schedule: Schedule, costs: Costs, *, timeout: float = 60.0
 
 
 def main(folder: Path) -> None:
-    """One rank. The folder is one that `emulate_processes` made and filled."""
+    """Runs one rank. `emulate_processes` made and filled the folder."""
     schedule, costs, timeout, options = pickle.loads((folder / ORDER).read_bytes())
     rank, _ = init_process(timeout)
     found = emulate(schedule, costs, timeout=timeout, **options)
@@ -67,7 +67,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Lateness:
-    """How long after their due moment ops ended (ms): the error of sleeping and of what a busy machine adds."""
+    """How late ops ended, after the moment at which they were due (ms): errors of sleeping, and a busy machine."""
 
     median: float
     worst: float
@@ -75,21 +75,21 @@ class Lateness:
 
 @dataclass(frozen=True)
 class Emulation:
-    """What an emulated run gives, the same on every rank.
+    """The result of an emulated run, the same on every rank.
 
     Attributes:
-        timelines: measured, one for each step.
-        simulated: of the same steps, under the same conditions at that time.
-        calibrated: simulated with `own_latency` on every link.
-        own_latency: milliseconds that a message took in addition to what the conditions say: the median over messages
-            that a rank waited for on links without conditions; 0 where there were none.
-        conditions: of the links.
+        timelines: the measured timeline of each step.
+        simulated: the simulated timeline of each step, under the conditions at that time.
+        calibrated: as `simulated`, with `own_latency` added to every link.
+        own_latency: milliseconds that a message took in addition to the conditions: the median over messages that a
+            rank waited for on links without conditions; 0 if there were none.
+        conditions: the conditions of the links.
         starts: when each step began, in milliseconds of the conditions' time.
-        late: how late the ops of all ranks began.
-        stretch: by which factor ops and conditions were slowed down in the run. All times here are as if it were 1.
+        late: how late the ops of all ranks ended.
+        stretch: the factor by which ops and conditions were slowed down in the run. All times here are without it.
         configurations: what each step ran.
-        numbers: the decisions that the configurations come from; 0 for the start.
-        notices: what a person should know about the changes that were made while it ran.
+        numbers: for each configuration the number of the decision that it comes from; 0 for the start.
+        notices: messages for the user about changes during the run.
 
     Examples:
         >>> import penstock as ps
@@ -120,12 +120,12 @@ class Emulation:
 
     @property
     def calibrated_errors(self) -> tuple[float, ...]:
-        """The same against the calibrated simulation."""
+        """`measured / calibrated - 1` of each step's makespan."""
         return _errors(self.timelines, self.calibrated)
 
     @property
     def median_error(self) -> float:
-        """The median over the steps of how far, in either direction, the makespan was from the simulated one."""
+        """The median over the steps of the error of the simulated makespan, in either direction, as a share."""
         return statistics.median(map(abs, self.errors))
 
 
@@ -148,30 +148,30 @@ def emulate(
     transport: TransportOptions | str | None = None,
     adapt: AdaptOptions | None = None,
 ) -> Emulation:
-    """Runs a schedule on emulated devices and measures it.
+    """Runs a schedule on emulated devices, and measures it.
 
-    An emulated device computes nothing: each op takes the time that the costs say. Messages are real: they carry
-    `costs.message_bytes`, and 16 bytes that tell them apart. Between processes every rank makes the same call and
+    An emulated device computes nothing: each op takes the time that the costs give. Messages are real. They carry
+    `costs.message_bytes`, and 16 bytes that identify them. With several processes, every rank makes the same call and
     gets the same result.
 
     Args:
-        schedule: what runs.
-        costs: of its stages: milliseconds, and the bytes of messages.
-        num_steps: times to run it, one after the other.
-        links: delays between ranks. They and all that follows are those of `EmulatedPipeline`.
-        dispatch: how ranks choose what to run next: "frozen", "hinted", "dynamic" or "auto".
-        memory_limit: most activations per rank, in the unit of the costs, where dispatch is not frozen.
-        stretch: how many times as long as its costs say each op takes.
-        timeout: seconds that a rank waits for a message.
-        mesh: the processes it runs over. Where there are none, all ranks are threads of this process.
+        schedule: the schedule to run.
+        costs: costs of its stages: milliseconds, and bytes of messages.
+        num_steps: how many times to run it, one after another.
+        links: delays and conditions of links between ranks. This and all that follows are as for `EmulatedPipeline`.
+        dispatch: how a rank picks its next op: "frozen", "hinted", "dynamic" or "auto".
+        memory_limit: most activations per rank, in the unit of the costs, if dispatch is not frozen.
+        stretch: factor by which all ops and conditions are slowed down.
+        timeout: how long a rank waits for a message (seconds).
+        mesh: the processes to run over. Default: all ranks are threads of this process.
         transport: what carries messages; see `TransportOptions`.
-        adapt: measures links and answers slow ones; see `AdaptOptions`.
+        adapt: how to measure links and respond to slow ones; see `AdaptOptions`.
 
     Raises:
         ScheduleError: the schedule is not valid, or a cap is below what it needs.
-        CostError: costs for another number of stages, a link that is not there, a number that makes no sense.
-        RuntimeFailure: a schedule that the runtime does not run (the error names what), other calls on other ranks.
-        DeadlineExceeded, PeerLost: a message did not come.
+        CostError: costs for another number of stages, a link that does not exist, or an invalid number.
+        RuntimeFailure: a schedule that the runtime can't run (the error names what), or other calls on other ranks.
+        DeadlineExceeded, PeerLost: a message did not arrive.
 
     Examples:
         >>> import penstock as ps
@@ -213,7 +213,7 @@ def emulate(
 
 
 def _own_latency(timelines: Sequence[Timeline], conditions: Links) -> float:
-    """The median time from an op's end to the start of the op that stood waiting for its message."""
+    """The median time from an op's end to the start of the op that waited for its message."""
     found = []
     for timeline in timelines:
         sent = {(m.source, m.target, m.target_rank): (m.source_rank, m.sent) for m in timeline.messages}

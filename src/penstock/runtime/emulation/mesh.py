@@ -1,11 +1,12 @@
-"""A mesh of emulated devices: replicas of a pipeline, and rings that add up their gradients, all by the clock.
+"""A mesh of emulated devices: replicas of a pipeline, and rings that add up their gradients, all in real time.
 
     with EmulatedMesh(configuration, costs, ps.Mesh(4, 2), links=conditions) as mesh:
         measured = mesh.step()
         print(measured.iteration, mesh.simulated().iteration)
         mesh.switch(ps.Mesh(4, 2, nodes=(0, 2, 1, 3, 4, 5, 6, 7)), configuration)
 
-A thread a node runs its pipeline's ops, another its rings and its update: gradients cross links while ops run.
+Each node has a thread for its pipeline's ops, and another one for its rings and its update. So gradients cross links
+while ops run.
 """
 
 from __future__ import annotations
@@ -215,22 +216,22 @@ class _NodeStep:
 
 
 class EmulatedMesh:
-    """Replicas of an emulated pipeline on the nodes of a mesh. All in this process.
+    """Replicas of an emulated pipeline on the nodes of a mesh, all in this process.
 
     Args:
-        links: between nodes, injected on top of what threads take themselves.
-        costs: of each stage.
+        links: conditions of links between nodes, injected in addition to the time that threads take.
+        costs: costs of each stage.
         ring: how rings move bytes.
         stretch: the factor by which ops and links are slowed down.
-        depth: messages that a link which is not delegated holds under way; None: any number.
-        timeout: seconds that any wait may last.
+        depth: most messages under way on a link that is not delegated. None: any number.
+        timeout: the longest time that any wait may last (seconds).
 
     Attributes:
         mesh, configuration: what the next step runs.
 
     Raises:
         ScheduleError, CostError: what `simulate_mesh` refuses.
-        RuntimeFailure: a depth that cannot be.
+        RuntimeFailure: an invalid depth.
 
     Examples:
         >>> import penstock as ps
@@ -268,7 +269,7 @@ class EmulatedMesh:
         self.close()
 
     def switch(self, mesh: Mesh, configuration: Configuration | None = None) -> None:
-        """Runs on other coordinates, and something else, from the next step on."""
+        """Switches to other places of the nodes, and to another configuration, from the next step on."""
         configuration = configuration or self.configuration
         require_mesh(configuration.schedule, self._costs, mesh, self.link_conditions)
         self.close()
@@ -276,10 +277,10 @@ class EmulatedMesh:
         self._replicas = [self._replica_of(replica) for replica in range(mesh.dp)]
 
     def step(self) -> MeshTimeline:
-        """Runs one iteration; times are as if the stretch were 1.
+        """Runs one iteration. Times are as if the stretch were 1.
 
         Raises:
-            DeadlineExceeded, PeerLost: something did not come.
+            DeadlineExceeded, PeerLost: a message did not arrive.
         """
         mesh, schedule = self.mesh, remove_communication(self.configuration.schedule)
         last = last_gradients(schedule)
@@ -307,7 +308,7 @@ class EmulatedMesh:
         return self._measured(steps, nodes)
 
     def simulated(self) -> MeshTimeline:
-        """What the simulator says of the next step."""
+        """Simulates the next step."""
         now = self.configuration
         return simulate_mesh(
             now.schedule,
@@ -321,7 +322,7 @@ class EmulatedMesh:
         )
 
     def close(self) -> None:
-        """Ends transports."""
+        """Closes the transports."""
         for replica in self._replicas:
             replica.close()
         self._replicas = []

@@ -1,4 +1,4 @@
-"""A pipeline of emulated devices: stepped and switched like one that trains, with ops that only take their time.
+"""A pipeline of emulated devices. It steps and switches like one that trains, but its ops only take time.
 
 with EmulatedPipeline(schedule, costs, links=conditions, transport="direct", adapt=ps.AdaptOptions()) as pipe:
     step = pipe.step()
@@ -52,13 +52,16 @@ from penstock.simulation.simulator import frozen_caps, memory_changes
 
 @dataclass(frozen=True)
 class EmulatedStep:
-    """One step, the same on every rank. All times are as if the stretch were 1.
+    """One emulated step, the same on every rank. All times are as if the stretch were 1.
 
     Attributes:
-        timeline: measured. start: when it began, in ms of the conditions' time; began: in ns of the monotonic clock.
-        configuration: what ran. number: of the decision that it comes from, 0 for the start.
+        timeline: the measured timeline.
+        start: when the step began, in ms of the conditions' time.
+        began: when the step began, in ns of the monotonic clock.
+        configuration: what ran.
+        number: the number of the decision that the configuration comes from; 0 for the start.
         late: how long after its due moment each op ended (ms).
-        crossings: messages that came in, with the clock's own times; of the ranks in this process.
+        crossings: messages that arrived at the ranks in this process, in the clock's own times.
     """
 
     timeline: Timeline
@@ -76,36 +79,37 @@ KEYWORDS = {
     "delegates": "transport=ps.TransportOptions(delegates=...)",
     "steering": "adapt=ps.AdaptOptions(...)",
 }
-"""Keywords before 0.2, each with what to write instead."""
+"""Keywords before 0.2, each with its replacement."""
 
 
 class EmulatedPipeline:
-    """Emulated devices, a thread per rank; or a process per rank where torch.distributed is set up with several.
+    """A pipeline of emulated devices: one thread per rank, or one process per rank under torch.distributed.
 
-    Between processes every rank makes the same calls and gets the same results.
+    With several processes, every rank makes the same calls and gets the same results.
 
     Args:
-        schedule: what runs.
-        costs: of its stages: milliseconds, and bytes of messages.
-        links: conditions injected into the transport, on top of what that takes itself.
-        dispatch: "frozen", "hinted", "dynamic" or "auto" (the fastest of them by simulation over `links`).
-        memory_limit: as in `ps.simulate`.
-        stretch: slows ops and conditions down alike, so that the machine's own noise weighs less.
-        timeout: seconds that any wait may last.
-        mesh: as in `ps.Pipeline`; or `LocalPeers`, whose ranks are threads wherever torch.distributed is set up.
-        transport: "host", "direct" or "delegate", or `TransportOptions` that say more (their `links` aside:
-            conditions are given here); between threads "delegate" is the same as "host", no copy.
-        adapt: how to measure and switch while running; None: not at all.
+        schedule: the schedule to run.
+        costs: costs of its stages: milliseconds, and bytes of messages.
+        links: conditions that are injected into the transport, in addition to the time that it takes itself.
+        dispatch: "frozen", "hinted", "dynamic" or "auto" (the fastest of them, by simulation over `links`).
+        memory_limit: most activations per rank, as in `ps.simulate`.
+        stretch: factor by which ops and conditions are slowed down, so that noise of the machine matters less.
+        timeout: the longest time that any wait may last (seconds).
+        mesh: as in `ps.Pipeline`; or `LocalPeers`, whose ranks are threads even if torch.distributed is set up.
+        transport: "host", "direct" or "delegate", or `TransportOptions` (without `links`, which are given here).
+            Between threads, "delegate" is the same as "host" and copies nothing.
+        adapt: how to measure and switch during the run. None: not at all.
 
     Attributes:
-        configuration: what the next step runs; number: of the decision that it comes from.
+        configuration: what the next step runs.
+        number: the number of the decision that the configuration comes from.
 
     Raises:
         ScheduleError: the schedule is not valid, or a cap is below what it needs.
-        CostError: costs for another number of stages, a link that is not there, a number that makes no sense.
-        ControlError: adapting with numbers that make no sense.
-        RuntimeFailure: a schedule or transport that the runtime does not run (the error names what), other calls on
-            other ranks, a store that cannot be reached.
+        CostError: costs for another number of stages, a link that does not exist, or an invalid number.
+        ControlError: invalid numbers for adapting.
+        RuntimeFailure: a schedule or transport that the runtime can't run (the error names what), other calls on
+            other ranks, or a store that cannot be reached.
 
     Examples:
         >>> import penstock as ps
@@ -177,7 +181,7 @@ class EmulatedPipeline:
             self._close = on_failure.pop_all()
 
     def _connect(self, peers: GroupPeers, timeout: float) -> None:
-        """Opens this process's end of the transport, which has one rank. Every process must call it."""
+        """Opens this process's end of the transport, for its one rank. Every process must call it."""
         plan, choice = self._plan, self._choice
         require_runnable(plan.schedule)
         Conditions(self.link_conditions).require_own_queues()
@@ -210,23 +214,23 @@ class EmulatedPipeline:
 
     @property
     def notices(self) -> list[str]:
-        """What a person should know of how it adapts: what all ranks said in steps so far, and this process since."""
+        """Messages for the user about adapting: from all ranks in steps so far, and from this process since then."""
         self._notices.note(self._agent.notices if self._agent is not None else ())
         return self._notices.known()
 
     @property
     def decisions(self) -> list[dict[str, Any]]:
-        """What was decided so far, as the control log has it; on rank 0's process."""
+        """The decisions so far, as in the control log. Only rank 0's process has them."""
         return [] if self._agent is None else self._agent.decisions
 
     def step(self, ended: Ended | None = None) -> EmulatedStep:
         """Runs the schedule once.
 
         Args:
-            ended: called at the end of each op here, in its rank's thread.
+            ended: called at the end of each op in this process, in the thread of the op's rank.
 
         Raises:
-            DeadlineExceeded, PeerLost: a message did not come.
+            DeadlineExceeded, PeerLost: a message did not arrive.
         """
         plan, number, agent, transport = self._plan, self.number, self._agent, self._transport
         stretch, self._devices.ended = self.stretch, ended
@@ -268,7 +272,7 @@ class EmulatedPipeline:
         )
 
     def reconfigure(self, configuration: Configuration) -> None:
-        """Runs something else from the next step on. Every rank must make the same call.
+        """Switches to something else from the next step on. Every rank must make the same call.
 
         Raises:
             RuntimeFailure: another placement, stage graph or number of microbatches; or the run adapts.
@@ -282,10 +286,10 @@ class EmulatedPipeline:
         self.configuration = configuration
 
     def simulated(self, steps: Sequence[EmulatedStep], base: float = 0.0) -> tuple[Timeline, ...]:
-        """What the simulator says of steps, one after the other under the conditions of their time.
+        """Simulates steps, one after another, each under the conditions of its time.
 
         Args:
-            base: ms that every message takes besides.
+            base: ms that every message takes in addition.
         """
         lines = LinkQueues(replace(self.link_conditions, base=base))
         return tuple(
@@ -302,7 +306,7 @@ class EmulatedPipeline:
         )
 
     def close(self) -> None:
-        """Ends adapting and transports."""
+        """Stops adapting and closes the transports."""
         self._close.close()
 
     def _ready(self, configuration: Configuration) -> ActivePlan:
@@ -312,7 +316,7 @@ class EmulatedPipeline:
         return self._worked_out(configuration)
 
     def _worked_out(self, configuration: Configuration) -> ActivePlan:
-        """Raises ScheduleError for a cap below what the schedule's own order needs."""
+        """Raises ScheduleError for a cap that is below what the schedule's own order needs."""
         plan = running(configuration, (), self._rank, Tags.of(configuration.schedule), self._costs)
         frozen_caps(plan.plan.wiring.graph, plan.plan.memory_change, configuration.caps)
         return plan

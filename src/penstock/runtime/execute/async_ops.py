@@ -1,11 +1,11 @@
-"""Asynchronous ops of a rank under way: started, and not known to have ended.
+"""Asynchronous ops of a rank that are under way: started, and not known to have ended.
 
     rank     start(G0) ---- F2 ---- F3 -- ended: G0 -- B0        what needs G0 waits for that
     stream      |~~~~~~ G0 ~~~~~~~|
 
-`start` gives something to wait for. Where a rank has a process or a thread of its own, a thread of its stream waits,
-one op after the other, and wakes the rank. Ranks that share one thread look for themselves, and wait when none of
-them can do anything else.
+`start` returns something to wait for. If a rank has a process or a thread of its own, a thread of its stream waits
+for one op after another, and wakes the rank. Ranks that share one thread poll, and wait only when none of them can do
+anything else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prepares stages for split backward where the schedule asks for it, and says what could not be prepared."""
+"""Prepares stages for split backward if the schedule splits backwards, and reports what it could not prepare."""
 
 from __future__ import annotations
 

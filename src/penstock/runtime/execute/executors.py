@@ -1,10 +1,11 @@
-"""Runs a step on the ranks in this process: a worker each, with its end of the transport and its handlers.
+"""Runs a step on the ranks in this process. Each rank has a worker, its end of the transport, and its handlers.
 
     run_rank       worker runs what is ready -> waits for messages of other ranks -> ...
     run_local      rank 0 runs what is ready -> rank 1 runs what is ready -> ... -> rank 0 ...
     RankThreads    `run_rank` in a thread per rank, each with its end of the transport; one that fails ends all
 
-A process of one rank uses `run_rank`. All ranks in one process take turns (`run_local`) or have a thread each.
+A process with one rank uses `run_rank`. If all ranks are in one process, they take turns (`run_local`), or each has a
+thread.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Where ranks meet for an op that they run together: it runs when the last of them has come.
+"""Ranks that run an op together meet here. The op runs when the last of them has come.
 
     rank 0 | F0 F1 ........ GATHER0 B0      stands until rank 1 is there, then runs the op
-    rank 1 | F0 .. F1 F2    GATHER0 B0      finds what came of it
+    rank 1 | F0 .. F1 F2    GATHER0 B0      finds the result
 
-Ranks that take turns in one thread have a `Gang`: the first of them runs the op for all. Of ranks with a thread or a
-process of their own each runs its own part, and what they do together (a collective, say) is the op's. An op that
-only takes time has no such collective; a barrier stands in its place, and gives all the moment of the last.
+Ranks that take turns in one thread have a `Gang`: the first of them runs the op for all. Ranks with a thread or a
+process of their own each run their own part, and the op itself brings the parts together, with a collective for
+example. An emulated op has no such collective. A barrier replaces it, and tells all ranks when the last one came.
 """
 
 from __future__ import annotations

@@ -1,25 +1,27 @@
-"""Ops that a rank has launched on a device and does not wait for: timed by marks that the device passes, read later.
+"""Ops that a rank launches on a device without waiting for them. Marks on the device time them, and are read later.
 
     rank      F4 launched | F5 launched | waits: two are under way | B0 launched
     device     ...|==== F4 ====|==== F5 ====|==== B0
     messages                   '-- that of F4 leaves, F5 runs on
 
-A rank launches an op behind the one that runs, so that the device never waits for Python, and no more: what comes
-next is decided when it is known what has come in. A message leaves once the device has passed the mark of its op,
-copied beside what runs now. A thread waits for the marks, and wakes the rank as if a message had come.
+A rank launches one op behind the one that runs, so that the device never waits for Python. It launches no more than
+that, because it decides what comes next when it knows which messages have arrived. A message leaves once the device
+has passed the mark of its op; it is copied while the next op runs. A thread waits for the marks, and wakes the rank
+as if a message had come.
 
     lane 0     ...|==== 0F6 ====|=== 0F7 ===|      |==== 0F8     a pair, 0F7+7B3: both wait for what came before,
     lane 1                      |======= 7B3 ======|             neither for the other, and what follows for both
 
-A device has two lanes, which run side by side where it has room. A stage has all its ops in one of them, since
-autograd runs a backward where its forward ran, and adds gradients where a parameter was first used. Each op waits for
-all that were launched before it, whatever their lane; only the two of a pair (`Schedule.pairs`) whose stages lie in
-different lanes do not wait for one another. So gradients are added in the order in which backwards are launched.
+A device has two lanes, which run side by side if it has room. All ops of a stage are in one lane, because autograd
+runs a backward where its forward ran, and adds gradients where a parameter was first used. Each op waits for all ops
+that were launched before it, in either lane. There is one exception: the two ops of a pair (`Schedule.pairs`) do not
+wait for each other if their stages are in different lanes. So gradients are added in the order in which backwards are
+launched.
 
-Memory belongs to the lane in which it was taken, and is taken there again as soon as Python has let go of it. What a
-pair's forward reads is therefore kept until the backward, which may take memory of the same lane, is launched.
+Memory belongs to the lane in which it was allocated, and that lane reuses it as soon as Python has released it. So
+what a pair's forward reads is kept until the backward is launched, which may allocate memory in the same lane.
 
-A CPU has run an op when its function returns. It has no queue, and its ops have none of this.
+A CPU has run an op when its function returns. It has no queue, and needs none of this.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Processes whose ops wait for one another take the same decisions: the first decides, the others follow. Shards of
-the same stages do, and replicas where updates are ops, each of which sums over them.
+"""Processes whose ops wait for one another make the same decisions: the first decides, the others follow.
+
+These are shards of the same stages, and replicas if updates are ops, because each update sums over the replicas.
 
     shard 0 | picks W3 -> runs W3 | picks F7 -> runs F7      by what has come in here
                  |                     |
     shard 1 |    '-> waits for what W3 needs, runs it        whatever has come in there
 
-A decision is the number of an op. Those of a step come in order, so the first op of one never meets another's.
-Asynchronous ops are no matter of decision: each process starts its own as soon as what they need is there, also while
-it has no decision to follow. Decisions then come in by a thread, which wakes the rank.
+A decision is the number of an op. Decisions of one step come in order, so the first op of a step is never confused
+with one of another step. Asynchronous ops need no decision: each process starts its own as soon as what they need is
+there, even while it has no decision to follow. A thread then receives the decisions, and wakes the rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a person should know of a run, from all its ranks: every process has the same list, with each notice once.
+"""Notices: messages for the user about a run, from all ranks. Every process has the same list, with each notice once.
 
-What a rank notes by itself is told to the others at the end of the step, where the number of new notices rides along
-with the losses; only where there is any do all ranks gather them.
+At the end of a step, ranks tell each other the notices that they found by themselves. The number of new notices
+travels with the losses. Ranks gather notices only if there are any.
 """
 
 from __future__ import annotations

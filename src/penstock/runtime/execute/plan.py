@@ -1,7 +1,8 @@
-"""What a pipeline runs: the ops of one kind of step (`StepPlan`), and all that is in force between two switches.
+"""What a pipeline runs: the ops of one kind of step (`StepPlan`), and what is in force between two switches.
 
-`StepPlan` is what a step of some kind needs to know about its schedule, worked out once and kept. `ActivePlan` is a
-configuration (schedule, costs, dispatch) with the plans of its steps, from the boundary at which it came into force.
+A `StepPlan` is what a step of some kind needs to know about its schedule. It is computed once and kept. An
+`ActivePlan` is a configuration (schedule, costs, dispatch) with the plans of its steps, from the step at which it
+came into force.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""How a step ends: every rank learns the losses, that all had the same batch, and what to run next. One collective,
-in memory where ranks share that.
+"""The end of a step: every rank learns the losses, that all ranks had the same batch, and what to run next.
+
+One collective carries all of it; ranks that share memory sum there.
 
     | losses, a microbatch each | type of the first | new notices | ranks that update | last stages: whose losses have
       a gradient, have none | digest of the batch, a rank each | votes |
 
-Each process fills in what it knows and leaves zeros elsewhere; the sum is everybody's. Doubles carry any loss type,
-digest and number without rounding. Where the pipeline has replicas, a second one brings their losses together. Votes
-go along: all replicas and shards switch at one step, or none does.
+Each process fills in what it knows and leaves zeros elsewhere, and the collective sums these rows. Doubles carry any
+loss type, digest and number without rounding. If the pipeline has replicas, a second collective brings their losses
+together. Votes are in the row too: all replicas and shards switch to a new plan at the same step, or none does.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives, the same on every rank.
+    """The result of a step, the same on every rank.
 
     Attributes:
-        loss: the batch's loss (without a graph, in the loss's own type): the weighted mean over its microbatches.
-            Where updates are ops of the schedule, the mean over their windows.
-        losses: each microbatch's share of it, one number per microbatch; they add up to `loss`. Where updates are
-            ops, they add up to the losses of the windows.
-        window_losses: the loss of each update's window, one number per window. A schedule whose updates are no ops
-            has one.
-        grad_norm: the norm before clipping, where clipping is on and the step updated; else None.
+        loss: the loss of the batch, the weighted mean over its microbatches: a tensor without a graph, in the loss's
+            own type. If updates are ops of the schedule, the mean over their windows.
+        losses: each microbatch's share of the loss, one number per microbatch. The shares add up to `loss`. If
+            updates are ops, they add up to the losses of the windows.
+        window_losses: the loss of each update's window, one number per window. If updates are not ops, there is one
+            window.
+        grad_norm: the gradient norm before clipping. None without clipping, or if the step did not update.
 
     Examples:
         >>> import torch, penstock as ps
@@ -65,14 +66,14 @@ class StepResult:
 
 
 class StepEnd:
-    """The end of a step.
+    """Ends a step on one process.
 
     Args:
         place: where this process lies in its mesh.
-        last: the runners of the last stage's copies that are in this process.
+        last: the runners of the last stage's copies in this process.
         updates: whether the step is to update; None in an evaluation.
-        memory: the ranks' transport, where that is memory which they share, and sums too.
-        tells: this process's values, of which all processes' sums are wanted.
+        memory: the ranks' transport, if it is shared memory, which can sum too.
+        tells: values of this process that are summed over all processes.
     """
 
     def __init__(
@@ -90,15 +91,15 @@ class StepEnd:
     def share(
         self, batch: Microbatches, agent: Agent | None, notices: Notices
     ) -> tuple[StepResult, tuple[float, ...], ActivePlan | None]:
-        """The losses, the sums of what processes tell, and what to run from the next step on, where that changes.
+        """Shares the results of the step. Returns the result, the sums of `tells`, and the new plan if it changes.
 
         Args:
-            agent: whose vote rides along; None where nothing may change.
-            notices: what is new among them, all ranks have afterwards.
+            agent: the agent whose vote is included. None if nothing may change.
+            notices: new notices, which all ranks have afterwards.
 
         Raises:
-            RuntimeFailure: ranks were given different batches, some are to update and others not, or ran different
-                plans; a training step in which no loss of any microbatch has a gradient.
+            RuntimeFailure: ranks that had different batches, disagree on whether to update, or ran different plans;
+                or a training step in which no microbatch's loss has a gradient.
         """
         num_microbatches, num_ranks = len(batch), self._peers.num_ranks
         facts, digests = num_microbatches + 2, num_microbatches + 2 + _NUM_FACTS
@@ -142,14 +143,14 @@ class StepEnd:
         return result, told, None if following is None else following.made
 
     def _facts(self) -> tuple[float, float, float]:
-        """Of the ranks here how many update, and of the last stages how many had a loss with a gradient, or none."""
+        """How many ranks here update, how many last stages had a loss with a gradient, and how many one without."""
         if self._updates is None:
             return 0.0, 0.0, 0.0
         ran = [runner.has_gradient for runner in self._last if runner.losses]
         return float(len(self._peers.here) * self._updates), float(sum(ran)), float(len(ran) - sum(ran))
 
     def _require(self, num_updating: float, with_gradient: float, without: float) -> None:
-        """Raises RuntimeFailure, in every process, for what would train nothing, or a part of the model alone."""
+        """Raises RuntimeFailure, in every process, if the step would train nothing, or only a part of the model."""
         ranks = self._num_ranks
         if num_updating not in (0, ranks):
             raise RuntimeFailure(
@@ -164,7 +165,7 @@ class StepEnd:
             )
 
     def _summed(self, row: list[float]) -> list[float]:
-        """The sum of every rank's row."""
+        """Sums a row over all ranks."""
         if self._memory is not None and len(row) <= ROW:
             return self._memory.sum(row)
         summed: list[float] = self._peers.sum(torch.tensor(row, dtype=torch.float64)).tolist()
@@ -173,8 +174,8 @@ class StepEnd:
     def _of_all(
         self, losses: list[float], tells: list[float], batch: Microbatches, dtype: torch.dtype
     ) -> tuple[Tensor, list[float]]:
-        """The losses of all replicas' microbatches, in the order of the whole batch; and the sums over all processes
-        of what they tell and of their votes, where those over this pipeline's are given.
+        """The losses of all replicas' microbatches, in the order of the whole batch; and the sums of `tells` and of
+        votes over all processes, computed from the sums over this pipeline.
         """
         replicas, size = self._replicas.num_ranks, len(losses)
         if replicas == 1:
@@ -190,7 +191,7 @@ class StepEnd:
         return whole.to(dtype), self._of_shards(shared[:, size + 1 :].sum(0).tolist())
 
     def _of_shards(self, tells: list[float]) -> list[float]:
-        """Those of all shards, where there are any: what shards have besides is the same in all of them."""
+        """Sums `tells` over all shards, if there are any. All else is the same on every shard."""
         if tells and isinstance(self._everyone, MeshPeers):
             for shards in self._everyone.along[2:]:
                 tells = shards.sum(torch.tensor(tells, dtype=torch.float64)).tolist()
@@ -198,7 +199,7 @@ class StepEnd:
 
 
 def _values(losses: Sequence[Tensor]) -> list[float]:
-    """Those of a GPU are read together, as each reading waits for it."""
+    """The losses as numbers. Those of a GPU are read together, because each read waits for the GPU."""
     if not losses or not losses[0].is_cuda:
         return [loss.item() for loss in losses]
     values: list[float] = torch.stack([loss.double() for loss in losses]).tolist()
@@ -206,7 +207,7 @@ def _values(losses: Sequence[Tensor]) -> list[float]:
 
 
 def sum_in_order(losses: Tensor) -> Tensor:
-    """Their sum, in the order in which a plain loop adds them."""
+    """Sums losses in the order in which a plain loop adds them."""
     if losses.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.add.accumulate(losses.numpy())[-1:])[0]  # one after the other, in their type
     first, *others = losses.unbind()

@@ -1,4 +1,4 @@
-"""The measured timeline of a step, in the same form as a simulated one, and the costs read off it."""
+"""The measured timeline of a step, in the same form as a simulated one, and the costs computed from it."""
 
 from __future__ import annotations
 

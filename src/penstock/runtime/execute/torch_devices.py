@@ -1,4 +1,4 @@
-"""The stages that lie in this process, and the tables of handlers that run their ops with torch."""
+"""The stages in this process, and the tables of handlers that run their ops with torch."""
 
 from __future__ import annotations
 

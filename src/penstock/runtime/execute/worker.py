@@ -1,10 +1,10 @@
-"""One rank at work: asks the decision core what to run, has its handler run it, passes messages on.
+"""One rank at work: it asks the decision core what to run, has a handler run it, and passes messages on.
 
     transport --arrive--> dispatcher --next--> handlers[kind] --> dispatcher.finish
         ^                                            |
         +--------------------- send -----------------+
 
-It neither waits nor knows threads or processes: the executors do.
+A worker never waits, and knows nothing of threads or processes. The executors do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The nodes of a device mesh: which processes keep together, and where they lie.
+"""The nodes of a device mesh: which processes stay together, and where they are.
 
     node 3 of (pp 2, dp 2, tp 2)     rank 1, replica 1 of torch's own mesh: its shards are processes 6 and 7
 
-Nodes count by their lowest process, so that each keeps its number wherever it lies.
+Nodes are numbered in the order of their lowest processes, so each keeps its number wherever it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 @dataclass(frozen=True)
 class Nodes:
     """Attributes:
-    mesh: where they lie. processes: of each node, by shard, their numbers in all of torch.distributed.
+    mesh: where the nodes are. processes: for each node, by shard, its process numbers in all of torch.distributed.
     """
 
     mesh: Mesh
@@ -34,7 +34,7 @@ class Nodes:
 
     @classmethod
     def of(cls, device_mesh: Any) -> Nodes:
-        """Those of a device mesh with some of the dimensions pp, dp and tp."""
+        """The nodes of a device mesh with some of the dimensions pp, dp and tp."""
         names = list(device_mesh.mesh_dim_names)
         table = device_mesh.mesh
         for name in (PIPELINE, REPLICAS, SHARDS):
@@ -60,23 +60,23 @@ class Nodes:
 
     @property
     def is_everything(self) -> bool:
-        """Whether no process of torch.distributed lies outside."""
+        """Whether the nodes hold all processes of torch.distributed."""
         return sum(map(len, self.processes)) == dist.get_world_size()
 
 
 def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
-    """The device mesh of a placement: dimensions pp, dp and tp. Every process must call it.
+    """Makes the device mesh of a `ps.Mesh`, with dimensions pp, dp and tp. Every process must call it.
 
-    torch sorts the processes of a group. So `DeviceMesh("cpu", [[3, 1], [2, 0]])` says that process 3 lies at (0, 0),
-    and calls it the second of its group. Where nodes lie in any order, groups are made first, unsorted, and the mesh
-    then.
+    torch sorts the processes of a group. So for `DeviceMesh("cpu", [[3, 1], [2, 0]])` it says that process 3 is at
+    (0, 0), but makes it the second of its group. If nodes are not in ascending order, this function makes unsorted
+    groups first, and then the mesh.
 
     Args:
-        mesh: sizes, and the node at each place.
-        device_type: cpu or cuda.
+        mesh: the sizes of the mesh, and the node at each place.
+        device_type: "cpu" or "cuda".
 
     Raises:
-        RuntimeFailure: torch.distributed has another number of processes, or keeps no order but the ascending one.
+        RuntimeFailure: torch.distributed has another number of processes, or this torch can only make sorted groups.
 
     Examples:
         >>> import penstock as ps
@@ -96,10 +96,10 @@ def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
 
 
 def device_mesh_of(layout: torch.Tensor, device_type: str = "cpu") -> DeviceMesh:
-    """The device mesh of all processes, by rank, replica and shard. Every process must call it.
+    """Makes the device mesh of all processes, given by rank, replica and shard. Every process must call it.
 
     Raises:
-        RuntimeFailure: in every process and before a group is made, where torch can't make one of them.
+        RuntimeFailure: torch can't make one of the groups. Every process raises it, before any group is made.
     """
     require_order(layout)
     made: list[Any] = [_group_of(layout, dim) for dim in range(layout.ndim)]
@@ -107,7 +107,7 @@ def device_mesh_of(layout: torch.Tensor, device_type: str = "cpu") -> DeviceMesh
 
 
 def why_sorted() -> str | None:
-    """Why groups can't have their processes in any order but the ascending one, in words; None where they can."""
+    """Why groups must have their processes in ascending order, in words; None if any order is possible."""
     if KEEPS_ORDER:
         return None
     return (
@@ -117,7 +117,7 @@ def why_sorted() -> str | None:
 
 
 def require_order(layout: torch.Tensor) -> None:
-    """Raises RuntimeFailure where a mesh has groups whose processes torch would put into another order."""
+    """Raises RuntimeFailure if torch would change the order of processes in some group of the mesh."""
     why = why_sorted()
     unsorted = [row for dim in range(layout.ndim) for row in _rows(layout, dim) if row != sorted(row)]
     if why is not None and unsorted:
@@ -125,13 +125,13 @@ def require_order(layout: torch.Tensor) -> None:
 
 
 def _rows(layout: torch.Tensor, dim: int) -> list[list[int]]:
-    """Of each group along a dimension, its processes."""
+    """The processes of each group along a dimension."""
     rows: list[list[int]] = layout.movedim(dim, -1).reshape(-1, layout.shape[dim]).tolist()
     return rows
 
 
 def _group_of(layout: torch.Tensor, dim: int) -> dist.ProcessGroup:
-    """The group of this process along a dimension; all processes make all groups, in one order."""
+    """This process's group along a dimension. All processes make all groups, in the same order."""
     mine = None
     options: dict[str, Any] = {"sort_ranks": False} if KEEPS_ORDER else {}
     for row in _rows(layout, dim):
@@ -143,7 +143,7 @@ def _group_of(layout: torch.Tensor, dim: int) -> dist.ProcessGroup:
 
 
 def end_groups(mesh: DeviceMesh) -> None:
-    """Ends the groups of a mesh that `device_mesh` has made, and those groups alone."""
+    """Ends the groups of a mesh that `device_mesh` has made, and no others."""
     for name in mesh.mesh_dim_names or ():
         group = mesh.get_group(name)
         if group is not dist.group.WORLD:

@@ -1,8 +1,8 @@
-"""Gradients, or values, of several tensors as one message between replicas.
+"""Sends gradients, or values, of several tensors as one message between replicas.
 
     | gradient | gradient | gradient | there 1 1 1 |
 
-The last numbers say which tensors have a gradient at all, so that one which has none on any replica still has none.
+The last numbers say which tensors have a gradient. So a tensor without a gradient on any replica gets none.
 """
 
 from __future__ import annotations

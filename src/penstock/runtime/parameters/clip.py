@@ -1,8 +1,8 @@
-"""Clipping by the norm of the whole model's gradient, once, wherever its parts lie.
+"""Clips by the norm of the whole model's gradient, once, wherever the parts of the model are.
 
-Norms are taken parameter by parameter, brought together in the model's order and combined as
-`torch.nn.utils.clip_grad_norm_` does, so the result is the same to the bit however the model is cut. On a GPU torch
-takes the norms of many gradients at once, by kernels that add up in another order, and so they are taken here.
+Norms are computed parameter by parameter, gathered in the model's order, and combined as in
+`torch.nn.utils.clip_grad_norm_`. So the result is the same to the bit however the model is cut. On a GPU torch
+computes the norms of many gradients at once, with kernels that add in another order, and so does this module.
 """
 
 from __future__ import annotations

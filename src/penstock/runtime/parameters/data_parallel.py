@@ -1,12 +1,12 @@
-"""Data parallelism: replicas of a pipeline that work on other microbatches and add up their gradients.
+"""Data parallelism: replicas of a pipeline work on different microbatches, and add up their gradients.
 
     rank 0, replica 0 | ... B2 B3 REDUCE0                 a REDUCE starts the sum of its stage's gradients and
     rank 0, replica 1 | ... B6 B7 REDUCE0                 returns; the step's end waits for all of them
 
-The loss of every microbatch is weighed within the whole batch, so gradients are summed, not averaged.
+Every microbatch's loss is weighted within the whole batch, so gradients are summed, not averaged.
 
-Where updates are ops of the schedule, each sums its window's gradients over the replicas itself: all replicas run one
-order, so no rank waits at an update for one that waits for what comes after it.
+If updates are ops of the schedule, each update sums its window's gradients over the replicas. All replicas run the
+same order, so no rank waits at an update for a replica that waits for something later.
 
 `sharding.py` says what a replica keeps of each parameter, and so where sums go and what is sent after an update.
 `LateRing` injects link conditions into the rings that add gradients up: a sum ends when it would over such links.

@@ -1,7 +1,7 @@
-"""The optimizer that a user gave: made over this process's parameters, and put back where making a pipeline fails.
+"""The optimizer that a user gave: made over this process's parameters, and restored if making a pipeline fails.
 
 a class, or a function    optimizer_of --> called with the parameters that are stepped here
-an optimizer              optimizer_of --> its groups keep, of their parameters, those that are stepped here
+an optimizer              optimizer_of --> its groups keep only those of their parameters that are stepped here
 """
 
 from __future__ import annotations

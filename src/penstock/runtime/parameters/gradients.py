@@ -1,10 +1,10 @@
-"""Gradients of some parameters, as lists: how they are added, and several sums of them that take turns in `.grad`.
+"""Gradients of parameters, as lists: how they are added, and how several sums of them take turns in `.grad`.
 
     sum 0 in .grad, sum 1 aside --select(1)--> sum 1 in .grad, sum 0 aside
 
-Copies of a stage that are one module have a sum each (`pipeline_copies.py`). So have windows of microbatches where
-updates are ops: an input half (I) of the next window may run before a weight half (W) of this one. Autograd and the
-split backward add to whatever lies in `.grad`.
+If copies of a stage are one module, each has a sum of its own (`pipeline_copies.py`). If updates are ops, so has each
+window of microbatches: an input half (I) of the next window may run before a weight half (W) of this one. Autograd
+and the split backward add to whatever is in `.grad`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The model as this process holds it: copies of stages, parameters that stages share, how gradients come together."""
+"""The model in this process: copies of stages, parameters that stages share, and how gradients come together."""
 
 from __future__ import annotations
 

@@ -7,15 +7,15 @@
     M <- b M + (1 - b) g
     W <- W (1 - lr wd) - 0.2 lr sqrt(max(rows, columns)) NS((1 - b) g + b M)
 
-NS makes all singular values about one, by five Newton-Schulz iterations in bfloat16. The factor before it gives a
-step the root mean square of AdamW's, so that both go at one rate. Both halves are torch's own step.
+NS makes all singular values about one, by five Newton-Schulz iterations in bfloat16. The factor in front gives a step
+the same root mean square as AdamW's, so both can use one learning rate. Both halves are torch's own steps.
 
-Muon needs whole matrices: parameters that are split over replicas (fsdp) or tensor-parallel ranks are refused. ZeRO-1
-and the copies of a stage in several pipelines deal out whole parameters, and so do ties.
+Muon needs whole matrices. Parameters that are sharded over replicas (fsdp) or tensor-parallel ranks are refused.
+ZeRO-1 works, and so do copies of a stage in several pipelines and ties, because they distribute whole parameters.
 
 References: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is
-scalable for LLM training", 2025 (arXiv 2502.16982), whose factor it is. That a delay of one update costs Muon less
-than AdamW is what arXiv 2606.30634 reports.
+scalable for LLM training", 2025 (arXiv 2502.16982), the source of the factor. arXiv 2606.30634 reports that a delay
+of one update costs Muon less than AdamW.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _MARK = "penstock_stepped_by"
 
 
 class MuonAdamW(Optimizer):
-    """Muon for hidden matrices, AdamW for other parameters.
+    """Muon for matrices of hidden layers, AdamW for all other parameters.
 
-    A pipeline says which matrices are embeddings' and the output layer's (`mark_ends`); `leave_to_adamw` marks
-    others. There are two groups, whatever parameters there are, each with its `kind`: "muon" and "adamw".
+    A pipeline marks the matrices of embeddings and of the output layer, which AdamW steps (`mark_ends`). Mark others
+    with `leave_to_adamw`. There are always two parameter groups, with `kind` "muon" and "adamw".
 
     Args:
         params: parameters, not groups of them.
-        lr, weight_decay: of both.
-        momentum, nesterov, ns_steps: of Muon.
-        betas, eps: of AdamW.
+        lr, weight_decay: learning rate and weight decay of both.
+        momentum, nesterov, ns_steps: options of Muon.
+        betas, eps: options of AdamW.
 
     Raises:
-        RuntimeFailure: groups of parameters, or one that is split over processes.
+        RuntimeFailure: groups of parameters, or a parameter that is sharded over processes.
 
     Examples:
         >>> import penstock as ps
@@ -102,7 +102,7 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of both."""
+        """Runs one step of both."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -115,12 +115,12 @@ class MuonAdamW(Optimizer):
 
 
 def is_hidden_matrix(parameter: Tensor) -> bool:
-    """Whether Muon steps it."""
+    """Whether Muon steps the parameter."""
     return parameter.dim() == 2 and not parameter.is_complex() and getattr(parameter, _MARK, MUON) == MUON
 
 
 def leave_to_adamw(parameter: Tensor) -> None:
-    """Marks a matrix that AdamW steps: an embedding's table, or the output layer.
+    """Marks a matrix that AdamW steps, such as an embedding's table or the output layer.
 
     Args:
         parameter: the matrix.
@@ -138,17 +138,17 @@ def leave_to_adamw(parameter: Tensor) -> None:
 
 
 def marked_like(parameter: Tensor, other: Parameter) -> Parameter:
-    """`other`, which is stepped in place of a parameter, with the parameter's mark."""
+    """Gives `other`, which is stepped in place of a parameter, the parameter's mark, and returns it."""
     if getattr(parameter, _MARK, MUON) == ADAMW:
         leave_to_adamw(other)
     return other
 
 
 def mark_ends(stage: nn.Module, is_last: bool, tied: Iterable[str] = ()) -> None:
-    """Marks what of a stage is no hidden matrix: tables of embeddings, output layers, and what stages share.
+    """Marks what in a stage is not a hidden matrix: embedding tables, output layers, and tied parameters.
 
-    A module may name its output layers in `output_layers`. In the last stage of a model where none does, it is the
-    last Linear.
+    A module may name its output layers in `output_layers`. If none in the last stage of a model does, the last Linear
+    is the output layer.
 
     Args:
         tied: names of the stage's parameters that other stages have too.
@@ -171,18 +171,20 @@ def mark_ends(stage: nn.Module, is_last: bool, tied: Iterable[str] = ()) -> None
 
 
 def _leave_weight(layer: nn.Module) -> None:
-    """Marks a layer's weight, or what it is made of where the layer is parametrized: such a layer computes its weight
-    when asked for it, and spectral norm goes one iteration on."""
+    """Marks a layer's weight, or what the weight is computed from if the layer is parametrized.
+
+    To read such a weight would compute it, and would advance spectral norm by one iteration.
+    """
     for name, parameter in layer.named_parameters():
         if name == "weight" or name.startswith("parametrizations.weight."):
             leave_to_adamw(parameter)
 
 
 def require_whole_matrices(optimizer: Optimizer | None, parts: bool = False) -> None:
-    """Raises RuntimeFailure where Muon would step parts of matrices.
+    """Raises RuntimeFailure if Muon would step parts of matrices.
 
     Args:
-        parts: replicas keep parts of all parameters.
+        parts: whether replicas keep parts of all parameters.
     """
     if not isinstance(optimizer, MuonAdamW | Muon):
         return

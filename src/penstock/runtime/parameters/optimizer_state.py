@@ -1,8 +1,8 @@
-"""What training changes in this process, from one step to the next: parameters, their gradients, the optimizer.
+"""What training changes in this process from step to step: parameters, their gradients, and the optimizer.
 
     begin() -> the schedule's ops add to gradients -> gather() -> update()
 
-Where updates are ops of the schedule, they have run by the time of `gather`, and there is no `update`.
+If updates are ops of the schedule, they have run before `gather`, and there is no `update`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The copies of stages in this process: one of each stage per pipeline, where the schedule has several pipelines.
+"""The copies of stages in this process. If the schedule has several pipelines, each stage has one copy per pipeline.
 
     pipeline 0   stage 0 on rank 0, stage 1 on rank 1      the owners: what is saved, named and clipped
     pipeline 1   stage 1 on rank 0, stage 0 on rank 1      copies: their gradients go to the owner, values come back
 
-Copies of one stage in one process are one module, the user's own, so what is done to it between steps (loading
-values, freezing, hooks, `eval()`) reaches every pipeline. What each copy has for itself takes turns in its place:
+Copies of one stage in one process are one module, the user's own. So whatever the user does to it between steps
+(loading values, freezing, hooks, `eval()`) reaches every pipeline. What each copy has for itself takes turns in it:
 
     pipeline 0   F0 B0 ..       B2       gradients 0, buffers 0     the module's own between steps
     pipeline 1         F1 B1 ..    B3    gradients 1, buffers 1     laid in their place for an op, and aside again
 
-Where updates are ops, copies have weights of their own as well. `shared.py` adds the gradients of all copies up.
+If updates are ops, copies also have weights of their own. `shared.py` adds up the gradients of all copies.
 """
 
 from __future__ import annotations

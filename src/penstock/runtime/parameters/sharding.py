@@ -1,11 +1,11 @@
-"""What each replica keeps of a parameter, and who steps it: the settings behind `ParallelOptions(sharding=)`.
+"""What each replica keeps of a parameter, and who steps it: the values of `ParallelOptions(sharding=)`.
 
                  each replica keeps     steps            a sum goes to      after an update
 none, copies     all                    everything       every replica      nothing is sent
 zero1            all                    what it owns     the owner          owners send their parameters
 fsdp             a part of everything   its parts        each its part      parts are gathered
 
-What a rule predicts, who steps a parameter predicts, and it goes the way of what an update has made.
+If a rule predicts weights, the replica that steps a parameter predicts it, and sends the prediction with the update.
 """
 
 from __future__ import annotations

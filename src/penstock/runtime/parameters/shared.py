@@ -8,16 +8,16 @@
     gradients    ranks that add --((g0 + g1) + ...)--> the first of them, the owner --> all that hold it
     values                                             the owner                    --> all that hold it
 
-Between a tie's stages the gradients of one microbatch are added on the way, by the backwards (`tied_gradients.py`);
-what ranks add here are sums over all microbatches. Updates that are ops of the schedule send the same by its edges.
-What other replicas hold is in `data_parallel.py`.
+Backwards add the gradients of one microbatch between a tie's stages on their way (`tied_gradients.py`). What ranks
+add here are sums over all microbatches. Updates that are ops of the schedule send the same over the schedule's edges.
+`data_parallel.py` is about what other replicas hold.
 
-A stage that several processes share is built by each of them, and then cut (`cut_stages`):
+Each process that shares a stage builds it, and then cuts it (`cut_stages`):
 
     stage 0 on ranks 0 1 2    every rank builds it -> all have rank 0's values -> parallelize(stage, mesh of 0 1 2)
     with two shards of each   all six processes hold a part of stage 0, and two of them a part of stage 1 each
 
-Where nothing says how to cut the stage, every rank runs the whole of it: the same numbers, and no less work. In one
+If no function cuts the stage, every rank runs all of it: the numbers are the same, and no work is saved. In one
 process there is one stage, and its first rank runs it for all of them.
 """
 

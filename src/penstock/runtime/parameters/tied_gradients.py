@@ -1,21 +1,21 @@
 """The gradients of tied parameters (`ties.py`), added up on their way with the backwards.
 
-A plain loop adds, microbatch by microbatch, the sum of what every use contributes, the deepest use first.
-Here that sum travels with the backward: each stage's is taken before it reaches `.grad` and sent to the next
-stage up that shares the parameter, whose backward starts from it; the topmost (the owner) adds the whole to
-the gradient. So it is the same to the bit.
+For each microbatch, a plain loop adds the contributions of every use of the parameter, the deepest use first. Here
+that sum travels with the backward. Each stage's sum is taken before it reaches `.grad`, and is sent to the next stage
+up that shares the parameter, whose backward starts from it. The topmost stage, the owner, adds the whole sum to the
+gradient. So the gradient is the same to the bit.
 
     rank 3, I5 of stage 3 -> sum so far of microbatch 5 -> rank 0, I5 of stage 0 -> owner's gradient
 
-While an op of any other stage runs, a stand-in lies in the parameter's place there: a leaf on the same memory, whose
-gradient is taken when the op is over. So hooks on the parameter itself see whole gradients, once a microbatch, and it
-does not matter which of its stages lie in one process, nor in which pipelines.
+While an op of any other stage runs, a stand-in takes the parameter's place there: a leaf on the same memory, whose
+gradient is taken when the op has ended. So hooks on the parameter itself see whole gradients, once per microbatch. It
+does not matter which of its stages are in one process, or in which pipelines.
 
-Where updates are ops, the owner's stage steps the parameter at its own, and the new value goes to the other stages
-with the first forward that passes after that (`transport/wiring.py`). Stand-ins then have memory of their own, each
-copy of a stage its own, which holds what its ops are to read (`versions/versioned.py`).
+If updates are ops, the owner's stage steps the parameter at its own updates. The new value goes to the other stages
+with the first forward that passes after that (`transport/wiring.py`). Stand-ins then have memory of their own, one
+for each copy of a stage, which holds what the copy's ops are to read (`versions/versioned.py`).
 
-A tied parameter's gradient is never deferred to W: its hook makes the split backward leave it in I.
+A tied parameter's gradient is never deferred to W: its hook makes the split backward compute it in I.
 """
 
 from __future__ import annotations

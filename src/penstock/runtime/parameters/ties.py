@@ -1,11 +1,11 @@
-"""Tied parameters: which are one parameter of the model and lie in several stages, like a GPT's embedding and head.
+"""Tied parameters: parameters of the model that are in several stages, like a GPT's embedding and head.
 
     the same object in the model given      0.weight is head.weight
     named together by `tied=`               ("0.weight", "5.weight")          where functions make the stages
     several names within one stage          such names stay one parameter, too, when stages are cut
 
-They are found on the whole model, before anything takes the place of a parameter, alike on every rank. The lowest
-stage owns a tied parameter: what is saved, clipped and named is its own. `tied_gradients.py` adds its gradients up.
+They are found on the whole model, before any parameter is replaced, and in the same way on every rank. The lowest
+stage owns a tied parameter: that one is saved, clipped and named. `tied_gradients.py` adds up its gradients.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Updates that are ops of the schedule, as the pipeline of this process runs them: weights, optimizer, checkpoint.
+"""Updates that are ops of the schedule, in this process's pipeline: weights, optimizer, checkpoint.
 
     begin --> the step runs: F, B and U of each copy, through `UpdatingOps` --> end
 
-A step that fails may have made some of its updates. Then nothing but `load` makes sense, and everything else says so.
+A step that fails may have made some of its updates. Then only `load` is allowed, and everything else raises an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs the ops of one stage: forward, backward, the two halves of a split backward, and a forward run again.
 
-For each microbatch between its F and its backward it keeps the stage's inputs and outputs (their autograd
-graph is the held activation); between I and W only what the deferred weight gradients need; between F and R
-only the input.
+Between F and backward of a microbatch, a `StageRunner` keeps the stage's inputs and outputs; their autograd graph is
+the held activation. Between I and W it keeps only what the deferred weight gradients need, and between F and R only
+the input.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from penstock.runtime.tensors.rng import mix
 
 @dataclass(slots=True)
 class HeldMicrobatch:
-    """A microbatch between its F and its backward: where its inputs entered, and outputs that get a gradient."""
+    """A microbatch between its F and its backward: where its inputs entered, and which outputs get a gradient."""
 
     entry: GraphInputs
     outputs: list[Tensor]
     tape: Tape | None
     deferred: bool = False
     shares: bool = False
-    """Whether there are other outputs, which share memory with these."""
+    """Whether there are other outputs that share memory with these."""
 
 
 class Purpose(Enum):
-    """What a step is for."""
+    """The purpose of a step."""
 
     TRAIN = "train"
     EVALUATE = "evaluate"
@@ -63,17 +63,17 @@ class Purpose(Enum):
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What one step asks of every stage.
+    """Settings of one step, for every stage.
 
     Attributes:
-        microbatches: the batch, cut.
+        microbatches: the batch, cut into microbatches.
         purpose: training, with backwards; or forwards alone, for the loss or for the outputs.
-        seed: of this step; None where nothing random may run.
+        seed: the seed of this step. None if nothing random may run.
         split: (stage, microbatch) pairs whose backward is split into I and W.
-        recomputed: those whose forward is run again (R) before their backward.
-        counts: of each stage the number of microbatches; not needed for forwards alone.
-        away: those whose activations go to host memory between their forward and their backward.
-        shuffled: stages whose backwards come in another order than the forwards that make their graphs.
+        recomputed: (stage, microbatch) pairs whose forward runs again (R) before their backward.
+        counts: number of microbatches of each stage. Forwards alone do not need it.
+        away: (stage, microbatch) pairs whose activations go to host memory between forward and backward.
+        shuffled: stages whose backwards come in another order than the forwards that build their graphs.
     """
 
     microbatches: Microbatches
@@ -86,7 +86,7 @@ class StepSettings:
     away: frozenset[tuple[int, int]] = frozenset()
 
     def first(self, stage: int) -> int:
-        """The number of a stage's first microbatch here in the whole batch: those of replicas before come first."""
+        """The number of a stage's first microbatch here in the whole batch, after those of earlier replicas."""
         return self.microbatches.replica * self.counts[stage] if self.counts else 0
 
     @property
@@ -95,14 +95,14 @@ class StepSettings:
 
 
 class StageRunner:
-    """One stage on this rank. What it receives lies on its device.
+    """Runs the ops of one stage on this rank. What it receives is on its device.
 
     Args:
-        is_last: whether its output is what the loss takes.
+        is_last: whether its output goes to the loss.
         autocast: a type for `torch.autocast` around forwards and the loss, or None.
         num_targets: how many stages it feeds.
-        host: where activations go that are sent away.
-        note_casts: takes note, inside autocast, of what a forward of (stage, microbatch, its output) has cast.
+        host: the host memory to which activations are moved.
+        note_casts: called inside autocast, to record what a forward of (stage, microbatch, its output) has cast.
     """
 
     def __init__(
@@ -133,15 +133,15 @@ class StageRunner:
         self._whole_because, self._told = "", False
         self._held: dict[int, HeldMicrobatch] = {}
         self._kept: dict[int, Payload | None] = {}
-        """What microbatches between F and R came in with; None on the first stage."""
+        """The inputs of microbatches between F and R; None on the first stage."""
         self._leaves: dict[int, list[Tensor]] = {}
-        """Outputs that ops have read."""
+        """Outputs that registered ops have read."""
         self._starts: dict[int, list[Tensor | None]] = {}
-        """Gradients of outputs that ops have given."""
+        """Gradients of outputs that registered ops have given."""
         self.offload_statistics = OffloadStatistics()
         self._host = host or HostMemory(device)
         self._saved: dict[int, SavedTensors] = {}
-        """Of microbatches whose activations go to host memory."""
+        """What forwards saved, for microbatches whose activations go to host memory."""
         self._buffers = BufferHistory(stage)
         # Microbatches of which nothing was found worth deferring, while none of another kind was: no tape for them.
         self._plain: set[Signature] = set()
@@ -152,22 +152,22 @@ class StageRunner:
         self._own: frozenset[int] | None = None
 
     def may_split(self, shared: SplitStage | None, reason: str = "") -> None:
-        """Says, between two steps, whether I and W can run apart from now on.
+        """Sets, between two steps, whether I and W can run separately from now on.
 
         Args:
-            shared: what the stage's prepared modules share; None where I and W cannot run apart.
-            reason: why not; empty where the schedule does not ask for it.
+            shared: what the stage's prepared modules share. None if I and W cannot run separately.
+            reason: why they cannot. Empty if the schedule does not split backwards.
         """
         self._split, self._whole_because, self._told = shared, reason, False
 
     def deferred_share(self) -> DeferredShare | None:
-        """What the last step's split backward put off; None where the schedule has no such, or before it ran."""
+        """What the last step's split backward deferred. None if the schedule has none, or before it ran."""
         if self._split is not None:
             return self._split.share()
         return DeferredShare(0, 0, {self._whole_because: ()}) if self._whole_because else None
 
     def new_share(self) -> DeferredShare | None:
-        """The same, once a configuration: after the first step that counted."""
+        """The same, once per configuration: after the first step that counted."""
         if self._told or self._split is None:
             return None
         share = self._split.share()
@@ -181,7 +181,7 @@ class StageRunner:
         return self._settings
 
     def begin(self, settings: StepSettings) -> None:
-        """Starts a step; whatever a broken step left is dropped."""
+        """Starts a step, and drops what a failed step left."""
         self._settings = settings
         self._first = settings.first(self.index)
         if self._split is not None:
@@ -196,7 +196,7 @@ class StageRunner:
             _ = settings.microbatches.scales  # what the user's loss says of them is no part of an op
 
     def end(self) -> None:
-        """Ends a step, however it went: lets go of the batch and of what was held."""
+        """Ends a step, however it went: releases the batch and everything that was held."""
         self._settings = None
         self._let_go()
 
@@ -209,7 +209,7 @@ class StageRunner:
         self._buffers.begin()
 
     def forward(self, m: int, received: Payload | None) -> Payload:
-        """Runs F and returns what the next stage gets; nothing, from the last."""
+        """Runs F and returns what the next stage gets. The last stage returns nothing."""
         if not self.settings.training:
             value, _, kept = self._input(m, received)
             with torch.no_grad(), self._casting():
@@ -223,7 +223,7 @@ class StageRunner:
         return self._forward_keeping_all(m, received)
 
     def recompute(self, m: int) -> None:
-        """Runs R: the forward of a microbatch again, this time keeping what its backward needs."""
+        """Runs R: the forward of a microbatch again, which now keeps what its backward needs."""
         with self._buffers.as_found(m):
             self._forward_keeping_all(m, self._kept.pop(m))
 
@@ -269,11 +269,11 @@ class StageRunner:
         return payload
 
     def _tape(self, split: SplitStage, m: int) -> Tape | None:
-        """A tape where the backward is split and something may wait for W.
+        """A tape, if the backward is split and something may wait for W.
 
-        Once anything waits, every microbatch is taped: one that did not wait would add its weight gradients
-        before those of earlier ones that do. Microbatches are taped in the order of their forwards; where their
-        backwards come in another order, all of them wait with all that can.
+        Once anything waits, every microbatch is taped. One that did not wait would add its weight gradients before
+        those of earlier microbatches that do. Microbatches are taped in the order of their forwards. If their
+        backwards come in another order, all of them wait with everything that can.
         """
         if (self.index, m) not in self.settings.split:
             return None
@@ -283,10 +283,10 @@ class StageRunner:
         return None if known_plain else Tape(split)
 
     def _note(self, tape: Tape, m: int, ran: bool = False) -> None:
-        """Takes note, until something was put off, of microbatches in which nothing is.
+        """Records microbatches in which nothing is deferred, until something is.
 
         Args:
-            ran: whether I did: before it nobody knows what compiled parts put off.
+            ran: whether I ran. Before it, nobody knows what compiled parts defer.
         """
         if self._defers:
             return
@@ -297,7 +297,7 @@ class StageRunner:
     def _input(
         self, m: int, received: Payload | None, copied: bool = False
     ) -> tuple[Any, GraphInputs, ReadOnlyInputs]:
-        """What the stage is called with, where those of it that want a gradient enter, and what must not change."""
+        """The stage's input, where those parts of it that need a gradient enter, and what must not change."""
         if received is None:
             leaves, skeleton = flatten(self._on_device(self.settings.microbatches.into(self.index)[m]))
             if copied:
@@ -383,13 +383,13 @@ class StageRunner:
         return Payload([leaf.detach() for leaf in leaves], skeleton, needs), outputs
 
     def _own_memory(self) -> frozenset[int]:
-        """The addresses of its parameters' and buffers' memory, as a step found them."""
+        """The addresses of the memory of its parameters and buffers, as a step found them."""
         if self._own is None:
             self._own = frozenset(map(storage_of, (*self.stage.parameters(), *self.stage.buffers()))) - {0}
         return self._own
 
     def state(self) -> list[Tensor]:
-        """What the stage's modules keep besides parameters: buffers, and tensors among their attributes."""
+        """The state of the stage's modules besides parameters: buffers, and tensors among their attributes."""
         found: list[Tensor] = []
         for module in self.stage.modules():
             for name, value in (*module._buffers.items(), *vars(module).items()):
@@ -398,14 +398,14 @@ class StageRunner:
         return found
 
     def saved(self, m: int) -> SavedTensors:
-        """What the forward of a microbatch saved whose activation goes to host memory."""
+        """What the forward of a microbatch saved, if its activation goes to host memory."""
         return self._saved[m]
 
     def leaves(self, m: int) -> list[Tensor]:
-        """The outputs of a microbatch that want a gradient, as leaves; all of them where none does.
+        """The outputs of a microbatch that need a gradient, as leaves. All outputs if none does.
 
         Raises:
-            RuntimeFailure: its forward is run again, so that nothing is held of it yet; or some share memory.
+            RuntimeFailure: the forward runs again later, so no output is held yet; or some outputs share memory.
         """
         if m not in self._leaves:
             if m not in self._held:
@@ -422,7 +422,7 @@ class StageRunner:
         return self._leaves[m]
 
     def start_from(self, m: int, gradient: Tensor | None) -> None:
-        """Adds a gradient of the only output of a microbatch, from which its backward starts."""
+        """Adds a gradient to a microbatch's only output. Its backward starts from it."""
         before = self._starts.setdefault(m, [None])
         if gradient is not None:
             before[0] = gradient if before[0] is None else before[0] + gradient
@@ -434,7 +434,7 @@ class StageRunner:
 
         Args:
             received: the gradients of the stage's outputs; None for the loss.
-            also: tensors of the graph, and gradients that they have from elsewhere.
+            also: tensors of the graph, and gradients that they get from elsewhere.
         """
         held = self._held[m]
         if self._saved:
@@ -488,17 +488,17 @@ class StageRunner:
         return payload
 
     def backward_weight(self, m: int) -> None:
-        """Runs W: the weight gradients that I put off."""
+        """Runs W: computes the weight gradients that I deferred."""
         held = self._held.pop(m)
         if held.tape is not None and held.deferred:
             held.tape.backward_weight()
 
 
 def _as_recomputed(gradient: Tensor, output: Tensor) -> Tensor:
-    """The gradient of what a forward gave, for what it gave when it was run again.
+    """The gradient of a forward's output, in the form that the output of the second run needs.
 
-    Outputs that share memory go along as the base that autograd has of them. A linear layer's is a matrix in a plain
-    forward. It has the shape of the output in one whose weight gradients wait for W, as those that are run again may.
+    Outputs that share memory come with their base in autograd. In a plain forward, a linear layer's base is a matrix.
+    In a forward whose weight gradients wait for W, as forwards that run again may, it has the shape of the output.
     """
     if gradient.shape == output.shape:
         return gradient
@@ -511,7 +511,7 @@ def _as_recomputed(gradient: Tensor, output: Tensor) -> Tensor:
 
 
 def _tensors_in(value: Any, depth: int) -> list[Tensor]:
-    """A tensor, or those in containers so many levels deep."""
+    """A tensor, or the tensors in containers up to so many levels deep."""
     if isinstance(value, Tensor):
         return [value]
     if not depth or not isinstance(value, (Mapping, list, tuple, set, deque)):
@@ -522,9 +522,9 @@ def _tensors_in(value: Any, depth: int) -> list[Tensor]:
 
 
 DEPTH = 3
-"""Levels of containers in which a module's attribute is looked through for tensors."""
+"""Levels of containers in a module's attribute that are searched for tensors."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _NO_ENTRY = GraphInputs([])
 _WANTED = [True]
-"""`needs_grad` of one tensor that wants its gradient; nobody changes it."""
+"""`needs_grad` of a single tensor that needs its gradient; nobody changes it."""
 _NO_READ_ONLY_INPUTS = ReadOnlyInputs([], 0)

@@ -1,19 +1,19 @@
-"""Ops of the user's own kinds: which function runs them, and what it is told.
+"""Ops of the user's own kinds: the functions that run them, and what these functions are given.
 
     ps.Program(..., ops=[ps.NewOp("SNAPSHOT", stage=1, after={("F", 1): 2}, before={("B", 1): 2}, run=keep)])
     ps.Pipeline(..., program.build(), ops=program.callables)
 
     rank 1 | F0 F1 SNAPSHOT0 B0 B1 ...      keep(OpCall(op=SNAPSHOT0, microbatches=(0, 1), ...))
 
-What such an op waits for, and what waits for it, the stage graph's `Needs` say. Where both ends of a need lie on
-one rank the decision core counts it; between ranks a message without content (a token) tells that an op has run.
+The stage graph's `Needs` say what such an op waits for, and what waits for it. If both ends of a need are on one
+rank, the decision core counts it. Between ranks, a message without content (a token) says that an op has run.
 
-What forwards made, as ops of the user's kinds read it, and what these say of the loss.
+Ops of the user's kinds can read the outputs of forwards, and can add to the loss.
 
     rank 1 | F0 F1 GATHER0 B0 B1        GATHER0 reads the outputs of F0 and F1, of all its ranks, and adds a loss of
     rank 3 | F0 F1 GATHER0 B0 B1        them; B0 and B1 start from its gradient
 
-So towers that end in no common stage may be trained by a loss that compares what all of them say.
+So a loss that compares the outputs of several towers can train them, even if the towers end in no common stage.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ Values = dict[Forward, Tensor]
 
 
 class StageOutputs:
-    """Of the stages in this process, in one step.
+    """The outputs of forwards in this process, and the losses that ops add, in one step.
 
     Args:
-        runners: of the copies of stages here.
-        end: the stage whose rank tells the losses that ops add; None where a stage with the loss does.
+        runners: the runners of the copies of stages in this process.
+        end: the stage whose rank reports the losses that ops add. None if the stage with the loss reports them.
     """
 
     def __init__(self, runners: Mapping[Copy, StageRunner], end: int | None) -> None:
         self._runners, self._end = runners, end
 
     def values(self, forwards: Sequence[Forward], stages: Sequence[int]) -> Values:
-        """The outputs of those of some forwards that ran on some stages here: leaves, which may have a gradient."""
+        """Those of some forwards' outputs that are in this process: leaves, which may have a gradient."""
         return {(s, m): self._leaf(s, m) for s, m in forwards if s in stages}
 
     def _leaf(self, stage: int, microbatch: int) -> Tensor:
@@ -70,11 +70,11 @@ class StageOutputs:
         return leaves[0]
 
     def add_loss(self, loss: Tensor, forwards: Sequence[Forward], stages: Sequence[int]) -> None:
-        """Adds a loss of forwards, a mean over their samples; their backwards on `stages` start from its gradient.
+        """Adds a loss of forwards, a mean over their samples. Their backwards on `stages` start from its gradient.
 
         Raises:
-            RuntimeFailure: the loss is not one number, the stage with the loss is there already, or none of the
-                forwards belongs to the stage that tells losses.
+            RuntimeFailure: the loss is not one number, a stage of the model computes the loss already, or none of the
+                forwards belongs to the stage that reports losses.
         """
         if self._end is None:
             raise RuntimeFailure("one stage has the loss, by loss_fn; an op may add one where no stage does")
@@ -103,11 +103,11 @@ class StageOutputs:
 
 
 class OutputGathering:
-    """Brings the outputs of all ranks of an op together, on each of them. It begins when it is waited for.
+    """Gathers the outputs of all ranks of an op on each of them. It begins when somebody waits for it.
 
     Attributes:
-        result: by (stage, microbatch), once it was waited for. A rank's own are leaves, which may have a gradient;
-            those of others lie where its own do.
+        result: the outputs by (stage, microbatch), once somebody has waited. A rank's own outputs are leaves, which
+            may have a gradient. Those of other ranks are on the same device.
     """
 
     def __init__(self, own: Values, group: WeakGroup | None, rank: int, timeout: float) -> None:
@@ -115,7 +115,7 @@ class OutputGathering:
         self._own, self._group, self._rank, self._timeout = own, group, rank, timeout
 
     def wait(self) -> bool:
-        """Raises DeadlineExceeded, PeerLost."""
+        """Waits for the outputs. Raises DeadlineExceeded, PeerLost."""
         if self.result is None:
             self.result = self._own if self._group is None else self._gathered(self._group())
         return True
@@ -141,22 +141,22 @@ class OutputGathering:
 
 @dataclass(frozen=True)
 class OpCall:
-    """What a function is told when the runtime calls it for an op of its kind.
+    """The argument of the user's function for an op. The runtime calls it when the op runs.
 
     Attributes:
-        rank: where it runs.
+        rank: the rank that runs it.
         stage: the op's stage.
         op: the op; `op.kind` is its kind.
-        index: its number among its like, from 0.
-        microbatches: those whose ops it comes after, ascending: the ones that it needs itself, or through other
-            registered ops. Empty where it needs nothing.
-        module: the stage, its parameters under their plain names; None where the op runs on a rank that does not
+        index: the op's number among the ops of its kind and stage, from 0.
+        microbatches: the microbatches whose ops it comes after, ascending, directly or through other registered ops.
+            Empty if it needs nothing.
+        module: the stage, with its parameters under the model's names. None if the op runs on a rank that does not
             host the stage.
-        forwards: (stage, microbatch) of each forward that it comes after, itself or through other registered ops.
-        ranks: those that run it together, `rank` alone where nobody else does. Between processes the function is
-            called on each of them; in one process once, on the first of them, when all have come to it, and it stands
-            there for all.
-        group: of these ranks' processes; None where they are all in this one.
+        forwards: (stage, microbatch) of each forward that it comes after, directly or through other registered ops.
+        ranks: the ranks that run it together, or only `rank`. With one process per rank, the function is called on
+            each of them. In one process it is called once for all, on the first of them, when all have reached the
+            op.
+        group: the process group of these ranks. None if all of them are in this process.
 
     Examples:
         >>> import penstock as ps
@@ -182,10 +182,10 @@ class OpCall:
     forwards: tuple[Forward, ...] = ()
     ranks: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
-    """Those of the ranks that the call stands for: `rank`, or all `ranks` in one process."""
+    """The stages of the ranks that the call stands for: of `rank`, or in one process of all `ranks`."""
     _group: WeakGroup | None = None
     timeout: float = 60.0
-    """Seconds that any wait may last."""
+    """The longest time that any wait may last (seconds)."""
     _outputs: StageOutputs | None = None
 
     __repr__ = short_repr
@@ -196,8 +196,9 @@ class OpCall:
 
     @property
     def outputs(self) -> Values:
-        """What those of the forwards returned that ran where the call stands for, by (stage, microbatch): leaves, of
-        which a loss has a gradient.
+        """The outputs of the forwards that ran where the call stands for, by (stage, microbatch).
+
+        They are leaves, so a loss of them has a gradient.
         """
         return self._here().values(self.forwards, self.stages)
 
@@ -209,15 +210,17 @@ class OpCall:
         return gathering.result
 
     def gathering(self) -> OutputGathering:
-        """The same, to be waited for: what an asynchronous op returns, and an op that comes after it reads."""
+        """Like `gather`, but without waiting. An asynchronous op returns it, and an op after it reads its result."""
         return OutputGathering(self.outputs, self._group, self.rank, self.timeout)
 
     def add_loss(self, loss: Tensor) -> None:
-        """Adds a loss of the forwards, a mean over their samples, which has a gradient in what `outputs` gave: their
-        backwards start from that. Where several ranks call it with the same loss, it counts once.
+        """Adds a loss of the forwards, a mean over their samples, computed from what `outputs` gave.
+
+        The backwards of the forwards start from its gradient. If several ranks call it with the same loss, it counts
+        once.
 
         Raises:
-            RuntimeFailure: it is not one number, or one stage has the loss.
+            RuntimeFailure: the loss is not one number, or a stage of the model computes the loss already.
         """
         self._here().add_loss(loss, self.forwards, self.stages)
 
@@ -228,8 +231,9 @@ class OpCall:
 
 
 OpFunction = Callable[[OpCall], Any]
-"""Called at an op's place in the order of its rank. What it returns is ignored; an asynchronous op's returns what to
-wait for, by `wait()` (a torch.distributed work, say) or `result()` (a future), or None where it has ended.
+"""A function that is called at an op's place in the order of its rank. Its result is ignored, unless the op is
+asynchronous. Then it returns something to wait for, with `wait()` (such as a torch.distributed work) or `result()` (a
+future), or None if the op has ended.
 """
 
 
@@ -237,8 +241,8 @@ def functions_of(schedule: Schedule, given: Mapping[str, OpFunction]) -> dict[st
     """The function of each registered kind of the schedule.
 
     Raises:
-        RuntimeFailure: a kind without a function, a function for a kind that is not there, or something that
-            cannot be called.
+        RuntimeFailure: a kind without a function, a function for a kind that the schedule does not have, or something
+            that can't be called.
     """
     kinds = sorted({registered.kind for registered in schedule.graph.registered})
     if missing := [kind for kind in kinds if kind not in given]:
@@ -258,7 +262,7 @@ def functions_of(schedule: Schedule, given: Mapping[str, OpFunction]) -> dict[st
 
 
 Calls = Mapping[tuple[int, Op], tuple[OpFunction, OpCall]]
-"""By rank and registered op its function and what that is told."""
+"""For each rank and registered op its function, and the argument of that."""
 
 
 def calls_of(
@@ -268,7 +272,7 @@ def calls_of(
     peers: Peers,
     timeout: float,
 ) -> Calls:
-    """The calls of a schedule's registered ops. `stages` are those in this process. Every process must call it."""
+    """The calls of a schedule's registered ops, for the `stages` in this process. Every process must call it."""
     if not functions:
         return {}
     between = isinstance(peers, GroupPeers)
@@ -312,15 +316,16 @@ def calls_of(
 
 
 def name_of(function: OpFunction) -> str:
-    """A function's name for an error."""
+    """A function's name, for an error."""
     return str(getattr(function, "__qualname__", None) or repr(function))
 
 
 def offloads(schedule: Schedule, given: Collection[str]) -> bool:
-    """Whether the runtime moves activations for a schedule: it has both kinds of op, and its user runs neither.
+    """Whether the runtime moves activations: the schedule has OFFLOAD and RELOAD, and the user gives functions for
+    neither.
 
     Raises:
-        RuntimeFailure: one of the two without the other, or of a stage that several ranks share.
+        RuntimeFailure: only one of the two kinds, or ops of them for a stage that several ranks share.
     """
     kinds = {each.kind for each in schedule.stage_graph.registered} if schedule.stage_graph else set()
     if not {OFFLOAD, RELOAD} <= kinds or {OFFLOAD, RELOAD} & set(given):
@@ -345,10 +350,10 @@ def offloads(schedule: Schedule, given: Collection[str]) -> bool:
 
 
 def functions_for(saved: Callable[[int, int], SavedTensors]) -> Mapping[str, OpFunction]:
-    """What runs OFFLOAD and RELOAD.
+    """The functions that run OFFLOAD and RELOAD.
 
     Args:
-        saved: of a stage and microbatch what its forward saved.
+        saved: a function of (stage, microbatch) that gives what its forward saved.
     """
 
     def offload(call: OpCall) -> HostCopy | None:

@@ -24,7 +24,7 @@ GATHERS = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
-"""Modules whose forward changes buffers in training, some in ways that no tensor's count of changes shows."""
+"""Modules whose training forward changes buffers, some of them without any tensor's version counter showing it."""
 
 
 Copy = tuple[int, int]
@@ -32,16 +32,18 @@ Copy = tuple[int, int]
 
 
 class Stage(nn.Module):
-    """Layers under their names in the whole model, so `named_parameters()` gives the plain names.
+    """Consecutive layers of a model, under their names in the whole model.
+
+    So `named_parameters()` gives the same names as the model does.
 
     Args:
-        layers: name in the whole model ("layers.3", or "3" for a sequential's fourth) -> the layer.
-        indices: each layer's number in the whole model: what its random seed is made of.
-        calling: how a layer is called with what the one before it returned.
+        layers: for each name in the whole model ("layers.3", or "3" for the fourth of a sequential) its layer.
+        indices: each layer's number in the whole model. Its random seed is made from that number.
+        calling: how a layer is called with the output of the layer before it.
 
     Attributes:
-        constants: parameters that never change and come from elsewhere, by name, each with a number made of its
-            values. A checkpoint has that number in place of the values, and a load holds the stage to it.
+        constants: by name, parameters that never change and come from elsewhere, each as a number made from its
+            values. A checkpoint stores that number in place of the values, and loading compares it.
 
     Examples:
         >>> import penstock as ps
@@ -65,11 +67,11 @@ class Stage(nn.Module):
 
     @property
     def in_order(self) -> tuple[nn.Module, ...]:
-        """Its layers, in the order in which they run."""
+        """The layers, in the order in which they run."""
         return self._layers
 
     def replace(self, old: nn.Module, new: nn.Module) -> None:
-        """Puts a module in another one's place, wherever in the stage that lies."""
+        """Replaces a module with another one, wherever in the stage it is."""
         self._layers = tuple(new if layer is old else layer for layer in self._layers)
         for parent in self.modules():
             for name, child in parent._modules.items():
@@ -77,7 +79,7 @@ class Stage(nn.Module):
                     parent._modules[name] = new
 
     def forward(self, value: Any, seed: int | None = None) -> Any:
-        """Runs the layers; `seed` (of this step and microbatch) makes their random draws repeatable."""
+        """Runs the layers. With `seed` (of this step and microbatch) their random draws are repeatable."""
         device = None if seed is None else _device_of(value)
         for index, layer in zip(self._indices, self._layers, strict=True):
             if seed is not None and device is not None:
@@ -87,8 +89,8 @@ class Stage(nn.Module):
 
 
 def require_stage(module: nn.Module, what: str) -> None:
-    """Raises RuntimeFailure for a module that nothing can be trained with as it is: one that replicates or shards
-    itself, or whose parameters have no values yet.
+    """Raises RuntimeFailure for a module that can't be trained as it is: one that replicates or shards itself, or
+    whose parameters have no values yet.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for path, part in module.named_modules():
@@ -115,13 +117,13 @@ def require_stage(module: nn.Module, what: str) -> None:
 
 
 def place_at(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Registers a module so that a dotted path is its name, under folders that may hold nothing else."""
+    """Registers a module under a dotted path, within folder modules that may hold nothing else."""
     holder, last = holder_of(root, path)
     holder.add_module(last, module)
 
 
 def holder_of(root: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The module that holds what a dotted path names, and the name there; folders that are missing are made."""
+    """The module that holds what a dotted path names, and its name there. Makes folder modules that are missing."""
     *folders, last = path.split(".")
     for folder in folders:
         if folder not in root._modules:
@@ -151,4 +153,4 @@ def with_arguments(layer: nn.Module, value: Any) -> Any:
 
 Calling = Callable[[nn.Module, Any], Any]
 StageSource = nn.Module | Callable[[], nn.Module]
-"""A stage, or a function that builds it where it is needed."""
+"""A stage, or a function that builds it on the process that needs it."""

@@ -1,4 +1,4 @@
-"""Acknowledgements where the transport itself gives none: a small message back for each that arrived.
+"""Acknowledgements for transports that have none: a small message back for each message that arrived.
 
 rank 0 ====message====> rank 1's thread          by a group of their own, so that they never queue behind messages
 rank 0 <--one byte----- the same thread          and at once, whether rank 1 is busy or not

@@ -1,10 +1,10 @@
-"""What executors ask of a transport, whichever carries messages: one protocol for all of them.
+"""The protocol of transports: what executors need, whichever transport carries messages.
 
     begin ---> send, arrivals, take, wait ---> end        once a step; close, when there are no more
                           ^
                         wake                              from any thread
 
-A `TransportLayer` stands in front of another transport, and passes through all that it does not change:
+A `TransportLayer` stands in front of another transport, and forwards all calls that it does not change:
 
     rank --> BoundedTransport --> ConditionedTransport --> the transport that carries
 """
@@ -20,11 +20,11 @@ from penstock.runtime.transport.transfer_record import TransferRecord
 
 
 class Transport(Protocol):
-    """One rank's end of all its channels. The rank's own thread calls all of it but `wake`."""
+    """One rank's end of all its channels. Only the rank's own thread calls its methods, except `wake`."""
 
     @property
     def rank(self) -> int:
-        """Whose end it is."""
+        """The rank whose end it is."""
 
     def begin(
         self,
@@ -38,60 +38,62 @@ class Transport(Protocol):
 
         Args:
             expected: see `expected_by_channel`; the edges in the order in which this rank's frozen order needs them.
-            signatures: of each microbatch; equal signatures promise equal specs.
-            digest: of the step's shapes; ranks that differ in it don't take each other's messages.
-            threaded: whether arrivals are reported as they come, as dynamic ranks and all that measure their links
-                need it. Where not, a rank may learn of just those that it waits for.
+            signatures: one per microbatch. Equal signatures promise equal specs.
+            digest: a digest of the step's shapes. Ranks with different digests don't take each other's messages.
+            threaded: whether arrivals are reported as they come. Dynamic ranks need it, and all that measure their
+                links. If not, a rank may learn only of the messages that it waits for.
             window: slot -> most messages of a channel under way, for channels that bring no answers. A slot that is
-                not there has no bound.
+                missing has no bound.
         """
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        """Sends, or returns False where the channel is full: try again after a wait."""
+        """Sends a message. Returns False if the channel is full: try again after a wait."""
 
     def has_room(self, target: int, depth: int) -> bool:
-        """Whether fewer than `depth` messages to a rank are under way: sent, and not known to have arrived there.
-        Gradients of tied parameters, which ride along, don't count. Where there is no room, `wait` returns when there
-        may be.
+        """Whether fewer than `depth` messages to a rank are under way: sent, and not known to have arrived.
+
+        Gradients of tied parameters do not count, because they travel with other messages. If there is no room,
+        `wait` returns when there may be.
         """
 
     def arrivals(self) -> list[Edge]:
-        """Edges whose messages came in since the last call, as far as can be told without waiting.
+        """Edges whose messages came in since the last call, as far as is known without waiting.
 
-        Raises what went wrong meanwhile: a peer that is gone, a message that is not expected.
+        Raises what went wrong in the meantime, such as a lost peer or an unexpected message.
         """
 
     def take(self, edge: Edge) -> Payload:
-        """The payload of an edge that has arrived, once."""
+        """The payload of an edge that has arrived. It can be taken once."""
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
-        """Waits until at least one message has come in (one of `awaited`, where only these are reported), a channel
-        that was full may have room, or `wake` was called; returns the edges that came.
+        """Waits until a message has come in, a full channel may have room, or `wake` was called.
+
+        Returns the edges whose messages came in. If `threaded` was off, only messages of `awaited` end the wait.
 
         Args:
             who: says in words who waits for what.
-            until: where arrivals are reported as they come, when to return at the latest, with none (nanoseconds of
+            until: if arrivals are reported as they come, when to return at the latest, without any (nanoseconds of
                 the monotonic clock).
 
         Raises:
-            DeadlineExceeded, PeerLost: with who waited for what from whom.
+            DeadlineExceeded, PeerLost: the error says who waited for what, and from whom.
         """
 
     def wake(self) -> None:
-        """Ends this rank's wait, or the next one; any thread may call it."""
+        """Ends this rank's wait, or the next one. Any thread may call it."""
 
     def crossings(self) -> list[TransferRecord]:
-        """Messages that came in since the last call, and when, those of which that is known."""
+        """Messages that came in since the last call, with their times, if these are known."""
 
     def end(self) -> None:
-        """Ends a step: what was sent is on its way, or has been taken."""
+        """Ends a step. What was sent is on its way, or has been taken."""
 
     def close(self) -> None:
-        """Gives back what it holds."""
+        """Releases everything that it holds."""
 
 
 class TransportLayer:
-    """A transport in front of another one, which tells it of all arrivals as they come."""
+    """A transport in front of another one, which reports all arrivals to it as they come."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
@@ -139,7 +141,7 @@ class TransportLayer:
 
 
 def layers_of(transport: Transport | None) -> Iterator[Any]:
-    """A transport and all that it stands in front of, the outermost first."""
+    """A transport and all transports behind it, the outermost first."""
     while transport is not None:
         yield transport
         transport = transport.inner if isinstance(transport, TransportLayer) else None

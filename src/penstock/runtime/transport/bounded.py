@@ -1,12 +1,12 @@
-"""Channels as other frameworks have them: messages to a rank go in program order, and only a few are under way.
+"""Channels as in other frameworks: messages to a rank go in program order, and only a few are under way.
 
     rank 0   |F0|F1|F2|............|F3|      depth 2: F2's message finds two under way and waits for room, and F3,
                `----. `----.       ^         though it is ready, is not started. Room comes when it is known that F0's
                      v      v      |         message has arrived
     rank 1          .|F0|---arrived
 
-That is the head-of-line blocking of the PipeMorph paper, section 3.2, and `ps.Blocking(depth)` in the simulator. A
-message holds its place from its sending until it has arrived, whether its receiver is busy or not.
+This is the head-of-line blocking of the PipeMorph paper, section 3.2, and `ps.Blocking(depth)` in the simulator. A
+message counts from when it is sent until it has arrived, whether its receiver is busy or not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Channels: how the messages between two ranks are told apart and kept in order.
 
-A channel carries one kind of message between two stages: activations, gradients, a tied gradient or the tokens
-of one need. Within it messages come in the order of the consumer's queue, so that the next one is always known
-and can have a buffer posted before it is sent.
+A channel carries one kind of message between two stages: activations, gradients, a tied gradient, or the tokens of
+one need. Its messages come in the order of the consumer's queue. So the next message is always known, and a buffer
+can be posted for it before it is sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which transport carries messages: its name as users give it, what it holds, and how it is made."""
+"""Chooses the transport that carries messages: its name, its options, and how it is made."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from penstock.simulation import Blocking
 
 NAMES = ("host", "gloo", "direct", "delegate", "nccl")
 BASES = ("host", "gloo", "direct")
-"""Transports of which single links may be delegated."""
+"""Transports whose single links may be delegated."""
 
 
 @dataclass(frozen=True)
 class DelegateOptions:
-    """How delegates carry messages.
+    """How delegates carry messages. A delegate is a process of its own that sends messages for a rank.
 
     Attributes:
-        num: delegates for each direction and kind of a link, to begin with.
-        most: the largest number that measured rates may lead to.
-        interfaces: this host's addresses or interfaces' names, the preferred one first; when one dies messages go by
-            the next. None: those in PENSTOCK_INTERFACES, else in GLOO_SOCKET_IFNAME, else loopback where all ranks
-            are on one host, else that which reaches MASTER_ADDR.
-        host_memory: bytes that messages may take in a rank's host memory on their way out, and as many coming in.
+        num: how many delegates each direction and kind of message of a link has at the start.
+        most: the largest number of delegates that measured rates may lead to.
+        interfaces: this host's addresses or names of interfaces, the preferred one first. If one dies, messages use
+            the next. None: those in PENSTOCK_INTERFACES, else in GLOO_SOCKET_IFNAME, else loopback if all ranks are
+            on one host, else the interface that reaches MASTER_ADDR.
+        host_memory: most bytes of outgoing messages in a rank's host memory, and as many of incoming ones.
 
     Examples:
         >>> import penstock as ps
@@ -64,17 +64,18 @@ class DelegateOptions:
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """What carries messages between processes, and how.
+    """Which transport carries messages between processes, and how.
 
     Attributes:
-        name: "host" (shared memory between ranks of one host, else gloo; messages of a GPU pass through host memory,
-            so several ranks may share one GPU), "gloo", "direct" (gloo with a bound on messages under way),
-            "delegate" (processes of their own carry messages), or "nccl" (from GPU to GPU, one GPU per rank).
-        delegates: how delegates carry messages. With "host" or "direct" it says that single links may be delegated.
-        depth: for experiments: how many messages may be under way to another rank before the sender waits. "direct"
-            has a depth of 2 where none is given, the others have no bound.
-        links: for experiments: delays and conditions of links, by their two ranks. Messages arrive when these say,
-            and the numbers stay the same. Over a mesh with replicas they join nodes.
+        name: the transport. "host": shared memory if all ranks are on one host, else gloo; messages of a GPU pass
+            through host memory, so several ranks may share one GPU. "gloo": always gloo. "direct": gloo with a bound
+            on messages under way. "delegate": separate processes carry the messages. "nccl": from GPU to GPU, with
+            one GPU per rank.
+        delegates: how delegates carry messages. With "host" or "direct" it allows single links to be delegated.
+        depth: for experiments: how many messages to another rank may be under way before the sender waits. Default: 2
+            for "direct", no bound for the others.
+        links: for experiments: delays and conditions of links, by their two ranks. They decide when messages arrive.
+            The numbers that are computed stay the same. Over a mesh with replicas, links join nodes.
 
     Raises:
         RuntimeFailure: an unknown name, a depth below 1, or a value of another type.
@@ -104,13 +105,13 @@ class TransportOptions:
 
     @classmethod
     def of(cls, given: TransportOptions | str | None) -> TransportOptions:
-        """Options as they are; a name alone stands for options with that name."""
+        """The options themselves, or for a name alone the options with that name."""
         if given is None or isinstance(given, TransportOptions):
             return given or cls()
         return cls(given)
 
     def choice(self, may_delegate: bool) -> TransportChoice:
-        """What it comes to, where links may be delegated (by adapting) or the user says how."""
+        """The transport that these options choose. `delegates`, or adapting, allows links to be delegated."""
         has_delegates = (self.delegates is not None or may_delegate) and self.name in BASES
         return TransportChoice(self.name, self.depth, has_delegates, self.delegates or DelegateOptions())
 
@@ -120,15 +121,15 @@ class TransportChoice:
     """How messages travel.
 
     Attributes:
-        name: "host" (through host memory, sends never wait: memory that processes share where all are on one host,
-            else gloo), "gloo" (the same, always by gloo), "direct" (in order, a bounded channel a link), "delegate"
-            (every link by delegate processes) or "nccl" (from GPU to GPU).
-        depth: messages under way to another rank before their sender stands still; None: any number.
-        has_delegates: whether single links may go by delegates while it runs.
-        delegates: how these carry messages.
+        name: "host" (through host memory, sends never wait: shared memory if all ranks are on one host, else gloo),
+            "gloo" (the same, always over gloo), "direct" (in order, with a bounded channel per link), "delegate"
+            (every link through delegate processes) or "nccl" (from GPU to GPU).
+        depth: how many messages to another rank may be under way before their sender waits. None: any number.
+        has_delegates: whether single links may be delegated during the run.
+        delegates: how delegates carry messages.
 
     Raises:
-        RuntimeFailure: another name, or a depth that cannot be.
+        RuntimeFailure: another name, or an invalid depth.
     """
 
     name: str = "host"
@@ -146,38 +147,38 @@ class TransportChoice:
 
     @property
     def shared(self) -> str:
-        """What all ranks must have alike, in words."""
+        """What must be the same on all ranks, in words."""
         routed = f" with {self.delegates.num} to {self.delegates.most} delegates" if self.has_delegates else ""
         return f"{self.name}{'' if self.depth is None else f' of depth {self.depth}'}{routed}"
 
     def route(self, transport: Transport | None, delegated: Collection[tuple[int, int]]) -> None:
-        """Says, between two steps, which links go by delegates, and so have no bound."""
+        """Sets, between two steps, which links use delegates, and so have no bound."""
         for layer in layers_of(transport):
             if isinstance(layer, RoutedTransport | BoundedTransport):
                 layer.route(frozenset(delegated))
 
     def prepare(self, transport: Transport | None, delegated: Collection[tuple[int, int]]) -> None:
-        """Starts the delegates of links that are to be delegated, before they are needed; any thread may do that."""
+        """Starts delegates of links that will be delegated, before they are needed. Any thread may call it."""
         for layer in layers_of(transport):
             if isinstance(layer, RoutedTransport) and delegated:
                 layer.prepare(delegated)
 
     def counters(self, transport: Transport | None) -> dict[str, int] | None:
-        """What this rank's delegates have counted so far, where there are any."""
+        """What this rank's delegates have counted so far, if there are any."""
         for layer in layers_of(transport):
             if isinstance(layer, RoutedTransport | DelegateTransport):
                 return asdict(layer.counters)
         return None
 
     def link_events(self, transport: Transport | None) -> list[Event]:
-        """Links whose own interfaces died or came back since the last call, as far as delegates know."""
+        """Links whose interfaces died or came back since the last call, as far as delegates know."""
         for layer in layers_of(transport):
             if isinstance(layer, RoutedTransport | DelegateTransport):
                 return list(layer.link_events())
         return []
 
     def notices(self, transport: Transport | None) -> list[str]:
-        """What a person should know of the interfaces that messages go by."""
+        """Messages for the user about the interfaces that messages use."""
         return [
             notice
             for layer in layers_of(transport)
@@ -186,8 +187,8 @@ class TransportChoice:
         ]
 
     def require_schedule(self, schedule: Schedule, delegated: Collection[tuple[int, int]] = ()) -> None:
-        """Raises RuntimeFailure where a schedule could come to a standstill in channels of this depth, or where links
-        are to be delegated and nothing is there for it.
+        """Raises RuntimeFailure if a schedule could deadlock in channels of this depth, or if links are to be
+        delegated and there are no delegates.
         """
         if delegated and not self.has_delegates:
             raise RuntimeFailure(
@@ -198,11 +199,11 @@ class TransportChoice:
             require_depth(schedule, self.depth)
 
     def simulated(self, delegated: Collection[tuple[int, int]] = ()) -> Blocking | str:
-        """What the simulator calls it, with these links delegated."""
+        """The simulator's model of this transport, with these links delegated."""
         return "decoupled" if self.depth is None else Blocking(self.depth, frozenset(delegated))
 
     def between_threads(self, boxes: Sequence[Mailbox], conditions: Conditions, timeout: float) -> list[Transport]:
-        """The ends of ranks that are threads, by rank: messages are handed over, with the bound that this has."""
+        """The ends of ranks that are threads, by rank. Messages are handed over, with this transport's bound."""
         made: list[Transport] = []
         for rank in range(len(boxes)):
             end = ConditionedTransport(LoopbackTransport(boxes, rank, timeout), conditions)
@@ -219,14 +220,15 @@ class TransportChoice:
         conditions: Conditions | None,
         failover: Failover | None = None,
     ) -> Transport:
-        """One rank's end, with link conditions where they are given. Every rank must call it.
+        """One rank's end, with link conditions if they are given. Every rank must call it.
 
         Args:
-            failover: where there is another interface: messages then go on by delegates when connections break.
+            failover: given if there is another interface. Messages then continue through delegates when connections
+                break.
 
         Raises:
-            RuntimeFailure: "nccl" without a GPU, or with more lines than a GPU has queues for; a schedule that needs
-                more than `depth`; an interface that is not there; a half-duplex link.
+            RuntimeFailure: "nccl" without a GPU, or with more channels than a GPU has queues for; a schedule that
+                needs more than `depth`; an interface that does not exist; a half-duplex link.
         """
         if conditions is not None:
             conditions.require_own_queues()
@@ -246,7 +248,7 @@ class TransportChoice:
         device: torch.device,
         failover: Failover | None,
     ) -> Transport:
-        """What carries messages from process to process."""
+        """The transport that carries messages from process to process."""
         if self.name == "delegate":
             return self._delegate(peers, tags, timeout, device)
         if self.name == "host" and not self.has_delegates:
@@ -270,7 +272,7 @@ class TransportChoice:
     def _acknowledgements(
         self, peers: GroupPeers, timeout: float, failover: Failover | None
     ) -> Acknowledgements | None:
-        """What tells senders which messages have arrived, where their number has a bound."""
+        """What tells senders which messages have arrived, if their number is bounded."""
         if self.depth is None:
             return None
         if failover is None:

@@ -1,11 +1,11 @@
-"""Link conditions injected into a run: a message counts as arrived when they say, whatever carries it.
+"""Injects link conditions into a run: they decide when a message counts as arrived, whatever carries it.
 
     sender    --send--> Conditions: when is it to arrive? --message, with that moment--> the transport that carries
     receiver  <--arrivals-- kept until that moment <-- the transport that carries
 
-Nothing is held up on the sender's side, and the message is there early, where the rank does not see it. What takes
-longer to be carried arrives later: conditions make links worse, never better. The moment is one of the sender's
-clock; ranks of other hosts know how far that is ahead.
+Nothing waits on the sender's side. The message is there early, where the rank does not see it yet. If it takes longer
+to carry, it arrives later: conditions make links worse, never better. The moment is given by the sender's clock;
+ranks on other hosts know how far that clock is ahead of theirs.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Messages between processes, over a torch.distributed process group (gloo), or from device to device (see `nccl`).
 
-Sends are asynchronous, from a flat copy, so that a slow link never holds up compute and the stage's own
-tensors are free at once. Receives are posted ahead, a few in each channel, more where messages are sent before
-theirs is posted: such a message would cross the link only after word of its receive has crossed it.
+Sends are asynchronous and from a flat copy. So a slow link never holds up computation, and the stage's own tensors
+are free at once. Receives are posted ahead, a few per channel. More are posted if messages are sent before their
+receive is posted, because such a message crosses the link only after news of its receive has crossed it.
 
-The copy of a sent message is let go when the channel of its answers says that it was taken (each preamble carries
-that count), or at the latest when the step ends.
+The copy of a sent message is released when the channel of its answers says that it was received (each preamble
+carries that count), or at the latest when the step ends.
 
-How a rank learns of arrivals depends on its dispatch. A frozen rank waits for just the messages its next op
-needs. A dynamic one must know which have come: one thread a channel waits and reports. So must one that measures
-its links: a rank that waits only where it must does not see when a message came that it did not wait for.
+How a rank learns of arrivals depends on its dispatch. A frozen rank waits for only the messages that its next op
+needs. A dynamic rank must know which messages have come: one thread per channel waits and reports. The same holds for
+a rank that measures its links. Otherwise it would not see when messages came that it did not wait for.
 """
 
 from __future__ import annotations

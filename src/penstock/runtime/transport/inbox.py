@@ -1,11 +1,11 @@
-"""Where a rank sleeps until something happens: its transport's threads put events in, the rank takes them out.
+"""Where a rank sleeps until something happens. Its transport's threads put events in, and the rank takes them out.
 
     a thread a channel ----put----> +-------+
     acknowledgements   ----put----> | Inbox | ----wait----> the rank: event() -> the edges that came in
                                     +-------+ ---fileno---> to wait for it beside other things
 
-An event is a function that the rank calls in its own thread: it takes note of what happened and returns the edges
-whose messages came in (none where a full channel has room again), or raises.
+An event is a function that the rank calls in its own thread. It records what happened and returns the edges whose
+messages came in (none, if it says that a full channel has room again), or raises.
 """
 
 from __future__ import annotations

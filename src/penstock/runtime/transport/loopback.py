@@ -1,7 +1,7 @@
-"""Messages between ranks of one process: handed over, no copy, each rank with a mailbox.
+"""Messages between ranks of one process. They are handed over without a copy; each rank has a mailbox.
 
-Ranks may be threads, and then one that waits sleeps until something is put into its mailbox; or they take turns in
-one thread, and then what drives them waits (see `run_local`).
+If ranks are threads, a rank that waits sleeps until something is put into its mailbox. If they take turns in one
+thread, what drives them waits (see `run_local`).
 """
 
 from __future__ import annotations

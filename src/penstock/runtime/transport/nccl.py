@@ -1,24 +1,23 @@
-"""Messages between devices over a backend that has no tags (NCCL): a line of its own for every channel.
+"""Messages between devices over a backend without tags (NCCL): each channel has a line of its own.
 
-A line is a process group of the two ranks at a channel's ends; what it carries comes in the order in which it
-was sent. Each message is announced through host memory, with its tag, and received once that has come in:
+A line is a process group of the two ranks at a channel's ends. Its messages come in the order in which they were
+sent. Each message is announced through host memory, with its tag. Its receive is posted when the announcement comes:
 
     op ends on its device | announced by gloo ----> the receive is posted
                           | sent by NCCL =========> from device to device
 
-So no receive ever waits on a device for an op that another rank has yet to run. A kernel of NCCL that waits holds
-processors of its GPU, and CUDA may let nothing else begin behind it: what it does when a kernel is used for the
-first time, or memory is allocated, can wait for all that runs. Two ranks that posted receives ahead stood still in
+So no receive ever waits on a device for an op that another rank has yet to run. This matters because a waiting NCCL
+kernel occupies processors of its GPU, and CUDA may let nothing else start behind it: the first use of a kernel, or an
+allocation of memory, can wait for everything that runs. When two ranks posted receives ahead, they deadlocked in
 their first step.
 
-NCCL's own wait makes a stream wait, with all the compute that is queued on it, and lets the host go on. A rank that
-picks its ops must know instead which messages are there. So a thread asks whether a receive has ended, and the
-stream that computes never waits for a message: an op is launched when what it needs has come.
+NCCL's own wait makes a stream wait, with all computation queued on it, and lets the host continue. But a rank that
+picks its ops must know which messages are there. So a thread asks whether a receive has ended, and the compute stream
+never waits for a message: an op is launched when what it needs has come.
 
-Where a link fails, a kernel that waits for it stays on its GPU, and holds up what computes, until the line is
-aborted. So all lines of a rank are given up at once, by a thread that waits for no GPU. An aborted receive counts
-as completed, and NCCL says nothing of an error: no message counts as come from the moment on at which lines are given
-up, though some of them may have been whole.
+If a link fails, a kernel that waits for it stays on its GPU, and holds up computation, until the line is aborted. So
+all lines of a rank are aborted at once, by a thread that waits for no GPU. An aborted receive counts as completed,
+and NCCL reports no error. So from that moment on no message counts as arrived, though some may have been whole.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Each link by its own transport: most by the base, a few by delegates, and which ones may change between steps.
+"""Gives each link its own transport: the base for most, delegates for a few. The choice may change between steps.
 
                     .--> base (host or gloo) ------> rank 0, rank 2
     rank 1 --send--<
                     `--> delegates ----------------> rank 3            {(1, 3)} is delegated
 
-Both ends of a link switch at the same step. A rank that waits sleeps where the delegates let it, and the base's inbox
-wakes it there: it goes on at what happens first.
+Both ends of a link switch at the same step. A rank that waits sleeps in the delegates' wait, and the base's inbox
+wakes it there, so it continues with whatever happens first.
 
-Where connections of the base break, all links go by delegates from the middle of that step on:
+If connections of the base break, all links use delegates from the middle of that step on:
 
     rank 0   sends F0, F1, F2 by the base    X    F1, F2 once more by delegates (F0 was answered), then F3
     rank 1   has F0, F1                      X    waits for F2, F3; F1 is there already and is dropped
 
-A message is known by its step and edge, so that it counts once, whichever way it came first.
+A message is identified by its step and edge, so it counts once, whichever way it arrived first.
 """
 
 from __future__ import annotations

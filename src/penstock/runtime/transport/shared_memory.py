@@ -1,15 +1,15 @@
-"""Messages between processes of one host, through memory that both ends map. No thread, no copy by the kernel.
+"""Messages between processes of one host, through memory that both ends map. No thread, and no copy by the kernel.
 
     rank 0's memory   | asleep? | ring to rank 1 | ring to rank 2 | slot | slot | ...
                                        |                              ^
                                        '---- where the message lies --'
 
-Each rank has memory of its own and writes what it sends into a slot there, then the slot's place into the ring of
-the rank that is to get it. That rank finds it when it looks, copies it out, and marks the slot as free. A channel
-uses its slots in turn, as messages of a channel are taken in the order in which they are sent.
+Each rank has memory of its own. It writes a message into a slot there, and then the slot's place into the ring of the
+rank that is to get it. That rank finds it when it looks, copies it out, and marks the slot as free. A channel uses
+its slots in turn, because its messages are received in the order in which they are sent.
 
-A rank that finds nothing sleeps on a pipe. It says so in its memory first, so that others write to the pipe only when
-somebody sleeps there. Beside the pipe it watches the processes that owe it messages, and so learns when one ends.
+A rank that finds nothing sleeps on a pipe. First it says so in its memory, so that others write to the pipe only if
+somebody sleeps there. It also watches the processes that owe it messages, and so notices when one ends.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Sums over all ranks of one host, through memory that all of them map: what a step ends with.
+"""Sums over all ranks of one host, through memory that all of them map. Each step ends with one.
 
     rank 0's memory   | ... | sum 6 | row of numbers |   | sum 7 | row of numbers |
     rank 1's memory   | ... | sum 6 | row of numbers |   | sum 5 | row of numbers |    has not come to sum 7 yet
 
-Each rank writes its row and the sum's number into memory of its own, and reads what the others have once all are
-there. The last to come wakes those who sleep. A rank that writes sum 7 has read all of sum 6, for which all had
-written; so two places are enough, and nobody writes where another one still reads.
+Each rank writes its row and the sum's number into its own memory, and reads the others' rows once all are there. The
+last one to come wakes those who sleep. A rank that writes sum 7 has read all of sum 6, for which all had written. So
+two places per rank are enough, and nobody overwrites what another rank still reads.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A message's way from one rank to another, as the receiver knows it: what links are measured by.
+"""The times of a message from one rank to another, as the receiver knows them. Links are measured by these.
 
     sender     ......|sent- - - - - - - - - - - - .
     receiver   . . . . . . |posted========arrived|....      this receiver was late: its link took `=`
                             |<- duration ->|
 
-Waiting for a late sender, or for a receiver that had not made room yet, is no slowness of the link: a transfer
-begins when both are there (ByteDance's what-if analysis, OSDI'25: end minus the later of both starts).
+Time spent waiting for a late sender, or for a receiver without room, says nothing about the link. So a transfer
+begins when both are ready (ByteDance's what-if analysis, OSDI'25: end minus the later of both starts).
 """
 
 from __future__ import annotations

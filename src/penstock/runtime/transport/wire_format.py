@@ -1,12 +1,12 @@
-"""How a payload looks on the wire: one flat buffer of bytes, and a header that says how to read it.
+"""The format of a payload on the wire: one flat buffer of bytes, and a header that says how to read it.
 
     payload  | preamble, 64 bytes | tensor, padded to 64 | tensor, padded to 64 | ...
     header   | length, 8 bytes    | JSON of the spec, padded to HEADER_BYTES    |
 
-A header travels only when the receiver can't know the spec: the first time a channel carries a microbatch
-of some shape. After that the payload alone is sent, into a buffer posted ahead. The preamble repeats
-which message it is, so that a mix-up is an error and never a wrong number, tells the other side how
-many of its messages have come in, so that it can let go of its copies, and when it was handed over.
+A header travels only if the receiver can't know the spec: the first time that a channel carries a microbatch of some
+shape. After that only the payload is sent, into a buffer posted ahead. The preamble identifies the message, so that a
+mix-up is an error and never a wrong number. It also says how many of the other side's messages have come in, so that
+the other side can release its copies, and when the message was handed over.
 
 Tensors keep their memory layout: a matmul may round differently on a transposed or sliced operand.
 """

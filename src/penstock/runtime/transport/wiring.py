@@ -1,4 +1,4 @@
-"""Which messages each op of a rank takes in and gives out, and in which order a rank expects them."""
+"""Which messages each op of a rank receives and sends, and in which order a rank expects them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ps.split`: a module's forward cut into stages, as it is, and shown as a table."""
+"""`ps.split`: cuts any module's forward into stages, and shows them as a table."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from penstock.runtime.tensors.rng import restored
 
 
 class Split(Sequence[Stage]):
-    """A model in stages, for `ps.Pipeline`: a sequence of them. `print` shows it as a table.
+    """A model cut into stages: a sequence of stages for `ps.Pipeline`. `print` shows it as a table.
 
     Attributes:
-        layers: of each stage, the paths of the layers that it calls, in order.
-        costs: of each layer called, in order: its floating-point operations for the example, or its parameters.
-        shares: of each stage the part of all costs; they sum to 1.
-        sent: of each stage, the bytes that it passes on for the example, 0 for the last; None without one.
-        kept_whole: modules that hold layers and could not be opened, and why.
+        layers: for each stage, the paths of the layers that it calls, in order.
+        costs: for each layer called, in order, its floating-point operations for the example, or its parameters.
+        shares: each stage's share of all costs. They sum to 1.
+        sent: for each stage, the bytes that it passes on for the example, 0 for the last. None without an example.
+        kept_whole: modules that hold layers but could not be opened, and why.
 
     Examples:
         >>> import penstock as ps
@@ -77,7 +77,7 @@ class Split(Sequence[Stage]):
 
     @property
     def num_parameters(self) -> list[int]:
-        """Of each stage; shared ones count in each that has them."""
+        """Number of parameters of each stage. A shared parameter counts in each stage that has it."""
         return [sum(p.numel() for p in stage.parameters()) for stage in self._stages]
 
     def __str__(self) -> str:
@@ -107,32 +107,32 @@ def split(
     example: Any = None,
     costs: Sequence[float] | None = None,
 ) -> Split:
-    """Cuts a model between its layers, and whatever its forward does between them, into stages.
+    """Cuts a model into stages, between its layers and whatever its forward does between them.
 
         cut = ps.split(model, 4)                               # by cost
         cut = ps.split(model, at=["encoder.3", "decoder.0"])   # before these layers
         pipe = ps.Pipeline(cut, ps.build("1f1b", 4, 8), ...)
 
-    The forward is traced with `torch.fx`, its layers are called as they are. Loss, gradients and buffers are those of
-    the model to the bit, and parameters are the model's own, under its names. What tracing would make wrong is
-    refused with the line that stands in the way.
+    The forward is traced with `torch.fx`; the layers are called as they are. Loss, gradients and buffers equal the
+    model's, to the bit. Parameters are the model's own and keep their names. If tracing would change the result of
+    some line of the forward, an error names that line.
 
     Args:
         model: any module. Its blocks are the entries of a `ModuleList`, `ModuleDict` or `Sequential`.
-        num_stages: how many stages. Without it and without `at` there is one for each layer called, which shows what
-            there is to cut.
-        at: the path of the layer with which each stage but the first begins; a path inside a block opens it.
-        sizes: how many layers each stage has, in place of `at`.
-        example: inputs of one microbatch, as `pipe.step` takes them: a tensor, a tuple or a dict. The forward may
-            then depend on shapes, layers are weighed by their operations, and the stages are compared with the model.
-        costs: what each layer called costs, in order and in any unit, in place of its operations.
+        num_stages: number of stages. Without it and without `at`, each layer that is called gets a stage, which shows
+            where the model can be cut.
+        at: for each stage but the first, the path of its first layer. A path inside a block opens the block.
+        sizes: number of layers of each stage, instead of `at`.
+        example: inputs of one microbatch, as for `pipe.step`: a tensor, a tuple or a dict. With an example the
+            forward may depend on shapes, layers are weighed by their operations, and the stages are compared with the
+            model.
+        costs: cost of each layer that is called, in order and in any unit, instead of its operations.
 
     Returns:
-        The stages, a sequence for `ps.Pipeline`. Printed, it is a table.
+        The stages, as a sequence for `ps.Pipeline`. Printed, it is a table.
 
     Raises:
-        PartitionError: something in the forward stands in the way, with its line; or there are fewer layers than
-            stages.
+        PartitionError: a line of the forward that can't be cut (the error names it), or fewer layers than stages.
 
     Examples:
         >>> import torch, penstock as ps
