@@ -1,7 +1,7 @@
-"""Torch's autograd under a stage: where inputs enter its graph, where outputs leave it, how a backward starts.
+"""A stage's autograd graph: where inputs enter it, where outputs leave it, and how a backward starts.
 
-Inputs do not enter as leaves: the stage may then change them in place, as it could in a plain loop, and each gradient
-is caught as it comes, with no copy and in the memory layout in which a plain loop would have passed it on.
+Inputs are not leaves of the graph, so the stage may change them in place, as it could in a plain loop. Each gradient
+is caught when it arrives, without a copy, and in the memory layout in which a plain loop would have passed it on.
 """
 
 from __future__ import annotations

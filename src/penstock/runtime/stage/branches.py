@@ -1,11 +1,11 @@
-"""Where stages branch and join: one payload for a stage from what several sent it, and its own share for each.
+"""Stages that branch and join: one payload for a stage from what several stages sent, and a share for each of them.
 
     text 0 --> 1 --.              stage 4 is called with (output of 1, output of 3); what goes back to 1 is the
                     >--> 4        gradient of the first. A stage with several targets adds their gradients up, that
     image 2 -> 3 --'              of the last stage first, as autograd does where it runs stages in their order.
 
-Stages may work on microbatches of different sizes. Whoever has the larger one cuts it along dimension 0 to send it,
-and joins what comes from the several smaller ones:
+Stages may work on microbatches of different sizes. The stage with the larger microbatch cuts it along dimension 0 to
+send it, and joins what the several smaller ones send back:
 
     stage 0, four microbatches   0 1 2 3        stage 1, two   0 (0 and 1 joined)   1 (2 and 3)
 """

@@ -1,4 +1,4 @@
-"""From what the user gives, a model or a list of stages, to one `Stage` for each stage of the schedule."""
+"""Turns what the user gives, a model or a list of stages, into one `Stage` for each stage of the schedule."""
 
 from __future__ import annotations
 

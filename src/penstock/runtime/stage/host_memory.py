@@ -1,12 +1,12 @@
-"""Activations in host memory: what a forward saved for its backward goes there at OFFLOAD and comes back at RELOAD.
+"""Activations in host memory. OFFLOAD moves what a forward saved for its backward there, and RELOAD moves it back.
 
     F         autograd asks where to put what it saves: into slots that are known here
-    OFFLOAD   the memory of the slots is copied to host memory, and the slots let go of it
-    RELOAD    it is copied back, to the bit and laid out as it was, before the backward asks for it
+    OFFLOAD   the memory of the slots is copied to host memory, and the slots release it
+    RELOAD    it is copied back, to the bit and in the same layout, before the backward asks for it
 
-On a GPU the copies run on a stream of their own, to pinned memory; on a CPU they are copies all the same, so that
-what would be freed can be counted. What cannot be moved stays where it is: parameters and buffers, what the stage was
-given and what it gave, which others hold too, small parts of larger tensors, and tensors without plain memory.
+On a GPU, the copies use pinned memory and run on a stream of their own. On a CPU they are real copies too, so that
+the memory they would free can be counted. Some tensors stay where they are: parameters and buffers; the stage's
+inputs and outputs, because others hold them too; small parts of larger tensors; and tensors without plain memory.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Cutting a batch into microbatches, and what each weighs in the loss.
+"""Cuts a batch into microbatches, and weighs each of them in the loss.
 
-The loss of a batch is the weighted mean of its microbatches' losses, so that a ragged last microbatch, or
-one with fewer tokens, counts for what it holds:
+The loss of a batch is the weighted mean of its microbatches' losses. So a last microbatch with fewer samples, or
+fewer tokens, has less weight:
 
     loss = sum_m  weight_m / sum(weights) * loss_m
 
 Where updates are ops of the schedule, the weights of each update's window sum to 1.
 
-A loss with a method `weight(targets)` says what it averages over (tokens, say); otherwise a microbatch
-weighs as many samples as it has. One with `adds_up = True` has divided by what the whole batch holds already: its
-values are added up as they are, and so are those of torch's losses with `reduction="sum"`.
+If a loss has a method `weight(targets)`, that says what the loss averages over, such as tokens. Otherwise a
+microbatch weighs as much as it has samples. A loss with `adds_up = True` has already divided by the size of the whole
+batch, so its values are added up as they are. The same holds for torch's losses with `reduction="sum"`.
 """
 
 from __future__ import annotations

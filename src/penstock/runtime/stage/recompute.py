@@ -1,13 +1,13 @@
-"""Forwards that are run a second time before their backward, and what the second run must find as it was.
+"""Forwards that run a second time before their backward, and the state that the second run must find unchanged.
 
-The first run gives the outputs and keeps nothing but its input; the second one (op R) makes the graph that the
-backward needs. Both must compute the same, to the bit:
+The first run gives the outputs and keeps only its input. The second run (op R) builds the graph that the backward
+needs. Both must compute the same, to the bit:
 
-- inputs: the first run works on copies, as the stage may change them in place;
+- inputs: the first run works on copies, because the stage may change them in place;
 - random draws: each layer draws from the seed of this step, microbatch and layer, both times;
-- buffers (BatchNorm's statistics): the second run finds them as the first one did, and what it changes in them
-  is thrown away, so they are updated once;
-- the first run has gradients switched on, so that no layer takes another path; what it would keep is dropped.
+- buffers (BatchNorm's statistics): the second run finds them as the first run did. Its changes to them are thrown
+  away, so they are updated once;
+- gradients are switched on in the first run, so that no layer takes another path. What it would keep is dropped.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Batches of which every replica loads its own part, and that only the ranks which need them are given.
+"""Batches of which each replica loads its own part. Only the ranks that need inputs or targets are given them.
 
     replica 0    rank 0: inputs    rank 1: nothing    rank 2: targets
     replica 1    rank 0: inputs    rank 1: nothing    rank 2: targets
 
-Before a step all processes say what they were given: sizes, shapes, what the loss weighs, and a digest. So every one
-knows what travels and what each microbatch counts in the loss of the whole batch, or that something is wrong.
+Before a step all processes exchange what they were given: sizes, shapes, weights for the loss, and a digest. From
+that each process knows which messages come and what each microbatch counts in the loss of the whole batch, or finds
+an error.
 """
 
 from __future__ import annotations

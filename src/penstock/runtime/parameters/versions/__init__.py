@@ -1,4 +1,4 @@
-"""The weights of a copy of a stage while updates come between its ops, and the rules by which ops read them.
+"""The weights of a copy of a stage if updates come between its ops, and the rules by which ops read them.
 
     rule = rule_of("pipedream")                                what F reads, what B reads: `rules`
     weights = CopyWeights(stage, schedule, 0, 0, rule, owns=True)
@@ -15,7 +15,7 @@
 | `pipedream-lr`  | as `pipedream`          | as `pipedream`          | the same; lower rates where |
 | `xpipe-lr`      | as `xpipe`              | as `xpipe`              | gradients are late          |
 
-rules    what each op reads by each of them       copy_weights    one copy's weights, bound before each op
+rules       what each op reads, by each rule      copy_weights    one copy's weights, bound before each op
 versioned   parameters that change together, and which version each op reads
 """
 

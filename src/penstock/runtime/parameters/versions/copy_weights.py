@@ -1,16 +1,16 @@
-"""The weights of one copy of a stage while updates come between its ops.
+"""The weights of one copy of a stage, if updates come between its ops.
 
     before_forward(m) ... before_backward(m) ... done(m)      before_weight(m)
     gradients(n) -> [reduce] -> apply(n, parts) -> look_ahead()         on a copy with the optimizer's state
     gradients(n) -> [reduce] ... [broadcast] -> take_over(n, values)    on one without
 
-The optimizer never steps the module's own parameters: a step in place would count as a change of what forwards in
-flight have saved, and their backward would fail. It steps masters, other parameters on the same memory or on their
-own; `versioned.py` has the module's parameters hold what the rule says an op reads.
+The optimizer never steps the module's own parameters. A step in place would count as a change of what forwards in
+flight have saved, and their backward would fail. Instead it steps masters, other parameters that use the same memory
+or their own. `versioned.py` gives the module's parameters the values that the rule says an op reads.
 
-What a rule predicts, it predicts from the optimizer's state, when an op asks for it. Where that state is on another
-copy, or in parts on several replicas, all that ops will read of a version is predicted as soon as that is made, by
-whoever has the state, and travels as the version does.
+A rule predicts from the optimizer's state, when an op asks for the prediction. If another copy has that state, or
+several replicas have parts of it, the holder of the state predicts everything that ops will read of a version as soon
+as the version is made. The predictions then travel with the version.
 """
 
 from __future__ import annotations

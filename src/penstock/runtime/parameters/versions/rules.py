@@ -1,11 +1,11 @@
-"""The rules of weights: what a forward reads, what its backward reads, what an update leaves behind.
+"""The rules for weights: what a forward reads, what its backward reads, and what an update leaves behind.
 
        forward reads         backward reads              an update writes
 
 Rule   `forward(context)`    `backward(context, read)`   the newest version; `oldest` says which others stay
 
-What an op reads is a version, moved on by so many predicted updates. Each class is one rule, with its paper, and
-`rule_of` finds it by its name.
+An op reads a version, moved forward by a number of predicted updates. Each class is one rule and names its paper.
+`rule_of` finds a rule by its name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parameters that change together, by one update, and which version of them each op of a copy reads.
+"""Parameters that one update changes together, and which version of them each op of a copy reads.
 
     the copy's own                   the optimizer's step makes the next version, or values that come do
     one that another stage owns      the value comes with the first forward that has passed the owner's stage
@@ -9,8 +9,8 @@
                                         '-------------.
     this stage                F2 reads W1 ..           F3 reads W2
 
-What backwards read is the rule's, everywhere. Between a forward and its backward here come no more new values than
-updates come between them on the owner's stage.
+What backwards read depends on the rule, everywhere. Between a forward and its backward here, at most as many new
+values arrive as updates come between them on the owner's stage.
 """
 
 from __future__ import annotations

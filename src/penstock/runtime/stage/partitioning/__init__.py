@@ -1,4 +1,4 @@
-"""Cuts any module into stages: finds its layers, traces what its forward does between them, refuses what it must.
+"""Cuts any module into stages: finds its layers, traces its forward between them, and refuses what it can't trace.
 
     model --layers--> which modules stay whole
       |
@@ -10,7 +10,7 @@
     passed on               0                               2
 
 cutting       `split`, its checks, and its table              layers    which modules are layers, and which are opened
-recorder      a forward run once, and written down            proxies   what stands for a value meanwhile
+recorder      a forward run once, and written down            proxies   stand-ins for values while a forward is traced
 program       the steps, and the part of each stage           tracing   traced again for inputs of another form
 traced_stage  the module that runs one part of the steps      place     the user's line that an error names
 """

@@ -1,4 +1,4 @@
-"""Which modules of a model are its layers, that are called as they are, and which are opened to find these.
+"""Which modules of a model are its layers, which are called as they are, and which are opened to find layers.
 
     UNet                       opened
       stem                     layer
@@ -6,9 +6,9 @@
         0, 1, 2                layers
       up  ...
 
-Blocks are the entries of a `ModuleList`, `ModuleDict` or `Sequential` that has several of one class. What holds
-blocks is opened, and a block itself only where it is large and holds blocks again. It follows from the model alone,
-not from the number of stages, so that random draws, which are seeded layer by layer, are the same for any number.
+Blocks are the entries of a `ModuleList`, `ModuleDict` or `Sequential` that has several of one class. A module that
+holds blocks is opened. A block itself is opened only if it is large and holds blocks again. This depends on the model
+alone, not on the number of stages. So random draws, which are seeded by layer, are the same for any number.
 """
 
 from __future__ import annotations

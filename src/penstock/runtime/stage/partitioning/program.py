@@ -4,8 +4,8 @@
     stages     `------- 0 -----------------------------'   `------ 1 ------------'   ` 2 '
     passed on                                         1, 3                        5
 
-Steps keep the order of the user's forward. A stage begins with a layer; what the forward does between two layers
-belongs to the first of them. A value that a later stage uses goes along through all stages between.
+Steps keep the order of the user's forward. A stage begins with a layer. What the forward does between two layers
+belongs to the first of them. A value that a later stage uses passes through all stages in between.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""What stands for a value while a forward is traced: it takes note of all that is done to it.
+"""Proxies: they stand for values while a forward is traced, and record everything that is done to them.
 
-Besides what `torch.fx.Proxy` records, changes in place are recorded as such: `x += y` is not `x = x + y`, as whoever
-else has `x` sees the change.
+In addition to what `torch.fx.Proxy` records, changes in place are recorded as such. `x += y` is not `x = x + y`,
+because other references to `x` see the change.
 
-Tests of what kind of thing a value is, which tracing would answer wrongly: `x is None`, `isinstance(x, Tensor)`.
-
-What stands for a value while a forward is traced is neither None nor a tensor, whatever the value would be. So each
-line of the user's code is looked at before it runs: where such a test meets a traced value, its answer must be known.
+Some tests ask what kind of thing a value is: `x is None`, `isinstance(x, Tensor)`. A proxy is neither None nor a
+tensor, whatever the value would be, so tracing would answer them wrongly. So each line of the user's code is examined
+before it runs: if such a test meets a traced value, its answer must be known.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Traces a model's forward: which layers it calls, one after another, and what it does between them.
 
-Only the forwards of containers are traced (`opened` modules); their layers are called as they are, and what these do
-inside is their own. What tracing would freeze is refused, with its line: a branch that depends on data, a draw of
-Python's random numbers, a new value of an attribute. With an example of the inputs more is known: a branch that
-depends on shapes alone is taken as the example takes it, and every microbatch is held to it.
+Only the forwards of containers (`opened` modules) are traced. Their layers are called as they are, and what happens
+inside a layer is not recorded. What tracing would freeze is refused, with its line: a branch that depends on data, a
+draw of Python's random numbers, a new value of an attribute. With an example of the inputs more can be traced: a
+branch that depends on shapes alone is taken as for the example, and every microbatch is checked against it.
 """
 
 from __future__ import annotations

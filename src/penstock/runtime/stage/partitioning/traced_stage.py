@@ -1,4 +1,4 @@
-"""A stage of a traced model: calls its layers, does what the forward does between them, passes on what is needed."""
+"""A stage of a traced model: calls its layers, does what the forward does between them, and passes results on."""
 
 from __future__ import annotations
 

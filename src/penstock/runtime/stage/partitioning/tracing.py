@@ -1,4 +1,4 @@
-"""The programs of a model: one for each form of its inputs and each mode, training or evaluation, as needed."""
+"""The programs of a model: one for each form of its inputs and each mode (training, evaluation) that occurs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Split backward: I passes gradients on to the previous stage, W computes the weights' gradients later.
 
-    rank 0 | F0 F1 .. I0 W0 I1 W1        after I0 of rank 1, rank 0 goes on: it does not wait for W0 of rank 1,
+    rank 0 | F0 F1 .. I0 W0 I1 W1        after I0 of rank 1, rank 0 continues: it does not wait for W0 of rank 1,
     rank 1 | .. F0 I0 F1 I1 W0 W1        which runs later, where rank 1 would be idle
 
     report = prepare(stage)                  once; `unprepare` puts the module back
@@ -18,10 +18,10 @@ stage     what the prepared modules of one stage share, how much of it waits for
 compiled  modules inside of `torch.compile`
 
 A prepared stage defers the weight gradients of `nn.Linear`, `nn.Conv1d/2d/3d`, `nn.Embedding` and transformers'
-`Conv1D`, and of their shards (`runtime/tensor_parallel/`). All other parameters are computed in I, as are these where
-the work is too small to be worth a delay. Gradients are bitwise those of a plain backward, as long as I and W each
-run in microbatch order. In parts of a stage that torch.compile has taken over, weights wait too (`compiled`); give
-the tape the report's `shared` then, as the runtime does.
+`Conv1D`, and of their shards (`runtime/tensor_parallel/`). The gradients of all other parameters are computed in I.
+So are those of the modules above, if the work is too small to be worth a delay. Gradients are bitwise those of a
+plain backward, as long as I and W each run in microbatch order. Weights in parts that torch.compile has taken over
+wait too (`compiled`). For them, give the tape the report's `shared`, as the runtime does.
 """
 
 from penstock.runtime.stage.split_backward.patch import SplitReport, is_compiled, prepare, unprepare

@@ -1,8 +1,8 @@
 """A prepared module inside a part of a stage that the user compiled with `torch.compile`.
 
-The compiler makes one graph of the part's forward and one of its backward, and no Python of ours runs between their
-ops. So the graphs are given another backward to compile: the weight itself takes no part in it, and a *tap*, a few
-numbers that autograd takes for something differentiable, takes its place. Around the graphs all is eager as ever.
+The compiler makes one graph of the part's forward and one of its backward, and none of our Python runs between their
+ops. So the graphs are given another backward to compile: the weight itself takes no part in it. In its place is a
+*tap*, a few numbers that autograd considers differentiable. Around the graphs everything is eager as usual.
 
              the tap's node           graph of F                       graph of I
     weight --> tap --------------> y = x @ weight.T + bias        gx, gb as the compiler makes them
@@ -11,11 +11,11 @@ numbers that autograd takes for something differentiable, takes its place. Aroun
            keeps (g, x) for W, or computes the gradient at once and passes it on
 
 The tap's node decides as `DeferredOp` does for an eager module. It is a node of the stage's own graph, so the search
-before I finds it; whoever runs the graph otherwise than through the tape's I gets the weight's gradient at once, and
-hooks see it. The bias is left to the graph: its gradient is a sum that the compiler writes itself, in an order of
-its own, while a weight's is a matrix product that the same library computes in the graph and in W.
+before I finds it. If the graph runs in another way than through the tape's I, the weight's gradient is computed at
+once, and hooks see it. The bias is left to the graph: its gradient is a sum, and the compiler writes its own sum, in
+an order of its own. A weight's gradient is a matrix product, which the same library computes in the graph and in W.
 
-`g` and `x` are copied as the compiler may use their memory again within the graph.
+`g` and `x` are copied, because the compiler may reuse their memory within the graph.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Prepares a stage for split backward, and puts it back as it was.
+"""Prepares a stage for split backward, and restores it.
 
-Only instances are patched, and only of the exact types below: a subclass may have another forward, a
+Only instances are patched, and only of the exact types below, because a subclass may have another forward, and a
 parametrized module another weight. Everything else stays as it is; its gradients are computed in I.
 """
 

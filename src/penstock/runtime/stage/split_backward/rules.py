@@ -1,10 +1,10 @@
-"""What the split backward knows about each kind of module whose weight gradients it defers: a rule per kind.
+"""How split backward defers the weight gradients of each kind of module: one rule per kind.
 
     LinearRule, Conv1DRule     nn.Linear, and GPT-2's Conv1D of transformers: autograd's own matmuls
     ConvRule                   nn.Conv1d, nn.Conv2d, nn.Conv3d: autograd's convolution backward
     EmbeddingRule              nn.Embedding: the table's gradient, dense and often the largest of a first stage
 
-Each is asked for one half at a time: the gradient of the input in I, those of weight and bias in W.
+Each rule computes one half at a time: the gradient of the input in I, the gradients of weight and bias in W.
 """
 
 from __future__ import annotations

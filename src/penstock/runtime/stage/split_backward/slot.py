@@ -1,14 +1,15 @@
-"""One prepared module: how its calls reach the tape, its node in the graph, and what is remembered from call to call.
+"""One prepared module: how its calls reach the tape, its node in the graph, and what is remembered between calls.
 
-Whether a module's weight gradients wait for W is decided here, once a tape; the graph, searched before I, may decide
-otherwise. From "computed in I" for too little work it goes only to "waits for W", and not back: else a later
-microbatch's I would find an earlier one's W to come, and run it first.
+A slot decides, once per tape, whether its module's weight gradients wait for W. The search of the graph before I may
+still decide otherwise. A module may change from "computed in I" (too little work) to "waits for W", but not back: a
+later microbatch's I would then find an earlier one's W outstanding, and would run it first.
 
-`DeferredOp` is the node that stands in the graph for the module: I passes it, and leaves weight and bias for W. The
-tape travels with the node rather than being looked up in `backward`: several ranks may share a thread, and on CUDA
-autograd calls `backward` from a thread of its own. Whoever runs the graph otherwise than through the tape's I (a
-plain `backward()`, `torch.autograd.grad` inside the forward) gets every gradient at once, as from the plain module;
-whoever is to differentiate the gradients once more (`create_graph`) gets them from the module's own op, run again.
+`DeferredOp` is the module's node in the graph: I passes through it, and leaves weight and bias for W. The node
+carries the tape, instead of looking it up in `backward`, because several ranks may share a thread, and on CUDA
+autograd calls `backward` from a thread of its own. If the graph runs in another way than through the tape's I (by a
+plain `backward()`, or `torch.autograd.grad` inside the forward), every gradient is computed at once, as by the plain
+module. If gradients are to be differentiated again (`create_graph`), the module's own op runs again and computes
+them.
 """
 
 from __future__ import annotations

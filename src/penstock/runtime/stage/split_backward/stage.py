@@ -1,9 +1,9 @@
 """What the prepared modules of one stage share: which parameters wait, for whom, and who else sees their gradients.
 
-A gradient that waits for its W is added to `.grad` late. Whatever autograd adds to the same parameter meanwhile
-would come too early: a second use in a later microbatch, a checkpoint's own backward, a whole backward (B) among
-split ones. So each waiting parameter is watched at its node in the graph, where gradients of any kind come in: before
-one that comes, those that wait are added.
+A gradient that waits for its W is added to `.grad` late. If autograd adds another gradient to the same parameter in
+the meantime, that comes too early. This happens with a second use in a later microbatch, a checkpoint's own backward,
+or a whole backward (B) among split ones. So each waiting parameter is watched at its node in the graph, where
+gradients of any kind arrive. Before one is added, those that wait are added.
 
     I0: W0 to come      I1: W1 to come      I2: autograd brings a gradient      W0, W1: done for this parameter
                                             -> W0 and W1 of this parameter,

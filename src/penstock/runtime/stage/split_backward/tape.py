@@ -4,8 +4,8 @@
     I            tape.backward_input([y], [gy])     inputs' gradients; those of parameters not deferred
     W            tape.backward_weight()             the deferred ones, added to `.grad`
 
-Between I and W the tape holds, for each deferred module, its input and the gradient of its output; the rest of
-the graph is gone.
+Between I and W the tape holds, for each deferred module, its input and the gradient of its output. The rest of the
+graph has been freed.
 """
 
 from __future__ import annotations
