@@ -60,9 +60,7 @@ def test_check_counted_versions_without_sharding_and_did_not_say_so(penstock: An
     predicting = dataclasses.replace(amdp, updates=dataclasses.replace(amdp.updates, rule="xpipe"))
     ps.save(predicting, tmp_path / "s.json")
     out = penstock(f"check {tmp_path / 's.json'}")[1]
-    assert (
-        "at most 2 versions (2 2 2 2 by stage), counted without sharding; with --sharding copies, the de" in out
-    )
+    assert "at most 2 versions (2 2 2 2 by stage), counted without sharding; with --sharding copies, the de" in out
     sharded = max(ps.schedule.count_versions(predicting, sharding="copies").values())
     assert out.splitlines()[-1].endswith(f"in training, {sharded}.")
     assert sharded == 3
