@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from penstock.control import Configuration
 from penstock.cost import Ring
@@ -381,7 +382,11 @@ def _form_of(model: nn.Module | Sequence[StageSource]) -> str | None:
     if not isinstance(model, nn.Module | Split):
         return None
     stages = [model] if isinstance(model, nn.Module) else list(model)
-    form = [(name, tuple(p.shape), str(p.dtype)) for stage in stages for name, p in stage.named_parameters()]
+    form = [
+        (name, () if is_lazy(p) else tuple(p.shape), str(p.dtype))
+        for stage in stages
+        for name, p in stage.named_parameters()
+    ]
     return hashlib.sha256(repr(form).encode()).hexdigest()
 
 
