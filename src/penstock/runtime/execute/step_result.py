@@ -144,7 +144,7 @@ class StepEnd:
 
     def _facts(self) -> tuple[float, float, float]:
         """How many ranks here update, how many last stages had a loss with a gradient, and how many one without."""
-        if self._updates is None:
+        if not self._updates:  # the gradients of a model that is frozen as a whole may be asked for: there are none
             return 0.0, 0.0, 0.0
         ran = [runner.has_gradient for runner in self._last if runner.losses]
         return float(len(self._peers.here) * self._updates), float(sum(ran)), float(len(ran) - sum(ran))
