@@ -822,11 +822,15 @@ class Running:
 
     def turn(self) -> None:
         """After the first update."""
+        turns = {
+            "evaluate": self._evaluate,
+            "switch": self._switch,
+            "resume": self._resume,
+            "hand over": self._hand_over,
+        }
         for name in self.case.turns:
             try:
-                {"evaluate": self._evaluate, "switch": self._switch, "resume": self._resume}.get(
-                    name, self._hand_over
-                )()
+                turns[name]()
             except Exception as error:
                 if _is_ours(error):
                     raise NotTurned from error

@@ -195,7 +195,7 @@ def up(interface: Interface, name: Name = None, json: Json = False) -> None:
 @lab.command("list", short_help="Show labs, their links, and leftovers.")
 def show(json: Json = False) -> None:
     """Show every lab of this machine and what its links did, and what labs of dead processes left behind."""
-    from penstock.lab.listing import listed
+    from penstock.lab.running import listed
 
     labs = listed()
     if json:

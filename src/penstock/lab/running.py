@@ -1,16 +1,17 @@
-"""What can be done with a lab that runs, by whoever made it or by another process."""
+"""What can be done with a lab that runs, by whoever made it or by another process; and all labs of this machine."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import IO, Any
 
 from penstock.cost import LinkCondition
 from penstock.lab import commands, shell
 from penstock.lab.control import ask
 from penstock.lab.errors import LabError, LabMisuse
-from penstock.lab.folder import LabFolder, LabRecord, names
+from penstock.lab.folder import LabFolder, LabRecord, names, namespaces_of
 from penstock.lab.links import check_condition, from_anywhere, ways_of
 from penstock.lab.process import HostProcess, environment_of
 
@@ -118,3 +119,20 @@ def find(name: str | None) -> RunningLab:
     if running:
         raise LabMisuse(f"labs {', '.join(running)} run; say which with --lab")
     raise LabError("no lab runs; `penstock lab make --hosts 2` makes one")
+
+
+def listed() -> list[dict[str, Any]]:
+    """One entry a lab: its record, whether it is alive, its namespaces, and of each way that carried or refused
+    anything or is under a condition what `RunningLab.ways` says."""
+    found: list[dict[str, Any]] = []
+    for name in names():
+        entry: dict[str, Any] = {"name": name, "alive": LabFolder(name).alive(), "namespaces": namespaces_of(name)}
+        if entry["alive"]:
+            try:
+                lab = RunningLab(name)
+                ways = [way for way in lab.ways() if way["num_packets"] or way["num_refused"] or way["condition"]]
+            except LabError:  # it is being made, or taken away just now
+                continue
+            entry |= {**asdict(lab.record), "ways": ways}
+        found.append(entry)
+    return found

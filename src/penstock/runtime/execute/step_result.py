@@ -147,7 +147,7 @@ class StepEnd:
         if not self._updates:  # the gradients of a model that is frozen as a whole may be asked for: there are none
             return 0.0, 0.0, 0.0
         ran = [runner.has_gradient for runner in self._last if runner.losses]
-        return float(len(self._peers.here) * self._updates), float(sum(ran)), float(len(ran) - sum(ran))
+        return float(len(self._peers.here)), float(sum(ran)), float(len(ran) - sum(ran))
 
     def _require(self, num_updating: float, with_gradient: float, without: float) -> None:
         """Raises RuntimeFailure, in every process, if the step would train nothing, or only a part of the model."""
