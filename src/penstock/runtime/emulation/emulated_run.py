@@ -5,14 +5,13 @@
 
 Each rank is a thread of this process, or a process if torch.distributed is set up with several. A rank sleeps through
 its ops, so two cores can stand for sixteen accelerators. `emulate_processes` starts one process per rank, with
-messages over gloo; each runs `python -m penstock.runtime.emulation.emulated_run FOLDER`.
+messages over gloo; each runs `python -m penstock.runtime.emulation FOLDER`.
 """
 
 from __future__ import annotations
 
 import pickle
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,36 +33,6 @@ from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Timeline
 
 ORDER, RESULT = "order", "result"
-
-
-def emulate_processes(schedule: Schedule, costs: Costs, *, timeout: float = 60.0, **options: Any) -> Emulation:
-    """Like `emulate`, with one process per rank. The processes end with the call.
-
-    Raises:
-        RuntimeFailure: a rank failed. Its message is on stderr.
-    """
-    with tempfile.TemporaryDirectory(prefix="penstock-emulate-") as name:
-        folder = Path(name)
-        (folder / ORDER).write_bytes(pickle.dumps((schedule, costs, timeout, options)))
-        code = launch(["-m", "penstock.runtime.emulation.emulated_run", name], schedule.num_ranks)
-        if code != 0:
-            raise RuntimeFailure(f"the emulated ranks ended with exit code {code}; the messages above say why")
-        found: Emulation = pickle.loads((folder / RESULT).read_bytes())
-        return found
-
-
-def main(folder: Path) -> None:
-    """Runs one rank. `emulate_processes` made and filled the folder."""
-    schedule, costs, timeout, options = pickle.loads((folder / ORDER).read_bytes())
-    rank, _ = init_process(timeout)
-    found = emulate(schedule, costs, timeout=timeout, **options)
-    if rank == 0:
-        (folder / RESULT).write_bytes(pickle.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-
 
 @dataclass(frozen=True)
 class Lateness:
@@ -210,6 +179,31 @@ def emulate(
         tuple(step.number for step in steps),
         tuple(pipe.notices),
     )
+
+
+def emulate_processes(schedule: Schedule, costs: Costs, *, timeout: float = 60.0, **options: Any) -> Emulation:
+    """Like `emulate`, with one process per rank. The processes end with the call.
+
+    Raises:
+        RuntimeFailure: a rank failed. Its message is on stderr.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-emulate-") as name:
+        folder = Path(name)
+        (folder / ORDER).write_bytes(pickle.dumps((schedule, costs, timeout, options)))
+        code = launch(["-m", "penstock.runtime.emulation", name], schedule.num_ranks)
+        if code != 0:
+            raise RuntimeFailure(f"the emulated ranks ended with exit code {code}; the messages above say why")
+        found: Emulation = pickle.loads((folder / RESULT).read_bytes())
+        return found
+
+
+def run_rank(folder: Path) -> None:
+    """Runs one rank. `emulate_processes` made and filled the folder."""
+    schedule, costs, timeout, options = pickle.loads((folder / ORDER).read_bytes())
+    rank, _ = init_process(timeout)
+    found = emulate(schedule, costs, timeout=timeout, **options)
+    if rank == 0:
+        (folder / RESULT).write_bytes(pickle.dumps(found))
 
 
 def _own_latency(timelines: Sequence[Timeline], conditions: Links) -> float:
