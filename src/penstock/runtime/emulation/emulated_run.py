@@ -34,6 +34,7 @@ from penstock.simulation import Timeline
 
 ORDER, RESULT = "order", "result"
 
+
 @dataclass(frozen=True)
 class Lateness:
     """How late ops ended, after the moment at which they were due (ms): errors of sleeping, and a busy machine."""
