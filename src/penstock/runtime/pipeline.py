@@ -398,54 +398,72 @@ class Pipeline:
             local.optimizer_state.begin(rates, update)
         self._num_steps += 1
         try:
-            with restored(local.model.device), local.mesh.waiting():
-                if self._agent is not None and local.transport is not None:
-                    local.transport.crossings()  # those of an evaluation
-                seed, now = mix(self._seed, self._num_steps), local.running
-                begin = perf_counter_ns()
-                away = now.away if local.offloads else frozenset()
-                settings = StepSettings(
-                    batch, Purpose.TRAIN, seed, now.split, now.recomputed, now.counts, now.shuffled, away
-                )
-                with local.sharing(f"step {self._num_steps}"):
-                    workers = local.run(settings, now.plan)
-            with local.sharing(f"step {self._num_steps}"), local.mesh.waiting():
-                local.optimizer_state.gather()
-            end = perf_counter_ns()
-            if self._agent is not None:
-                seen = local.choice.link_events(local.transport), local.choice.counters(local.transport)
-                self._agent.ended([measured_of(worker, begin, end, *seen) for worker in workers])
-            local.notices.note(little_deferred(local.devices.runners))
-            if away and not self._told_of_stays:
-                local.notices.note(stay_on_device(local.devices.runners))
-                self._told_of_stays = True
-            # On its way while the losses are: over a late link each sum takes as long as it is late, there and back.
-            clips = local.optimizer_state.updating is None and local.optimizer_state.clip_norm is not None
-            begin_norm = local.optimizer_state.begin_norm if update else local.optimizer_state.begin_no_norm
-            with local.mesh.waiting():
-                norm = begin_norm() if clips else None
-            try:
-                result = self._result(batch, self._agent, update)
-            except RuntimeFailure as error:
-                if norm is not None and not isinstance(error, DeadlineExceeded | PeerLost):
-                    norm()  # all ranks began it
-                raise
+            self._run_schedule(batch)
+            result, norm = self._end_schedule(batch, update)
         except BaseException as error:
             local.optimizer_state.fail(error)
             raise
         finally:
             local.optimizer_state.end()
-        if local.optimizer_state.updating is not None:
-            local.optimizer_state.count_updates(update)
-        elif update:
-            with local.mesh.waiting():
-                result = replace(result, grad_norm=local.optimizer_state.update(norm))
-        elif norm is not None:
-            with local.mesh.waiting():
-                norm()
+        result = self._update_after(result, norm, update)
         if self._agent is not None:
             with local.sharing("a probe of the links between nodes"):
                 self._agent.look_at_nodes()
+        return result
+
+    def _run_schedule(self, batch: Microbatches) -> None:
+        """Runs all ops of a training step. The gradients lie in `.grad` afterwards."""
+        local = self._local
+        with restored(local.model.device), local.mesh.waiting():
+            if self._agent is not None and local.transport is not None:
+                local.transport.crossings()  # those of an evaluation
+            seed, now = mix(self._seed, self._num_steps), local.running
+            begin = perf_counter_ns()
+            away = now.away if local.offloads else frozenset()
+            settings = StepSettings(
+                batch, Purpose.TRAIN, seed, now.split, now.recomputed, now.counts, now.shuffled, away
+            )
+            with local.sharing(f"step {self._num_steps}"):
+                workers = local.run(settings, now.plan)
+        with local.sharing(f"step {self._num_steps}"), local.mesh.waiting():
+            local.optimizer_state.gather()
+        end = perf_counter_ns()
+        if self._agent is not None:
+            seen = local.choice.link_events(local.transport), local.choice.counters(local.transport)
+            self._agent.ended([measured_of(worker, begin, end, *seen) for worker in workers])
+        local.notices.note(little_deferred(local.devices.runners))
+        if away and not self._told_of_stays:
+            local.notices.note(stay_on_device(local.devices.runners))
+            self._told_of_stays = True
+
+    def _end_schedule(self, batch: Microbatches, update: bool) -> tuple[StepResult, Callable[[], Tensor] | None]:
+        """Shares the losses. Returns them, and what waits for the gradient norm if it is clipped after the ops.
+
+        The norm is on its way while the losses are: over a late link, each sum takes as long as the link is late.
+        """
+        state, mesh = self._local.optimizer_state, self._local.mesh
+        norm = None
+        if state.updating is None and state.clip_norm is not None:
+            with mesh.waiting():
+                norm = state.begin_norm() if update else state.begin_no_norm()
+        try:
+            return self._result(batch, self._agent, update), norm
+        except RuntimeFailure as error:
+            if norm is not None and not isinstance(error, DeadlineExceeded | PeerLost):
+                norm()  # all ranks began it
+            raise
+
+    def _update_after(self, result: StepResult, norm: Callable[[], Tensor] | None, update: bool) -> StepResult:
+        """Runs the optimizer, unless updates were ops or the step only adds to the gradients."""
+        state = self._local.optimizer_state
+        if state.updating is not None:
+            state.count_updates(update)
+        elif update:
+            with self._local.mesh.waiting():
+                return replace(result, grad_norm=state.update(norm))
+        elif norm is not None:
+            with self._local.mesh.waiting():
+                norm()
         return result
 
     def update(self) -> Tensor | None:

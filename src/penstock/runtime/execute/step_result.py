@@ -2,8 +2,9 @@
 
 One collective carries all of it; ranks that share memory sum there.
 
-    | losses, a microbatch each | type of the first | new notices | ranks that update | last stages: whose losses have
-      a gradient, have none | digest of the batch, a rank each | votes |
+    | loss of each microbatch | type of the losses | number of new notices | ranks that update
+    | last stages whose losses have a gradient, and have none | digest of the batch, for each rank
+    | what the caller tells | votes of all processes |
 
 Each process fills in what it knows and leaves zeros elsewhere, and the collective sums these rows. Doubles carry any
 loss type, digest and number without rounding. If the pipeline has replicas, a second collective brings their losses
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -31,7 +33,6 @@ from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 from penstock.runtime.transport.shared_sums import ROW
 from penstock.schedule.short_repr import short_repr
 
-_NUM_FACTS = 3
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -101,46 +102,57 @@ class StepEnd:
             RuntimeFailure: ranks that had different batches, disagree on whether to update, or ran different plans;
                 or a training step in which no microbatch's loss has a gradient.
         """
-        num_microbatches, num_ranks = len(batch), self._peers.num_ranks
-        facts, digests = num_microbatches + 2, num_microbatches + 2 + _NUM_FACTS
-        tells = digests + num_ranks
-        first_vote, size = tells + len(self._tells), len(Vote._fields)
-        row = [0.0] * (first_vote + (size * self._everyone.num_ranks if agent else 0))
-        for runner in self._last:
-            for m, value in zip(runner.losses, _values(list(runner.losses.values())), strict=True):
-                row[m] = value
-            if 0 in runner.losses:
-                row[num_microbatches] = _LOSS_TYPES.index(runner.losses[0].dtype)
-        row[num_microbatches + 1] = notices.num_new
-        row[facts:digests] = self._facts()
-        for rank in self._peers.here:
-            row[digests + rank] = batch.digest
-        row[tells:first_vote] = self._tells
-        if agent is not None:
-            vote = agent.vote()
-            for process in self._everyone.here:
-                row[first_vote + process * size : first_vote + (process + 1) * size] = vote
-        row = self._summed(row)
-        given = row[digests:tells]
-        if given.count(given[0]) < num_ranks:
-            require_same([{"batch": each} for each in given], "every rank must give the same inputs and targets")
-        if row[num_microbatches + 1]:
+        mine = [
+            self._losses(len(batch)),
+            [self._loss_type(), notices.num_new],
+            self._facts(),
+            [batch.digest if rank in self._peers.here else 0.0 for rank in range(self._peers.num_ranks)],
+            self._tells,
+            self._votes(agent),
+        ]
+        row = self._summed([value for part in mine for value in part])
+        losses, (loss_type, num_notices), facts, digests, tells, votes = split_like(row, mine)
+        if digests.count(digests[0]) < len(digests):
+            require_same([{"batch": each} for each in digests], "every rank must give the same inputs and targets")
+        if num_notices:
             notices.share()
-        dtype = _LOSS_TYPES[int(row[num_microbatches])]
-        losses, summed = self._of_all(row[:num_microbatches], [*row[facts:digests], *row[tells:]], batch, dtype)
-        self._require(*summed[:_NUM_FACTS])
-        summed = summed[_NUM_FACTS:]
-        told, votes = tuple(summed[: len(self._tells)]), summed[len(self._tells) :]
+        of_all, summed = self._of_all(losses, [*facts, *tells, *votes], batch, _LOSS_TYPES[int(loss_type)])
+        facts, tells, votes = split_like(summed, [facts, tells, votes])
+        self._require(*facts)
         following = None
         if agent is not None:
+            size = len(Vote._fields)
             rows = [votes[first : first + size] for first in range(0, len(votes), size)]
             following = agent.count_votes([Vote(*map(int, each)) for each in rows])
         replicas = self._replicas.num_ranks
-        sums = [sum_in_order(losses[window.start * replicas : window.stop * replicas]) for window in batch.windows]
+        sums = [sum_in_order(of_all[window.start * replicas : window.stop * replicas]) for window in batch.windows]
         windows = torch.stack(sums) if len(sums) > 1 else sums[0].reshape(1)
         total = windows.mean() if len(sums) > 1 else sums[0].clone()
-        result = StepResult(total, losses, window_losses=windows)
-        return result, told, None if following is None else following.made
+        result = StepResult(total, of_all, window_losses=windows)
+        return result, tuple(tells), None if following is None else following.made
+
+    def _losses(self, num_microbatches: int) -> list[float]:
+        """The loss of each microbatch; zeros if another process has them."""
+        row = [0.0] * num_microbatches
+        for runner in self._last:
+            for m, value in zip(runner.losses, _values(list(runner.losses.values())), strict=True):
+                row[m] = value
+        return row
+
+    def _loss_type(self) -> float:
+        """The place of the losses' type in `_LOSS_TYPES`; 0 if another process has them."""
+        first = next((runner.losses[0] for runner in self._last if 0 in runner.losses), None)
+        return 0.0 if first is None else float(_LOSS_TYPES.index(first.dtype))
+
+    def _votes(self, agent: Agent | None) -> list[float]:
+        """The votes of all processes, one after another; zeros for those of other processes."""
+        if agent is None:
+            return []
+        vote = agent.vote()
+        nothing = [0.0] * len(vote)
+        return [
+            n for rank in range(self._everyone.num_ranks) for n in (vote if rank in self._everyone.here else nothing)
+        ]
 
     def _facts(self) -> tuple[float, float, float]:
         """How many ranks here update, how many last stages had a loss with a gradient, and how many one without."""
@@ -196,6 +208,12 @@ class StepEnd:
             for shards in self._everyone.along[2:]:
                 tells = shards.sum(torch.tensor(tells, dtype=torch.float64)).tolist()
         return tells
+
+
+def split_like(row: Sequence[float], parts: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Cuts a row into parts as long as those given."""
+    ends = list(accumulate(map(len, parts)))
+    return [list(row[end - len(part) : end]) for end, part in zip(ends, parts, strict=True)]
 
 
 def _values(losses: Sequence[Tensor]) -> list[float]:
