@@ -14,7 +14,7 @@ from experiments.common.command import options, run_all
 
 SIMULATED = ("table1", "figure6", "figure8", "table3", "table4", "mismatch")
 MEASURED = ("table3", "table4")
-LEARNING = ("tuning", "figure7", "rates", "table5", "convergence", "defaults", "delay")
+LEARNING = ("tuning", "figure7", "rates", "table5", "convergence", "defaults", "own_rates", "delay")
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument(
         "--learning",
         action="store_true",
-        help="learning rates, figure 7, table 5 and four minutes each of convergence.py, defaults.py and delay.py",
+        help="learning rates, figure 7, table 5 and four minutes each of the last four",
     )
     given = parser.parse_args()
     runs = [[name, *(["--measured"] if given.measured and name in MEASURED else [])] for name in SIMULATED]

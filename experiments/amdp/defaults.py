@@ -55,10 +55,16 @@ CASES = (
 
 
 def run(name: str, steps: int, seed: int) -> Row:
+    loss, seconds = train(f"{OPTIONS[name]} --steps {steps} --seed {seed}")
+    return {"name": name, "steps": steps, "seed": seed, "loss": loss, "seconds": seconds}
+
+
+def train(given: str) -> tuple[float, float]:
+    """The validation loss after the last step of `penstock train` with these options, and the seconds of a core."""
     from penstock.cli import main as penstock
 
     folder = Path(tempfile.mkdtemp())
-    line = f"{OPTIONS[name]} --steps {steps} --seed {seed} --in-process --threads 1 --sample 0 --evaluate-every 0"
+    line = f"{given} --in-process --threads 1 --sample 0 --evaluate-every 0"
     printed, began = io.StringIO(), time.process_time()
     try:
         with contextlib.redirect_stdout(printed):
@@ -67,8 +73,8 @@ def run(name: str, steps: int, seed: int) -> Row:
         shutil.rmtree(folder)
     if code != 0:
         raise SystemExit(f"penstock train {line} ended with {code}")
-    loss = json.loads(printed.getvalue())["loss"]
-    return {"name": name, "steps": steps, "seed": seed, "loss": loss, "seconds": time.process_time() - began}
+    loss: float = json.loads(printed.getvalue())["loss"]
+    return loss, time.process_time() - began
 
 
 def over(rows: Sequence[Row], name: str, steps: int) -> list[float]:
