@@ -10,7 +10,7 @@ pipeline         what a user calls, step by step           local_pipeline   a pi
 arguments        what a user gives, checked first          compatibility    which features exclude one another
 stage/           a model cut into stages, and their ops    execute/         what each rank does next, in a step
 transport/       messages between ranks                    tensors/         what such messages hold
-parameters/      gradients, optimizer, weight versions     tensor_parallel/ layers sharded over ranks
+parameters/      gradients, optimizer, weight versions     tensor_parallel  layers sharded over ranks
 mesh/            processes, and what each is for           launch/          rank processes of this machine
 adapt/           plans that change while it runs           migrate          nodes that change places
 checkpoint/      files, and state sent between ranks       emulation/       the same, with ops that only take time

@@ -18,7 +18,7 @@ stage     what the prepared modules of one stage share, how much of it waits for
 compiled  modules inside of `torch.compile`
 
 A prepared stage defers the weight gradients of `nn.Linear`, `nn.Conv1d/2d/3d`, `nn.Embedding` and transformers'
-`Conv1D`, and of their shards (`runtime/tensor_parallel/`). The gradients of all other parameters are computed in I.
+`Conv1D`, and of their shards (`runtime/tensor_parallel.py`). The gradients of all other parameters are computed in I.
 So are those of the modules above, if the work is too small to be worth a delay. Gradients are bitwise those of a
 plain backward, as long as I and W each run in microbatch order. Weights in parts that torch.compile has taken over
 wait too (`compiled`). For them, give the tape the report's `shared`, as the runtime does.
