@@ -361,7 +361,7 @@ class _Moves:
 
     def change(self, number: int) -> None:
         import penstock as ps
-        from penstock.runtime.mesh.nodes import KEEPS_ORDER
+        from penstock.runtime.mesh.process_mesh import KEEPS_ORDER
 
         other = (2, 1, 0, 3) if KEEPS_ORDER else (0, 2, 1, 3)
         self._placed.move(ps.Mesh(2, 2) if number else ps.Mesh(2, 2, nodes=other))

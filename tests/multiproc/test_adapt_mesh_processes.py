@@ -17,7 +17,7 @@ import penstock as ps
 from penstock.control import Prices, replay
 from penstock.cost import Links, Ring
 from penstock.cost.mesh import LinkGroup
-from penstock.runtime.mesh import nodes as mesh_nodes
+from penstock.runtime.mesh import process_mesh as mesh_nodes
 from penstock.runtime.tensors.dtensor import whole
 from processes import run_ranks
 

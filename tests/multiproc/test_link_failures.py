@@ -16,7 +16,7 @@ import torch
 
 import penstock as ps
 from link_runs import INTERFACES, TIMEOUT, LinkCase, lines_over_gloo, trainings
-from penstock.runtime.mesh.nodes import KEEPS_ORDER
+from penstock.runtime.mesh.process_mesh import KEEPS_ORDER
 from processes import Outcome, appears, run_ranks
 from tiers import NIGHTLY
 

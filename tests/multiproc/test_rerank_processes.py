@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import penstock as ps
 from packed import packed
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.mesh import nodes as mesh_nodes
-from penstock.runtime.mesh.nodes import KEEPS_ORDER
+from penstock.runtime.mesh import process_mesh as mesh_nodes
+from penstock.runtime.mesh.process_mesh import KEEPS_ORDER
 from penstock.runtime.migrate import Placed
 from penstock.runtime.tensors.dtensor import whole
 from processes import run_ranks

@@ -14,7 +14,8 @@ from weights_loop import Loop
 
 import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.parameters.versions import CopyWeights, rule_of
+from penstock.runtime.parameters.copy_weights import CopyWeights
+from penstock.runtime.parameters.version_rules import rule_of
 from penstock.schedule import Schedule, ScheduleError, Updates
 from penstock.schedule.updates import RULES
 

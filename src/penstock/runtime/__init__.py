@@ -25,7 +25,7 @@ from penstock.runtime.emulation.mesh import EmulatedMesh
 from penstock.runtime.emulation.pipeline import EmulatedPipeline
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.step_result import StepResult
-from penstock.runtime.mesh.nodes import device_mesh
+from penstock.runtime.mesh.process_mesh import device_mesh
 from penstock.runtime.migrate import Placed
 from penstock.runtime.parameters.muon import MuonAdamW, leave_to_adamw
 from penstock.runtime.pipeline import Pipeline

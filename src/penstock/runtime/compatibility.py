@@ -22,9 +22,8 @@ from torch.optim import Optimizer
 from penstock.dispatch import Dispatch
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.nodes import Nodes, why_sorted
 from penstock.runtime.mesh.peers import GroupPeers, Peers
-from penstock.runtime.mesh.process_mesh import ProcessMesh
+from penstock.runtime.mesh.process_mesh import Nodes, ProcessMesh, why_sorted
 from penstock.runtime.parameters.pipeline_copies import require_one_copy_a_rank
 from penstock.runtime.parameters.ties import Ties
 from penstock.runtime.stage.branches import is_plain, require_matching

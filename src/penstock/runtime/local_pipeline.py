@@ -41,20 +41,18 @@ from penstock.runtime.execute.plan import ActivePlan, StepPlan, dispatch_of, req
 from penstock.runtime.execute.torch_devices import TorchDevices
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.lifetime import Lifetime
-from penstock.runtime.mesh.nodes import Nodes, require_order
 from penstock.runtime.mesh.peers import GroupPeers, require_same, schedule_digest
-from penstock.runtime.mesh.process_mesh import read_mesh
+from penstock.runtime.mesh.process_mesh import Nodes, read_mesh, require_order
 from penstock.runtime.parameters.data_parallel import LateRing, reductions_of, with_reductions, without_reductions
 from penstock.runtime.parameters.given_optimizer import facts_of
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
-from penstock.runtime.stage.cut import stages_of
 from penstock.runtime.stage.host_memory import SavedTensors
-from penstock.runtime.stage.microbatches import Microbatches, cut_for, num_entries
+from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cut_for, num_entries
 from penstock.runtime.stage.ops import StepSettings
 from penstock.runtime.stage.partitioning import Split
+from penstock.runtime.stage.partitioning.cutting import stages_of
 from penstock.runtime.stage.registered_ops import calls_of, functions_for, functions_of, offloads
-from penstock.runtime.stage.replica_batches import ReplicaBatches
 from penstock.runtime.stage.split_backward import unprepare
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.transport.base import Transport

@@ -24,8 +24,8 @@ from penstock.control import Reranking
 from penstock.control.orchestrator import Orchestrator
 from penstock.cost import Mesh
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.nodes import Nodes, device_mesh, end_groups, why_sorted
 from penstock.runtime.mesh.probe import ProbePace, probe
+from penstock.runtime.mesh.process_mesh import Nodes, device_mesh, end_groups, why_sorted
 from penstock.runtime.pipeline import Pipeline
 
 Make = Callable[[Any], Pipeline]

@@ -37,15 +37,15 @@ from penstock.runtime.execute.step_result import StepEnd, StepResult
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
 from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.local_pipeline import LocalPipeline
-from penstock.runtime.mesh.nodes import device_mesh_of, end_groups
 from penstock.runtime.mesh.peers import require_same
+from penstock.runtime.mesh.process_mesh import device_mesh_of, end_groups
 from penstock.runtime.parameters.data_parallel import probed_besides
 from penstock.runtime.parameters.given_optimizer import goes_on_as, kept_groups, require_alike
 from penstock.runtime.parameters.optimizer_state import GivenOptimizer, gradient_bytes
 from penstock.runtime.stage.branches import has_many_ends, is_plain
-from penstock.runtime.stage.cut import evaluating
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.ops import Purpose, StepSettings
+from penstock.runtime.stage.partitioning.cutting import evaluating
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.stage.split_backward import DeferredShare
 from penstock.runtime.stage.stage import StageSource

@@ -21,7 +21,7 @@ from penstock.runtime import MuonAdamW, Pipeline, RuntimeFailure
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
 from penstock.runtime.parameters.given_optimizer import optimizer_of
-from penstock.runtime.parameters.versions.rules import rule_of
+from penstock.runtime.parameters.version_rules import rule_of
 from penstock.runtime.stage.registered_ops import offloads
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule

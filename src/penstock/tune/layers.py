@@ -38,7 +38,7 @@ from penstock.models import (
 from penstock.models.clip_stages import contrast_stage
 from penstock.runtime import Stage, partition, split
 from penstock.runtime.mesh.peers import LocalPeers
-from penstock.runtime.parameters.clip import begin_norm, scale_gradients
+from penstock.runtime.parameters.gradients import begin_norm, scale_gradients
 from penstock.runtime.stage.autograd import GraphInputs
 from penstock.runtime.stage.microbatches import cut_batch
 from penstock.runtime.stage.ops import Purpose, StageRunner, StepSettings

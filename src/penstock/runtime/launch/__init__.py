@@ -1,11 +1,11 @@
 """Rank processes on this machine: all start, all end, and one message says why.
 
-    parent --> fork server --launch_env--> rank 0, rank 1, ...   child: init_process, lifeline (ends with its parent)
-       ^                                        |
-       +---- report: the uncaught exception of each, of which `failures` picks the first
+    parent --> fork server --orders, descriptors--> rank 0, rank 1, ...     child: init_process, a lifeline (a rank
+       ^                                               |                          ends with its parent)
+       +------ report: the uncaught exception of each, of which `failures` picks the first
 
-Ranks are forked from one process, which has loaded torch and what they need of Penstock once; `penstock train`, which
-has loaded that too, forks that process itself (`WaitingServer`).
+Ranks are forked from one process (`fork_server`), which has loaded torch and what they need of Penstock once;
+`penstock train`, which has loaded that too, forks that process itself (`ahead.WaitingServer`).
 `launch` is the parent's side, `init_process` the child's (under `torchrun` too). A child records its uncaught
 exception in a file and prints nothing; the parent, which sees every end, prints the cause once.
 """

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.runtime.launch import fork_server
-from penstock.runtime.launch.launch_env import LaunchEnvironment
+from penstock.runtime.launch.child import LaunchEnvironment
 
 __all__ = ["RankOrder", "WaitingServer"]
 

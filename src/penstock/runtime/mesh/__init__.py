@@ -5,8 +5,8 @@
      |   | rank 0 | rank 1 | rank 2 |      a column holds the same stages: its gradients are added up
      v                                     (tp: each cell is several processes, with a shard of each layer)
 
-process_mesh   where this process lies       peers         sums, gathers and barriers among ranks, with deadlines
-nodes          nodes of a device mesh        clock         how far the clocks of two hosts are apart
-probe          what links take by themselves interfaces    the addresses of this host
-collective     sums that may be done again on another group, and what errors of a group mean
+process_mesh  where this process lies, and the mesh's nodes    peers   sums, gathers, barriers, with deadlines
+probe         what links take by themselves                    clock   how far the clocks of two hosts are apart
+interfaces    the addresses of this host
+collective    sums that may be done again on another group, and what errors of a group mean
 """

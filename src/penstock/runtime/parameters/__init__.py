@@ -13,8 +13,11 @@
 local_model      the model in this process                pipeline_copies   a copy of a stage per pipeline
 optimizer_state  what training changes, step by step      given_optimizer   the optimizer that the user gave
 shared           also stages cut over the ranks that share them
-updating         updates that are ops of the schedule     versions/   which weights an op reads meanwhile
 data_parallel    also slow links between replicas, injected
+muon             Muon and AdamW as one optimizer
+updating         updates that are ops of the schedule
+copy_weights     which weights a copy's ops read meanwhile, by version_rules: PipeDream's, SpecTrain's, ...
+versioned_parameters   parameters that change together, and which version each op reads
 
 Whoever holds a tensor, four things must be known of it. Each is in one place: its holders (`ties.Ties` over stages,
 `shared.Holders` over the ranks of a pipeline, `sharding.UnshardedParameters` over replicas); its owner; the order in

@@ -33,9 +33,9 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import GradientBucket, SumBucket, cut_into_buckets, send_values
+from penstock.runtime.parameters.copy_weights import Write
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.sharding import OwnedParameters, UnshardedParameters
-from penstock.runtime.parameters.versions import Write
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.tensors.dtensor import as_shard, local
 from penstock.runtime.transport.conditioned import Conditions

@@ -1,20 +1,30 @@
-"""Gradients of parameters, as lists: how they are added, and how several sums of them take turns in `.grad`.
+"""Gradients of parameters: how several sums of them take turns in `.grad`, and how they are clipped.
 
     sum 0 in .grad, sum 1 aside --select(1)--> sum 1 in .grad, sum 0 aside
 
 If copies of a stage are one module, each has a sum of its own (`pipeline_copies.py`). If updates are ops, so has each
 window of microbatches: an input half (I) of the next window may run before a weight half (W) of this one. Autograd
 and the split backward add to whatever is in `.grad`.
+
+Gradients are clipped by the norm of the whole model's gradient, once, wherever the parts of the model are. Norms are
+computed parameter by parameter, gathered in the model's order, and combined as in `torch.nn.utils.clip_grad_norm_`.
+So the result is the same to the bit however the model is cut. On a GPU torch computes the norms of many gradients at
+once, with kernels that add in another order, and so does this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
-from penstock.runtime.tensors.dtensor import local
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.peers import Peers
+from penstock.runtime.tensors.dtensor import is_sharded, local, whole
 
 Gradients = list[Tensor | None]
 """One for each parameter, in their order; None where there is none."""
@@ -102,3 +112,90 @@ class WindowGradients(Accumulators):
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of all elements that lie in this process, a tensor that is there twice counted once."""
     return sum(local(t).numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+
+
+_ABSENT = -1.0
+CPU = torch.device("cpu")
+
+
+def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each, where it lies. Of one that several processes hold a shard of, they work it out together."""
+    found: dict[int, Tensor] = {}
+    plain = [place for place, gradient in enumerate(gradients) if not is_sharded(gradient) and gradient.is_cuda]
+    for group in _by_type([gradients[place] for place in plain]):
+        members = [plain[number] for number in group]
+        found |= zip(members, torch._foreach_norm([gradients[place] for place in members]), strict=True)
+    return [
+        found[place] if place in found else whole(torch.linalg.vector_norm(gradient))
+        for place, gradient in enumerate(gradients)
+    ]
+
+
+def begin_norm(
+    dtypes: Mapping[str, torch.dtype],
+    held: Mapping[str, Parameter],
+    owned: Collection[str],
+    peers: Peers,
+    device: torch.device = CPU,
+) -> Callable[[], Tensor]:
+    """Begins to work out the norm of all gradients of the model; returns what waits for it.
+
+    Args:
+        dtypes: of every parameter of the model, by name, in its order, each once.
+        held: those in this process. Of one that several processes hold a shard of, they work the norm out together.
+        owned: those that this process answers for, each by one process.
+        device: where norms are combined, and the result lies: the one on which gradients lie.
+    """
+    places = {name: place for place, name in enumerate(dtypes) if name in held and held[name].grad is not None}
+    gradients = [held[name].grad.detach() for name in places]  # type: ignore[union-attr]
+    for name, gradient in zip(places, gradients, strict=True):
+        if gradient.is_sparse:
+            raise RuntimeFailure(
+                f"{name} has a sparse gradient, which clip_norm cannot measure; make the op that gave it dense "
+                "(sparse=False), or leave clip_norm out"
+            )
+    measured = {name: norm for name, norm in zip(places, norms_of(gradients), strict=True) if name in owned}
+    norms = torch.zeros(len(dtypes), dtype=torch.float64)
+    for place, name in enumerate(dtypes):
+        if name in owned and name not in places:
+            norms[place] = _ABSENT
+    if measured:  # all at once: each copy from a GPU waits for it
+        values = torch.stack([norm.to(device, torch.float64) for norm in measured.values()]).cpu()
+        norms[[places[name] for name in measured]] = values
+    summed = peers.begin_sum(norms)
+    return lambda: _combined(summed(), dtypes, device)
+
+
+def _combined(norms: Tensor, dtypes: Mapping[str, torch.dtype], device: torch.device) -> Tensor:
+    """The norm of the whole, from the norm of each parameter's gradient."""
+    # A norm has the real type of its gradient.
+    present = [(norm, dtype) for norm, dtype in zip(norms, dtypes.values(), strict=True) if norm != _ABSENT]
+    if not present:
+        return torch.tensor(0.0, device=device)
+    order = chain.from_iterable(_by_type([torch.empty(0, dtype=dtype) for _, dtype in present]))
+    combined = torch.stack([present[k][0].to(present[k][1].to_real()) for k in order])
+    return torch.linalg.vector_norm(combined.to(device))
+
+
+def _by_type(gradients: Sequence[Tensor]) -> list[list[int]]:
+    """The places of gradients, device by device and type by type, in the order of `clip_grad_norm_`."""
+    if not gradients:
+        return []
+    groups = Optimizer._group_tensors_by_device_and_dtype([list(gradients)], with_indices=True)
+    return [places for _, places in groups.values()]
+
+
+def factor_of(max_norm: float, norm: Tensor) -> Tensor:
+    """What gradients of such a norm are to be multiplied by."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def scale_gradients(parameters: Sequence[Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scales gradients in place so that the whole has at most `max_norm`; one that tied parameters share, once."""
+    factor = factor_of(max_norm, norm)
+    there = {norm.device: factor}
+    gradients = {id(p.grad): local(p.grad) for p in parameters if p.grad is not None}
+    for gradient in gradients.values():
+        if gradient.device not in there:
+            there[gradient.device] = factor.to(gradient.device)
+        gradient.mul_(there[gradient.device])

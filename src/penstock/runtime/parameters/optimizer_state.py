@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.parameters.clip import begin_norm, scale_gradients
 from penstock.runtime.parameters.data_parallel import LateRing, replicas_of
 from penstock.runtime.parameters.given_optimizer import optimizer_of
-from penstock.runtime.parameters.gradients import num_bytes
+from penstock.runtime.parameters.gradients import begin_norm, num_bytes, scale_gradients
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.muon import mark_ends, require_whole_matrices
 from penstock.runtime.parameters.pipeline_copies import Copies

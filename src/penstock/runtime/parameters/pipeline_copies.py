@@ -26,7 +26,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.parameters.gradients import Accumulators
 from penstock.runtime.parameters.ties import Ties
-from penstock.runtime.stage.cut import build_stage
+from penstock.runtime.stage.partitioning.cutting import build_stage
 from penstock.runtime.stage.recompute import Place, copy_of
 from penstock.runtime.stage.stage import Copy, Stage, StageSource
 from penstock.runtime.tensors.dtensor import is_sharded, local, memory

@@ -32,8 +32,8 @@ from penstock.runtime.parameters.buckets import (
     cut_into_buckets,
     send_values,
 )
+from penstock.runtime.parameters.copy_weights import Write
 from penstock.runtime.parameters.gradients import Gradients
-from penstock.runtime.parameters.versions import Write
 from penstock.runtime.stage.autograd import sees_gradients
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.dtensor import is_sharded, local, memory

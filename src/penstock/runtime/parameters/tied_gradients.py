@@ -13,7 +13,7 @@ does not matter which of its stages are in one process, or in which pipelines.
 
 If updates are ops, the owner's stage steps the parameter at its own updates. The new value goes to the other stages
 with the first forward that passes after that (`transport/wiring.py`). Stand-ins then have memory of their own, one
-for each copy of a stage, which holds what the copy's ops are to read (`versions/versioned.py`).
+for each copy of a stage, which holds what the copy's ops are to read (`versioned_parameters.py`).
 
 A tied parameter's gradient is never deferred to W: its hook makes the split backward compute it in I.
 """

@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers
+from penstock.runtime.parameters.copy_weights import CopyWeights, TiedLeaf
 from penstock.runtime.parameters.data_parallel import Replicas
 from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.ties import Tie
-from penstock.runtime.parameters.versions import CopyWeights, TiedLeaf, rule_of
+from penstock.runtime.parameters.version_rules import rule_of
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.dtensor import as_shard, local, memory
 from penstock.runtime.tensors.message import Edge

@@ -9,10 +9,10 @@
     stages      `--- 0 ---'     `------ 1 ---------------'     `--- 2 --'
     passed on               0                               2
 
-cutting       `split`, its checks, and its table              layers    which modules are layers, and which are opened
+cutting       `split`, its checks and its table; a list       layers    which modules are layers, and which are opened
 recorder      a forward run once, and written down            proxies   stand-ins for values while a forward is traced
-program       the steps, and the part of each stage           tracing   traced again for inputs of another form
-traced_stage  the module that runs one part of the steps      place     the user's line that an error names
+program       the steps, each stage's part, other forms       place     the user's line that an error names
+traced_stage  the module that runs one part of the steps
 """
 
 from penstock.runtime.stage.partitioning.cutting import Split, split

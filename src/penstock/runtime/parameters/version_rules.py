@@ -5,7 +5,18 @@
 Rule   `forward(context)`    `backward(context, read)`   the newest version; `oldest` says which others stay
 
 An op reads a version, moved forward by a number of predicted updates. Each class is one rule and names its paper.
-`rule_of` finds a rule by its name.
+`rule_of` finds a rule by its name:
+
+| rule            | forward reads           | backward reads          | holds                       |
+|-----------------|-------------------------|-------------------------|-----------------------------|
+| `none`          | newest                  | newest                  | one version                 |
+| `pipedream`     | newest                  | what its forward read   | one for each update between |
+| `vnag`          | the same, with NAdam    |                         |                             |
+| `pipedream-2bw` | one before its window's | the same                | two                         |
+| `spectrain`     | predicted by momentum   | predicted by momentum   | one and the prediction      |
+| `xpipe`         | predicted by Adam       | newest                  | one and the prediction      |
+| `pipedream-lr`  | as `pipedream`          | as `pipedream`          | the same; lower rates where |
+| `xpipe-lr`      | as `xpipe`              | as `xpipe`              | gradients are late          |
 """
 
 from __future__ import annotations

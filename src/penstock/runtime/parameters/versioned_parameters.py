@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.gradients import num_bytes
-from penstock.runtime.parameters.versions.rules import ReadContext, VersionRule, WeightRead
+from penstock.runtime.parameters.version_rules import ReadContext, VersionRule, WeightRead
 from penstock.runtime.tensors.dtensor import is_sharded, local, memory, own_shard
 
 

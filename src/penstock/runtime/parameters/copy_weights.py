@@ -1,12 +1,15 @@
 """The weights of one copy of a stage, if updates come between its ops.
 
+    weights = CopyWeights(stage, schedule, 0, 0, rule_of("pipedream"), owns=True)
+    optimizer = torch.optim.SGD(weights.masters.values(), lr=0.1)
+
     before_forward(m) ... before_backward(m) ... done(m)      before_weight(m)
     gradients(n) -> [reduce] -> apply(n, parts) -> look_ahead()         on a copy with the optimizer's state
     gradients(n) -> [reduce] ... [broadcast] -> take_over(n, values)    on one without
 
 The optimizer never steps the module's own parameters. A step in place would count as a change of what forwards in
 flight have saved, and their backward would fail. Instead it steps masters, other parameters that use the same memory
-or their own. `versioned.py` gives the module's parameters the values that the rule says an op reads.
+or their own. `versioned_parameters.py` gives the module's parameters the values that the rule says an op reads.
 
 A rule predicts from the optimizer's state, when an op asks for the prediction. If another copy has that state, or
 several replicas have parts of it, the holder of the state predicts everything that ops will read of a version as soon
@@ -27,11 +30,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.parameters.clip import factor_of, norms_of
-from penstock.runtime.parameters.gradients import Gradients, WindowGradients, num_bytes
+from penstock.runtime.parameters.gradients import Gradients, WindowGradients, factor_of, norms_of, num_bytes
 from penstock.runtime.parameters.muon import marked_like
-from penstock.runtime.parameters.versions.rules import TiedPrediction, VersionRule
-from penstock.runtime.parameters.versions.versioned import VersionedParameters
+from penstock.runtime.parameters.version_rules import TiedPrediction, VersionRule
+from penstock.runtime.parameters.versioned_parameters import VersionedParameters
 from penstock.runtime.stage.autograd import added
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard
 from penstock.schedule import Schedule, ScheduleError
