@@ -88,7 +88,7 @@ def points() -> list[Fault]:
         ),
         "delegating": (
             ("penstock.runtime.transport.delegate.transport:DelegateTransport.prepare", (1,)),
-            ("penstock.runtime.transport.delegate.process:DelegateProcess._begin", (1, 2, 4)),
+            ("penstock.runtime.transport.delegate.delegates:DelegateProcess._begin", (1, 2, 4)),
             ("penstock.runtime.transport.routed:RoutedTransport.route", (4, 5, 7)),
             ("penstock.runtime.transport.delegate.transport:DelegateTransport.send", (1, 3)),
             ("penstock.runtime.transport.delegate.transport:DelegateTransport.take", (1, 4)),

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 
 from penstock.bench.readme import write_between
 from penstock.bench.record import record
-from penstock.runtime.checkpoint.shard import checksum
+from penstock.runtime.checkpoint.format import checksum
 from penstock.runtime.launch import launch
 
 RANKS = 4

@@ -22,7 +22,7 @@ from listening import runs
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.carrier.frame import Frame, FrameKind, Lane, pack
-from penstock.runtime.transport.delegate.fleet import KINDS
+from penstock.runtime.transport.delegate.delegates import KINDS
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 

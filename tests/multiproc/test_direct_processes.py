@@ -14,9 +14,8 @@ from packed import packed
 from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.transport.acknowledgements import Acknowledgements
 from penstock.runtime.transport.base import Transport
-from penstock.runtime.transport.bounded import BoundedTransport, require_depth
+from penstock.runtime.transport.bounded import Acknowledgements, BoundedTransport, require_depth
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transport.gloo import GlooTransport

@@ -18,8 +18,7 @@ from emulated_ranks import Ran, blocked_starts
 from penstock.cost import Links
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.tensors.message import Edge
-from penstock.runtime.transport.acknowledgements import Acknowledgements
-from penstock.runtime.transport.bounded import BoundedTransport
+from penstock.runtime.transport.bounded import Acknowledgements, BoundedTransport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transport.delegate import Counters, DelegateTransport

@@ -12,9 +12,8 @@ from emulated_processes import tags_of, world
 from penstock.cost import Links
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.transport.acknowledgements import Acknowledgements
 from penstock.runtime.transport.base import Transport
-from penstock.runtime.transport.bounded import BoundedTransport
+from penstock.runtime.transport.bounded import Acknowledgements, BoundedTransport
 from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.gloo import GlooTransport

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.runtime.checkpoint import CheckpointError, Reader, export, latest, write
-from penstock.runtime.checkpoint.shard import DTYPES
+from penstock.runtime.checkpoint.format import DTYPES
 from tiers import examples
 
 pytestmark = pytest.mark.property

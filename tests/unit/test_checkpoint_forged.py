@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.runtime.checkpoint import CheckpointError, Reader
-from penstock.runtime.checkpoint.index import compact
+from penstock.runtime.checkpoint.format import compact
 
 pytestmark = pytest.mark.unit
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.runtime.checkpoint import CheckpointError, Reader, candidates, complete, export, latest, match, write
-from penstock.runtime.checkpoint.shard import DTYPES
+from penstock.runtime.checkpoint.format import DTYPES
 
 pytestmark = pytest.mark.unit
 

@@ -23,7 +23,7 @@ from penstock.runtime.mesh.collective import (
     ReduceScatter,
     is_late,
 )
-from penstock.runtime.transport.failover.service import GlooDevice
+from penstock.runtime.transport.failover import GlooDevice
 
 NUM_RANKS = 3
 SIZE = 5

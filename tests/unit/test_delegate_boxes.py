@@ -12,7 +12,7 @@ from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages
 from penstock.runtime.transport.delegate.carrier.frame import Lane
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
-from penstock.runtime.transport.delegate.fleet import DelegateKey
+from penstock.runtime.transport.delegate.delegates import DelegateKey
 from penstock.runtime.transport.delegate.inbox import DelegateInbox
 from penstock.runtime.transport.delegate.outbox import MOST_WAITING, Outbox
 from penstock.schedule import Op

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.runtime.mesh.interfaces import listen
 from penstock.runtime.transport.delegate.carrier import sockets
-from penstock.runtime.transport.failover.heartbeats import Heartbeats
+from penstock.runtime.transport.heartbeats import Heartbeats
 
 
 @pytest.fixture

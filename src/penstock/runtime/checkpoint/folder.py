@@ -15,7 +15,7 @@ import re
 import shutil
 from pathlib import Path
 
-from penstock.runtime.checkpoint.index import INDEX, STEP, NewerVersion
+from penstock.runtime.checkpoint.format import INDEX, STEP, NewerVersion
 from penstock.runtime.checkpoint.reader import Reader
 from penstock.runtime.errors import CheckpointError
 

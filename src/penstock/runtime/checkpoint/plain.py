@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from penstock.runtime.checkpoint.shard import as_bytes, check_tensor
+from penstock.runtime.checkpoint.format import as_bytes, check_tensor
 from penstock.runtime.errors import CheckpointError
 
 __all__ = ["AS_JSON", "digests_of", "names_by_base", "pack", "unpack"]

@@ -13,9 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.runtime.checkpoint.index import INDEX, JSON, STEP, Index, IndexEntry, read_regular
+from penstock.runtime.checkpoint.format import DTYPES, INDEX, JSON, STEP, Index, IndexEntry, checksum, read_regular
 from penstock.runtime.checkpoint.plain import unpack
-from penstock.runtime.checkpoint.shard import DTYPES, checksum
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 
 __all__ = ["Kind", "Reader", "TensorSource", "load_packed", "match", "problem_of"]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.checkpoint import VERSION, CheckpointError, Kind
-from penstock.runtime.checkpoint.shard import num_bytes_of
+from penstock.runtime.checkpoint.format import num_bytes_of
 from penstock.runtime.checkpoint.training_state import MODEL, state_of
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers

@@ -13,9 +13,20 @@ from torch import Tensor
 
 from penstock.runtime.checkpoint import folder
 from penstock.runtime.checkpoint.folder import sync
-from penstock.runtime.checkpoint.index import INDEX, JSON, Index, IndexEntry, compact, shard_name
+from penstock.runtime.checkpoint.format import (
+    INDEX,
+    JSON,
+    Index,
+    IndexEntry,
+    TensorSpec,
+    by_alignment,
+    check_tensor,
+    compact,
+    dtype_code,
+    shard_name,
+    write_file,
+)
 from penstock.runtime.checkpoint.reader import Reader
-from penstock.runtime.checkpoint.shard import TensorSpec, by_alignment, check_tensor, dtype_code, write_file
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.tensors.dtensor import is_sharded, whole
 

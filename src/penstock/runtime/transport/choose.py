@@ -13,9 +13,8 @@ from penstock.cost import Links
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.interfaces import addresses_for, network_name
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.transport.acknowledgements import Acknowledgements
 from penstock.runtime.transport.base import Transport, layers_of
-from penstock.runtime.transport.bounded import DEPTH, BoundedTransport, require_depth
+from penstock.runtime.transport.bounded import DEPTH, Acknowledgements, BoundedTransport, require_depth
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions, clocks_ahead
 from penstock.runtime.transport.delegate import DelegateTransport

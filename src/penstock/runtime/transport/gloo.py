@@ -29,7 +29,7 @@ from torch import Tensor
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.collective import WeakGroup, explain
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.acknowledgements import Acknowledgements
+from penstock.runtime.transport.bounded import Acknowledgements
 from penstock.runtime.transport.channel import (
     ChannelKey,
     ExpectedMessages,

@@ -4,12 +4,12 @@
     send --> outbox --> slot, descriptor --> sends ===TCP===> receives --> slot, descriptor --> inbox --> take
                         (shared memory)        ^   any interface that works    (shared memory)
                                                |
-                         fleet: starts a delegate again when it dies; numbers and answers leave nothing out
+                         delegates: starts one again when it dies; numbers and answers leave nothing out
 
-transport     the rank's end: send, arrivals, wait, take     fleet, process    the delegates, started and restarted
-outbox        what was sent and is not answered yet          inbox             what came in and was not taken
-memory        shared memory, as one sparse mapping           copying           payloads into slots and out of them
-health        how the links are, as delegates report it      carrier/          what a delegate process runs
+transport   the rank's end: send, arrivals, wait, take       delegates   the processes, started and restarted
+outbox      what was sent and is not answered yet            inbox       what came in and was not taken
+memory      shared memory: payloads into slots, and out      health      the links, as delegates report them
+carrier/    what a delegate process runs
 """
 
 from penstock.runtime.transport.delegate.health import Counters

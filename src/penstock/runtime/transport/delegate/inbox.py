@@ -14,7 +14,7 @@ from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.channel import ExpectedMessages
 from penstock.runtime.transport.delegate.carrier.frame import Lane
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
-from penstock.runtime.transport.delegate.fleet import DelegateKey, Fleet, PredecessorState
+from penstock.runtime.transport.delegate.delegates import DelegateKey, Fleet, PredecessorState
 from penstock.runtime.transport.delegate.outbox import lanes_for
 from penstock.runtime.transport.transfer_record import CrossingLog
 from penstock.runtime.transport.wire_format import ALIGN

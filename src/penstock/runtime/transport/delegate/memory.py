@@ -1,17 +1,40 @@
-"""Shared memory that holds messages: one long, sparse mapping, of which rank and delegates use the same parts."""
+"""Shared memory that holds messages, and how payloads get into its slots and out of them.
+
+The memory is one long, sparse mapping, of which rank and delegates use the same parts. Payloads are copied at once
+from the host, and beside ops from a GPU.
+
+In a slot lie the bytes of the spec, then the flat buffer of the wire format. Copies between a GPU and slots have
+streams of their own, and slots that CUDA knows (pinned):
+
+    op ends | next op computes ...
+            |--device to host--| event | thread: slot is full --> delegate sends
+
+    take --host to device--> the computation's stream waits for the event, the rank does not
+                             the slot is free when the event has come
+
+That needs a thread, since nothing else notices that a copy ended while the rank computes.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from mmap import MAP_SHARED, mmap
+from queue import SimpleQueue
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.tensors.message import Payload
+from penstock.runtime.transport.channel import ChannelKey
+from penstock.runtime.transport.wire_format import BufferPlace, Packet, WireSpec
 
 _PORTABLE = 1  # known to all contexts, whichever thread registers it
 
@@ -76,3 +99,220 @@ class SharedMemory:
         del self._whole
         with contextlib.suppress(BufferError):
             self._map.close()
+
+
+class SlotPacket(Packet):
+    """A packet whose buffer lies in memory that others share."""
+
+    def parts(self, payload: Payload) -> Iterator[tuple[Tensor, BufferPlace, Tensor]]:
+        """Each leaf of a payload, with where it lies and a view of that."""
+        for view, place, leaf in zip(self._views, self.spec.places, payload.leaves, strict=True):
+            if leaf is not None and view is not None and place is not None:
+                yield view, place, leaf
+
+    def leaves_in_place(self) -> Payload:
+        """The payload, where it lies: its leaves keep the memory. Each counts its changes by itself."""
+        return self.unpack_with(lambda view, place: _in_place(view, place).data)
+
+    def unpack_with(self, copy: Callable[[Tensor, BufferPlace], Tensor]) -> Payload:
+        """The payload, each of its leaves copied out by `copy` from its view."""
+        spec = self.spec
+        leaves = [
+            None if view is None or place is None else copy(view, place)
+            for view, place in zip(self._views, spec.places, strict=True)
+        ]
+        return Payload(leaves, json.loads(spec.skeleton), spec.needs_grad)
+
+
+class SpecCache:
+    """Specs and their bytes, made once for each that is met."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[ChannelKey, str], tuple[WireSpec, bytes]] = {}
+        self._read: dict[bytes, WireSpec] = {}
+
+    def of(self, payload: Payload, key: ChannelKey, signature: str) -> tuple[WireSpec, bytes]:
+        """The spec of a payload, most likely that of the last one of its channel and signature."""
+        known = self._sent.get((key, signature))
+        if known is None or not known[0].fits(payload):
+            spec = WireSpec.of(payload)
+            known = self._sent[key, signature] = spec, spec.to_json().encode()
+        return known
+
+    def read(self, data: bytes, payload_bytes: int) -> WireSpec:
+        """The spec that these bytes tell, of a payload of so many bytes.
+
+        Raises:
+            RuntimeFailure: they tell none, or one of another size.
+        """
+        spec = self._read.get(data)
+        if spec is None:
+            try:
+                spec = WireSpec.from_json(data.decode())
+            except (ValueError, KeyError, TypeError) as error:
+                raise RuntimeFailure(
+                    f"the shapes of a message can't be read ({error}); the ranks run different versions"
+                ) from None
+            self._read[data] = spec
+        if spec.num_bytes != payload_bytes:
+            raise RuntimeFailure(
+                f"a message of {payload_bytes} bytes whose shapes say {spec.num_bytes}; the ranks run different "
+                "versions"
+            )
+        return spec
+
+
+def _in_place(view: Tensor, place: BufferPlace) -> Tensor:
+    if place.rebuilt is not None:
+        return place.leaf(view)
+    return view if place.repeated is None else view.expand(place.repeated)
+
+
+class GpuPayloadCopier:
+    """Args:
+    lock: held while a packed message is handed over.
+    """
+
+    lends = False
+
+    def __init__(self, device: torch.device, lock: threading.RLock) -> None:
+        self._device, self._lock = device, lock
+        self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._unpacked: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
+        self._packing: SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = SimpleQueue()
+        self._num_packing = 0
+        self._packed = threading.Condition(lock)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._hand_over, name="penstock-copies", daemon=True)
+        self._thread.start()
+
+    def pack(self, packet: SlotPacket, payload: Payload, packed: Callable[[], None]) -> None:
+        self._outward.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._outward):
+            for view, place, leaf in packet.parts(payload):
+                _to_host(view, place, leaf)
+                if leaf.is_cuda:
+                    leaf.record_stream(self._outward)
+            # One that blocks lets the thread that waits for it sleep.
+            event = torch.cuda.Event(blocking=True)
+            event.record(self._outward)
+        self._num_packing += 1
+        self._packing.put((event, packed))
+
+    def unpack(self, packet: SlotPacket, unpacked: Callable[[], None]) -> Payload:
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._inward):
+            payload = packet.unpack_with(self._to_device)
+            event = torch.cuda.Event()
+            event.record(self._inward)
+        current.wait_event(event)
+        for leaf in payload.leaves:
+            if leaf is not None:
+                leaf.record_stream(current)
+        self._unpacked.append((event, unpacked))
+        return payload
+
+    def _to_device(self, view: Tensor, place: BufferPlace) -> Tensor:
+        if place.rebuilt is None:
+            leaf = torch.empty_strided(place.shape, place.strides, dtype=place.dtype, device=self._device)
+            leaf.copy_(view, non_blocking=True)
+        else:
+            there = view.to(self._device, non_blocking=True)
+            leaf = torch.empty_strided(place.shape, place.rebuilt, dtype=place.dtype, device=self._device)
+            leaf.copy_(there)
+        return leaf if place.repeated is None else leaf.expand(place.repeated)
+
+    def progress(self) -> None:
+        if self._error is not None:
+            raise RuntimeFailure(f"a copy from the GPU failed: {self._error}") from self._error
+        while self._unpacked and self._unpacked[0][0].query():
+            self._unpacked.popleft()[1]()
+
+    def flush(self) -> None:
+        with self._lock:
+            self._packed.wait_for(lambda: not self._num_packing or self._error is not None, timeout=60.0)
+
+    def close(self) -> None:
+        self._packing.put(None)
+        self._thread.join()
+        torch.cuda.synchronize(self._device)  # nothing copies from or to memory that is about to go
+
+    def _hand_over(self) -> None:
+        """A thread's work: hands messages over as their copies end."""
+        while (item := self._packing.get()) is not None:
+            event, packed = item
+            try:
+                event.synchronize()
+                with self._lock:
+                    packed()
+            except BaseException as error:
+                self._error = error
+            with self._lock:
+                self._num_packing -= 1
+                self._packed.notify_all()
+
+
+def _to_host(view: Tensor, place: BufferPlace, leaf: Tensor) -> None:
+    """Copies a leaf into its place; asynchronous where it lies on a GPU.
+
+    A copy between different strides would pass through a buffer of torch's, and an asynchronous one might read that
+    too early: a leaf with gaps is put together on the GPU first.
+    """
+    source = place.once(leaf)
+    if place.rebuilt is not None:
+        source = source.contiguous()
+    view.copy_(source, non_blocking=True)
+
+
+class PayloadCopier(Protocol):
+    """Copies between payloads and packets in shared memory.
+
+    Attributes:
+        lends: whether payloads may stay where they came in.
+    """
+
+    lends: bool
+
+    def pack(self, packet: SlotPacket, payload: Payload, packed: Callable[[], None]) -> None:
+        """Copies a payload in; calls `packed` when all of it is there, in the order of the calls."""
+
+    def unpack(self, packet: SlotPacket, unpacked: Callable[[], None]) -> Payload:
+        """The payload, copied out; calls `unpacked` when the packet's memory is free again."""
+
+    def progress(self) -> None:
+        """Calls what has become due."""
+
+    def flush(self) -> None:
+        """Waits until all that is packed is there."""
+
+    def close(self) -> None:
+        """Ends what runs beside."""
+
+
+class HostPayloadCopier:
+    """From and to host memory."""
+
+    lends = True
+
+    def pack(self, packet: SlotPacket, payload: Payload, packed: Callable[[], None]) -> None:
+        packet.pack(payload)
+        packed()
+
+    def unpack(self, packet: SlotPacket, unpacked: Callable[[], None]) -> Payload:
+        payload = packet.unpack()
+        unpacked()
+        return payload
+
+    def progress(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def copying_for(device: torch.device, lock: threading.RLock) -> PayloadCopier:
+    """The way of copying for payloads on a device; `lock` is held where messages are handed over beside."""
+    return GpuPayloadCopier(device, lock) if device.type == "cuda" else HostPayloadCopier()

@@ -23,7 +23,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.delegate.carrier.frame import Lane
 from penstock.runtime.transport.delegate.carrier.ring import DEPTH, Descriptor, DescriptorKind
 from penstock.runtime.transport.delegate.carrier.slots import Slots
-from penstock.runtime.transport.delegate.fleet import DelegateKey, Fleet, PredecessorState
+from penstock.runtime.transport.delegate.delegates import DelegateKey, Fleet, PredecessorState
 
 
 class LaneCount(NamedTuple):

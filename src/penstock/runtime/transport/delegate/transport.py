@@ -26,10 +26,10 @@ from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.delegate.carrier.frame import Lane, body_bytes, spec_room
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
-from penstock.runtime.transport.delegate.copying import PayloadCopier, SlotPacket, SpecCache, copying_for
-from penstock.runtime.transport.delegate.fleet import DelegateKey, Fleet, Supervisor
+from penstock.runtime.transport.delegate.delegates import DelegateKey, Fleet, Supervisor
 from penstock.runtime.transport.delegate.health import ConnectionHealth, Counters
 from penstock.runtime.transport.delegate.inbox import DelegateInbox
+from penstock.runtime.transport.delegate.memory import PayloadCopier, SlotPacket, SpecCache, copying_for
 from penstock.runtime.transport.delegate.outbox import Outbox
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
 from penstock.runtime.transport.transfer_record import TransferRecord

@@ -1,4 +1,16 @@
-"""Changes over to groups by another interface when one dies: all of a process's groups at once, and in all processes.
+"""When the network dies by which gloo's messages and sums travel, they go on over another one.
+
+    rank 0   eth0 ====== gloo, number 0 ====== eth0   rank 1      heartbeats tell within a second that a link is dead
+             eth1 - - - - heartbeats - - - - - eth1               (the kernel of its own host at once)
+
+             eth0            X                 eth0               every rank leaves the groups of number 0,
+             eth1 ====== gloo, number 1 ====== eth1               says what it had done, makes number 1 by the next
+                                                                    interface, and does again what was not done
+
+Where a rank stands in its program when that happens does not matter: the changing over is done by a thread, for all
+of a process's groups at once. What waits for an op goes on waiting for the same op on another group
+(`retried_group.py`). Messages from stage to stage then go by delegates (`routed.py`), which have interfaces of their
+own to choose from.
 
     heartbeats, or an op that failed --> want number 1 --> say so with every beat: everyone wants number 1
       |
@@ -34,8 +46,8 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.interfaces import listen, local_addresses, named
 from penstock.runtime.mesh.peers import GroupPeers, MeshPeers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.transport.failover.heartbeats import Heartbeats
-from penstock.runtime.transport.failover.retried import RetriedGroup
+from penstock.runtime.transport.heartbeats import Heartbeats
+from penstock.runtime.transport.retried_group import RetriedGroup
 
 MAKING = 5.0
 """Seconds that the ranks of a group get to connect."""
