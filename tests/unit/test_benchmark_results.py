@@ -64,7 +64,7 @@ def test_networks_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_fuzz() -> None:
     readme = (BENCHMARKS / "fuzz/README.md").read_text(encoding="utf-8")
-    for name in ("one-process", "between"):
+    for name in ("one-process", "between", "turns", "turns-between"):
         found = json.loads((BENCHMARKS / f"fuzz/{name}.json").read_text(encoding="utf-8"))
         (part,) = (value for value in found.values() if isinstance(value, dict) and "cases" in value)
         mended = found.get("mended since, run again")
