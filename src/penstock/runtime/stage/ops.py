@@ -21,7 +21,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.autograd import GraphInputs, exits, run_backward
 from penstock.runtime.stage.host_memory import HostMemory, OffloadStatistics, SavedTensors, copied_to
 from penstock.runtime.stage.microbatches import LossFn, Microbatches, Signature
-from penstock.runtime.stage.recompute import BufferHistory, copy_of, keeping_nothing
+from penstock.runtime.stage.recompute import BufferHistory, copy_of, dropping_activations
 from penstock.runtime.stage.split_backward import DeferredShare, SplitStage, Tape
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.aliases import (
@@ -229,7 +229,7 @@ class StageRunner:
 
     def _forward_keeping_input(self, m: int, received: Payload | None) -> Payload:
         value, _, kept = self._input(m, received, copied=True)
-        with self._buffers.noted(m), self._casting(), keeping_nothing():
+        with self._buffers.noted(m), self._casting(), dropping_activations():
             output = self._call(value, m)
             if self._is_last:
                 output = self._loss(m, output)

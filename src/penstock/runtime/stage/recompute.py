@@ -7,14 +7,14 @@ needs. Both must compute the same, to the bit:
 - random draws: each layer draws from the seed of this step, microbatch and layer, both times;
 - buffers (BatchNorm's statistics): the second run finds them as the first run did. Its changes to them are thrown
   away, so they are updated once;
-- gradients are switched on in the first run, so that no layer takes another path. What it would keep is dropped.
+- gradients are switched on in the first run, so that no layer takes another path. What it saves for a backward is
+  dropped at its end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,17 +31,30 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def keeping_nothing() -> Iterator[None]:
-    """Forwards in here have gradients switched on, yet hold no activation for a backward."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _asked_for):
-        yield
+def dropping_activations() -> Iterator[None]:
+    """Forwards in here have gradients switched on, and what they save for a backward is dropped at the end.
 
+    Until then it is there, since a forward may ask for gradients of its own.
+    """
+    saved: list[Tensor] = []
 
-def _asked_for(nothing: Any) -> Tensor:
-    raise RuntimeFailure(
-        "a forward that is to be recomputed asked for a gradient of its own, and nothing was kept for that; "
-        "use a schedule without R for this model"
-    )
+    def save(tensor: Tensor) -> int:
+        saved.append(tensor)
+        return len(saved) - 1
+
+    def find(place: int) -> Tensor:
+        if place < len(saved):
+            return saved[place]
+        raise RuntimeFailure(
+            "a gradient was asked for through a forward that is to be recomputed, after that forward had ended, and "
+            "nothing is kept for that; use a schedule without R for this model"
+        )
+
+    with torch.autograd.graph.saved_tensors_hooks(save, find):
+        try:
+            yield
+        finally:
+            saved.clear()
 
 
 Place = tuple[nn.Module, str]
