@@ -19,9 +19,9 @@ from penstock.dispatch import Dispatcher
 from penstock.formats.native import from_json, to_json
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.execute.async_ops import AwaitableOpHandle
+from penstock.runtime.execute.backend import NullBackend
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.gang import Gang
-from penstock.runtime.execute.handlers.backend import NullBackend
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox

@@ -17,8 +17,8 @@ from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute import launched_ops, torch_devices
+from penstock.runtime.execute.backend import OpTable
 from penstock.runtime.execute.executors import run_local
-from penstock.runtime.execute.handlers.backend import OpTable
 from penstock.runtime.execute.launched_ops import (
     AHEAD,
     LOOKS_AT_THE_CLOCK,

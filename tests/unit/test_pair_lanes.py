@@ -18,8 +18,8 @@ from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.passes import overlap_pairs, separate_pairs
 from penstock.runtime.execute import torch_devices
+from penstock.runtime.execute.backend import OpTable
 from penstock.runtime.execute.executors import run_local
-from penstock.runtime.execute.handlers.backend import OpTable
 from penstock.runtime.execute.launched_ops import AHEAD, LaunchedOps, lanes_of
 from penstock.runtime.execute.timeline import measured_costs, measured_timeline
 from penstock.runtime.execute.worker import Worker

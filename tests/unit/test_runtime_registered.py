@@ -16,8 +16,8 @@ from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.draw import to_svg
 from penstock.runtime import RuntimeFailure
+from penstock.runtime.execute.backend import NullBackend
 from penstock.runtime.execute.executors import run_local
-from penstock.runtime.execute.handlers.backend import NullBackend
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox

@@ -22,8 +22,8 @@ import torch
 
 from penstock.cost import Costs
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.execute.backend import Handler
 from penstock.runtime.execute.gang import Barrier, Gang
-from penstock.runtime.execute.handlers.backend import Handler
 from penstock.runtime.execute.plan import StepPlan
 from penstock.runtime.parameters.data_parallel import sleep_until
 from penstock.runtime.tensors.message import Edge, Payload

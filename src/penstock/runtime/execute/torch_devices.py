@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from penstock.runtime.execute.backend import OpTable
 from penstock.runtime.execute.gang import Gang
-from penstock.runtime.execute.handlers.backend import OpTable
-from penstock.runtime.execute.handlers.torch_ops import RegisteredOps, TorchOps, with_inputs_on
-from penstock.runtime.execute.handlers.updating import UpdatingOps
 from penstock.runtime.execute.launched_ops import AHEAD, DeviceClock, DeviceQueue, LaunchedOps, lanes_of, queue_of
 from penstock.runtime.execute.plan import StepPlan
+from penstock.runtime.execute.torch_ops import RegisteredOps, TorchOps, with_inputs_on
+from penstock.runtime.execute.update_ops import UpdatingOps
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.updating import ScheduledUpdates
 from penstock.runtime.stage.branches import end_of, has_many_ends

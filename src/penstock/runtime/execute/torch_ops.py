@@ -15,8 +15,8 @@ from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.async_ops import AsyncOpHandle, AwaitableOpHandle
+from penstock.runtime.execute.backend import Handler
 from penstock.runtime.execute.gang import Gang
-from penstock.runtime.execute.handlers.backend import Handler
 from penstock.runtime.execute.launched_ops import DeviceOpHandle, DeviceQueue
 from penstock.runtime.parameters.tied_gradients import TiedGradients
 from penstock.runtime.stage.branches import Branches, is_plain
