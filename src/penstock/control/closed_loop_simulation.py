@@ -84,10 +84,6 @@ class Rehearsal:
         """How long all took together."""
         return sum(each.ms for each in self.iterations)
 
-    @property
-    def iterations_per_minute(self) -> float:
-        return len(self.iterations) / self.ms * 60e3
-
 
 def run_once(job: Job, configuration: Configuration, links: Links, at: float = 0.0) -> Timeline:
     """Simulates one iteration.

@@ -144,12 +144,6 @@ _UNITS = {longest_paths: 2.0, list_by_values: 5.0}
 """How long compiling takes at most, beside that of `sweep`."""
 
 
-def wait_for_children() -> None:
-    """Waits until the process that compiles has come to its end, where this one started it."""
-    for child in _children:
-        child.wait()
-
-
 def _compile(modules: Sequence[ModuleType]) -> None:
     problem = _problem()
     for module in modules:

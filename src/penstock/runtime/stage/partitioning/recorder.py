@@ -50,8 +50,6 @@ _AT_ONCE = frozenset({"__get__", "__hash__", "__repr__", "__format__", "__len__"
 
 _DRAWS = ("random", "uniform", "randint", "randrange", "choice", "choices", "sample", "shuffle", "gauss",
           "normalvariate", "betavariate", "expovariate", "triangular", "getrandbits", "seed")  # fmt: skip
-_NUMPY_DRAWS = ("rand", "randn", "random", "uniform", "normal", "randint", "choice", "permutation", "binomial")
-
 
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
 
