@@ -75,13 +75,16 @@ class HeldVersions:
         self.most = len(self._versions)
 
     def bind(self, read: WeightRead) -> None:
-        """Points the parameters at a version."""
+        """Gives the parameters a version."""
         if read.version == self._bound:
             return
         self._require(read)
         for parameter, tensor in zip(self._parameters, self._versions[read.version], strict=True):
-            parameter.data = tensor
+            self._place(parameter, tensor)
         self._bound = read.version
+
+    def _place(self, parameter: Parameter, tensor: Tensor) -> None:
+        parameter.data = tensor
 
     def _require(self, read: WeightRead) -> None:
         if read.version not in self._versions:
@@ -194,13 +197,8 @@ class CopiedVersions(HeldVersions):
             tensor.copy_(memory(parameter))
         self.most = len(self._versions)
 
-    def bind(self, read: WeightRead) -> None:
-        if read.version == self._bound:
-            return
-        self._require(read)
-        for parameter, tensor in zip(self._parameters, self._versions[read.version], strict=True):
-            memory(parameter).copy_(tensor)
-        self._bound = read.version
+    def _place(self, parameter: Parameter, tensor: Tensor) -> None:
+        memory(parameter).copy_(tensor)
 
     def advance(self, oldest: int, values: Sequence[Tensor] | None = None) -> None:
         self._drop(oldest)
