@@ -1,4 +1,7 @@
-"""A delegate's ties to its rank: what it was started with, the rings, the shared memory, the wake-ups."""
+"""A delegate's ties to its rank: what it was started with, the rings, the shared memory, the wake-ups.
+
+`Delegate` is what both kinds of delegate are: those ties, the event loop, and the kernel's word on interfaces.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from mmap import MAP_SHARED, mmap
 
+from .event_loop import READ, EventLoop, watch_parent
 from .frame import Lane
-from .ring import RING_BYTES, Descriptor, DescriptorRing
+from .monitor import InterfaceMonitor
+from .ring import RING_BYTES, Descriptor, DescriptorKind, DescriptorRing
 
 
 @dataclass(frozen=True)
@@ -125,3 +130,47 @@ class DelegateIO:
             if told is not None:
                 told()
         os.eventfd_write(self._told, 1)
+
+
+class Delegate:
+    """What one process does, for all of its lanes: `Sender` or `Receiver`."""
+
+    def __init__(self, orders: DelegateOrders) -> None:
+        self.orders = orders
+        self.loop = EventLoop()
+        watch_parent(self.loop, orders.parent, orders.lifeline)
+        self.io = DelegateIO(orders)
+        self.monitor = InterfaceMonitor(orders.interfaces)
+        source, target = (orders.rank, 0) if orders.outgoing else (0, orders.rank)
+        self.lane_of_rank = orders.lane(source, target)
+        """In what is told of the whole delegate and not of a lane."""
+
+    def run(self) -> None:
+        """Runs forever."""
+        self.loop.watch(self.io.wake, READ, self._on_commands)
+        if self.monitor.socket is not None:
+            self.loop.watch(self.monitor.socket.fileno(), READ, self._on_news)
+        self._on_commands(READ)
+        self.loop.run(self.turn)
+
+    def turn(self, now: int) -> int:
+        """Does what is due; returns when to be called again."""
+        raise NotImplementedError
+
+    def command(self, descriptor: Descriptor) -> None:
+        """Does what the rank orders."""
+        raise NotImplementedError
+
+    def interface(self, place: int, up: bool) -> None:
+        """One of our interfaces went down, or is up again."""
+        raise NotImplementedError
+
+    def _on_commands(self, mask: int) -> None:
+        for descriptor in self.io.commands():
+            self.command(descriptor)
+
+    def _on_news(self, mask: int) -> None:
+        for place, up in self.monitor.changes():
+            kind = DescriptorKind.UP if up else DescriptorKind.DOWN
+            self.io.tell(Descriptor(kind, self.lane_of_rank, tag=place))
+            self.interface(place, up)

@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from . import sockets
-from .delegate_io import DelegateIO, DelegateOrders
-from .event_loop import BEAT, CONNECT, GONE, LONGEST, MS, PROBE, READ, SILENCE, WRITE, EventLoop, watch_parent
+from .delegate_io import Delegate, DelegateOrders
+from .event_loop import BEAT, CONNECT, GONE, LONGEST, MS, PROBE, READ, SILENCE, WRITE
 from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, unpack
 from .lane import LaneError, ReceivingEnd
-from .monitor import InterfaceMonitor
 from .paths import Path, by_preference
 from .ring import CloseReason, Descriptor, DescriptorKind
 from .slots import Slots
@@ -69,7 +68,7 @@ class InConnection:
             return now + LONGEST
         if now - self._heard >= SILENCE:
             self._silent = True
-            self._receiver.home.tell(Descriptor(DescriptorKind.SILENT, self.lane))
+            self._receiver.io.tell(Descriptor(DescriptorKind.SILENT, self.lane))
         return self._heard + SILENCE
 
     def _on_ready(self, mask: int) -> None:
@@ -99,7 +98,7 @@ class InConnection:
             self._slot = None
         self._receiver.gone(self)
         if self.lane is not None and lost:
-            self._receiver.home.tell(Descriptor(DescriptorKind.CUT, self.lane, int(why), self.place))
+            self._receiver.io.tell(Descriptor(DescriptorKind.CUT, self.lane, int(why), self.place))
             self._receiver.cut(self.lane)
 
     def fed(self) -> None:
@@ -144,7 +143,7 @@ class InConnection:
         self._heard = time.perf_counter_ns()
         if self._silent and self.lane is not None:
             self._silent = False
-            self._receiver.home.tell(Descriptor(DescriptorKind.HEARD, self.lane))
+            self._receiver.io.tell(Descriptor(DescriptorKind.HEARD, self.lane))
 
     def _take(self, frame: Frame) -> None:
         if frame.kind is FrameKind.HELLO:
@@ -160,7 +159,7 @@ class InConnection:
                 self._posted = frame.sent
                 self._make_room()
             else:
-                self._receiver.home.tell(Descriptor(DescriptorKind.DOUBLED, self.lane))
+                self._receiver.io.tell(Descriptor(DescriptorKind.DOUBLED, self.lane))
         else:
             raise FrameError(f"a {frame.kind.name} from a sender")
 
@@ -170,7 +169,7 @@ class InConnection:
         mine = orders.rank, orders.kind, orders.place
         if frame.tag != orders.key or (lane.target, lane.kind, lane.place) != mine or self.lane is not None:
             raise FrameError("a connection of another run, or for another delegate")
-        if self._receiver.home.behind:
+        if self._receiver.io.behind:
             # A message that the rank can't read yet is not to be answered, and a welcome answers all: try again.
             self.close(CloseReason.NO_WELCOME)
             return
@@ -178,7 +177,7 @@ class InConnection:
         self.lane, self._epoch = lane, frame.number
         self._put(pack(Frame(FrameKind.WELCOME, lane, last)))
         sockets.trust(self._socket)
-        self._receiver.home.tell(Descriptor(DescriptorKind.CONNECTED, lane, 0, self.place))
+        self._receiver.io.tell(Descriptor(DescriptorKind.CONNECTED, lane, 0, self.place))
 
     def _make_room(self) -> None:
         """Finds a slot for the message whose header came; without one, the connection waits."""
@@ -195,7 +194,7 @@ class InConnection:
         if self._posted == 0:
             self._posted = time.perf_counter_ns()
         self._slot = slot
-        self._view = self._receiver.home.memory[slot[0] : slot[0] + size]
+        self._view = self._receiver.io.memory[slot[0] : slot[0] + size]
 
     def _whole(self, frame: Frame) -> None:
         """A message has come in to its last byte."""
@@ -220,7 +219,7 @@ class InConnection:
             frame.spec_bytes,
             frame.payload_bytes,
         )
-        receiver.home.tell(note, lambda: self._put(pack(Frame(FrameKind.ANSWER, lane, frame.number))))
+        receiver.io.tell(note, lambda: self._put(pack(Frame(FrameKind.ANSWER, lane, frame.number))))
 
     # Writing.
 
@@ -354,7 +353,7 @@ class PeerWatch:
     def _judge(self, why: CloseReason) -> None:
         if why is CloseReason.REFUSED and not self._told:
             self._told = True
-            self._receiver.home.tell(Descriptor(DescriptorKind.REFUSED, self._lane, why))
+            self._receiver.io.tell(Descriptor(DescriptorKind.REFUSED, self._lane, why))
 
     def _end(self) -> None:
         if self._probe is not None:
@@ -363,42 +362,32 @@ class PeerWatch:
             self._probe = None
 
 
-class Receiver:
+class Receiver(Delegate):
     """The lanes and connections of one receiving delegate."""
 
     def __init__(self, orders: DelegateOrders) -> None:
-        self.orders = orders
-        self.loop = EventLoop()
-        watch_parent(self.loop, orders.parent, orders.lifeline)
-        self.home = DelegateIO(orders)
-        self.monitor = InterfaceMonitor(orders.interfaces)
+        super().__init__(orders)
         self.slots = Slots(orders.limit, orders.span, orders.taken)
         self.lanes = {orders.lane(s, t): ReceivingEnd(last) for s, t, last in orders.lanes}
         self.connections: set[InConnection] = set()
         self._watches: dict[Lane, PeerWatch] = {}
-        self._heralds: list[LinkDownNotice] = []
+        self._notices: list[LinkDownNotice] = []
         self._starved: list[InConnection] = []
+        self._has_room = False
         for place, number in enumerate(orders.listeners):
             listener = socket.socket(fileno=number)
             listener.setblocking(False)
             self.loop.watch(number, READ, self._acceptor(listener, place))
-        self.loop.watch(self.home.wake, READ, self._on_commands)
-        if self.monitor.socket is not None:
-            self.loop.watch(self.monitor.socket.fileno(), READ, self._on_news)
-        self._on_commands(READ)
 
-    def run(self) -> None:
-        self.loop.run(self._turn)
-
-    def _turn(self, now: int) -> int:
+    def turn(self, now: int) -> int:
         when = now + LONGEST
         for connection in list(self.connections):
             when = min(when, connection.turn(now))
         for watch in self._watches.values():
             when = min(when, watch.turn(now))
-        self._heralds = [herald for herald in self._heralds if not herald.done]
-        for herald in self._heralds:
-            when = min(when, herald.turn(now))
+        self._notices = [notice for notice in self._notices if not notice.done]
+        for notice in self._notices:
+            when = min(when, notice.turn(now))
         return when
 
     def _acceptor(self, listener: socket.socket, place: int) -> Callable[[int], None]:
@@ -440,36 +429,33 @@ class Receiver:
     def starve(self, connection: InConnection, num_bytes: int) -> None:
         """A message waits for room."""
         self._starved.append(connection)
-        self.home.tell(Descriptor(DescriptorKind.STARVED, self.orders.lane(0, self.orders.rank), num_bytes))
+        self.io.tell(Descriptor(DescriptorKind.STARVED, self.lane_of_rank, num_bytes))
+
+    def command(self, descriptor: Descriptor) -> None:
+        if descriptor.kind is DescriptorKind.FREE:
+            self.slots.free(descriptor.offset, descriptor.capacity)
+            self.slots.grant(-descriptor.number)
+            self._has_room = True
+        elif descriptor.kind is DescriptorKind.GRANT:
+            self.slots.grant(descriptor.number)
+            self._has_room = True
+        elif descriptor.kind is DescriptorKind.EXPECT and descriptor.lane not in self._watches:
+            self._watches[descriptor.lane] = watch = PeerWatch(self, descriptor.lane)
+            watch.wait(time.perf_counter_ns())
 
     def _on_commands(self, mask: int) -> None:
-        room = False
-        for descriptor in self.home.commands():
-            if descriptor.kind is DescriptorKind.FREE:
-                self.slots.free(descriptor.offset, descriptor.capacity)
-                self.slots.grant(-descriptor.number)
-                room = True
-            elif descriptor.kind is DescriptorKind.GRANT:
-                self.slots.grant(descriptor.number)
-                room = True
-            elif descriptor.kind is DescriptorKind.EXPECT and descriptor.lane not in self._watches:
-                self._watches[descriptor.lane] = watch = PeerWatch(self, descriptor.lane)
-                watch.wait(time.perf_counter_ns())
-        if room:
+        self._has_room = False
+        super()._on_commands(mask)
+        if self._has_room:
             starved, self._starved = self._starved, []
             for connection in starved:
                 connection.fed()
 
-    def _on_news(self, mask: int) -> None:
-        for place, up in self.monitor.changes():
-            self.home.tell(
-                Descriptor(
-                    DescriptorKind.UP if up else DescriptorKind.DOWN, self.orders.lane(0, self.orders.rank), tag=place
-                )
-            )
-            if not up:
-                for connection in list(self.connections):
-                    if connection.place == place:
-                        connection.close(CloseReason.INTERFACE_DOWN)
-                for lane in {lane.source: lane for lane in self.lanes}.values():
-                    self._heralds.append(LinkDownNotice(self, lane, place))
+    def interface(self, place: int, up: bool) -> None:
+        if up:
+            return
+        for connection in list(self.connections):
+            if connection.place == place:
+                connection.close(CloseReason.INTERFACE_DOWN)
+        for lane in {lane.source: lane for lane in self.lanes}.values():
+            self._notices.append(LinkDownNotice(self, lane, place))

@@ -19,11 +19,10 @@ from collections import deque
 from dataclasses import dataclass
 
 from . import sockets
-from .delegate_io import DelegateIO, DelegateOrders
-from .event_loop import BEAT, CONNECT, LONGEST, READ, SILENCE, WELCOME, WRITE, EventLoop, patience, watch_parent
+from .delegate_io import Delegate, DelegateOrders
+from .event_loop import BEAT, CONNECT, LONGEST, SILENCE, WELCOME, WRITE, EventLoop, patience
 from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, spec_room, unpack
 from .lane import LaneError, SendingEnd
-from .monitor import InterfaceMonitor
 from .paths import Path, Paths, by_preference
 from .ring import CloseReason, Descriptor, DescriptorKind
 from .sockets import SocketStream
@@ -63,7 +62,7 @@ class OutLane:
 
     def __init__(self, sender: Sender, lane: Lane, before: int) -> None:
         orders = sender.orders
-        self._sender, self._loop, self._home = sender, sender.loop, sender.home
+        self._sender, self._loop, self._io = sender, sender.loop, sender.io
         self.lane = lane
         self._peers = orders.peers[lane.target]
         self._state = SendingEnd(given=before, answered=before, epoch=orders.generation << 32)
@@ -273,7 +272,7 @@ class OutLane:
             payload,
         )
         end = message.offset + spec_room(spec) + payload
-        return pack(header), self._home.memory[message.offset : end]
+        return pack(header), self._io.memory[message.offset : end]
 
     def _keep_alive(self, now: int) -> int:
         assert self._stream is not None
@@ -347,60 +346,42 @@ class OutLane:
         """Lets the rank have the slots of what was answered."""
         while self._messages and self._messages[0].number <= self._state.answered:
             self._messages.popleft()
-        self._home.tell(
+        self._io.tell(
             Descriptor(DescriptorKind.ANSWERED, self.lane, self._state.answered, arrived=time.perf_counter_ns())
         )
 
     def _be_heard(self) -> None:
         if self._silent:
             self._silent = False
-            self._home.tell(Descriptor(DescriptorKind.HEARD, self.lane))
+            self._io.tell(Descriptor(DescriptorKind.HEARD, self.lane))
 
     def _tell(self, note: DescriptorKind, path: Path, number: int = 0) -> None:
-        self._home.tell(Descriptor(note, self.lane, int(number), path.ours, path.theirs))
+        self._io.tell(Descriptor(note, self.lane, int(number), path.ours, path.theirs))
 
 
-class Sender:
+class Sender(Delegate):
     """The lanes of one sending delegate."""
 
     def __init__(self, orders: DelegateOrders) -> None:
-        self.orders = orders
-        self.loop = EventLoop()
-        watch_parent(self.loop, orders.parent, orders.lifeline)
-        self.home = DelegateIO(orders)
-        self.monitor = InterfaceMonitor(orders.interfaces)
+        super().__init__(orders)
         self._lanes: dict[Lane, OutLane] = {}
-        self.loop.watch(self.home.wake, READ, self._on_commands)
-        if self.monitor.socket is not None:
-            self.loop.watch(self.monitor.socket.fileno(), READ, self._on_news)
-        self._on_commands(READ)
 
-    def run(self) -> None:
-        self.loop.run(self._turn)
-
-    def _turn(self, now: int) -> int:
+    def turn(self, now: int) -> int:
         return min((lane.turn(now) for lane in self._lanes.values()), default=now + LONGEST)
 
-    def _on_commands(self, mask: int) -> None:
-        for descriptor in self.home.commands():
-            if descriptor.kind is DescriptorKind.THEIRS_DOWN:
-                for one in self._lanes.values():
-                    if one.lane.target == descriptor.lane.target:
-                        one.theirs_down(descriptor.tag, time.perf_counter_ns())
-                continue
-            lane = self._lanes.get(descriptor.lane)
-            if lane is None:
-                before = descriptor.number - (descriptor.kind is DescriptorKind.SEND)
-                lane = self._lanes[descriptor.lane] = OutLane(self, descriptor.lane, before)
-            if descriptor.kind is DescriptorKind.SEND:
-                lane.give(descriptor)
+    def command(self, descriptor: Descriptor) -> None:
+        if descriptor.kind is DescriptorKind.THEIRS_DOWN:
+            for one in self._lanes.values():
+                if one.lane.target == descriptor.lane.target:
+                    one.theirs_down(descriptor.tag, time.perf_counter_ns())
+            return
+        lane = self._lanes.get(descriptor.lane)
+        if lane is None:
+            before = descriptor.number - (descriptor.kind is DescriptorKind.SEND)
+            lane = self._lanes[descriptor.lane] = OutLane(self, descriptor.lane, before)
+        if descriptor.kind is DescriptorKind.SEND:
+            lane.give(descriptor)
 
-    def _on_news(self, mask: int) -> None:
-        for place, up in self.monitor.changes():
-            self.home.tell(
-                Descriptor(
-                    DescriptorKind.UP if up else DescriptorKind.DOWN, self.orders.lane(self.orders.rank, 0), tag=place
-                )
-            )
-            for lane in self._lanes.values():
-                lane.interface(place, up, time.perf_counter_ns())
+    def interface(self, place: int, up: bool) -> None:
+        for lane in self._lanes.values():
+            lane.interface(place, up, time.perf_counter_ns())
