@@ -21,12 +21,12 @@ from penstock.planning.bounds import (
     span_bound,
     work_bound,
 )
-from penstock.planning.deals import all_deals, quick_bound
 from penstock.planning.destructive_bound import destructive_bound
 from penstock.planning.family import Family, family_of, in_turn
 from penstock.planning.joint.bounds import lower_bound, memory_bound, relaxed
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.limits import Limits, limits_of
+from penstock.planning.microbatch_counts import all_deals, quick_bound
 from penstock.planning.problem import pose
 from penstock.planning.span_objective import span_of
 

@@ -16,7 +16,7 @@ import penstock as ps
 from hf_families import FAMILIES, batch_of, config_of, model_of, plain_step
 from penstock.cli import main
 from penstock.models.huggingface import Decoder
-from penstock.models.huggingface.pieces import HIDDEN, SELECTED, TOKENS, MergePiece, TowerBlockPiece
+from penstock.models.huggingface.layers import HIDDEN, SELECTED, TOKENS, MergePiece, TowerBlockPiece
 from penstock.runtime.tensors.pytree import flatten
 from penstock.train.settings import Settings
 from penstock.train.tasks.huggingface import DecoderTask

@@ -12,9 +12,9 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
+from penstock.train.adaptation_summary import read_steered
 from penstock.train.emulated.report import EmulatedReport
 from penstock.train.emulated.settings import EmulatedSettings
-from penstock.train.steered import read_steered
 
 pytestmark = pytest.mark.unit
 

@@ -24,6 +24,7 @@ from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulation import Timeline
 from penstock.simulation.simulator import AUTO
+from penstock.train.adaptation_summary import read_steered
 from penstock.train.batch_planner import BatchPlanner
 from penstock.train.folder import RunFolder, is_folder
 from penstock.train.inputs import Inputs, build_pipeline, device_of
@@ -38,7 +39,6 @@ from penstock.train.report import Report, TimingReport, timing_report
 from penstock.train.resume_checks import way_back
 from penstock.train.run_report import write_plan
 from penstock.train.settings import Settings
-from penstock.train.steered import read_steered
 from penstock.train.stop import StopRequest
 from penstock.train.tasks.task import ExportableTask
 from penstock.train.training import Training

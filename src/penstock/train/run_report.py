@@ -14,9 +14,9 @@ from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
+from penstock.train.adaptation_summary import AdaptationSummary
 from penstock.train.folder import RunFolder, write_whole
 from penstock.train.run_settings import RunSettings
-from penstock.train.steered import AdaptationSummary
 
 WIDTH = 100
 """Columns that notes are wrapped to."""

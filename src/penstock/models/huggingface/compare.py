@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, has_encoder
+from penstock.models.huggingface.layers import TARGETS, pieces_of
 from penstock.models.huggingface.loss import inputs_and_targets
 from penstock.models.huggingface.pictures import IMAGES, PictureForm, picture_form
-from penstock.models.huggingface.pieces import TARGETS, pieces_of
 from penstock.models.huggingface.routers import Routers
 from penstock.models.huggingface.shift import Shift
 from penstock.models.huggingface.shrink import require_small, shrunken

@@ -15,11 +15,11 @@ from penstock.models.dividing import ParallelError
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, examine, has_routers
 from penstock.models.huggingface.compare import require_equal, sample_batch, small_model
 from penstock.models.huggingface.export import write_folder
+from penstock.models.huggingface.layers import TARGETS, Piece, build_pieces
 from penstock.models.huggingface.lora import Adapters
 from penstock.models.huggingface.loss import NextTokenLoss, WithRouterLoss, inputs_and_targets
 from penstock.models.huggingface.packed import require_apart, require_usual, use_each_sequence
 from penstock.models.huggingface.pictures import PictureForm, picture_form
-from penstock.models.huggingface.pieces import TARGETS, Piece, build_pieces
 from penstock.models.huggingface.routers import Routers, routers_of
 from penstock.models.huggingface.shards import Shards, shards_of
 from penstock.models.huggingface.shift import Shift

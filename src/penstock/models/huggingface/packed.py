@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError
-from penstock.models.huggingface.pieces import HIDDEN, pieces_of
+from penstock.models.huggingface.layers import HIDDEN, pieces_of
 from penstock.models.huggingface.routers import Routers
 
 __all__ = ["attend_each", "packed_inputs", "require_apart", "require_usual", "use_each_sequence"]

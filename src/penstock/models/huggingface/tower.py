@@ -30,8 +30,8 @@ from penstock.models.huggingface.anatomy import (
     noting,
 )
 from penstock.models.huggingface.frame import Arguments, BlockRecorder, StoppedAtBlock, hollow, on_meta
+from penstock.models.huggingface.layers import HIDDEN, TOKENS, BlockArguments
 from penstock.models.huggingface.pictures import PictureForm, picture_form
-from penstock.models.huggingface.pieces import HIDDEN, TOKENS, BlockArguments
 
 __all__ = ["cut_tower"]
 

@@ -16,6 +16,7 @@ from penstock.runtime.mesh.peers import peers_of
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
+from penstock.train.adaptation_summary import read_steered
 from penstock.train.bounds import bound, proved_mismatch
 from penstock.train.emulated.report import EmulatedIteration, EmulatedReport, medians
 from penstock.train.emulated.settings import EmulatedSettings
@@ -24,7 +25,6 @@ from penstock.train.job import EmulatedJob
 from penstock.train.metrics import Metrics
 from penstock.train.progress import ProgressView
 from penstock.train.run_report import write_plan
-from penstock.train.steered import read_steered
 from penstock.train.stop import StopRequest
 
 GB_A_CORE = 1.0
