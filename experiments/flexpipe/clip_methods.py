@@ -29,7 +29,7 @@ from experiments.flexpipe.clip import (
     shares,
 )
 from experiments.flexpipe.methods import MEMORY
-from penstock.planning import BranchWay, search_branches
+from penstock.planning import BranchLayout, search_branches
 from penstock.simulation.lister import Lister
 
 DISTMM = "DistMM-Pipe"
@@ -194,7 +194,7 @@ CLIP_METHODS: Mapping[str, Callable[[Layout, float], Runs]] = {DISTMM: distmm, "
 
 
 @dataclass(frozen=True)
-class ClipWay(BranchWay):
+class ClipLayout(BranchLayout):
     """A tower's share with so many stages a rank, as the product's search takes it."""
 
     share: Share = field(kw_only=True)
@@ -251,12 +251,12 @@ def _search(
     )
     if found is None:
         return None
-    ways = [way for way in found.ways.values() if isinstance(way, ClipWay)]
+    ways = [way for way in found.ways.values() if isinstance(way, ClipLayout)]
     layout, stages = tuple(way.share for way in ways), tuple(way.stages for way in ways)
     return ClipRun(method, layout, layout, found.schedule, found.program.all_costs, num_gathers, stages, split)
 
 
-def _ways(tower: Tower, launch_ms: float, num_gathers: int) -> Iterator[ClipWay]:
+def _ways(tower: Tower, launch_ms: float, num_gathers: int) -> Iterator[ClipLayout]:
     for num_gpus in range(2, NUM_GPUS, 2):
         for share in shares(tower, num_gpus, launch_ms):
             if share.num_microbatches < num_gathers:
@@ -264,7 +264,7 @@ def _ways(tower: Tower, launch_ms: float, num_gathers: int) -> Iterator[ClipWay]
             own = share.mesh.links(share.shape.message_bytes)
             for v in _stages_a_rank(share):
                 branch = ps.Branch(*_laid(share, v, share.num_microbatches // num_gathers))
-                yield ClipWay(
+                yield ClipLayout(
                     branch,
                     costs((share,), (v,)),
                     num_gpus,
@@ -276,8 +276,8 @@ def _ways(tower: Tower, launch_ms: float, num_gathers: int) -> Iterator[ClipWay]
                 )
 
 
-def _gather_of(chosen: Mapping[str, BranchWay], num_gathers: int) -> ps.NewOp:
-    layout = tuple(way.share for way in chosen.values() if isinstance(way, ClipWay))
+def _gather_of(chosen: Mapping[str, BranchLayout], num_gathers: int) -> ps.NewOp:
+    layout = tuple(way.share for way in chosen.values() if isinstance(way, ClipLayout))
     groups = {name: way.branch.num_microbatches // num_gathers for name, way in chosen.items()}
     return _gather(groups, gather_ms(layout))
 

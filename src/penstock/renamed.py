@@ -39,10 +39,26 @@ def missing(name: str, known: list[str]) -> Exception:
     """What `penstock.NAME` and `from penstock import NAME` raise where there is no such name (any more)."""
     if name not in NAMES:
         return AttributeError(f"module 'penstock' has no attribute {name!r}; it has {', '.join(known)}")
-    message = f"ps.{name} is gone since 0.2; use {NAMES[name]}"
-    # `from penstock import NAME` replaces an AttributeError by one that says less. It asks by importlib first.
-    importing = sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap"
-    return ImportError(message, name=f"penstock.{name}") if importing else AttributeError(message)
+    return _gone("penstock", "ps", name, NAMES[name])
+
+
+def renamed(module: str, name: str, names: Mapping[str, str]) -> Exception:
+    """What `MODULE.NAME` and `from MODULE import NAME` raise in a module below `penstock`.
+
+    Args:
+        names: those that the module gave up, each with the one it has now.
+    """
+    if name not in names:
+        return AttributeError(f"module {module!r} has no attribute {name!r}")
+    where = module.replace("penstock", "ps", 1)
+    return _gone(module, where, name, f"{where}.{names[name]}")
+
+
+def _gone(module: str, where: str, name: str, now: str) -> Exception:
+    message = f"{where}.{name} is gone since 0.2; use {now}"
+    # `from MODULE import NAME` replaces an AttributeError by one that says less. It asks by importlib first.
+    importing = sys._getframe(3).f_globals.get("__name__") == "importlib._bootstrap"
+    return ImportError(message, name=f"{module}.{name}") if importing else AttributeError(message)
 
 
 def refuse_old(keywords: Mapping[str, str], error: type[Exception]) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -29,7 +29,7 @@ def delegated(rank: int, gather: Any) -> dict[str, Any]:
     try:
         exchange(transport, chain, rank, 0, lambda m: (10,))
         pids = list(transport.pids.values())
-        found = {"key": str(transport._fleet._key), "shown": [shown(pid) for pid in pids]}
+        found = {"key": str(transport._delegates._key), "shown": [shown(pid) for pid in pids]}
         gather(None)
         return found
     finally:

@@ -23,7 +23,7 @@ from penstock.dispatch.queues import queue_graph
 from penstock.engine.list_by_values import ListSpace, list_ops
 from penstock.engine.network import Network
 from penstock.engine.timing import Timer
-from penstock.library.amdp_order import OrderWay, StageTimes, ran_with
+from penstock.library.amdp_order import OrderOptions, StageTimes, ran_with
 from penstock.passes import add_communication
 from penstock.planning.family import OpForms
 from penstock.planning.graph.problem import pose_graph
@@ -147,7 +147,7 @@ def test_amdp(seed: int) -> None:
     num, message = ranks * draw.randint(1, 4), draw.choice([0.0, 0.7])
     f, b = ([draw.choice([1.0, 2.0, 3.5]) for _ in range(ranks)] for _ in "fb")
     placement = multi_directional(ranks)
-    way = OrderWay(StageTimes(f, b, message), draw.randint(0, 2), draw.random() < 0.5)
+    way = OrderOptions(StageTimes(f, b, message), draw.randint(0, 2), draw.random() < 0.5)
     ran = ran_with(placement.pipelines, num, way, None)
     pipeline_of = tuple(m % placement.num_pipelines for m in range(num))
     schedule = ps.Schedule("amdp", placement, tuple(map(tuple, ran.rows)), pipeline_of)

@@ -10,13 +10,13 @@ import pytest
 
 import penstock as ps
 from penstock.cost import CostError
-from penstock.planning import BranchWay, rank_branches, search_branches
+from penstock.planning import BranchLayout, rank_branches, search_branches
 from penstock.planning.branch_search import ascending, joined_costs
 
 pytestmark = pytest.mark.unit
 
 
-def ways(work: float, tail: float = 0.0, most: int = 3) -> list[BranchWay]:
+def ways(work: float, tail: float = 0.0, most: int = 3) -> list[BranchLayout]:
     """A tower whose microbatch takes 3 * `work` ms in all, over 1 to `most` ranks, in one replica or two."""
     found = []
     for p, dp, v in product(range(1, most + 1), (1, 2), (1, 2)):
@@ -24,7 +24,7 @@ def ways(work: float, tail: float = 0.0, most: int = 3) -> list[BranchWay]:
         placement = ps.placements.one_to_one(p) if v == 1 else ps.placements.circular(p, stages)
         share = work / stages
         found.append(
-            BranchWay(
+            BranchLayout(
                 ps.Branch(placement, n, ps.Rules(max_in_flight=2 * p * v)),
                 ps.Costs.uniform(stages, f=share, i=share, w=share, activation=1 / v),
                 p * dp,
@@ -36,7 +36,7 @@ def ways(work: float, tail: float = 0.0, most: int = 3) -> list[BranchWay]:
     return found
 
 
-def every(towers: dict[str, list[BranchWay]], num_devices: int, split: bool) -> list[float]:
+def every(towers: dict[str, list[BranchLayout]], num_devices: int, split: bool) -> list[float]:
     """The steps of all layouts, each simulated."""
     found = []
     for chosen in product(*towers.values()):
@@ -54,7 +54,7 @@ def every(towers: dict[str, list[BranchWay]], num_devices: int, split: bool) -> 
     return found
 
 
-def _links(chosen: tuple[BranchWay, ...]) -> ps.Links:
+def _links(chosen: tuple[BranchLayout, ...]) -> ps.Links:
     delays, first = {}, 0
     for way in chosen:
         if way.num_ranks > 1:
@@ -93,11 +93,11 @@ def test_a_branch_that_all_feed_lies_on_ranks_of_theirs() -> None:
         for name, work in (("audio", 4), ("text", 2))
     }
 
-    def joint(chosen: Mapping[str, BranchWay]) -> dict[str, BranchWay]:
+    def joint(chosen: Mapping[str, BranchLayout]) -> dict[str, BranchLayout]:
         last = sum(way.num_ranks for way in chosen.values()) - 1
         rules = replace(chosen["text"].branch.rules)
         branch = ps.Branch(ps.placements.one_to_one(1), 4, rules, (last,))
-        return {"joint": BranchWay(branch, ps.Costs.uniform(1, f=2.0, i=2.0, w=2.0), 0, tail=5.0, state=7.0)}
+        return {"joint": BranchLayout(branch, ps.Costs.uniform(1, f=2.0, i=2.0, w=2.0), 0, tail=5.0, state=7.0)}
 
     found = search_branches(fed, 4, also=joint)
     assert found is not None
@@ -114,7 +114,7 @@ def test_a_branch_that_all_feed_lies_on_ranks_of_theirs() -> None:
             steps += [] if alone is None else [alone.step_ms]
     assert found.step_ms == pytest.approx(min(steps))
     with pytest.raises(ps.ScheduleError, match="over 1 ranks has 0 devices"):
-        BranchWay(ps.Branch(ps.placements.one_to_one(1), 4), ps.Costs.uniform(1), 0)
+        BranchLayout(ps.Branch(ps.placements.one_to_one(1), 4), ps.Costs.uniform(1), 0)
 
 
 def test_no_schedule_is_shorter_than_its_bound() -> None:
@@ -139,7 +139,7 @@ def test_memory_and_time_limits() -> None:
     towers = {"audio": ways(4), "text": ways(2)}
     frugal = ps.Branch(ps.placements.one_to_one(2), 8, ps.Rules(max_in_flight=1))
     for name, work in (("audio", 4), ("text", 2)):
-        towers[name].append(BranchWay(frugal, ps.Costs.uniform(2, f=work / 2, i=work / 2, w=work / 2), 2))
+        towers[name].append(BranchLayout(frugal, ps.Costs.uniform(2, f=work / 2, i=work / 2, w=work / 2), 2))
     free = search_branches(towers, 4)
     assert free is not None
     tight = search_branches(towers, 4, memory_limit=max(free.peaks) - 0.5)
@@ -174,8 +174,8 @@ def test_what_makes_no_sense_is_refused() -> None:
         search_branches({}, 4)
     branch = ps.Branch(ps.placements.one_to_one(2), 4)
     with pytest.raises(ps.ScheduleError, match="2 stages has costs of 3"):
-        BranchWay(branch, ps.Costs.uniform(3), 2)
+        BranchLayout(branch, ps.Costs.uniform(3), 2)
     with pytest.raises(ps.ScheduleError, match="over 2 ranks has 1 devices"):
-        BranchWay(branch, ps.Costs.uniform(2), 1)
+        BranchLayout(branch, ps.Costs.uniform(2), 1)
     with pytest.raises(CostError, match="one freed_by_input"):
         joined_costs([ps.Costs.uniform(2), ps.Costs.uniform(2, freed_by_input=0.3)])

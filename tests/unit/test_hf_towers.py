@@ -16,7 +16,7 @@ import penstock as ps
 from hf_families import FAMILIES, batch_of, config_of, model_of, plain_step
 from penstock.cli import main
 from penstock.models.huggingface import Decoder
-from penstock.models.huggingface.layers import HIDDEN, SELECTED, TOKENS, MergePiece, TowerBlockPiece
+from penstock.models.huggingface.layers import HIDDEN, SELECTED, TOKENS, MergeLayer, TowerBlockLayer
 from penstock.runtime.tensors.pytree import flatten
 from penstock.train.settings import Settings
 from penstock.train.tasks.huggingface import DecoderTask
@@ -47,7 +47,7 @@ def test_every_block_of_a_tower_is_a_layer() -> None:
     assert (tower.selected, tower.num_called) == ((1,), 2), "the last block but one is looked at, and the last is not"
     assert (tower.num_positions, tower.width) == (5, 16)
     assert not decoder.has_encoder
-    names = [{name for name, _ in piece.named_parameters()} for piece in decoder.layers()]
+    names = [{name for name, _ in layer.named_parameters()} for layer in decoder.layers()]
     assert all("vision_tower.encoder.layers.1." in name for name in names[2])
     assert {name.partition(".")[2].partition(".")[0] for name in names[4]} == {
         "vision_tower",
@@ -64,8 +64,8 @@ def test_tokens_go_along_with_what_the_tower_sees() -> None:
     batch = batch_of("llava")
     value: Any = decoder.inputs_and_targets(batch)[0]
     seen = []
-    for piece in decoder.layers(range(decoder.anatomy.first_block)):
-        value = piece(value)
+    for layer in decoder.layers(range(decoder.anatomy.first_block)):
+        value = layer(value)
         seen.append((set(value), len(value.get(SELECTED, ()))))
     along = {TOKENS, "attention_mask", HIDDEN}
     assert seen == [(along, 0), (along, 0), ({*along, SELECTED}, 1), ({*along, SELECTED}, 2), (along - {TOKENS}, 0)]
@@ -140,27 +140,27 @@ def test_features_of_any_blocks_are_right(layer: Any, strategy: str) -> None:
 
 def test_the_small_copy_is_cut_inside_its_tower(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is lost there is found out, and the tower is then left whole, as no cut of it can be vouched for."""
-    right = TowerBlockPiece.forward
+    right = TowerBlockLayer.forward
 
-    def wrong(self: TowerBlockPiece, value: Any) -> Any:
+    def wrong(self: TowerBlockLayer, value: Any) -> Any:
         new = right(self, value)
         return {**new, HIDDEN: new[HIDDEN].detach()} if HIDDEN in new else new
 
-    monkeypatch.setattr(TowerBlockPiece, "forward", wrong)
+    monkeypatch.setattr(TowerBlockLayer, "forward", wrong)
     decoder = Decoder(config_of("llava"))
     assert decoder.anatomy.tower is None
     assert "cut into stages, a small copy has the loss of the whole, but the gradient" in decoder.anatomy.uncut
     assert decoder.num_layers == 4 + 2
-    names = {name for piece in decoder.layers() for name, _ in piece.named_parameters()}
+    names = {name for layer in decoder.layers() for name, _ in layer.named_parameters()}
     assert names == set(dict(decoder.model.named_parameters()))
-    monkeypatch.setattr(TowerBlockPiece, "forward", right)
-    forward = MergePiece.forward
+    monkeypatch.setattr(TowerBlockLayer, "forward", right)
+    forward = MergeLayer.forward
 
-    def twice(self: MergePiece, value: Any) -> Any:
+    def twice(self: MergeLayer, value: Any) -> Any:
         new = forward(self, value)
         return {**new, HIDDEN: new[HIDDEN] * 2}
 
-    monkeypatch.setattr(MergePiece, "forward", twice)
+    monkeypatch.setattr(MergeLayer, "forward", twice)
     assert "a small copy has a loss of" in Decoder(config_of("paligemma")).anatomy.uncut
 
 

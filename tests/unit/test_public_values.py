@@ -116,6 +116,17 @@ def test_names_that_moved_are_where_the_error_says() -> None:
             assert getattr(getattr(ps, where.split(".")[1]), name) is not None
 
 
+def test_a_name_that_planning_gave_up_names_the_new_one() -> None:
+    with pytest.raises(
+        AttributeError, match=r"ps.planning.BranchWay is gone since 0.2; use ps.planning.BranchLayout"
+    ):
+        _ = ps.planning.BranchWay
+    with pytest.raises(ImportError, match=r"ps.planning.BranchWay is gone since 0.2; use ps.planning.BranchLayout"):
+        from penstock.planning import BranchWay  # noqa: F401
+    with pytest.raises(AttributeError, match=r"module 'penstock.planning' has no attribute 'BranchWays'"):
+        _ = ps.planning.BranchWays
+
+
 @pytest.mark.parametrize("ending", [".svg", ".html", ".txt", ".json", ".csv"])
 def test_a_schedule_saves_itself_by_the_ending(tmp_path: Path, ending: str) -> None:
     schedule, path = ps.build("zb-h1", 2, 4), tmp_path / f"mine{ending}"

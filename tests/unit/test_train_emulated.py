@@ -12,7 +12,7 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
-from penstock.train.adaptation_summary import read_steered
+from penstock.train.adaptation_summary import read_adaptation
 from penstock.train.emulated.report import EmulatedReport
 from penstock.train.emulated.settings import EmulatedSettings
 
@@ -144,7 +144,7 @@ def test_a_slow_link_is_found_and_answered(run: Run, place: Path) -> None:
     text = read.to_text()
     assert "decided" in text
     assert "2>3" in text
-    found = read_steered(place / "run")
+    found = read_adaptation(place / "run")
     assert found is not None
     assert json.loads(json.dumps(found.to_json())) == steered
 

@@ -13,7 +13,7 @@ from math import ceil, inf, isfinite
 
 from penstock.cost import Costs, Links
 from penstock.engine.tolerance import EPSILON
-from penstock.library.amdp_order import OrderWay, StageTimes, ran_with
+from penstock.library.amdp_order import OrderOptions, StageTimes, ran_with
 from penstock.library.amdp_updates import with_updates_at_once
 from penstock.library.options import at_least, whole_multiple
 from penstock.program.placements import multi_directional
@@ -103,7 +103,7 @@ def amdp(
         *_per_stage("update_message", update_message, 1, zero=True),
     )
     maker = _Maker(num_ranks, num_microbatches, times, _per_stage("u", u, num_ranks, zero=True), updates)
-    return maker.schedule(maker.best_way())
+    return maker.schedule(maker.best_options())
 
 
 class _Maker:
@@ -119,29 +119,29 @@ class _Maker:
         other: dict[str | tuple[str, int], float | tuple[float, float]] = {("U", s): ms for s, ms in enumerate(u)}
         self._costs = Costs(times.f, times.b, [0.0] * num_ranks, other=other)
 
-    def best_way(self) -> OrderWay:
+    def best_options(self) -> OrderOptions:
         """The paper's way, or the one that is faster by more than a little, over the first blocks."""
-        ways = list(self._ways())
-        best, least = ways[0], inf
-        for way in ways if len(ways) > 1 else ():
-            made = self.schedule(way, self._num_tried)
+        candidates = list(self._candidates())
+        best, least = candidates[0], inf
+        for options in candidates if len(candidates) > 1 else ():
+            made = self.schedule(options, self._num_tried)
             took = simulate(made, self._costs, links=Links(default=self._times.message)).makespan
             if took < least * (1 - _WORTH_IT):
-                best, least = way, took
+                best, least = options, took
         return best
 
-    def schedule(self, way: OrderWay, num_microbatches: int | None = None) -> Schedule:
+    def schedule(self, options: OrderOptions, num_microbatches: int | None = None) -> Schedule:
         num = self._num_microbatches if num_microbatches is None else num_microbatches
         placement, updates = self._placement, self._updates
-        ran = ran_with(placement.pipelines, num, way, updates)
+        ran = ran_with(placement.pipelines, num, options, updates)
         rows = ran.rows
         if updates is not None:
             windows = Windows(updates.window, num, placement.num_pipelines)
-            rows = with_updates_at_once(ran, placement.pipelines, windows, updates, way.times)
+            rows = with_updates_at_once(ran, placement.pipelines, windows, updates, options.times)
         pipeline_of = tuple(m % placement.num_pipelines for m in range(num))
         return Schedule("amdp", placement, tuple(map(tuple, rows)), pipeline_of, updates=updates)
 
-    def _ways(self) -> Iterator[OrderWay]:
+    def _candidates(self) -> Iterator[OrderOptions]:
         f, b = self._times.f, self._times.b
         ratio = sum(b) / sum(f)
         even = replace(self._times, f=(sum(f) / len(f),) * len(f), b=(sum(b) / len(b),) * len(b))
@@ -151,7 +151,7 @@ class _Maker:
             for times in (self._times, even) if uneven else (self._times,):
                 for backward_first in (False, True):
                     for by_turns in (True, False) if drains else (True,):
-                        yield OrderWay(times, read_ahead, backward_first, by_turns)
+                        yield OrderOptions(times, read_ahead, backward_first, by_turns)
 
 
 def _per_stage(name: str, given: float | Sequence[float], num_stages: int, zero: bool = False) -> tuple[float, ...]:

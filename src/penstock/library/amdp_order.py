@@ -8,8 +8,8 @@ not miss them; `amdp_updates` then says where they stand. So it is no list sched
 whether a forward may start depends on updates of other stages' windows, which have no place in a row, and ops
 of all classes are in one line.
 
-An `OrderWay` leaves open what the paper does: which of two ops of one block goes first, and how many
-microbatches are read ahead where b/f is no whole number.
+`OrderOptions` are what the paper leaves open: which of two ops of one block goes first, and how many microbatches
+are read ahead where b/f is no whole number.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class OrderWay:
+class OrderOptions:
     """By which times, and how, an order is made.
 
     Attributes:
@@ -88,14 +88,14 @@ class OrderRun:
         self,
         pipelines: Pipelines,
         num_microbatches: int,
-        way: OrderWay,
+        options: OrderOptions,
         updates: Updates | None = None,
         turns: Mapping[Op, float] | None = None,
     ) -> None:
-        self._pipelines, self._num_microbatches, self._times = pipelines, num_microbatches, way.times
+        self._pipelines, self._num_microbatches, self._times = pipelines, num_microbatches, options.times
         self._num_ranks, self._num_pipelines = len(pipelines[0]), len(pipelines)
-        self._read_ahead = (READ_AHEAD + way.read_ahead) * self._num_pipelines
-        self._backward_first, self._turns = way.backward_first, turns
+        self._read_ahead = (READ_AHEAD + options.read_ahead) * self._num_pipelines
+        self._backward_first, self._turns = options.backward_first, turns
         self._ran = RanRows([[] for _ in range(self._num_ranks)], {}, {})
         self._ready: list[list[_ReadyOp]] = [[] for _ in range(self._num_ranks)]
         self._events: list[tuple[float, int, Op, bool]] = []
@@ -181,12 +181,12 @@ class OrderRun:
             insort(self._ready[rank], _ReadyOp(turn, later, now, m, op))
 
 
-def ran_with(pipelines: Pipelines, num_microbatches: int, way: OrderWay, updates: Updates | None) -> RanRows:
+def ran_with(pipelines: Pipelines, num_microbatches: int, options: OrderOptions, updates: Updates | None) -> RanRows:
     """Runs all ops of so many microbatches."""
-    if updates is not None and not way.by_turns:
-        return OrderRun(pipelines, num_microbatches, way, updates).ran()
-    ran = OrderRun(pipelines, num_microbatches, way).ran()
-    return ran if updates is None else OrderRun(pipelines, num_microbatches, way, updates, ran.starts).ran()
+    if updates is not None and not options.by_turns:
+        return OrderRun(pipelines, num_microbatches, options, updates).ran()
+    ran = OrderRun(pipelines, num_microbatches, options).ran()
+    return ran if updates is None else OrderRun(pipelines, num_microbatches, options, updates, ran.starts).ran()
 
 
 class _UpdateState:

@@ -1,7 +1,7 @@
 """The best schedule: lower bounds, warm-up planning, search, exact solving, tuning."""
 
 from penstock.planning.batches import BatchPlan, PackingError, assign_evenly, plan_batch
-from penstock.planning.branch_search import BranchWay, FoundLayout, rank_branches, search_branches
+from penstock.planning.branch_search import BranchLayout, FoundLayout, rank_branches, search_branches
 from penstock.planning.family import Certificate
 from penstock.planning.microbatch_order import OrderedMicrobatches, order_microbatches
 from penstock.planning.objective import Expected
@@ -12,10 +12,11 @@ from penstock.planning.result import Plan
 from penstock.planning.slow_links import slow_link_schedule
 from penstock.planning.synchronous_baselines import Flushed, flushed_schedules
 from penstock.planning.warmup import adapted_warmups, initial_warmups, needed_slack, tolerance, tolerances
+from penstock.renamed import renamed
 
 __all__ = [
     "BatchPlan",
-    "BranchWay",
+    "BranchLayout",
     "Certificate",
     "Expected",
     "Flushed",
@@ -41,3 +42,7 @@ __all__ = [
     "tolerance",
     "tolerances",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise renamed(__name__, name, {"BranchWay": "BranchLayout"})

@@ -29,19 +29,19 @@ from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Timeline, simulate
 from penstock.simulation.lister import Lister
 
-__all__ = ["BranchWay", "FoundLayout", "rank_branches", "search_branches"]
+__all__ = ["BranchLayout", "FoundLayout", "rank_branches", "search_branches"]
 
-OpsOf = Callable[[Mapping[str, "BranchWay"]], Sequence[NewOp]]
+OpsOf = Callable[[Mapping[str, "BranchLayout"]], Sequence[NewOp]]
 """Ops besides those of the branches, for the ways that were chosen."""
 
-AlsoOf = Callable[[Mapping[str, "BranchWay"]], Mapping[str, "BranchWay"]]
+AlsoOf = Callable[[Mapping[str, "BranchLayout"]], Mapping[str, "BranchLayout"]]
 """Branches on ranks of the others, for the ways that were chosen."""
 
-Way = TypeVar("Way", bound="BranchWay")
+Way = TypeVar("Way", bound="BranchLayout")
 
 
 @dataclass(frozen=True)
-class BranchWay:
+class BranchLayout:
     """One way in which a branch may lie.
 
     Attributes:
@@ -58,8 +58,8 @@ class BranchWay:
 
     Examples:
         >>> import penstock as ps
-        >>> from penstock.planning import BranchWay
-        >>> way = BranchWay(ps.Branch(ps.placements.one_to_one(2), 4), ps.Costs.uniform(2), num_devices=2)
+        >>> from penstock.planning import BranchLayout
+        >>> way = BranchLayout(ps.Branch(ps.placements.one_to_one(2), 4), ps.Costs.uniform(2), num_devices=2)
         >>> way.least_ms(split=False), way.least_ms(split=True)
         (15.0, 13.0)
     """
@@ -122,19 +122,19 @@ class FoundLayout:
 
     Examples:
         >>> import penstock as ps
-        >>> from penstock.planning import BranchWay, search_branches
+        >>> from penstock.planning import BranchLayout, search_branches
         >>> def ways(layer_ms, num_layers):
         ...     for ranks in (1, 2, 3, 4):
         ...         ms = layer_ms * num_layers / ranks
         ...         branch = ps.Branch(ps.placements.one_to_one(ranks), num_microbatches=8)
-        ...         yield BranchWay(branch, ps.Costs.uniform(ranks, f=ms, i=ms, w=ms), num_devices=ranks)
+        ...         yield BranchLayout(branch, ps.Costs.uniform(ranks, f=ms, i=ms, w=ms), num_devices=ranks)
         >>> towers = {"audio": list(ways(2, 12)), "text": list(ways(1, 12))}
         >>> found = search_branches(towers, num_devices=6, split=True)
         >>> {name: way.num_ranks for name, way in found.ways.items()}, found.step_ms
         ({'audio': 4, 'text': 2}, 162.0)
     """
 
-    ways: Mapping[str, BranchWay]
+    ways: Mapping[str, BranchLayout]
     program: Program
     schedule: Schedule
     timeline: Timeline
@@ -146,7 +146,7 @@ class FoundLayout:
 
 
 def search_branches(
-    ways: Mapping[str, Sequence[BranchWay]],
+    ways: Mapping[str, Sequence[BranchLayout]],
     num_devices: int,
     *,
     split: bool = False,
@@ -176,11 +176,11 @@ def search_branches(
 
     Examples:
         >>> import penstock as ps
-        >>> from penstock.planning import BranchWay, search_branches
+        >>> from penstock.planning import BranchLayout, search_branches
         >>> def ways(work):
         ...     for p in (1, 2, 3):
         ...         branch = ps.Branch(ps.placements.one_to_one(p), 4)
-        ...         yield BranchWay(branch, ps.Costs.uniform(p, f=work / p, i=work / p, w=work / p), p)
+        ...         yield BranchLayout(branch, ps.Costs.uniform(p, f=work / p, i=work / p, w=work / p), p)
         >>> found = search_branches({"audio": list(ways(6)), "text": list(ways(2))}, 4)
         >>> [way.num_ranks for way in found.ways.values()], found.step_ms
         ([3, 1], 36.0)
@@ -196,7 +196,7 @@ def search_branches(
 
 
 def rank_branches(
-    ways: Mapping[str, Sequence[BranchWay]],
+    ways: Mapping[str, Sequence[BranchLayout]],
     num_devices: int,
     num_best: int,
     *,
@@ -228,8 +228,8 @@ def rank_branches(
 
     Examples:
         >>> import penstock as ps
-        >>> from penstock.planning import BranchWay, rank_branches
-        >>> ways = [BranchWay(ps.Branch(ps.placements.one_to_one(p), 4), ps.Costs.uniform(p), p) for p in (1, 2)]
+        >>> from penstock.planning import BranchLayout, rank_branches
+        >>> ways = [BranchLayout(ps.Branch(ps.placements.one_to_one(p), 4), ps.Costs.uniform(p), p) for p in (1, 2)]
         >>> [layout.step_ms for layout in rank_branches({"audio": ways, "text": ways}, 3, 2)]
         [15.0, 15.0]
     """
@@ -291,7 +291,7 @@ def _fill(
 
 
 def _program(
-    all_ways: Mapping[str, BranchWay], of_ranks: Sequence[BranchWay], split: bool, ops: Sequence[NewOp]
+    all_ways: Mapping[str, BranchLayout], of_ranks: Sequence[BranchLayout], split: bool, ops: Sequence[NewOp]
 ) -> Program:
     return Program.of_branches(
         {name: way.branch for name, way in all_ways.items()},
@@ -304,8 +304,8 @@ def _program(
 
 
 def _built(
-    chosen: Mapping[str, BranchWay],
-    also: Mapping[str, BranchWay],
+    chosen: Mapping[str, BranchLayout],
+    also: Mapping[str, BranchLayout],
     program: Program,
     memory_limit: float | None,
     below: float,
@@ -350,7 +350,7 @@ def joined_costs(costs: Sequence[Costs]) -> Costs:
     )
 
 
-def _joined_links(ways: Sequence[BranchWay]) -> Links:
+def _joined_links(ways: Sequence[BranchLayout]) -> Links:
     """Between all ranks, numbered branch by branch; between branches as `Links()` has it."""
     firsts = accumulate((way.num_ranks for way in ways), initial=0)
     delays: dict[tuple[int, int], float] = {}

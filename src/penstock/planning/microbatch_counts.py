@@ -22,10 +22,10 @@ from penstock.planning.family import in_turn
 from penstock.schedule import Placement
 
 MOST_LISTED = 20_000
-"""Deals that are gone through one by one at most; of more, only those that are near to dealing in turn."""
+"""DealSearches that are gone through one by one at most; of more, only those that are near to dealing in turn."""
 
 _MOST_POSED = 33
-"""Deals that are made problems of their own at most."""
+"""DealSearches that are made problems of their own at most."""
 
 _FIRST_SHARE, _OTHERS_SHARE = 0.4, 0.2
 """Shares of the time that microbatches dealt in turn are searched for first, and then the other deals together."""
@@ -86,7 +86,7 @@ def num_deals(num_microbatches: int, num_pipelines: int) -> int:
 
 
 @dataclass
-class Deals(Generic[S]):
+class DealSearches(Generic[S]):
     """The deals of a problem.
 
     Attributes:
@@ -136,14 +136,16 @@ class Deals(Generic[S]):
         return best
 
 
-def deals_of(costs: Costs, placement: Placement, num_ranks: int, num_microbatches: int, links: Links) -> Deals[S]:
+def deals_of(
+    costs: Costs, placement: Placement, num_ranks: int, num_microbatches: int, links: Links
+) -> DealSearches[S]:
     """All deals: the most likely to search, and a bound of the others."""
     num_pipelines = placement.num_pipelines
     plain = in_turn(num_microbatches, num_pipelines)
     if num_deals(num_microbatches, num_pipelines) > MOST_LISTED:
         # Every pipeline has all stages, so whatever the deal, the ranks share the same work.
         work = sum(_work(costs, s) for s in range(placement.num_stages))
-        return Deals([plain], num_microbatches * work / num_ranks)
+        return DealSearches([plain], num_microbatches * work / num_ranks)
     deals = np.array(list(all_deals(num_microbatches, num_pipelines)), np.int64)
     bounds = quick_bound(deals, costs, placement, num_ranks, links)
     far = np.abs(deals - np.array(plain)).sum(axis=1)
@@ -151,4 +153,6 @@ def deals_of(costs: Costs, placement: Placement, num_ranks: int, num_microbatche
     likely = [tuple(deals[k].tolist()) for k in order[:_MOST_POSED]]
     rest = float(bounds[order[_MOST_POSED:]].min(initial=math.inf))
     others = [deal for deal in likely if deal != plain]
-    return Deals([plain, *others], rest, {tuple(deals[k].tolist()): float(bounds[k]) for k in order[:_MOST_POSED]})
+    return DealSearches(
+        [plain, *others], rest, {tuple(deals[k].tolist()): float(bounds[k]) for k in order[:_MOST_POSED]}
+    )

@@ -262,7 +262,7 @@ def plan(
     )  # fmt: skip
 
     # Here, so that `import penstock` stays light.
-    from penstock.planning import compile_ahead, deals, longest_paths, strategy
+    from penstock.planning import compile_ahead, longest_paths, microbatch_counts, strategy
     from penstock.planning.joint import search as joint
     from penstock.planning.joint.problem import pose_joint
     from penstock.planning.problem import pose
@@ -279,12 +279,12 @@ def plan(
         compile_ahead.wait_for(list_by_values, sweep, longest_paths)
     if counts is None and goal == "span":
         counts = in_turn(num_microbatches, placement.num_pipelines)
-    ways: deals.Deals[Search | JointSearch]
+    ways: microbatch_counts.DealSearches[Search | JointSearch]
     if counts is None:
         surely = Links() if isinstance(goal, Expected) else links
-        ways = deals.deals_of(costs, placement, num_ranks, num_microbatches, surely)
+        ways = microbatch_counts.deals_of(costs, placement, num_ranks, num_microbatches, surely)
     else:
-        ways = deals.Deals([counts], math.inf)
+        ways = microbatch_counts.DealSearches([counts], math.inf)
 
     def begin(counts: tuple[int, ...]) -> Search | JointSearch:
         if family.joint:

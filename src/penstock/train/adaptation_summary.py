@@ -94,7 +94,7 @@ def _wrapped(name: str, text: str, indent: str = "") -> list[tuple[str, str]]:
     return [(name if place == 0 else "", line) for place, line in enumerate(lines)]
 
 
-def read_steered(folder: Path) -> AdaptationSummary | None:
+def read_adaptation(folder: Path) -> AdaptationSummary | None:
     """Reads the records in a run's folder; None where there are none, or no iteration in them."""
     try:
         lines = {name: (folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)}

@@ -24,7 +24,7 @@ from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulation import Timeline
 from penstock.simulation.simulator import AUTO
-from penstock.train.adaptation_summary import read_steered
+from penstock.train.adaptation_summary import read_adaptation
 from penstock.train.batch_planner import BatchPlanner
 from penstock.train.folder import RunFolder, is_folder
 from penstock.train.inputs import Inputs, build_pipeline, device_of
@@ -358,7 +358,7 @@ class RankRun:
                 **({} if self.export is None else {"model": self.export}),
                 **({"page": f"penstock report {folder.path} writes it"} if settings.adapt else {}),
             },
-            steered=read_steered(folder.path) if settings.adapt else None,
+            steered=read_adaptation(folder.path) if settings.adapt else None,
             updating=updating,
             state=ending.state,
             deferred=ending.deferred,

@@ -22,7 +22,7 @@ from typing import Any
 from penstock.cost import Costs, Links
 from penstock.dispatch import Dispatch
 from penstock.models import CLIPConfig, tower_costs
-from penstock.planning import BranchWay, rank_branches
+from penstock.planning import BranchLayout, rank_branches
 from penstock.runtime import partition
 from penstock.schedule import ScheduleError
 from penstock.simulation.memory_footprint import in_bytes
@@ -50,7 +50,7 @@ None where there is none."""
 
 
 @dataclass(frozen=True)
-class TowerWay(BranchWay):
+class TowerLayout(BranchLayout):
     """One way in which a tower may lie. `tower` says it as `penstock train` does, its ranks counted from 0."""
 
     tower: Tower | None = None
@@ -233,7 +233,7 @@ class _OneShape:
                 if all(each.microbatches in (None, count) and each.schedule in (None, style) for each in asked):
                     yield {name: Tower((), 1, count, style) for name in self.names}
 
-    def _ways(self, name: str) -> Iterator[TowerWay]:
+    def _ways(self, name: str) -> Iterator[TowerLayout]:
         wanted, config = self.towers.asked.get(name, TowerOptions()), self.towers.config
         most = self.shape.pp - len(self.names) + 1
         for num_ranks in range(1, most + 1) if wanted.ranks is None else (wanted.ranks,):
@@ -245,7 +245,7 @@ class _OneShape:
                     if wanted.microbatches in (None, count) and profile is not None:
                         yield self._way(Tower(tuple(range(num_ranks)), stages, count, style), cut, profile)
 
-    def _way(self, tower: Tower, cut: list[range], profile: Profile) -> TowerWay:
+    def _way(self, tower: Tower, cut: list[range], profile: Profile) -> TowerLayout:
         num_ranks, dp, transfer = len(tower.ranks), self.shape.dp, self._transfer
         (branch,) = branches_of({"tower": tower}, self.shape.num_microbatches)[0].values()
         updates, states = [0.0] * num_ranks, [0.0] * num_ranks
@@ -258,7 +258,7 @@ class _OneShape:
             if stage < len(cut) - 1:
                 states[(stage + 1) % num_ranks] += 2 * POSTED * sent
         own = transfer.gap + transfer.at("send", max(profile.output)) + transfer.at("receive", max(profile.output))
-        return TowerWay(
+        return TowerLayout(
             replace(branch, ranks=None, feeds=(CONTRAST,)),
             _costs(cut, profile, transfer, num_ranks),
             num_ranks,
@@ -268,13 +268,13 @@ class _OneShape:
             tower=tower,
         )
 
-    def _contrast(self, chosen: Mapping[str, BranchWay], costs: Costs) -> BranchWay:
+    def _contrast(self, chosen: Mapping[str, BranchLayout], costs: Costs) -> BranchLayout:
         towers = _placed(chosen)
         _, branch = branches_of(towers, self.shape.num_microbatches)
         profiles = [self.profile(CONTRAST, self.shape.num_microbatches)]
         profiles += [self.profile(name, tower.microbatches) for name, tower in towers.items()]
         said = sum(profile.output[-1] for profile in profiles if profile is not None)
-        return BranchWay(branch, costs, 0, state=2 * POSTED * said)
+        return BranchLayout(branch, costs, 0, state=2 * POSTED * said)
 
     def candidate(self, layout: Mapping[str, Tower], settings: Settings) -> TuneCandidate:
         """A layout as `penstock train` builds it.
@@ -343,12 +343,12 @@ def _consider(
         add_candidate(found, candidate, profile, transfer, batch, memory_limit, num_best, dispatch, num_devices)
 
 
-def _placed(chosen: Mapping[str, BranchWay]) -> dict[str, Tower]:
+def _placed(chosen: Mapping[str, BranchLayout]) -> dict[str, Tower]:
     """Towers on ranks of the whole, one tower after another."""
     found: dict[str, Tower] = {}
     first = 0
     for name, way in chosen.items():
-        assert isinstance(way, TowerWay), "a tower's"
+        assert isinstance(way, TowerLayout), "a tower's"
         assert way.tower is not None
         found[name] = replace(way.tower, ranks=tuple(range(first, first + way.num_ranks)))
         first += way.num_ranks

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, has_encoder
-from penstock.models.huggingface.layers import TARGETS, pieces_of
+from penstock.models.huggingface.layers import TARGETS, model_layers
 from penstock.models.huggingface.loss import inputs_and_targets
 from penstock.models.huggingface.pictures import IMAGES, PictureForm, picture_form
 from penstock.models.huggingface.routers import Routers
@@ -88,7 +88,7 @@ def require_equal(model: Any, anatomy: Anatomy, routers: Routers | None, loss_fn
     Raises DecoderError with what differs first.
     """
     name = f"{type(model).__name__} ({model.config.model_type})"
-    layers = pieces_of(model, anatomy, routers, _form(model))
+    layers = model_layers(model, anatomy, routers, _form(model))
     stages = [nn.Sequential(*layers[part.start : part.stop]) for part in _parts(anatomy)]
     batches = [sample_batch(model, seed) for seed in range(2)]
     weights = [loss_fn.weight(batch["labels"]) for batch in batches]

@@ -15,7 +15,7 @@ from penstock.models.dividing import ParallelError
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, examine, has_routers
 from penstock.models.huggingface.compare import require_equal, sample_batch, small_model
 from penstock.models.huggingface.export import write_folder
-from penstock.models.huggingface.layers import TARGETS, Piece, build_pieces
+from penstock.models.huggingface.layers import TARGETS, ModelLayer, build_layers
 from penstock.models.huggingface.lora import Adapters
 from penstock.models.huggingface.loss import NextTokenLoss, WithRouterLoss, inputs_and_targets
 from penstock.models.huggingface.packed import require_apart, require_usual, use_each_sequence
@@ -227,7 +227,7 @@ class Decoder:
         held = [[name for name in group if _is_in(name, paths)] for group in tied_groups(self._model)]
         return [group for group in held if len(group) > 1]
 
-    def layers(self, indices: Iterable[int] | None = None) -> list[Piece]:
+    def layers(self, indices: Iterable[int] | None = None) -> list[ModelLayer]:
         """The layers at `indices` (all, unless told otherwise), for an `nn.Sequential` or a stage.
 
         Raises:
@@ -239,25 +239,25 @@ class Decoder:
         modules: dict[str, nn.Module] = {
             path: self._source.module(path) for i in wanted for path in self.anatomy.paths(i)
         }
-        pieces = build_pieces(self._model, self.anatomy, wanted, modules, self._routers, self.pictures)
-        for piece in pieces:
-            piece.shards = self.shards
+        layers = build_layers(self._model, self.anatomy, wanted, modules, self._routers, self.pictures)
+        for layer in layers:
+            layer.shards = self.shards
         for names in self.tied:
             _tie([name for name in names if _is_in(name, modules)], modules)
-        return pieces
+        return layers
 
     def stage(self, indices: Iterable[int]) -> Stage:
         """The stage that holds the layers at `indices`, its parameters under their names in the model."""
         wanted = list(indices)
-        pieces = self.layers(wanted)
+        layers = self.layers(wanted)
         modules: dict[str, nn.Module] = {}
         numbers: list[int] = []
-        for index, piece in zip(wanted, pieces, strict=True):
-            for path, module in piece.modules_at.items():
+        for index, layer in zip(wanted, layers, strict=True):
+            for path, module in layer.modules_at.items():
                 if path not in modules:
                     modules[path] = module
                     numbers.append(index)
-        stage = _DecoderStage(modules, numbers, _LayerCalls(pieces), self.has_encoder)
+        stage = _DecoderStage(modules, numbers, _LayerCalls(layers), self.has_encoder)
         if self.num_layers - 1 in wanted:
             self._source.fill(self.anatomy.buffers)
             for name in self.anatomy.buffers:
@@ -328,16 +328,16 @@ class Decoder:
         batch = {"input_ids": tokens.to(parameter.device), "attention_mask": mask.to(parameter.device)}
         if self.has_encoder:
             batch[TARGETS] = batch["input_ids"][:, :4]
-        pieces = self.layers()
-        modes = {module: module.training for module in [*self._model.modules(), *pieces]}
+        layers = self.layers()
+        modes = {module: module.training for module in [*self._model.modules(), *layers]}
         try:
-            for module in [self._model, *pieces]:
+            for module in [self._model, *layers]:
                 module.eval()
             with torch.no_grad():
                 whole: Tensor = self._model(**batch, use_cache=False).logits
                 value: Any = batch
-                for piece in pieces:
-                    value = piece(value)
+                for layer in layers:
+                    value = layer(value)
             if isinstance(value, dict):
                 value = value["logits"]
         finally:
@@ -358,7 +358,7 @@ class _DecoderStage(Stage):
         self, modules: Mapping[str, nn.Module], indices: Sequence[int], calling: _LayerCalls, has_encoder: bool
     ) -> None:
         super().__init__(modules, indices, calling)
-        self.__dict__["_pieces"] = calling.pieces
+        self.__dict__["_model_layers"] = calling.layers
         self.__dict__["_has_encoder"] = has_encoder
 
     def shard_over(self, sharding: Sharding) -> None:
@@ -372,20 +372,20 @@ class _DecoderStage(Stage):
             raise ParallelError(
                 "layers of a model with an encoder are not shared out over tensor-parallel ranks; give tp 1"
             )
-        for piece in self.__dict__["_pieces"]:
-            piece.shard_over(sharding)
+        for layer in self.__dict__["_model_layers"]:
+            layer.shard_over(sharding)
 
 
 class _LayerCalls:
     """How a stage calls its modules: each layer once, where the first of its modules stands."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.pieces = list(pieces)
+    def __init__(self, layers: Sequence[ModelLayer]) -> None:
+        self.layers = list(layers)
 
     def __call__(self, module: nn.Module, value: Any) -> Any:
-        for piece in self.pieces:
-            if piece.first is module:
-                return piece(value)
+        for layer in self.layers:
+            if layer.first is module:
+                return layer(value)
         return value
 
 

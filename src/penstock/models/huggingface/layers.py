@@ -52,7 +52,7 @@ SELECTED = "selected_states"
 TOKENS, TARGETS = "input_ids", "decoder_input_ids"
 
 
-class Piece(nn.Module):
+class ModelLayer(nn.Module):
     """One layer; its modules keep the names that they have in the model.
 
     Attributes:
@@ -80,7 +80,7 @@ class Piece(nn.Module):
             self.shards.apply(self.modules_at, sharding)
 
 
-class EmbeddingPiece(Piece):
+class EmbeddingLayer(ModelLayer):
     """Tokens[B, T], or a dict of `input_ids` and what goes with them, to what the first block takes."""
 
     _frame: nn.Module
@@ -134,7 +134,7 @@ class EmbeddingPiece(Piece):
         return value
 
 
-class PatchesPiece(EmbeddingPiece):
+class PatchesLayer(EmbeddingLayer):
     """Inputs to what the first block of a tower takes and the tokens; without pictures the tokens alone go on."""
 
     def forward(self, given: Tensor | Value) -> Value:
@@ -143,7 +143,7 @@ class PatchesPiece(EmbeddingPiece):
         return beside if IMAGES not in value else {HIDDEN: self._embedded(value), **beside}
 
 
-class BlockPiece(Piece):
+class BlockLayer(ModelLayer):
     """One block. `block_arguments` says what it is given besides the hidden states."""
 
     def __init__(
@@ -170,7 +170,7 @@ class BlockPiece(Piece):
         return new
 
 
-class TowerBlockPiece(BlockPiece):
+class TowerBlockLayer(BlockLayer):
     """A block of a tower. Where there is no picture, or nothing is made of what it returns, it does nothing."""
 
     def __init__(
@@ -188,7 +188,7 @@ class TowerBlockPiece(BlockPiece):
         return super().forward(value)
 
 
-class MergePiece(Piece):
+class MergeLayer(ModelLayer):
     """What stands between a tower's blocks and the decoder's: its norm, the projector, the embedding of tokens."""
 
     _frame: nn.Module
@@ -249,7 +249,7 @@ class BlankPictures:
             part.instead = None
 
 
-class BridgePiece(Piece):
+class BridgeLayer(ModelLayer):
     """What stands between an encoder's blocks and the decoder's: the norm of the one, the embedding of the other."""
 
     _frame: nn.Module
@@ -286,7 +286,7 @@ class BridgePiece(Piece):
         raise DecoderError("the model ran without calling its decoder's blocks")
 
 
-class HeadPiece(Piece):
+class HeadLayer(ModelLayer):
     """The final norm, the head and whatever the model does to logits: to logits[B, T, V], with a loss of routers to a
     dict of both.
     """
@@ -395,14 +395,14 @@ class BlockArguments:
         return [recorder.given for recorder in self._recorders if recorder.given is not None], blank
 
 
-def build_pieces(
+def build_layers(
     model: nn.Module,
     anatomy: Anatomy,
     indices: Sequence[int],
     weights: Mapping[str, nn.Module],
     routers: Routers | None = None,
     pictures: PictureForm | None = None,
-) -> list[Piece]:
+) -> list[ModelLayer]:
     """The layers at `indices`; `weights` has the modules with weights that they need, by path, and `pictures` says
     what a model that sees is given.
     """
@@ -412,47 +412,47 @@ def build_pieces(
     block_arguments = {
         is_encoder: BlockArguments(model, anatomy, is_encoder) for is_encoder in (False, True)[: 1 + bool(encoder)]
     }
-    pieces: list[Piece] = []
+    layers: list[ModelLayer] = []
     for index in indices:
         paths = anatomy.paths(index)
         own = {path: weights[path] for path in paths}
         number = index - anatomy.first_block
         if 0 <= number < anatomy.num_blocks:
-            pieces.append(BlockPiece(paths[0], own[paths[0]], number, block_arguments[False], routers))
+            layers.append(BlockLayer(paths[0], own[paths[0]], number, block_arguments[False], routers))
             continue
         if encoder is not None and 0 < index <= encoder.num_blocks:
             block = own[paths[0]]
             if anatomy.tower is None:
-                pieces.append(BlockPiece(paths[0], block, index - 1, block_arguments[True]))
+                layers.append(BlockLayer(paths[0], block, index - 1, block_arguments[True]))
             else:
-                pieces.append(TowerBlockPiece(paths[0], block, index - 1, block_arguments[True], anatomy.tower))
+                layers.append(TowerBlockLayer(paths[0], block, index - 1, block_arguments[True], anatomy.tower))
             continue
         lists = _recorders(model, anatomy)
         frame = hollow(model, {**hollow_parts, **own, **loose, **_as_modules(lists)})
         first = lists[anatomy.blocks][0]
         if number == anatomy.num_blocks:
-            pieces.append(HeadPiece({**own, **loose}, frame, first, routers, anatomy.has_encoder))
+            layers.append(HeadLayer({**own, **loose}, frame, first, routers, anatomy.has_encoder))
         elif anatomy.tower is not None and index > 0:
             first.stops = True
             blank_pictures = BlankPictures(anatomy.tower, hollow_parts)
-            pieces.append(MergePiece({**own, **loose}, frame, blank_pictures, lists[anatomy.tower.blocks]))
+            layers.append(MergeLayer({**own, **loose}, frame, blank_pictures, lists[anatomy.tower.blocks]))
         elif encoder is not None and index > 0:
             first.stops = True
-            pieces.append(BridgePiece({**own, **loose}, frame, lists[encoder.blocks][0], first, encoder.given_as))
+            layers.append(BridgeLayer({**own, **loose}, frame, lists[encoder.blocks][0], first, encoder.given_as))
         else:
             next(iter(lists.values()))[0].stops = True
-            kind = EmbeddingPiece if anatomy.tower is None else PatchesPiece
-            pieces.append(kind({**own, **loose}, frame, anatomy.has_encoder, pictures))
-    return pieces
+            kind = EmbeddingLayer if anatomy.tower is None else PatchesLayer
+            layers.append(kind({**own, **loose}, frame, anatomy.has_encoder, pictures))
+    return layers
 
 
-def pieces_of(
+def model_layers(
     model: nn.Module, anatomy: Anatomy, routers: Routers | None = None, pictures: PictureForm | None = None
-) -> list[Piece]:
+) -> list[ModelLayer]:
     """All layers of a model that is there, which share its weights."""
     everything = range(anatomy.num_layers)
     weights = {path: model.get_submodule(path) for index in everything for path in anatomy.paths(index)}
-    return build_pieces(model, anatomy, everything, weights, routers, pictures)
+    return build_layers(model, anatomy, everything, weights, routers, pictures)
 
 
 def _beside(value: Value) -> Value:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError
-from penstock.models.huggingface.layers import HIDDEN, pieces_of
+from penstock.models.huggingface.layers import HIDDEN, model_layers
 from penstock.models.huggingface.routers import Routers
 
 __all__ = ["attend_each", "packed_inputs", "require_apart", "require_usual", "use_each_sequence"]
@@ -158,13 +158,13 @@ def require_apart(small: Any, anatomy: Anatomy, routers: Routers | None) -> None
     try:
         alone, rounding = _alone(small, tokens)
         use_each_sequence(small)
-        pieces = pieces_of(small, anatomy, routers)
+        layers = model_layers(small, anatomy, routers)
         value: Any = packed_inputs(tokens, torch.tensor(LENGTHS))
-        for piece in pieces[: anatomy.first_block]:  # a tower for images lets tokens pass
-            value = piece(value)
+        for layer in layers[: anatomy.first_block]:  # a tower for images lets tokens pass
+            value = layer(value)
         embedded = value[HIDDEN] = value[HIDDEN].detach().requires_grad_()
-        for piece in pieces[anatomy.first_block :]:
-            value = piece(value)
+        for layer in layers[anatomy.first_block :]:
+            value = layer(value)
     except DecoderError:
         raise
     except Exception as error:  # whatever a model's code raises where a mask is none

@@ -175,7 +175,7 @@ class EmulatedRing:
                 box.changed.wait(left)
 
 
-class EndedReplicas:
+class OpEndTimes:
     """When ops ended that others wait for, by replica."""
 
     def __init__(self, awaited: set[tuple[int, Op]], timeout: float) -> None:
@@ -286,7 +286,7 @@ class EmulatedMesh:
         last = last_gradients(schedule)
         final = [row[-1] for row in schedule.order]
         awaited = {*(op for ops in last for op in ops), *final}
-        ended = EndedReplicas({(replica, op) for replica in range(mesh.dp) for op in awaited}, self._timeout)
+        ended = OpEndTimes({(replica, op) for replica in range(mesh.dp) for op in awaited}, self._timeout)
         rings = [self._ring_of(rank) for rank in range(mesh.pp)]
         steps: dict[int, EmulatedStep] = {}
         nodes: dict[tuple[int, int], _NodeStep] = {}
@@ -354,7 +354,7 @@ class EmulatedMesh:
         return EmulatedRing(self._ring, conditions, self.mesh.dp, self._timeout)
 
     def _rings_and_update(
-        self, rank: int, replica: int, last: Sequence[Op], final: Op, ended: EndedReplicas, ring: EmulatedRing
+        self, rank: int, replica: int, last: Sequence[Op], final: Op, ended: OpEndTimes, ring: EmulatedRing
     ) -> _NodeStep:
         """A node's second thread: each stage's ring as soon as it may go round, then the update."""
         sharpen_timers()

@@ -16,7 +16,7 @@ from penstock.runtime.mesh.peers import peers_of
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
-from penstock.train.adaptation_summary import read_steered
+from penstock.train.adaptation_summary import read_adaptation
 from penstock.train.bounds import bound, proved_mismatch
 from penstock.train.emulated.report import EmulatedIteration, EmulatedReport, medians
 from penstock.train.emulated.settings import EmulatedSettings
@@ -154,7 +154,7 @@ class EmulatedRun:
             seconds=seconds,
             late=(median(late), max(late)) if late else (0.0, 0.0),
             peaks=peaks,
-            steered=read_steered(folder.path),
+            steered=read_adaptation(folder.path),
             notices=[*settings.injected(), *self._cut(), *self._crowded(iterations), *notices],
             files={
                 "schedule": str(folder.file("schedule.svg")),

@@ -263,7 +263,7 @@ class DatasetBatches:
         return self._read(batch, f"a batch of {own}")
 
 
-class DealtBatches:
+class ConcatenatedBatches:
     """The batches of several replicas, each with its own part, as one pipeline runs them one after another."""
 
     def __init__(self, parts: Sequence[IteratedBatches | DatasetBatches], num_microbatches: int) -> None:
@@ -334,7 +334,7 @@ def _dealt(settings: Settings, text: str, read: Reader) -> OwnData:
         own = found[0]
         data = TaskData(text, own.form, own.batches, own.validation, stateful=own.stateful, is_dealt=dp > 1)
         return OwnData(data, unit)
-    joined = DealtBatches([each.batches for each in found], num)
+    joined = ConcatenatedBatches([each.batches for each in found], num)
     validation = Validation(lambda: map(joined.join, zip(*(each.validation for each in found), strict=False)))
     return OwnData(TaskData(text, found[0].form, joined, validation, stateful={"data": joined}), unit)
 

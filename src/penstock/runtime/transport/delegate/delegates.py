@@ -341,7 +341,7 @@ class PredecessorState(NamedTuple):
     limit: int
 
 
-class Fleet:
+class Delegates:
     """Args:
     gather: everyone's value, by rank.
     num_places: most delegates of one kind and direction.
@@ -609,14 +609,14 @@ class Supervisor:
     restart: starts a dead delegate again; called with the lock held.
     """
 
-    def __init__(self, fleet: Fleet, lock: threading.RLock, restart: Callable[[DelegateKey], None]) -> None:
-        self._fleet, self._lock, self._restart = fleet, lock, restart
+    def __init__(self, delegates: Delegates, lock: threading.RLock, restart: Callable[[DelegateKey], None]) -> None:
+        self._delegates, self._lock, self._restart = delegates, lock, restart
         self.error: RuntimeFailure | None = None
         self._thread = threading.Thread(target=self._work, name="penstock-delegates", daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
-        while (keys := self._fleet.watch(LOOK if self._fleet.blind else -1.0)) is not None:
+        while (keys := self._delegates.watch(LOOK if self._delegates.blind else -1.0)) is not None:
             with self._lock:
                 try:
                     self._tend(keys)
@@ -629,14 +629,14 @@ class Supervisor:
                     return
 
     def _tend(self, keys: list[DelegateKey]) -> None:
-        self._fleet.pass_on()
+        self._delegates.pass_on()
         for key in keys:
-            if self._fleet.dead(key):
+            if self._delegates.dead(key):
                 self._restart(key)
             else:
-                self._fleet.get(key)
+                self._delegates.get(key)
 
     def stop(self) -> None:
         """Ends the thread; one that still starts a delegate after `ENDS` seconds is left to end by itself."""
-        self._fleet.stop_watching()
+        self._delegates.stop_watching()
         self._thread.join(ENDS)

@@ -14,7 +14,7 @@ from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.channel import ExpectedMessages
 from penstock.runtime.transport.delegate.carrier.frame import Lane
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
-from penstock.runtime.transport.delegate.delegates import DelegateKey, Fleet, PredecessorState
+from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates, PredecessorState
 from penstock.runtime.transport.delegate.outbox import lanes_for
 from penstock.runtime.transport.transfer_record import CrossingLog
 from penstock.runtime.transport.wire_format import ALIGN
@@ -44,8 +44,8 @@ KEPT = 64
 class DelegateInbox:
     """One rank's."""
 
-    def __init__(self, fleet: Fleet, takes_over: bool = False) -> None:
-        self._fleet = fleet
+    def __init__(self, delegates: Delegates, takes_over: bool = False) -> None:
+        self._delegates = delegates
         self._step, self._digest = 0, 0
         self._edges: dict[tuple[int, int], Edge] = {}  # (sender, tag) -> what is yet to come in this step
         self._early: list[HeldMessage] = []
@@ -76,7 +76,7 @@ class DelegateInbox:
         self._edges = {(one.peer, tag): edge for one in expected for edge, tag in one.messages}
         for one in expected:
             for place in range(num_lanes):
-                self.expect(Lane(one.peer, self._fleet.rank, kind_of(one), place))
+                self.expect(Lane(one.peer, self._delegates.rank, kind_of(one), place))
         return self._take_early()
 
     def begin_within(
@@ -87,7 +87,7 @@ class DelegateInbox:
         self._edges |= {(one.peer, tag): edge for one in expected for edge, tag in one.messages}
         for one in expected:
             for place in range(num_lanes):
-                self.expect(Lane(one.peer, self._fleet.rank, kind_of(one), place))
+                self.expect(Lane(one.peer, self._delegates.rank, kind_of(one), place))
         return self._take_early()
 
     def _take_early(self) -> list[Edge]:
@@ -97,7 +97,7 @@ class DelegateInbox:
     def expect(self, lane: Lane) -> None:
         """Has a lane's delegate ready, and on the watch for who is to connect to it."""
         key = DelegateKey(False, lane.kind, lane.place)
-        if lane not in self._watched and self._fleet.get(key).order(Descriptor(DescriptorKind.EXPECT, lane)):
+        if lane not in self._watched and self._delegates.get(key).order(Descriptor(DescriptorKind.EXPECT, lane)):
             self._watched.add(lane)
 
     def came(self, key: DelegateKey, note: Descriptor) -> Edge | None:
@@ -139,15 +139,15 @@ class DelegateInbox:
             rate = 1e9 / max(1.0, median(after - before for before, after in pairwise(sent)))
             delay = median(one.arrived - one.sent for one in seen) / 1e9
             wanted = lanes_for(rate, max(0.0, delay), 0.0).posted * max(one.capacity for one in seen)
-            wanted = min(wanted, self._fleet.host_memory)
-            limit = self._limits.setdefault(key, self._fleet.share)
+            wanted = min(wanted, self._delegates.host_memory)
+            limit = self._limits.setdefault(key, self._delegates.share)
             if wanted > limit and self.grant(key, wanted - limit):
                 self._limits[key] = wanted
             seen.clear()
 
     def _foreign(self, note: Descriptor, edge: Edge | None) -> str:
         what = f"message {note.tag} of step {note.step} from rank {note.lane.source}"
-        me = f"rank {self._fleet.rank}"
+        me = f"rank {self._delegates.rank}"
         if note.step < self._step:
             return f"{me} is at step {self._step} and got {what}; the ranks run different steps"
         if edge is None:
@@ -178,7 +178,7 @@ class DelegateInbox:
         Its delegate may use as much more meanwhile: host memory bounds what is not taken, and as much again is lent.
         """
         capacity = held.note.capacity
-        if capacity < LENT or sum(self._lent.values()) + capacity > self._fleet.host_memory:
+        if capacity < LENT or sum(self._lent.values()) + capacity > self._delegates.host_memory:
             return None
         if not self.grant(held.key, capacity):
             return None
@@ -195,14 +195,14 @@ class DelegateInbox:
     def flush(self, key: DelegateKey) -> None:
         """Tells a delegate which slots are free, as far as its ring has room."""
         queue = self._free.get(key)
-        delegate = self._fleet.get(key) if queue else None
+        delegate = self._delegates.get(key) if queue else None
         while queue and delegate is not None and delegate.order(queue[0]):
             queue.pop(0)
 
     def grant(self, key: DelegateKey, num_bytes: int) -> bool:
         """Lets a delegate use more memory."""
-        lane = Lane(0, self._fleet.rank, key.kind, key.place)
-        return self._fleet.get(key).order(Descriptor(DescriptorKind.GRANT, lane, num_bytes))
+        lane = Lane(0, self._delegates.rank, key.kind, key.place)
+        return self._delegates.get(key).order(Descriptor(DescriptorKind.GRANT, lane, num_bytes))
 
     def restart(self, key: DelegateKey) -> None:
         """Starts a dead delegate again: with what it delivered, and without what is still held of its memory."""
@@ -212,9 +212,9 @@ class DelegateInbox:
         resumed = PredecessorState(
             [(lane.source, lane.target, self._last[lane]) for lane in mine],
             list(self._slots.get(key, {}).items()),
-            self._fleet.share + self._lent.get(key, 0),
+            self._delegates.share + self._lent.get(key, 0),
         )
-        delegate = self._fleet.restart(key, resumed)
+        delegate = self._delegates.restart(key, resumed)
         for lane in self._watched:
             if (lane.kind, lane.place) == (key.kind, key.place):
                 delegate.order(Descriptor(DescriptorKind.EXPECT, lane))

@@ -23,7 +23,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.delegate.carrier.frame import Lane
 from penstock.runtime.transport.delegate.carrier.ring import DEPTH, Descriptor, DescriptorKind
 from penstock.runtime.transport.delegate.carrier.slots import Slots
-from penstock.runtime.transport.delegate.delegates import DelegateKey, Fleet, PredecessorState
+from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates, PredecessorState
 
 
 class LaneCount(NamedTuple):
@@ -99,9 +99,9 @@ class Outbox:
     num_lanes: delegates of each kind to begin with; most_lanes: as many as measured rates may ask for.
     """
 
-    def __init__(self, fleet: Fleet, num_lanes: int, most_lanes: int) -> None:
-        self._fleet, self._most = fleet, most_lanes
-        self._slots = Slots(fleet.host_memory, fleet.host_memory)
+    def __init__(self, delegates: Delegates, num_lanes: int, most_lanes: int) -> None:
+        self._delegates, self._most = delegates, most_lanes
+        self._slots = Slots(delegates.host_memory, delegates.host_memory)
         self._lanes: dict[Lane, OutEnd] = {}
         self._first = num_lanes
         self.num_lanes: dict[tuple[int, int], int] = {}
@@ -122,7 +122,7 @@ class Outbox:
                 "memory that delegates may use; give host_memory= more"
             )
         turn = self._turn.get((target, kind), 0)
-        lane = Lane(self._fleet.rank, target, kind, turn % self.lanes_to(target, kind))
+        lane = Lane(self._delegates.rank, target, kind, turn % self.lanes_to(target, kind))
         if self._load.get(_delegate_of(lane), 0) >= MOST_WAITING:
             return None
         slot = self._slots.take(num_bytes)
@@ -141,17 +141,17 @@ class Outbox:
         end.given += 1
         message = message._replace(number=end.given)
         end.waiting.append(message)
-        self._fleet.get(_delegate_of(message.lane)).order(message)
+        self._delegates.get(_delegate_of(message.lane)).order(message)
         sent = self._sent_at.setdefault((message.lane.target, message.lane.kind), deque(maxlen=KEPT))
         sent.append(message.sent)
 
     def connect(self, target: int, kind: int) -> None:
         """Has the lanes to a rank connected before the first message."""
         for place in range(self.lanes_to(target, kind)):
-            lane = Lane(self._fleet.rank, target, kind, place)
+            lane = Lane(self._delegates.rank, target, kind, place)
             if lane not in self._lanes:
                 self._end(lane)
-                self._fleet.get(_delegate_of(lane)).order(Descriptor(DescriptorKind.CONNECT, lane))
+                self._delegates.get(_delegate_of(lane)).order(Descriptor(DescriptorKind.CONNECT, lane))
 
     def answered(self, note: Descriptor) -> bool:
         """Frees what was answered; returns whether that is any."""
@@ -178,7 +178,7 @@ class Outbox:
 
     def restart(self, key: DelegateKey) -> int:
         """Starts a dead delegate again, with all that was not answered; returns how many messages that are."""
-        delegate, again = self._fleet.restart(key, PredecessorState([], [], 0)), 0
+        delegate, again = self._delegates.restart(key, PredecessorState([], [], 0)), 0
         for lane, end in self._lanes.items():
             if _delegate_of(lane) != key:
                 continue

@@ -26,7 +26,7 @@ from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.delegate.carrier.frame import Lane, body_bytes, spec_room
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
-from penstock.runtime.transport.delegate.delegates import DelegateKey, Fleet, Supervisor
+from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates, Supervisor
 from penstock.runtime.transport.delegate.health import ConnectionHealth, Counters
 from penstock.runtime.transport.delegate.inbox import DelegateInbox
 from penstock.runtime.transport.delegate.memory import PayloadCopier, SlotPacket, SpecCache, copying_for
@@ -92,10 +92,10 @@ class DelegateTransport:
         self.counters = Counters()
         place = torch.device(device)
         pinned = place.type == "cuda"
-        self._fleet = Fleet(rank, num_ranks, gather, interfaces, most_lanes, host_memory, pinned)
-        self._outbox = Outbox(self._fleet, num_lanes, most_lanes)
-        self._inbox = DelegateInbox(self._fleet, takes_over)
-        self._health = ConnectionHealth(rank, self._fleet.addresses, self.counters)
+        self._delegates = Delegates(rank, num_ranks, gather, interfaces, most_lanes, host_memory, pinned)
+        self._outbox = Outbox(self._delegates, num_lanes, most_lanes)
+        self._inbox = DelegateInbox(self._delegates, takes_over)
+        self._health = ConnectionHealth(rank, self._delegates.addresses, self.counters)
         self._num_lanes = num_lanes
         self._specs = SpecCache()
         self._step = self._digest = 0
@@ -106,9 +106,9 @@ class DelegateTransport:
         # One thread of the rank's uses this; the other one is the supervisor.
         self._lock = threading.RLock()
         self._copying: PayloadCopier = copying_for(place, self._lock)
-        self._supervisor = Supervisor(self._fleet, self._lock, self._restart)
+        self._supervisor = Supervisor(self._delegates, self._lock, self._restart)
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._fleet.also_watch(self._waker)
+        self._delegates.also_watch(self._waker)
 
     # Steps.
 
@@ -187,7 +187,7 @@ class DelegateTransport:
         finally:
             self._supervisor.stop()
             self._copying.close()
-            self._fleet.close()
+            self._delegates.close()
             os.close(self._waker)
 
     # Sending.
@@ -214,7 +214,7 @@ class DelegateTransport:
                 self._full, self._room = True, False
                 return False
         lane, (offset, capacity) = found
-        memory = self._fleet.out_memory
+        memory = self._delegates.out_memory
         memory.write(offset, spec_bytes)
         packet = SlotPacket(spec, memory.part(offset + spec_room(len(spec_bytes)), spec.num_bytes))
         tag = self._tags.message(edge)
@@ -308,7 +308,7 @@ class DelegateTransport:
         with self._lock:
             held = self._inbox.take(edge)
             note = held.note
-            memory = self._fleet.memory(held.key)
+            memory = self._delegates.memory(held.key)
             spec = self._specs.read(memory.read(note.offset, note.spec_bytes), note.payload_bytes)
             start = note.offset + spec_room(note.spec_bytes)
             returned = self._inbox.lend(held) if self._copying.lends else None
@@ -342,23 +342,23 @@ class DelegateTransport:
 
     def fileno(self) -> int:
         """A descriptor that is ready to be read when something may have come, for use in a poll."""
-        return self._fleet.fileno()
+        return self._delegates.fileno()
 
     def also_watch(self, descriptor: int) -> None:
         """Lets `wait` return, too, when this descriptor is ready to be read."""
-        self._fleet.also_watch(descriptor)
+        self._delegates.also_watch(descriptor)
 
     @property
     def pids(self) -> dict[str, int]:
         """The delegates' processes, by name."""
         with self._lock:
-            found = [self._fleet.get(key) for key in self._fleet.started_keys()]
+            found = [self._delegates.get(key) for key in self._delegates.started_keys()]
             return {delegate.name: delegate.pid for delegate in found}
 
     @property
     def memory_is_pinned(self) -> bool:
         """Whether CUDA knows the memory of messages, so that copies are asynchronous."""
-        return bool(self._fleet.out_memory.part(0, 1).is_pinned())
+        return bool(self._delegates.out_memory.part(0, 1).is_pinned())
 
     def lanes_to(self, target: int) -> tuple[int, int]:
         """How many delegates send to a rank, forward and backward."""
@@ -368,9 +368,9 @@ class DelegateTransport:
 
     def _pause(self, seconds: float) -> bool:
         """Sleeps until a delegate says something; returns whether another descriptor is ready."""
-        other = self._fleet.wait(seconds)
+        other = self._delegates.wait(seconds)
         with self._lock:
-            self._fleet.reset_wakeups()
+            self._delegates.reset_wakeups()
         return other
 
     def _restart(self, key: DelegateKey) -> None:
@@ -388,7 +388,7 @@ class DelegateTransport:
             raise self._supervisor.error
         self._copying.progress()
         self._inbox.take_back()
-        for key, note in self._fleet.notes():
+        for key, note in self._delegates.notes():
             if note.kind is DescriptorKind.MESSAGE:
                 doubled = self._inbox.doubled
                 edge = self._inbox.came(key, note)
@@ -406,13 +406,13 @@ class DelegateTransport:
                 self._starving[key] = note.number
             else:
                 self._health.learn(note)
-        self.counters.restarts = self._fleet.restarts
+        self.counters.restarts = self._delegates.restarts
 
     def _feed(self) -> None:
         """Lets starving delegates have more than their share: the rank may stand still for just that."""
         for key, num_bytes in list(self._starving.items()):
             if self._inbox.grant(key, 2 * num_bytes):
                 del self._starving[key]
-        for key in self._fleet.started_keys():
+        for key in self._delegates.started_keys():
             if not key.outgoing:
                 self._inbox.flush(key)

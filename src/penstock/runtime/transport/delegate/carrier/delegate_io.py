@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -132,7 +133,7 @@ class DelegateIO:
         os.eventfd_write(self._told, 1)
 
 
-class Delegate:
+class Delegate(ABC):
     """What one process does, for all of its lanes: `Sender` or `Receiver`."""
 
     def __init__(self, orders: DelegateOrders) -> None:
@@ -153,17 +154,17 @@ class Delegate:
         self._on_commands(READ)
         self.loop.run(self.turn)
 
+    @abstractmethod
     def turn(self, now: int) -> int:
         """Does what is due; returns when to be called again."""
-        raise NotImplementedError
 
+    @abstractmethod
     def command(self, descriptor: Descriptor) -> None:
         """Does what the rank orders."""
-        raise NotImplementedError
 
+    @abstractmethod
     def interface(self, place: int, up: bool) -> None:
         """One of our interfaces went down, or is up again."""
-        raise NotImplementedError
 
     def _on_commands(self, mask: int) -> None:
         for descriptor in self.io.commands():
