@@ -14,7 +14,7 @@ from hashlib import sha256
 from itertools import zip_longest
 from xml.sax.saxutils import escape
 
-from penstock.draw.charts.figure import text_width, wrapped
+from penstock.draw.charts.figure import num, text_width, wrapped
 from penstock.draw.palette import ink, kind_name, kind_order, shade
 from penstock.draw.panel import Drawable, Panel, panels
 from penstock.draw.scale import short, ticks
@@ -156,19 +156,19 @@ def _marks(frame: _Frame) -> list[float]:
 
 def _grid(frame: _Frame, top: float, num_ranks: int) -> list[str]:
     """Faint lines at the axis's ticks behind one panel's rows."""
-    y1, y2 = _n(top - 3), _n(top + num_ranks * frame.pitch)
-    xs = [_n(frame.x(time)) for time in _marks(frame)]
+    y1, y2 = num(top - 3), num(top + num_ranks * frame.pitch)
+    xs = [num(frame.x(time)) for time in _marks(frame)]
     return ['<path class="grid" d="' + "".join(f"M{x} {y1}V{y2}" for x in xs) + '"/>']
 
 
 def _axis(frame: _Frame, bottom: float, unit: str) -> list[str]:
     """The times below the last panel."""
-    base = _n(bottom + 16)
+    base = num(bottom + 16)
     label = "time, ms" if unit else "time"
     end = frame.left - (16 if frame.margin == MARGIN else 8)
-    out = [f'<text class="soft right" x="{_n(end)}" y="{base}">{label}</text>']
+    out = [f'<text class="soft right" x="{num(end)}" y="{base}">{label}</text>']
     for time in _marks(frame):
-        out.append(f'<text class="soft mid" x="{_n(frame.x(time))}" y="{base}">{short(time)}</text>')
+        out.append(f'<text class="soft mid" x="{num(frame.x(time))}" y="{base}">{short(time)}</text>')
     return out
 
 
@@ -191,21 +191,21 @@ def _panel(panel: Panel, frame: _Frame, kinds: Sequence[str], top: float, room: 
     end = frame.x(panel.timeline.makespan)
     beside, below = _facts(panel, room)
     title = escape(panel.title) + (f'<tspan class="fact" dx="12">{escape(beside)}</tspan>' if beside else "")
-    out = [f'<text class="title" x="{_n(frame.margin)}" y="{_n(top - 11 - FACTS * len(below))}">{title}</text>']
+    out = [f'<text class="title" x="{num(frame.margin)}" y="{num(top - 11 - FACTS * len(below))}">{title}</text>']
     for number, line in enumerate(below):
         y = top - 9 - FACTS * (len(below) - 1 - number)
-        out.append(f'<text class="fact text" x="{_n(frame.margin)}" y="{_n(y)}">{escape(line)}</text>')
+        out.append(f'<text class="fact text" x="{num(frame.margin)}" y="{num(y)}">{escape(line)}</text>')
     for rank, row in enumerate(panel.rows):
         y = top + rank * frame.pitch
         out.append(
-            f'<rect class="lane" x="{_n(frame.left)}" y="{_n(y)}" width="{_n(end - frame.left)}" '
-            f'height="{_n(frame.row)}" rx="{RADIUS}"/>'
+            f'<rect class="lane" x="{num(frame.left)}" y="{num(y)}" width="{num(end - frame.left)}" '
+            f'height="{num(frame.row)}" rx="{RADIUS}"/>'
         )
         if frame.row >= 9:
-            middle = _n(y + frame.row / 2 + 4)
-            out.append(f'<text class="text right" x="{_n(frame.left - 8)}" y="{middle}">rank {rank}</text>')
+            middle = num(y + frame.row / 2 + 4)
+            out.append(f'<text class="text right" x="{num(frame.left - 8)}" y="{middle}">rank {rank}</text>')
             share = f"{100 * panel.busy_shares[rank]:.0f}%"
-            out.append(f'<text class="soft" x="{_n(end + 7)}" y="{middle}">{share}</text>')
+            out.append(f'<text class="soft" x="{num(end + 7)}" y="{middle}">{share}</text>')
         out += _row(panel, frame, kinds, row, y)
         out += _beside(panel, frame, kinds, panel.streams[rank], y)
     return out
@@ -213,13 +213,13 @@ def _panel(panel: Panel, frame: _Frame, kinds: Sequence[str], top: float, room: 
 
 def _beside(panel: Panel, frame: _Frame, kinds: Sequence[str], row: Sequence[TimedOp], y: float) -> list[str]:
     """Thin bars below a rank's row: its asynchronous ops."""
-    top, height = _n(y + frame.row), _n(min(BESIDE, frame.pitch - frame.row))
+    top, height = num(y + frame.row), num(min(BESIDE, frame.pitch - frame.row))
     bars = []
     for timed in row:
         left, right = frame.x(timed.start - panel.origin), frame.x(timed.end - panel.origin)
         name = f"{kinds.index(timed.op.kind)}-{panel.chunk(timed.rank, timed.op)}-{panel.num_chunks}"
         bars.append(
-            f'<rect class="k{name}" x="{_n(left)}" y="{top}" width="{_n(max(right - left, LEAST))}" '
+            f'<rect class="k{name}" x="{num(left)}" y="{top}" width="{num(max(right - left, LEAST))}" '
             f'height="{height}"><title>{escape(panel.sentence(timed))}</title></rect>'
         )
     return ["<g>", *bars, "</g>"] if bars else []
@@ -228,7 +228,7 @@ def _beside(panel: Panel, frame: _Frame, kinds: Sequence[str], row: Sequence[Tim
 def _row(panel: Panel, frame: _Frame, kinds: Sequence[str], row: Sequence[TimedOp], y: float) -> list[str]:
     """Bars, then numbers: bars of a row share their height, so it stands once, on their group."""
     bars, numbers = [], []
-    top, height, base = _n(y), _n(frame.row), _n(y + frame.row / 2 + 4)
+    top, height, base = num(y), num(frame.row), num(y + frame.row / 2 + 4)
     for timed, after in zip_longest(row, row[1:]):
         left, right = frame.x(timed.start - panel.origin), frame.x(timed.end - panel.origin)
         gap = 1.0 if right - left > CROWDED else 0.0
@@ -239,7 +239,7 @@ def _row(panel: Panel, frame: _Frame, kinds: Sequence[str], row: Sequence[TimedO
         rounded = f' rx="{RADIUS}"' if right - left > CROWDED else ""
         least = LEAST_OF_UPDATES if timed.op.kind == UPDATE else LEAST
         bars.append(
-            f'<rect class="k{name}" x="{_n(left)}" y="{top}" width="{_n(max(right - left - gap, least))}" '
+            f'<rect class="k{name}" x="{num(left)}" y="{top}" width="{num(max(right - left - gap, least))}" '
             f'height="{height}"{rounded}><title>{escape(panel.sentence(timed))}</title></rect>'
         )
         text = panel.number(timed.op)
@@ -247,12 +247,12 @@ def _row(panel: Panel, frame: _Frame, kinds: Sequence[str], row: Sequence[TimedO
         if frame.row >= 13 and room >= SMALL_DIGIT * len(text) + 1:
             small = "" if room >= DIGIT * len(text) + 3 else " s"
             numbers.append(
-                f'<text class="t{name}{small}" x="{_n((left + right - max(gap, 0.0)) / 2)}" y="{base}">{text}</text>'
+                f'<text class="t{name}{small}" x="{num((left + right - max(gap, 0.0)) / 2)}" y="{base}">{text}</text>'
             )
         if timed.blocked > 0:
-            middle = _n(y + frame.row / 2)
+            middle = num(y + frame.row / 2)
             until = frame.x(timed.end - panel.origin + timed.blocked)
-            bars.append(f'<line class="blocked" x1="{_n(right)}" y1="{middle}" x2="{_n(until)}" y2="{middle}"/>')
+            bars.append(f'<line class="blocked" x1="{num(right)}" y1="{middle}" x2="{num(until)}" y2="{middle}"/>')
     return ["<g>", *bars, "</g>", '<g class="n">', *numbers, "</g>"] if numbers else ["<g>", *bars, "</g>"]
 
 
@@ -272,9 +272,9 @@ def _legend(shown: Sequence[Panel], frame: _Frame, width: int, y: float) -> tupl
         if x > first and x + room > end:
             x, y = first, y + 22
         for swatch in swatches:
-            out.append(swatch.format(x=_n(x), y=_n(y), middle=_n(y + 7), right=_n(x + 14)))
+            out.append(swatch.format(x=num(x), y=num(y), middle=num(y + 7), right=num(x + 14)))
             x += 15
-        out.append(f'<text class="text" x="{_n(x + 5)}" y="{_n(y + 12)}">{escape(label)}</text>')
+        out.append(f'<text class="text" x="{num(x + 5)}" y="{num(y + 12)}">{escape(label)}</text>')
         x += room - 15 * len(swatches)
 
     box = '<rect {look} x="{{x}}" y="{{y}}" width="14" height="14" rx="2"/>'
@@ -297,11 +297,5 @@ def _legend(shown: Sequence[Panel], frame: _Frame, width: int, y: float) -> tupl
         x, y = first, y + 22
     lines = wrapped(note, end - x)
     for number, line in enumerate(lines):
-        out.append(f'<text class="soft" x="{_n(x)}" y="{_n(y + 12 + 16 * number)}">{line}</text>')
+        out.append(f'<text class="soft" x="{num(x)}" y="{num(y + 12 + 16 * number)}">{line}</text>')
     return out, y + LEGEND + 16 * (len(lines) - 1)
-
-
-def _n(value: float) -> str:
-    """A coordinate with two decimals and no padding."""
-    text = f"{value:.2f}".rstrip("0").rstrip(".")
-    return "0" if text == "-0" else text

@@ -56,7 +56,7 @@ class Payload:
 
     Attributes:
         leaves: the tensors; None where a gradient is absent.
-        skeleton: see `tree.flatten`.
+        skeleton: see `pytree.flatten`.
         needs_grad: for each leaf, whether its producer wants its gradient back. For each gradient, whether the stage
             that it comes from changed the tensor in place.
     """
