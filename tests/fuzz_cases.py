@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-import penstock.runtime.stage.split_backward.slot as slot_module
+import penstock.runtime.stage.split_backward.prepared_module as slot_module
 from fuzz_blocks import BLOCKS, FORKS, Fork, InPlace, Join, OnFirst, Tied, real
 from offload_programs import offloaded
 from own_loop import seeded

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-import penstock.runtime.stage.split_backward.slot as slot_module
+import penstock.runtime.stage.split_backward.prepared_module as slot_module
 from packed import packed
 from plain_loop import Model, differences, gradients, plain_step
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-import penstock.runtime.stage.split_backward.slot as slot_module
+import penstock.runtime.stage.split_backward.prepared_module as slot_module
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.gloo import GlooTransport

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import penstock.runtime.stage.split_backward.slot as slot_module
+import penstock.runtime.stage.split_backward.prepared_module as slot_module
 from penstock.runtime.stage.split_backward import Tape, prepare
 from tiers import examples
 

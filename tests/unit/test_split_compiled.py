@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-import penstock.runtime.stage.split_backward.slot as slot_module
-from penstock.runtime.stage.split_backward import SplitReport, Tape, prepare, unprepare
+from penstock.runtime.stage.split_backward import SplitReport, Tape, prepare, prepared_module, unprepare
 from plain_loop import plain_step
 
 pytestmark = pytest.mark.unit
@@ -30,8 +29,8 @@ def small_work_is_deferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(slot_module, "COMPILED_MERGE_WORK", 0)
-    monkeypatch.setattr(slot_module, "MERGE_WORK", 0)
+    monkeypatch.setattr(prepared_module, "COMPILED_MERGE_WORK", 0)
+    monkeypatch.setattr(prepared_module, "MERGE_WORK", 0)
     yield
     torch.set_num_threads(threads)
     torch.compiler.reset()
@@ -329,15 +328,15 @@ def test_calls_that_never_came_are_an_error() -> None:
     report = prepare(torch.compile(layer, backend="eager"))
     tape = Tape(report.shared)
     with tape.recording():
-        (slot,) = report.shared.compiled
-        assert slot.tap is not None
-        tap = slot.tap[1]
+        (prepared,) = report.shared.compiled
+        assert prepared.tap is not None
+        tap = prepared.tap[1]
     with pytest.raises(RuntimeError, match=r"without calling back.*use a schedule without W"):
         tap[0].backward()
 
 
 def test_small_work_stays_in_the_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_module, "COMPILED_MERGE_WORK", 1 << 30)
+    monkeypatch.setattr(prepared_module, "COMPILED_MERGE_WORK", 1 << 30)
     report = assert_same(Block(), whole("aot_eager"), 2, 5, 16, waits=False)
     share = report.shared.share()
     assert share is not None

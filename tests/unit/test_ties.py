@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock as ps
 import tie_runs
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.stage.split_backward import slot
+from penstock.runtime.stage.split_backward import prepared_module
 from plain_loop import differences, plain_step
 from tie_runs import MSE
 
@@ -244,7 +244,7 @@ SEVERAL = [
 
 @pytest.mark.parametrize("uses", [*CASTS, *SEVERAL])
 def test_tied_weights_under_autocast(uses: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot, "MERGE_WORK", 0)  # everything that may wait for W does
+    monkeypatch.setattr(prepared_module, "MERGE_WORK", 0)  # everything that may wait for W does
     each = [use.replace("_", "") for use in uses]
     for name in ("zb-h1", *(["chimera"] if len(each) == 4 else [])):
         assert not tie_runs.wrong_casts(tie_runs.using(each), ps.build(name, len(each), 4)), name

@@ -10,12 +10,12 @@
     tape.backward_input([y], [gy])           I: gradients of inputs; keeps (x, gy) of each prepared module
     tape.backward_weight()                   W: gradients of weights from what was kept
 
-patch     which modules are prepared
-rules     the two halves of a module's backward, by its kind
-tape      one microbatch through one stage
-slot      one module: its node in the graph, and whether its weights wait
-stage     what the prepared modules of one stage share, how much of it waits for W, and why the rest does not
-compiled  modules inside of `torch.compile`
+patch            which modules are prepared
+prepared_module  one of them: its node in the graph, and whether its weights wait
+stage            what those of one stage share, how much of it waits for W, and why the rest does not
+rules            the two halves of a module's backward, by its kind
+tape             one microbatch through one stage
+compiled         modules inside of `torch.compile`
 
 A prepared stage defers the weight gradients of `nn.Linear`, `nn.Conv1d/2d/3d`, `nn.Embedding` and transformers'
 `Conv1D`, and of their shards (`runtime/tensor_parallel.py`). The gradients of all other parameters are computed in I.

@@ -32,8 +32,8 @@ from torch.library import Library, register_fake
 from penstock.runtime.stage.split_backward.stage import SplitError
 
 if TYPE_CHECKING:
+    from penstock.runtime.stage.split_backward.prepared_module import PreparedModule
     from penstock.runtime.stage.split_backward.rules import SplitRule
-    from penstock.runtime.stage.split_backward.slot import Slot
     from penstock.runtime.stage.split_backward.tape import Tape
 
 # A weight gradient of fewer multiply-adds stays in the compiled graph. Measured on one core of an AMD EPYC: a call
@@ -55,8 +55,8 @@ class WeightTap:
         calls: of each call that a compiled backward made, the output's gradient and the input.
     """
 
-    def __init__(self, slot: Slot, tape: Tape, weight: Tensor) -> None:
-        self.slot, self.tape, self.weight = slot, weakref.ref(tape), weight
+    def __init__(self, prepared: PreparedModule, tape: Tape, weight: Tensor) -> None:
+        self.prepared, self.tape, self.weight = prepared, weakref.ref(tape), weight
         self.calls: list[tuple[Tensor, Tensor] | None] = []
         self.number = next(_NUMBERS)
         _TAPS[self.number] = self
@@ -77,7 +77,7 @@ class WeightTap:
         return found
 
     def _lost(self) -> SplitError:
-        name = self.slot.name or "the stage itself"
+        name = self.prepared.name or "the stage itself"
         return SplitError(
             f"the compiled backward around {name!r} ran without calling back, so its weight gradient is lost: a "
             "graph that is replayed (CUDA graphs, mode='reduce-overhead') cannot be split; compile with another "
@@ -85,9 +85,9 @@ class WeightTap:
         )
 
 
-def tap_for(slot: Slot, tape: Tape, weight: Tensor) -> Tensor:
+def tap_for(prepared: PreparedModule, tape: Tape, weight: Tensor) -> Tensor:
     """What the compiled forward is given of a module in one microbatch."""
-    tap: Tensor = _TapNode.apply(_NO_INPUT, weight, WeightTap(slot, tape, weight))
+    tap: Tensor = _TapNode.apply(_NO_INPUT, weight, WeightTap(prepared, tape, weight))
     return tap
 
 
@@ -133,31 +133,31 @@ class _TapNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, no_input: Tensor, weight: Tensor, tap: WeightTap) -> Tensor:
-        ctx.slot, ctx.tap, ctx.ran = tap.slot, tap, False
+        ctx.prepared, ctx.tap, ctx.ran = tap.prepared, tap, False
         return _ZEROS + tap.number
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[None, Tensor | None, None]:
         tap: WeightTap = ctx.tap
-        slot, tape, weight = tap.slot, tap.tape(), tap.weight
+        prepared, tape, weight = tap.prepared, tap.tape(), tap.weight
         if torch.is_grad_enabled():
             raise SplitError(
-                f"gradients through {slot.name!r} are to be differentiated again (create_graph), and it lies in a "
-                "compiled part of a stage whose backward is split; leave this part uncompiled, or use a schedule "
+                f"gradients through {prepared.name!r} are to be differentiated again (create_graph), and it lies in "
+                "a compiled part of a stage whose backward is split; leave this part uncompiled, or use a schedule "
                 "without W"
             )
         calls = tap.take(token)
         # A second run, of a checkpoint's own backward say, is added by autograd as one of its own.
         first, ctx.ran = not ctx.ran, True
         plain = weight.detach()
-        if first and tape is not None and tape.defers_compiled(slot, len(calls)):
+        if first and tape is not None and tape.defers_compiled(prepared, len(calls)):
             for g, x in calls:
-                tape.hold(slot, weight, None, g, x, _like(plain, g), (tap, None), (True, False))
+                tape.hold(prepared, weight, None, g, x, _like(plain, g), (tap, None), (True, False))
             return None, None, None
         total: Tensor | None = None
         for g, x in calls:
-            slot.stage.call_counts.at_once(slot, x)
-            gw, _ = slot.rule.weight_grads(g, x, _like(plain, g), None, (True, False))
+            prepared.stage.call_counts.at_once(prepared, x)
+            gw, _ = prepared.rule.weight_grads(g, x, _like(plain, g), None, (True, False))
             total = gw if total is None or gw is None else total + gw
         return None, None if total is None else total.to(weight.dtype), None
 
@@ -187,8 +187,8 @@ def _hold(g: Tensor, x: Tensor, tap: Tensor) -> Tensor:
     place = len(here.calls)
     if place >= _MOST_CALLS:
         raise SplitError(
-            f"{here.slot.name!r} is called more than {_MOST_CALLS} times in one microbatch by a compiled part of a "
-            "stage whose backward is split; leave this part uncompiled, or use a schedule without W"
+            f"{here.prepared.name!r} is called more than {_MOST_CALLS} times in one microbatch by a compiled part of "
+            "a stage whose backward is split; leave this part uncompiled, or use a schedule without W"
         )
     here.calls.append((g.clone(), x.clone()))
     return _token(place).clone()

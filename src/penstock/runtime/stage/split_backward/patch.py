@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.runtime.stage.split_backward.prepared_module import PreparedModule, recording
 from penstock.runtime.stage.split_backward.rules import Conv1DRule, ConvRule, EmbeddingRule, LinearRule, SplitRule
-from penstock.runtime.stage.split_backward.slot import Slot, recording
 from penstock.runtime.stage.split_backward.stage import SplitStage
 from penstock.runtime.tensor_parallel import (
     ColumnLinear,
@@ -26,7 +26,7 @@ from penstock.runtime.tensor_parallel import (
     VocabularyLinear,
 )
 
-_SLOT = "_penstock_split"
+_PREPARED = "_penstock_split"
 
 
 class FoundModule(NamedTuple):
@@ -58,15 +58,15 @@ def prepare(stage: nn.Module) -> SplitReport:
     """Patch the modules of `stage` whose weight gradients can wait for W; doing it again is harmless."""
     parameters = dict(stage.named_parameters(remove_duplicate=False))
     found = list(_modules(stage))
-    slots = [slot for each in found if (slot := each.around[-1].__dict__.get(_SLOT)) is not None]
-    shared = slots[0].stage if slots else SplitStage()
+    earlier = [prepared for each in found if (prepared := each.around[-1].__dict__.get(_PREPARED)) is not None]
+    shared = earlier[0].stage if earlier else SplitStage()
     deferred: list[str] = []
     for path, around, rule, compiled in found:
         module = around[-1]
-        slot = Slot(rule, shared, path, around, compiled)
-        own = module.__dict__.setdefault(_SLOT, slot)  # several stages may have the module
+        prepared = PreparedModule(rule, shared, path, around, compiled)
+        own = module.__dict__.setdefault(_PREPARED, prepared)  # several stages may have the module
         module.__dict__[_patched(module)] = MethodType(forward, module)
-        deferred.extend(slot.parameters)
+        deferred.extend(prepared.parameters)
         if compiled:
             shared.compiled[own] = None
             shared.compiled_biases.add(f"{path}.bias" if path else "bias")
@@ -86,20 +86,20 @@ def prepare(stage: nn.Module) -> SplitReport:
 def unprepare(stage: nn.Module) -> None:
     """Restore every module of `stage` that `prepare` patched."""
     for module in stage.modules():
-        if _SLOT in module.__dict__ and _is_ours(module):
-            module.__dict__.pop(_SLOT).stage.release()
+        if _PREPARED in module.__dict__ and _is_ours(module):
+            module.__dict__.pop(_PREPARED).stage.release()
             del module.__dict__[_patched(module)]
 
 
 def forward(self: nn.Module, input: Tensor) -> Tensor:
     """A prepared module's forward, or `on_shard`; named so that a pickled module finds its plain one."""
-    slot: Slot = self.__dict__[_SLOT]
+    prepared: PreparedModule = self.__dict__[_PREPARED]
     if torch.compiler.is_compiling():
-        return slot.call_compiled(self, input)
-    tape = slot.stage.recomputing or recording.get()
+        return prepared.call_compiled(self, input)
+    tape = prepared.stage.recomputing or recording.get()
     if tape is not None:
-        return slot.call(self, tape, input)
-    return slot.rule.plain(self, input)
+        return prepared.call(self, tape, input)
+    return prepared.rule.plain(self, input)
 
 
 def _rule(module: nn.Module) -> SplitRule | None:

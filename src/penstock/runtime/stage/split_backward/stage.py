@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 if TYPE_CHECKING:
-    from penstock.runtime.stage.split_backward.slot import Slot
+    from penstock.runtime.stage.split_backward.prepared_module import PreparedModule
     from penstock.runtime.stage.split_backward.tape import Tape
 
 
@@ -68,9 +68,9 @@ class CallCounts:
 
     def __init__(self) -> None:
         self._stale = False
-        self._deferred: Counter[tuple[Slot, torch.Size]] = Counter()
-        self._at_once: Counter[tuple[Slot, torch.Size]] = Counter()
-        self._in_graph: Counter[Slot] = Counter()
+        self._deferred: Counter[tuple[PreparedModule, torch.Size]] = Counter()
+        self._at_once: Counter[tuple[PreparedModule, torch.Size]] = Counter()
+        self._in_graph: Counter[PreparedModule] = Counter()
         self.num_tapes = 0
 
     def begin(self) -> None:
@@ -87,17 +87,17 @@ class CallCounts:
             self.num_tapes = 0
         self.num_tapes += 1
 
-    def deferred(self, slot: Slot, x: Tensor) -> None:
+    def deferred(self, prepared: PreparedModule, x: Tensor) -> None:
         """A call whose weight gradient waits for W."""
-        self._deferred[slot, x.shape] += 1
+        self._deferred[prepared, x.shape] += 1
 
-    def at_once(self, slot: Slot, x: Tensor) -> None:
+    def at_once(self, prepared: PreparedModule, x: Tensor) -> None:
         """A call whose weight gradient is computed in I."""
-        self._at_once[slot, x.shape] += 1
+        self._at_once[prepared, x.shape] += 1
 
-    def in_graph(self, slot: Slot) -> None:
+    def in_graph(self, prepared: PreparedModule) -> None:
         """A microbatch in which a compiled backward computed a module's weight gradient, if it was called at all."""
-        self._in_graph[slot] += 1
+        self._in_graph[prepared] += 1
 
     def share(self, others: Mapping[str, Tensor], compiled: Collection[str] = ()) -> DeferredShare:
         """What was counted.
@@ -107,14 +107,16 @@ class CallCounts:
             compiled: of these the names of biases of prepared modules in compiled parts.
         """
         reasons: dict[str, dict[str, None]] = {}
-        for slot in [*(slot for slot, _ in self._at_once), *self._in_graph]:
-            reasons.setdefault(slot.reason, {}).update(dict.fromkeys(slot.parameters))
+        for prepared in [*(prepared for prepared, _ in self._at_once), *self._in_graph]:
+            reasons.setdefault(prepared.reason, {}).update(dict.fromkeys(prepared.parameters))
         wanted = {name: p for name, p in others.items() if p.requires_grad}
         for name in wanted:
             reasons.setdefault(COMPILED if name in compiled else NO_RULE, {})[name] = None
-        rows = max((slot.rule.rows(_like(shape)) for slot, shape in [*self._deferred, *self._at_once]), default=0)
+        rows = max(
+            (prepared.rule.rows(_like(shape)) for prepared, shape in [*self._deferred, *self._at_once]), default=0
+        )
         rest = rows * self.num_tapes * sum(p.numel() for p in wanted.values())
-        rest += rows * sum(times * slot.weight.numel() for slot, times in self._in_graph.items())
+        rest += rows * sum(times * prepared.weight.numel() for prepared, times in self._in_graph.items())
         return DeferredShare(
             _work(self._deferred),
             _work(self._at_once) + rest,
@@ -122,8 +124,10 @@ class CallCounts:
         )
 
 
-def _work(calls: Mapping[tuple[Slot, torch.Size], int]) -> int:
-    return sum(times * slot.rule.work(_like(shape), slot.weight) for (slot, shape), times in calls.items())
+def _work(calls: Mapping[tuple[PreparedModule, torch.Size], int]) -> int:
+    return sum(
+        times * prepared.rule.work(_like(shape), prepared.weight) for (prepared, shape), times in calls.items()
+    )
 
 
 def _like(shape: torch.Size) -> Tensor:
@@ -168,7 +172,7 @@ class SplitStage:
     def __init__(self) -> None:
         self.recomputing: Tape | None = None
         self.others: dict[str, Tensor] = {}
-        self.compiled: dict[Slot, None] = {}
+        self.compiled: dict[PreparedModule, None] = {}
         self.compiled_biases: set[str] = set()
         self.call_counts = CallCounts()
         # Between their I and W, in the order of their Is. Not held here: a step that broke has no Ws.

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from penstock.runtime.stage.autograd import run_backward
+from penstock.runtime.stage.split_backward.prepared_module import PreparedModule, recording, without_autocast
 from penstock.runtime.stage.split_backward.rules import Workspace
-from penstock.runtime.stage.split_backward.slot import Slot, recording, without_autocast
 from penstock.runtime.stage.split_backward.stage import ACCUMULATE, HOOKED, USED_OTHERWISE, SplitError, SplitStage
 from penstock.runtime.tensors.dtensor import as_shard, local
 
@@ -97,31 +97,31 @@ class ParameterUses:
     Such a parameter is left to I. Every microbatch may have another graph, so each is searched, just before its I.
     """
 
-    owners: dict[Slot, set[int]] = field(default_factory=dict)
+    owners: dict[PreparedModule, set[int]] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     others: set[int] = field(default_factory=set)
 
-    def deferred(self, slot: Slot, node: Any) -> None:
+    def deferred(self, prepared: PreparedModule, node: Any) -> None:
         """A deferred module uses the parameter of a node."""
-        p = slot.stage.watch(node)
-        self.owners.setdefault(slot, set()).add(p)
+        p = prepared.stage.watch(node)
+        self.owners.setdefault(prepared, set()).add(p)
         self.counts[p] = self.counts.get(p, 0) + 1
 
-    def not_to_defer(self) -> set[Slot]:
+    def not_to_defer(self) -> set[PreparedModule]:
         """The modules that have a parameter with another use, or one that somebody waits for; and those that share
         a parameter with one of these.
         """
-        found = {slot for slot, p in self.owners.items() if slot.stage.hooked(p)}
-        for slot in found:
-            slot.reason = HOOKED
+        found = {prepared for prepared, p in self.owners.items() if prepared.stage.hooked(p)}
+        for prepared in found:
+            prepared.reason = HOOKED
         spread = bool(found or self.others)
-        others = self.others.union(*(self.owners[slot] for slot in found))
+        others = self.others.union(*(self.owners[prepared] for prepared in found))
         while spread:
             spread = False
-            for slot, parameters in self.owners.items():
-                if slot not in found and parameters & others:
-                    found.add(slot)
-                    slot.reason = USED_OTHERWISE
+            for prepared, parameters in self.owners.items():
+                if prepared not in found and parameters & others:
+                    found.add(prepared)
+                    prepared.reason = USED_OTHERWISE
                     others |= parameters
                     spread = True
         return found
@@ -143,12 +143,14 @@ def find_uses(outputs: Iterable[Tensor]) -> ParameterUses:
             continue
         seen.add(node)
         edges: Any = node.next_functions
-        if isinstance(node, BackwardCFunction) and isinstance(slot := getattr(node, "slot", None), Slot):
+        if isinstance(node, BackwardCFunction) and isinstance(
+            prepared := getattr(node, "prepared", None), PreparedModule
+        ):
             for following, _ in edges[1:]:
                 if following is not None:
                     while type(following) is not ACCUMULATE:  # its cast, its transpose
                         following = following.next_functions[0][0]
-                    uses.deferred(slot, following)
+                    uses.deferred(prepared, following)
             edges = edges[:1]
         for following, _ in edges:
             if type(following) is ACCUMULATE:
@@ -170,7 +172,7 @@ class Phase(Enum):
 class DeferredCall(NamedTuple):
     """What W needs of one call of a deferred module."""
 
-    slot: Slot
+    prepared: PreparedModule
     weight: Tensor
     bias: Tensor | None
     g: Tensor
@@ -192,9 +194,9 @@ class Tape:
 
     def __init__(self, stage: SplitStage | None = None, defer_small: bool = False) -> None:
         self.defer_small = defer_small
-        self.routes: dict[Slot, bool] = {}
+        self.routes: dict[PreparedModule, bool] = {}
         """Which modules this microbatch defers; a recomputation goes the same way."""
-        self.turned: set[Slot] = set()
+        self.turned: set[PreparedModule] = set()
         """Those whose weight has a node of its own at every call, where it is transposed."""
         self.records = True
         """Whether I has not begun."""
@@ -203,9 +205,9 @@ class Tape:
         self._held: list[DeferredCall] = []
         self._uses: dict[int, int] = {}
         self._counts: dict[int, int] = {}
-        self._at_once: set[Slot] = set()
-        self._taps: dict[Slot, tuple[Tensor, Tensor]] = {}
-        self._compiled: Collection[Slot] = ()
+        self._at_once: set[PreparedModule] = set()
+        self._taps: dict[PreparedModule, tuple[Tensor, Tensor]] = {}
+        self._compiled: Collection[PreparedModule] = ()
         self._stages: list[SplitStage] = []
         if stage is not None:
             self._join(stage)
@@ -224,9 +226,9 @@ class Tape:
             raise SplitError(f"a tape was recorded {self._phase.value}; use a new Tape for each microbatch")
         token = recording.set(self)
         for stage in self._stages:
-            for slot in stage.compiled:
-                if slot not in self._taps and (tap := slot.new_tap(self)) is not None:
-                    self._taps[slot] = tap
+            for prepared in stage.compiled:
+                if prepared not in self._taps and (tap := prepared.new_tap(self)) is not None:
+                    self._taps[prepared] = tap
         self._give_taps()
         try:
             yield
@@ -240,23 +242,23 @@ class Tape:
         return bool(self._taps)
 
     def _give_taps(self) -> None:
-        for slot, tap in self._taps.items():
-            slot.tap, slot.defer_small = tap, self.defer_small
+        for prepared, tap in self._taps.items():
+            prepared.tap, prepared.defer_small = tap, self.defer_small
 
     def _take_taps(self) -> None:
-        for slot in self._taps:
-            slot.tap = None
+        for prepared in self._taps:
+            prepared.tap = None
 
-    def choose(self, slot: Slot, deferrable: bool, turned: bool) -> bool:
-        """Fix whether this microbatch defers `slot`, at its first call; a recomputation adds none."""
+    def choose(self, prepared: PreparedModule, deferrable: bool, turned: bool) -> bool:
+        """Fix whether this microbatch defers `prepared`, at its first call; a recomputation adds none."""
         if not self.records:
             return False
-        self.routes[slot] = deferrable
+        self.routes[prepared] = deferrable
         if turned:
-            self.turned.add(slot)
+            self.turned.add(prepared)
         self._deferring = self._deferring or deferrable
-        if slot.stage not in self._stages:
-            self._join(slot.stage)
+        if prepared.stage not in self._stages:
+            self._join(prepared.stage)
         return deferrable
 
     def _join(self, stage: SplitStage) -> None:
@@ -307,30 +309,32 @@ class Tape:
         uses = find_uses(outputs)
         self._counts = uses.counts
         self._at_once = uses.not_to_defer()
-        for slot in self._at_once:
-            if slot.stage.waits:
-                slot.stage.add_first(uses.owners[slot])
-        self._compiled = [slot for slot in self._taps if slot in uses.owners and slot not in self._at_once]
+        for prepared in self._at_once:
+            if prepared.stage.waits:
+                prepared.stage.add_first(uses.owners[prepared])
+        self._compiled = [
+            prepared for prepared in self._taps if prepared in uses.owners and prepared not in self._at_once
+        ]
         self._deferring = self._deferring or bool(self._compiled)
-        for slot in self._taps:
-            if slot not in uses.owners:
-                slot.stage.call_counts.in_graph(slot)
+        for prepared in self._taps:
+            if prepared not in uses.owners:
+                prepared.stage.call_counts.in_graph(prepared)
 
-    def defers(self, slot: Slot) -> bool:
-        """True while I runs, if the weight gradients of `slot` may wait for W."""
-        return self._phase is Phase.INPUT and slot not in self._at_once
+    def defers(self, prepared: PreparedModule) -> bool:
+        """True while I runs, if the weight gradients of `prepared` may wait for W."""
+        return self._phase is Phase.INPUT and prepared not in self._at_once
 
-    def defers_compiled(self, slot: Slot, num_calls: int) -> bool:
+    def defers_compiled(self, prepared: PreparedModule, num_calls: int) -> bool:
         """The same of a module in a compiled part, all of whose calls have come."""
-        if self._phase is not Phase.INPUT or slot not in self._compiled:
+        if self._phase is not Phase.INPUT or prepared not in self._compiled:
             return False
-        for p in slot.parameters.values():  # the search counted one use, that of the tap
+        for p in prepared.parameters.values():  # the search counted one use, that of the tap
             self._counts[id(p)] += num_calls - 1
         return True
 
     def hold(
         self,
-        slot: Slot,
+        prepared: PreparedModule,
         weight: Tensor,
         bias: Tensor | None,
         g: Tensor,
@@ -345,8 +349,10 @@ class Tape:
             uses[id(weight)] = uses.get(id(weight), 0) + 1
         if needs[1]:
             uses[id(bias)] = uses.get(id(bias), 0) + 1
-        self._held.append(DeferredCall(slot, weight, bias, g, x, cast_weight, casts, needs, (g._version, x._version)))
-        slot.stage.call_counts.deferred(slot, x)
+        self._held.append(
+            DeferredCall(prepared, weight, bias, g, x, cast_weight, casts, needs, (g._version, x._version))
+        )
+        prepared.stage.call_counts.deferred(prepared, x)
 
     def _part_from_grads(self) -> None:
         """Give each `.grad` that autograd made of a held tensor's own memory a memory of its own.
@@ -356,7 +362,11 @@ class Tape:
         """
         held = {h.g.untyped_storage().data_ptr() for h in self._held}
         there = [stage.others for stage in self._stages]
-        there += [slot.parameters for slot, deferred in self.routes.items() if not deferred or slot in self._at_once]
+        there += [
+            prepared.parameters
+            for prepared, deferred in self.routes.items()
+            if not deferred or prepared in self._at_once
+        ]
         for parameters in there:
             for p in parameters.values():
                 grad = p.grad
@@ -413,7 +423,7 @@ class Tape:
                     "copy, or run W first"
                 )
             workspace = accumulator.workspace(h.weight)
-            gw, gb = h.slot.rule.weight_grads(h.g, h.x, h.cast_weight, h.bias, h.needs, workspace)
+            gw, gb = h.prepared.rule.weight_grads(h.g, h.x, h.cast_weight, h.bias, h.needs, workspace)
             casts = h.casts or (None, None)
             if gw is not None:
                 accumulator.add(h.weight, gw, casts[0])

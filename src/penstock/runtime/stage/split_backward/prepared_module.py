@@ -1,7 +1,7 @@
 """One prepared module: how its calls reach the tape, its node in the graph, and what is remembered between calls.
 
-A slot decides, once per tape, whether its module's weight gradients wait for W. The search of the graph before I may
-still decide otherwise. A module may change from "computed in I" (too little work) to "waits for W", but not back: a
+A prepared module decides, once per tape, whether its weight gradients wait for W. The search of the graph before I
+may still decide otherwise. It may change from "computed in I" (too little work) to "waits for W", but not back: a
 later microbatch's I would then find an earlier one's W outstanding, and would run it first.
 
 `DeferredOp` is the module's node in the graph: I passes through it, and leaves weight and bias for W. The node
@@ -125,47 +125,54 @@ class DeferredOp(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        slot: Slot,
+        prepared: PreparedModule,
         tape: Tape,
         owners: tuple[Tensor, Tensor | None],
         casts: tuple[Any, Any] | None,
         turned: bool,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.slot, ctx.tape, ctx.owners, ctx.casts, ctx.bias, ctx.turned = slot, tape, owners, casts, bias, turned
+        ctx.prepared, ctx.tape, ctx.owners, ctx.casts, ctx.bias, ctx.turned = (
+            prepared,
+            tape,
+            owners,
+            casts,
+            bias,
+            turned,
+        )
         # What a checkpoint runs again in I is differentiated, if at all, by a backward of its own, in I.
         ctx.waits = tape.records
         if type(owners[0]) is not nn.Parameter:
-            weight, bias = _part(slot, x, weight), None if bias is None else _part(slot, x, bias)
+            weight, bias = _part(prepared, x, weight), None if bias is None else _part(prepared, x, bias)
             ctx.save_for_backward(x, weight)
-            return slot.rule.forward(x, weight, bias)
+            return prepared.rule.forward(x, weight, bias)
         # Saved, not merely held: a checkpoint can then drop and recompute them, and a change in place is
         # noticed when they are read.
         ctx.save_for_backward(x, weight)
-        return slot.rule.forward(x, weight.t() if turned else weight, bias)
+        return prepared.rule.forward(x, weight.t() if turned else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Grads:
         if g is None:
             return _NOTHING
         x, given = ctx.saved_tensors
-        slot, tape, (parameter, bias) = ctx.slot, ctx.tape, ctx.owners
+        prepared, tape, (parameter, bias) = ctx.prepared, ctx.tape, ctx.owners
         if torch.is_grad_enabled():
-            slot.is_differentiated = True
+            prepared.is_differentiated = True
             gx, gw, gb = _differentiable(ctx, g, x, given)
             return gx, gw, gb, None, None, None, None, None
         weight = given.t() if ctx.turned else given
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        gx = slot.rule.input_grad(g, x, weight, bias) if needs_x else None
+        gx = prepared.rule.input_grad(g, x, weight, bias) if needs_x else None
         if not (needs_weight or needs_bias):
             return gx, *_NOTHING[1:]
         needs = needs_weight, needs_bias
-        if ctx.waits and tape.defers(slot):
-            tape.hold(slot, parameter, bias, g, x, weight, ctx.casts, needs)
+        if ctx.waits and tape.defers(prepared):
+            tape.hold(prepared, parameter, bias, g, x, weight, ctx.casts, needs)
             return gx, *_NOTHING[1:]
         if not tape.records:
-            slot.stage.call_counts.at_once(slot, x)
-        gw, gb = slot.rule.weight_grads(g, x, weight, bias, needs)
+            prepared.stage.call_counts.at_once(prepared, x)
+        gw, gb = prepared.rule.weight_grads(g, x, weight, bias, needs)
         if gw is not None:
             gw = gw.t() if ctx.turned else as_shard(gw, parameter)
         return gx, gw, None if gb is None else as_shard(gb, bias), None, None, None, None, None
@@ -174,15 +181,15 @@ class DeferredOp(torch.autograd.Function):
 _NOTHING: Grads = (None, None, None, None, None, None, None, None)
 
 
-def _part(slot: Slot, x: Tensor, p: Tensor) -> Tensor:
+def _part(prepared: PreparedModule, x: Tensor, p: Tensor) -> Tensor:
     """This rank's part of a sharded parameter, in the type that the op computes in."""
     part = local(p)
-    return autocast(part) if slot.rule.autocasts and torch.is_autocast_enabled(x.device.type) else part
+    return autocast(part) if prepared.rule.autocasts and torch.is_autocast_enabled(x.device.type) else part
 
 
 def _differentiable(ctx: Any, g: Tensor, x: Tensor, weight: Tensor) -> list[Tensor | None]:
     """The gradients of the inputs, as part of a graph that is exactly that of the plain module's backward."""
-    (owner, _), bias, rule = ctx.owners, ctx.bias, ctx.slot.rule
+    (owner, _), bias, rule = ctx.owners, ctx.bias, ctx.prepared.rule
     # Views, as `x` may itself come from the same weight: its own history is no part of this backward.
     weight = owner if is_sharded(owner) else weight
     weight = weight.view_as(weight)
@@ -209,7 +216,7 @@ _ABSENT = object()
 recording: ContextVar[Tape | None] = ContextVar("penstock_split_recording", default=None)
 
 
-class Slot:
+class PreparedModule:
     """A prepared module's rule and its standing decision.
 
     Args:
