@@ -238,6 +238,52 @@ def test_ranks_given_different_things() -> None:
         assert "rank 1 was given another batch than rank 0" in told["type"], told
 
 
+def raises() -> nn.Module:
+    raise ValueError("no weights there")
+
+
+def given_other_stages(rank: int) -> dict[str, str]:
+    """What each rank is told where rank 1 gives another list of stages."""
+    others: dict[str, Any] = {
+        "one more": [nn.Linear(4, 4) for _ in range(3)],
+        "wider": [nn.Linear(4, 5), nn.Linear(5, 4)],
+        "wider where it runs": [nn.Linear(4, 4), nn.Linear(5, 4)],
+        "longer numbers": [nn.Linear(4, 4), nn.Linear(4, 4).double()],
+        "other names": [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))],
+        "another name": [nn.Linear(4, 4, bias=False), nn.Linear(4, 4)],
+        "a function that raises": [nn.Linear(4, 4), raises],
+        "a function for its own": [nn.Linear(4, 4), lambda: nn.Linear(4, 4)],
+        "nothing for the other": [nn.Identity(), nn.Linear(4, 4)],
+    }
+    told = {}
+    for what, other in others.items():
+        stages = other if rank == 1 else [nn.Linear(4, 4), nn.Linear(4, 4)]
+        try:
+            with ps.Pipeline(stages, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss(), timeout=20) as pipe:
+                pipe.step(torch.ones(8, 4), torch.ones(8, 4))
+            told[what] = "nothing"
+        except (RuntimeFailure, ValueError) as error:
+            told[what] = str(error)
+    return told
+
+
+def test_lists_of_stages_were_not_compared_between_ranks() -> None:
+    """Each rank trained the stages of its own list, whatever the others had, or waited for them to its deadline."""
+    outcomes = run_ranks(2, given_other_stages)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
+    told = outcomes[0].value
+    assert "number of stages in its list than rank 0 (rank 1 has 3, rank 0 has 2)" in told["one more"]
+    first = "rank 1 was given another stage 0 than rank 0; rank 0 has parameter 0"
+    assert told["wider"].startswith(f"{first}.weight of shape [4, 4], torch.float32, and rank 1 has parameter 0.w")
+    assert told["another name"].startswith(f"{first}.bias of shape [4], torch.float32, and rank 1 has no more")
+    for what in ("wider where it runs", "longer numbers", "other names"):
+        assert told[what].startswith("rank 1 was given another stage 1 than rank 0; rank 0 has parameter 1.w"), told
+    assert told["a function for its own"] == told["nothing for the other"] == "nothing", told
+    assert told.pop("a function that raises") == "rank 1 could not build its stages: ValueError: no weights there"
+    assert outcomes[1].value.pop("a function that raises") == "no weights there"
+    assert told == outcomes[1].value
+
+
 def without_gradients(rank: int) -> list[str]:
     """What is told where the losses of all microbatches, or of all but one, have no gradient."""
     told: list[str] = []

@@ -9,14 +9,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from penstock.control import Configuration
 from penstock.cost import Ring
@@ -45,6 +43,7 @@ from penstock.runtime.mesh.peers import GroupPeers, require_same, schedule_diges
 from penstock.runtime.mesh.process_mesh import Nodes, read_mesh, require_order
 from penstock.runtime.parameters.data_parallel import LateRing, reductions_of, with_reductions, without_reductions
 from penstock.runtime.parameters.given_optimizer import facts_of
+from penstock.runtime.parameters.given_stages import digest_of, form_of
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.stage.host_memory import SavedTensors
@@ -113,6 +112,7 @@ class LocalPipeline:
         facts = {
             "schedule": schedule_digest(schedule),
             "model": _form_of(given.model),
+            "number of stages in its list": None if isinstance(given.model, nn.Module) else len(given.model),
             "loss_fn": given.loss_fn is not None,
             "dispatch": str(dispatch),
             "seed": given.seed,
@@ -376,16 +376,11 @@ class LocalPipeline:
 
 
 def _form_of(model: nn.Module | Sequence[StageSource]) -> str | None:
-    """Tells models of other parameters apart; None for a list, of which a rank may have its own stages alone."""
+    """Tells models of other parameters apart; None for a list, whose stages are compared once they are built."""
     if not isinstance(model, nn.Module | Split):
         return None
     stages = [model] if isinstance(model, nn.Module) else list(model)
-    form = [
-        (name, () if is_lazy(p) else tuple(p.shape), str(p.dtype))
-        for stage in stages
-        for name, p in stage.named_parameters()
-    ]
-    return hashlib.sha256(repr(form).encode()).hexdigest()
+    return digest_of(line for stage in stages for line in form_of(stage))
 
 
 def _leave(model: LocalModel) -> None:

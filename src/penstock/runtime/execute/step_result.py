@@ -113,7 +113,8 @@ class StepEnd:
         row = self._summed([value for part in mine for value in part])
         losses, (loss_type, num_notices), facts, digests, tells, votes = split_like(row, mine)
         if digests.count(digests[0]) < len(digests):
-            require_same([{"batch": each} for each in digests], "every rank must give the same inputs and targets")
+            told = [{"batch": each} for each in digests]
+            require_same(told, "every rank must give the same inputs and targets", shown=False)
         if num_notices:
             notices.share()
         of_all, summed = self._of_all(losses, [*facts, *tells, *votes], batch, _LOSS_TYPES[int(loss_type)])
@@ -196,9 +197,8 @@ class StepEnd:
         shared = torch.zeros(replicas, size + 1 + len(tells), dtype=torch.float64)
         shared[mine] = torch.tensor([*losses, batch.digest, *tells], dtype=torch.float64)
         shared = self._replicas.sum(shared)
-        require_same(
-            [{"batch": each} for each in shared[:, size].tolist()], "every replica must give the whole batch"
-        )
+        told = [{"batch": each} for each in shared[:, size].tolist()]
+        require_same(told, "every replica must give the whole batch", shown=False)
         whole = torch.cat([shared[:, window.start : window.stop].reshape(-1) for window in batch.windows])
         return whole.to(dtype), self._of_shards(shared[:, size + 1 :].sum(0).tolist())
 

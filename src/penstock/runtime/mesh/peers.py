@@ -365,18 +365,25 @@ def meeting_groups(schedule: Schedule, peers: GroupPeers) -> dict[tuple[str, int
     return {place: WeakGroup(group) for place, group in found.items() if group is not None}
 
 
-def require_same(told: Sequence[Mapping[str, object]], rule: str) -> None:
-    """Compares what each rank told, by subject.
+def require_same(told: Sequence[Mapping[str, object]], rule: str, shown: bool = True) -> None:
+    """Compares what each rank told, by subject, with what the first rank told that has the subject.
+
+    Args:
+        shown: whether values say something to a person; if they are short, they are in the error.
 
     Raises:
-        RuntimeFailure: names the first subject that differs, and the ranks whose is not the first rank's.
+        RuntimeFailure: names the first subject that differs, and the ranks whose is not that rank's.
     """
     for subject in dict.fromkeys(subject for mine in told for subject in mine):
-        ranks = [rank for rank, mine in enumerate(told) if mine.get(subject) != told[0].get(subject)]
+        first = next(rank for rank, mine in enumerate(told) if subject in mine)
+        ranks = [rank for rank, mine in enumerate(told) if subject in mine and mine[subject] != told[first][subject]]
         if ranks:
             *others, last = map(str, ranks)
             which = f"ranks {', '.join(others)} and {last} were" if others else f"rank {last} was"
-            raise RuntimeFailure(f"{which} given another {subject} than rank 0; {rule}")
+            one, other = repr(told[first][subject]), repr(told[ranks[0]][subject])
+            values = f" (rank {ranks[0]} has {other}, rank {first} has {one})"
+            said = values if shown and len(one) < 60 and len(other) < 60 else ""
+            raise RuntimeFailure(f"{which} given another {subject} than rank {first}{said}; {rule}")
 
 
 def schedule_digest(schedule: Schedule) -> str:

@@ -16,7 +16,8 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import send_values
-from penstock.runtime.parameters.pipeline_copies import Copies, build_copies
+from penstock.runtime.parameters.given_stages import build_alike
+from penstock.runtime.parameters.pipeline_copies import Copies
 from penstock.runtime.parameters.sharding import ShardedParameters
 from penstock.runtime.parameters.shared import Parallelize, SharedTensors, cut_stages, share_values_of_stages
 from penstock.runtime.parameters.tied_gradients import TiedGradients
@@ -64,7 +65,7 @@ class LocalModel:
         parallelize: makes a stage this process's shard of it, where the mesh has shards or stages are shared.
 
     Raises:
-        RuntimeFailure: a name in `tied` that is in no stage.
+        RuntimeFailure: a name in `tied` that is in no stage, or other stages than other processes were given.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class LocalModel:
     ) -> None:
         self.placement, self._peers = placement, mesh.pipeline
         peers = mesh.pipeline
-        self.copies = copies = Copies(build_copies(sources, placement, peers.here), placement, peers)
+        self.copies = copies = Copies(build_alike(sources, placement, mesh), placement, peers)
         self.stages: dict[int, Stage] = copies.owners
         stages = copies.stages
         # On the whole model, before anything takes the place of a parameter.
