@@ -1,4 +1,4 @@
-"""Names that version 0.2 gave up, each with what to write instead, and keywords that there never were."""
+"""Names that version 0.2 gave up, each with what to write instead, and arguments that there never were."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+C = TypeVar("C")
 
 NAMES: dict[str, str] = {
     "DelegateOptions": "ps.TransportOptions(delegates=ps.runtime.DelegateOptions(...))",
@@ -62,8 +63,9 @@ def _gone(module: str, where: str, name: str, now: str) -> Exception:
 
 
 def refuse_old(keywords: Mapping[str, str], error: type[Exception]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function refuse arguments that it does not take, with its own error: keywords that it no longer takes,
-    each with what to write instead; others with those that it has; and more by place than it has places.
+    """Makes a function refuse a call that does not fit it, with its own error: keywords that it no longer takes,
+    each with what to write instead; others, with the nearest that it has or what else has them; more by place than
+    it has places; and a call without what it needs.
     """
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
@@ -73,8 +75,14 @@ def refuse_old(keywords: Mapping[str, str], error: type[Exception]) -> Callable[
         places = [
             name for name, each in known.items() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
         ]
-        own = [name for name in known if name != "self"]
+        own = [name for name in known if name not in ("self", "cls")]
+        needed = [
+            name
+            for name, each in known.items()
+            if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        ]
         called_as = function.__qualname__.removesuffix(".__init__")
+        _TAKEN[called_as] = own
 
         @wraps(function)
         def called(*args: P.args, **given: P.kwargs) -> R:
@@ -82,14 +90,19 @@ def refuse_old(keywords: Mapping[str, str], error: type[Exception]) -> Callable[
                 if name in keywords:
                     raise error(f"{name}= is gone since 0.2; give {keywords[name]}")
                 if name not in known and not takes_any:
-                    raise error(f"{called_as} has no argument {name!r}; {_instead(name, own)}")
+                    raise error(f"{called_as} has no argument {name!r}; {_instead(name, own, called_as)}")
             if len(args) > len(places) and not takes_all:
-                so = [name for name in places if name != "self"]
+                so = [name for name in places if name in own]
+                by_name = ", ".join(f"{name}=" for name in own if name not in so)
                 raise error(
                     f"{called_as} was given {len(args) - len(places) + len(so)} arguments by place and takes "
-                    f"{len(so)} so ({', '.join(so)}); give the others by name: "
-                    f"{', '.join(f'{name}=' for name in own if name not in so)}"
+                    f"{len(so)} so ({', '.join(so)}); "
+                    + (f"give the others by name: {by_name}" if by_name else "leave the others out")
                 )
+            if lacking := [name for name in needed if name not in given and name not in places[: len(args)]]:
+                near = [name for name in given if name not in known and _near(name, lacking)]
+                got = f"; it was given {' and '.join(f'{name}=' for name in near)} instead" if near else ""
+                raise error(f"{called_as} needs {' and '.join(f'{name}=' for name in lacking)}{got}")
             return function(*args, **given)
 
         return called
@@ -97,8 +110,31 @@ def refuse_old(keywords: Mapping[str, str], error: type[Exception]) -> Callable[
     return wrap
 
 
-def _instead(name: str, known: list[str]) -> str:
+def refuse_unknown(error: type[Exception]) -> Callable[[type[C]], type[C]]:
+    """Makes a class refuse arguments that it does not take, with its own error, as `refuse_old` does."""
+
+    def wrap(kind: type[C]) -> type[C]:
+        kind.__init__ = refuse_old({}, error)(kind.__init__)  # type: ignore[method-assign]
+        return kind
+
+    return wrap
+
+
+_TAKEN: dict[str, list[str]] = {}
+"""By the name of a function or class that refuses others, the arguments that it takes."""
+
+
+def _instead(name: str, known: list[str], called_as: str) -> str:
     """What to write in place of a keyword that there is not."""
+    others = [each for each, taken in _TAKEN.items() if name in taken and each != called_as]
+    if options := [each for each in others if each.endswith("Options")]:
+        return f"give {' or '.join(f'{each}({name}=...)' for each in options)}"
+    if near := _near(name, known):
+        return f"did you mean {' or '.join(f'{each}=' for each in near)}?"
+    calls = [f"{each}({name}=...)" for each in others if each == "Pipeline" or each.islower()]
+    return f"it takes {', '.join(known)}" + (f"; {' and '.join(calls)} would take it" if calls else "")
+
+
+def _near(name: str, known: list[str]) -> list[str]:
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
-    near += [each for each in known if name in each.split("_") and each not in near]
-    return f"did you mean {' or '.join(f'{each}=' for each in near)}?" if near else f"it takes {', '.join(known)}"
+    return near + [each for each in known if name in each.split("_") and each not in near]

@@ -108,7 +108,7 @@ def raised_by(thing: Any) -> set[str]:
     made_by = [getattr(thing, each, None) for each in ("__init__", "__post_init__")]
     bodies = made_by if isinstance(thing, type) else [thing]
     found = set()
-    for body in filter(inspect.isfunction, bodies):
+    for body in map(inspect.unwrap, filter(inspect.isfunction, bodies)):
         if not body.__code__.co_filename.startswith(str(PACKAGE)):
             continue  # written by dataclasses, or by torch
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(body)))):

@@ -152,6 +152,40 @@ def test_an_unknown_keyword_was_a_plain_type_error() -> None:
         ps.simulate(schedule, link=ps.Links())  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda: ps.PrecisionOptions(clip=1), RuntimeFailure, "has no argument 'clip'; did you mean clip_norm="),
+        (lambda: ps.PrecisionOptions(sharding="fsdp"), RuntimeFailure, r"'sharding'; give ParallelOptions\(shard"),
+        (lambda: ps.ParallelOptions(shard="fsdp"), RuntimeFailure, "'shard'; did you mean sharding="),
+        (lambda: ps.ParallelOptions(links=None), RuntimeFailure, r"'links'; give TransportOptions\(links=...\)"),
+        (lambda: ps.AdaptOptions(gain=0.1), RuntimeFailure, "'gain'; did you mean least_gain="),
+        (lambda: ps.AdaptOptions(nonsense=1), RuntimeFailure, "'nonsense'; it takes folder, store, costs"),
+        (lambda: ps.TransportOptions(link=None), RuntimeFailure, "'link'; did you mean links="),
+        (lambda: ps.runtime.DelegateOptions(nums=1), RuntimeFailure, "'nums'; did you mean num="),
+        (lambda: ps.Pipeline([lin()], None, least_gain=1), RuntimeFailure, r"give AdaptOptions\(least_gain=...\)"),
+        (lambda: ps.PrecisionOptions(None, 1.0, 2), RuntimeFailure, "given 3 arguments .* leave the others out"),
+        (lambda: ps.split(lin(), stages=2), ps.runtime.PartitionError, "'stages'; did you mean num_stages="),
+        (lambda: ps.split(num_stages=2), ps.runtime.PartitionError, "split needs model="),
+        (lambda: ps.plan(None, ranks=2), ps.ScheduleError, "plan has no argument 'ranks'; did you mean num_ranks="),
+        (lambda: ps.plan(None, 2), ps.ScheduleError, "plan needs num_microbatches="),
+        (lambda: ps.simulate(None, link=1), ps.ScheduleError, "'link'; did you mean links="),
+        (
+            lambda: ps.build("1f1b", num_rank=2, num_microbatches=4),
+            ps.ScheduleError,
+            "needs num_ranks=; it was given",
+        ),
+        (lambda: ps.Costs.uniform(2, act=1.0), ps.CostError, "it takes num_stages, f, i, w"),
+        (lambda: ps.Blocking(deep=2), ps.CostError, "Blocking has no argument 'deep'"),
+        (lambda: ps.Rules(kind="x"), ps.ScheduleError, "'kind'; did you mean kinds="),
+        (lambda: ps.emulate(None, None, optimizer=1), RuntimeFailure, r"Pipeline\(optimizer=...\) would take it"),
+    ],
+)
+def test_unknown_keywords_of_options_were_plain_type_errors(call: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        call()
+
+
 @pytest.mark.parametrize("why", ["detached", "frozen", "no_grad"])
 def test_a_step_without_any_gradient_trained_nothing_and_said_nothing(why: str) -> None:
     layers = [lin(), lin()]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.cost.errors import CostError
 from penstock.cost.overlap import Overlap
 from penstock.cost.uneven import ALL, EVEN, Array, Factors, Uneven
+from penstock.renamed import refuse_old, refuse_unknown
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE, WEIGHT
 from penstock.schedule.short_repr import short_repr
 from penstock.schedule.staleness import predictions_of
@@ -64,6 +65,7 @@ def _other(given: OtherCosts, num_stages: int) -> tuple[tuple[str, int | None, f
     return tuple(sorted(entries, key=lambda entry: (entry[0], -1 if entry[1] is None else entry[1])))
 
 
+@refuse_unknown(CostError)
 @dataclass(frozen=True)
 class Costs:
     """How long each stage's ops take, and how much memory they need.
@@ -168,6 +170,7 @@ class Costs:
             self.overlap.check(f, b)
 
     @classmethod
+    @refuse_old({}, CostError)
     def uniform(
         cls,
         num_stages: int,

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from penstock.cost.conditions import LinkCondition
 from penstock.cost.errors import CostError
 from penstock.cost.links import Links
+from penstock.renamed import refuse_unknown
 from penstock.schedule.short_repr import short_repr
 
 Node = int
@@ -53,6 +54,7 @@ class LinkUse(NamedTuple):
         return f"DP ring of rank {self.ranks[0]}" if self.group is LinkGroup.DP else "unused"
 
 
+@refuse_unknown(CostError)
 @dataclass(frozen=True)
 class Mesh:
     """A mesh: replicas of a pipeline side by side, and which node lies at each of the pp * dp places.

@@ -20,6 +20,7 @@ from penstock.planning.objective import Expected, read_objective
 from penstock.planning.progress import Progress, certain, gap
 from penstock.planning.result import Plan
 from penstock.program import placements
+from penstock.renamed import refuse_old
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph, check, one_to_one
 from penstock.simulation import Timeline, footprint, room_for_activations, simulate
 from penstock.simulation.memory_footprint import in_bytes
@@ -45,6 +46,7 @@ _FIRST_SECONDS_AN_OP = 3e-6
 """What a first order and its proof take in a large problem, compiled."""
 
 
+@refuse_old({}, ScheduleError)
 def plan(
     costs: Costs,
     num_ranks: int,

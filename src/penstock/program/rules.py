@@ -23,6 +23,7 @@ from penstock.engine.list_by_rules import (
     IN_ORDER,
     INTERLEAVED,
 )
+from penstock.renamed import refuse_unknown
 from penstock.schedule import Op, ScheduleError
 from penstock.schedule.short_repr import short_repr
 
@@ -154,6 +155,7 @@ def by_microbatch(deepest_first: bool = False) -> Traversal:
     return Traversal(deepest_first, pick=BY_MICROBATCH)
 
 
+@refuse_unknown(ScheduleError)
 @dataclass(frozen=True)
 class Rules:
     """How a rank chooses among the ops that are ready.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.renamed import refuse_unknown
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.given_optimizer import require_steps_alone
@@ -27,6 +28,7 @@ SHARDINGS = ("none", "copies", "zero1", "fsdp")
 BATCHES = ("whole", "replica")
 
 
+@refuse_unknown(RuntimeFailure)
 @dataclass(frozen=True)
 class PrecisionOptions:
     """The number type that ops compute in, and gradient clipping.
@@ -60,6 +62,7 @@ class PrecisionOptions:
             _require(fits, "clip_norm", self.clip_norm, "a number, at least 0, or None")
 
 
+@refuse_unknown(RuntimeFailure)
 @dataclass(frozen=True)
 class ParallelOptions:
     """How a model is cut into stages, where they run, and what is sharded.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.cost import CostError
+from penstock.renamed import refuse_unknown
 from penstock.schedule.short_repr import short_repr
 
 
@@ -20,6 +21,7 @@ class Decoupled:
     """
 
 
+@refuse_unknown(CostError)
 @dataclass(frozen=True)
 class Blocking:
     """A transport whose links hold at most `depth` messages. When a link is full, its sender waits.

@@ -10,11 +10,13 @@ from pathlib import Path
 from penstock.control import Configuration, Job, Prices, Sensitivity
 from penstock.cost import Costs, Mesh, Ring
 from penstock.dispatch import Dispatch
+from penstock.renamed import refuse_unknown
 from penstock.runtime.errors import RuntimeFailure
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation.simulator import as_dispatch
 
 
+@refuse_unknown(RuntimeFailure)
 @dataclass(frozen=True)
 class AdaptOptions:
     """How a run measures its links, and switches to another schedule, dispatch or set of delegated links.

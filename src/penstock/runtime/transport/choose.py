@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from penstock.control import Event
 from penstock.cost import Links
+from penstock.renamed import refuse_unknown
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.interfaces import addresses_for, network_name
 from penstock.runtime.mesh.peers import GroupPeers
@@ -35,6 +36,7 @@ BASES = ("host", "gloo", "direct")
 """Transports whose single links may be delegated."""
 
 
+@refuse_unknown(RuntimeFailure)
 @dataclass(frozen=True)
 class DelegateOptions:
     """How delegates carry messages. A delegate is a process of its own that sends messages for a rank.
@@ -61,6 +63,7 @@ class DelegateOptions:
     __repr__ = short_repr
 
 
+@refuse_unknown(RuntimeFailure)
 @dataclass(frozen=True)
 class TransportOptions:
     """Which transport carries messages between processes, and how.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cost.cut import PartitionError, partition
+from penstock.renamed import refuse_old
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.partitioning.layers import opened_modules
 from penstock.runtime.stage.partitioning.place import Untraceable
@@ -103,6 +104,7 @@ class Split(Sequence[Stage]):
         return f"<Split into {len(self)} stages of {', '.join(str(len(paths)) for paths in self.layers)} layers>"
 
 
+@refuse_old({}, PartitionError)
 def split(
     model: nn.Module,
     num_stages: int | None = None,
