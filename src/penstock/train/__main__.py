@@ -22,10 +22,10 @@ def main(argv: list[str]) -> int:
 
 
 def _leave(codes: list[int]) -> None:
-    """Ends the process once all else that runs at its end has run.
+    """Ends the process, after everything else that runs at its end.
 
-    A thread that waits inside gloo for a connection that broke ends the process by SIGABRT if it comes back while
-    Python shuts down, and torchrun takes a run that is done and written for one that failed.
+    A thread inside gloo may wait for a connection that has broken. If it wakes while Python shuts down, it ends the
+    process by SIGABRT. torchrun would then report as failed a run that is done and written.
     """
     if codes:
         sys.stdout.flush()

@@ -1,6 +1,6 @@
-"""What the records of a run that adapted say: which links were slow and when, what was decided, what that saved.
+"""A summary of the records of a run that adapted: which links were slow and when, what was decided, what that saved.
 
-It is the story that `penstock report` tells on its page (`penstock.report.from_logs`), in a few lines.
+`penstock report` tells the same at length (`penstock.report.from_logs`).
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from penstock.report.words import headline
 
 CONTROL, ITERATIONS = "control.jsonl", "iterations.jsonl"
 LATEST = 16
-"""Iterations over which the end's delay of a link is told."""
+"""Iterations at the end whose messages give a link's final delay."""
 WIDTH = 100
-"""Columns that text is wrapped to."""
+"""Width to which text is wrapped."""
 MOST = 4
-"""Links and spells that the report lists; the page has all."""
+"""Most links and spells that the report lists. The page has all."""
 
 
 @dataclass(frozen=True)
 class AdaptationSummary:
-    """What is known at the end of a run that was measured; iterations count from 1.
+    """What is known at the end of a run that was measured. Iterations count from 1.
 
     Attributes:
-        headline: the run in a sentence.
+        headline: the run in one sentence.
         links: direction, like 6>7, to the median delay of its messages in the latest iterations (ms).
         spells: times in which a link was late: link, first and last iteration, ms.
-        decisions: number, iteration after which it was made and first one that ran it, action, reason, simulated ms
-            now and then, measured ms before and after, ms saved.
-        suspected, false: alarms, and those of them that nothing followed.
-        lost, saved: ms that late links would have cost had nothing been changed, and how much less they did; None
-            where that is not known.
+        decisions: number, the iteration after which it was made and the first that ran it, action, reason, simulated
+            ms before and after, measured ms before and after, ms saved.
+        suspected, false: alarms, and how many of them led to nothing.
+        lost, saved: ms that late links would have cost if nothing had been changed, and how much of it was saved;
+            None if that is not known.
     """
 
     headline: str
@@ -95,7 +95,7 @@ def _wrapped(name: str, text: str, indent: str = "") -> list[tuple[str, str]]:
 
 
 def read_adaptation(folder: Path) -> AdaptationSummary | None:
-    """Reads the records in a run's folder; None where there are none, or no iteration in them."""
+    """Reads the records in a run's folder; None if there are none, or none has an iteration."""
     try:
         lines = {name: (folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)}
         story = read_story(lines[CONTROL], name=folder.name, iterations=lines[ITERATIONS])

@@ -1,5 +1,6 @@
-"""What is usual for each asynchronous schedule: the window of its updates, and an optimizer that its rule has a
-formula for."""
+"""Defaults of each asynchronous schedule: the window of its updates, and an optimizer for which its rule
+has a formula.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AsyncDefaults:
-    """Attributes:
-    microbatches: of a step, for each rank, as far as the batch goes; None for those of any run.
-    window: microbatches an update gathers; None for those of a step.
-    max_mismatch: most updates between a microbatch's forward and its backward; None for the schedule's own bound.
-    learning: settings of optimizer and learning rate in place of those of synchronous runs.
+    """What a run of the schedule has unless its options say otherwise.
+
+    Attributes:
+        microbatches: of a step, per rank, if the batch has enough samples. None: the same as in any run.
+        window: microbatches whose gradients an update adds up. None: those of a step.
+        max_mismatch: most updates between a microbatch's forward and its backward. None: the schedule's own bound.
+        learning: settings of optimizer and learning rate that replace those of synchronous runs.
     """
 
     microbatches: int | None = None
@@ -46,16 +49,18 @@ ASYNCHRONOUS: Mapping[str, AsyncDefaults] = {
         },
     ),
 }
-"""Schedules that are trained with their updates among the other ops. `amdp` is, where an option says how."""
+"""Schedules that are trained with updates as ops. For `amdp` this is so only if one of OPTIONS is given."""
 
 OPTIONS = ("window", "rule", "max_mismatch", "drain_every")
 
 
 def usual_microbatches(schedule: str, ranks: int, batch: int | None = None) -> int | None:
-    """Of a step, where nothing is said: a multiple of the ranks, at most so many samples; None for those of any run.
+    """How many microbatches a step has by default; None: as many as in any run.
+
+    It is a multiple of the ranks, and at most the number of samples.
 
     Args:
-        batch: samples that a pipeline has in a step; None for as many as one likes.
+        batch: samples that a pipeline has in a step; None for no limit.
     """
     usual = ASYNCHRONOUS.get(schedule)
     if usual is None or usual.microbatches is None or ranks < 1:
@@ -64,14 +69,13 @@ def usual_microbatches(schedule: str, ranks: int, batch: int | None = None) -> i
 
 
 def completed(given: Mapping[str, Any], learning: bool = True) -> dict[str, Any]:
-    """Settings of a run with what is usual for its schedule, where the given ones do not say.
+    """Settings of a run, completed with the defaults of its schedule.
 
-    Where nothing is said of its updates, `amdp` learns as a synchronous schedule: with an update a step and no
-    mismatch its pipelines drain at each update anyway, so that updates among the other ops would save no time, and
-    each stage would clip its gradient by itself.
+    By default `amdp` learns as a synchronous schedule. With one update per step and no mismatch its pipelines drain
+    at each update anyway. Updates as ops would save no time then, and each stage would clip its gradient by itself.
 
     Args:
-        given: all that is known: schedule, ranks, microbatches, steps and so on; None stands for not given.
+        given: all settings that are known: schedule, ranks, microbatches, steps and so on; None stands for not given.
         learning: whether the run learns, and so has an optimizer.
     """
     found = {name: value for name, value in given.items() if value is not None}
@@ -105,7 +109,7 @@ def completed(given: Mapping[str, Any], learning: bool = True) -> dict[str, Any]
 
 
 def check_updates(settings: RunSettings) -> None:
-    """Raises SettingsError for options about updates that do not go together, or with the schedule."""
+    """Raises SettingsError for options about updates that exclude each other, or that the schedule does not take."""
     named = settings.schedule in ASYNCHRONOUS or is_schedule_file(settings.schedule)
     if not (named and settings.is_asynchronous):
         which = ", ".join(ASYNCHRONOUS)

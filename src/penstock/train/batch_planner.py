@@ -1,4 +1,4 @@
-"""Batches planned beside training, each while the step before it runs.
+"""Plans the batch of each step in another process, while the step before it runs.
 
 rank 0                step 4 runs       | step 5 runs       |
 planning process      plans step 5      | plans step 6      |
@@ -22,10 +22,10 @@ from penstock.train.planning_process import BatchProblem
 
 
 class BatchPlanner:
-    """Plans of steps, by a process of its own that ends with this one.
+    """Plans batches in a process of its own, which ends with this one.
 
     Args:
-        timeout: seconds that an answer may take.
+        timeout: most seconds to wait for an answer.
 
     Attributes:
         waited: seconds that training has waited for plans.
@@ -52,17 +52,17 @@ class BatchPlanner:
         self._send(problem)
 
     def use(self, costs: CostsByLength) -> None:
-        """Plans what is asked for from now on over other costs."""
+        """Plans from now on over other costs."""
         self._problem = replace(self._problem, costs=costs)
         self._send(self._problem)
 
     def ask(self, step: int, lengths: Lengths) -> None:
-        """Has a step planned."""
+        """Starts planning a step."""
         self._asked.append(step)
         self._send((step, lengths))
 
     def plan(self, step: int, lengths: Lengths) -> BatchPlan:
-        """The plan of a step, asked for now if it was not before. Other steps that were asked for before are dropped.
+        """The plan of a step. It is asked for now if it was not before. Other steps that were asked for are dropped.
 
         Raises:
             RuntimeFailure: the process has ended, answers too late, or says that no plan keeps the limits.

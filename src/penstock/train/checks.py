@@ -1,4 +1,4 @@
-"""What settings of any kind of run are checked for: types, ranges, choices, links, the schedule."""
+"""Checks that settings of any kind of run need: types, ranges, choices, links, the schedule."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from penstock.schedule import Schedule, ScheduleError, check
 
 
 class SettingsError(ValueError):
-    """Settings that contradict one another or name what is not there."""
+    """Settings that contradict one another, or that name something that does not exist."""
 
 
 def check_numbers(settings: Any, *, least: Mapping[str, float], above_zero: Sequence[str]) -> None:
-    """Types of all fields; `least` says the smallest value of some, where they are given. Raises SettingsError."""
+    """Checks the types of all fields, and that those in `least` are not too small. Raises SettingsError."""
     for name, kind in typing.get_type_hints(type(settings)).items():
         _check_type(name, getattr(settings, name), kind)
     for name, smallest in least.items():
@@ -38,7 +38,7 @@ def check_numbers(settings: Any, *, least: Mapping[str, float], above_zero: Sequ
 
 
 def check_choices(settings: Any, choices: Mapping[str, Sequence[str]]) -> None:
-    """Raises SettingsError for a word that is not among those a field takes."""
+    """Raises SettingsError if a field has a word that it does not take."""
     for name, words in choices.items():
         value = getattr(settings, name)
         if value not in words:
@@ -47,7 +47,7 @@ def check_choices(settings: Any, choices: Mapping[str, Sequence[str]]) -> None:
 
 
 def refuse_options(settings: Any, names: Sequence[str], why: str) -> None:
-    """Raises SettingsError where one of these options, which are None unless given, is given."""
+    """Raises SettingsError if any of these options is given, that is, not None."""
     for name in names:
         value = getattr(settings, name)
         if value is None:
@@ -86,8 +86,8 @@ def read_schedule(
     """The schedule by name or from a file, checked. Raises ScheduleError.
 
     Args:
-        others: options of a schedule by name, by which no argument here goes.
-        window: microbatches an update gathers, None for a schedule without updates among its ops.
+        others: further options of a library schedule, by name, that have no argument here.
+        window: microbatches whose gradients an update adds up; None for a schedule without updates as ops.
         max_mismatch: most updates between a microbatch's forward and its backward; None for the schedule's own bound.
         rule: which weights ops read; None for the schedule's own rule.
     """
@@ -130,7 +130,7 @@ def _read_file(schedule: str, ranks: int, microbatches: int, window: int | None)
 
 
 def _load_once(path: str) -> Schedule:
-    """The schedule of a file, which is read again only where it is another. Raises ScheduleError."""
+    """The schedule of a file. It is read again only if the file has changed. Raises ScheduleError."""
     try:
         now = os.stat(path)
     except OSError:
@@ -144,9 +144,9 @@ def _loaded(path: str, version: tuple[int, ...]) -> Schedule:
 
 
 def said_by_file(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a schedule file says itself of a run's settings: ranks and microbatches; nothing for a schedule by name.
+    """Settings that a schedule file itself determines: ranks and microbatches. Nothing for a schedule by name.
 
-    With updates in it, it is a pass: a step is a window where those fill the pass, else the whole pass.
+    A file with updates is one pass. A step is then a window if windows fill the pass, and otherwise the whole pass.
     """
     if not is_schedule_file(given["schedule"]):
         return {}
@@ -164,16 +164,20 @@ def said_by_file(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_schedule_file(schedule: str) -> bool:
-    """Whether it means a file: it looks like a path, or is one and no library schedule has that name."""
+    """Whether a file is meant: the name looks like a path, or there is such a file and no library
+    schedule of that name.
+    """
     return schedule not in SCHEDULES and ("/" in schedule or bool(Path(schedule).suffix) or Path(schedule).exists())
 
 
 RENAMED = {"zero": "'sharding', with 'copies' for on and 'none' for off"}
-"""Settings of other versions, each with its name now."""
+"""Old names of settings, each with its present name."""
 
 
 def check_known(kind: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Values for a settings class, lists as tuples. Raises SettingsError for a name that it does not have."""
+    """Values for a settings class, with lists made tuples. Raises SettingsError for a name that the class
+    does not have.
+    """
     if unknown := sorted(set(values) - set(typing.get_type_hints(kind))):
         now = f": it is {RENAMED[unknown[0]]} since 0.2" if unknown[0] in RENAMED else ""
         raise SettingsError(f"{where}unknown setting {unknown[0]!r}; it was written by another version{now}")
@@ -184,7 +188,7 @@ _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:
-    """Raises SettingsError unless `value` is of the field's type; a float field takes whole numbers too."""
+    """Raises SettingsError unless `value` has the field's type. A float field also takes whole numbers."""
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     plain = [typing.get_origin(k) or k for k in kinds]
     if isinstance(value, bool):

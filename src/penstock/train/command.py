@@ -315,7 +315,7 @@ def _carry_out(order: TrainJob | EmulatedJob, port: int | None, is_program: bool
 
 
 def _over_ranks(forks: bool, preload: str, run: Callable[[WaitingServer | None], int]) -> int | RankOrder:
-    """Runs a job, whose ranks are forked from this process if it `forks`; in a rank, what that is to do."""
+    """Runs a job. If it `forks`, ranks are forked from this process; in a rank, returns what the rank is to do."""
     from penstock.train.start import RankOrder, fork_ahead
 
     ahead = fork_ahead(preload) if forks else None
@@ -329,12 +329,14 @@ def _over_ranks(forks: bool, preload: str, run: Callable[[WaitingServer | None],
 
 
 LET_SPEAK = 5.0
-"""Seconds in which the first rank of a host says what is wrong. torchrun ends all ranks when one has ended, so others
-that ended sooner would end it before it has spoken. Where the first one finds nothing wrong, the others speak."""
+"""Seconds that the other ranks of a host leave the first one to report an error. torchrun ends all ranks when one
+has ended, so a rank that ended sooner would end the first one before its message. If the first finds no error, the
+others report.
+"""
 
 
 def run_command(argv: list[str]) -> int:
-    """The same options for a rank under torchrun. What is wrong is told once on each host."""
+    """The same options for a rank under torchrun. Each host reports an error once."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(train)
     try:

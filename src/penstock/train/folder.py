@@ -1,8 +1,8 @@
-"""A run's folder: where everything about a run lies.
+"""A run's folder: everything about a run is in it.
 
 runs/tiny-1f1b-4/
     settings.json  schedule.txt  schedule.svg     what was asked for
-    metrics.jsonl                                 one line a step
+    metrics.jsonl                                 one line per step
     checkpoints/step-00000100/                    the last good ones
     timeline.html  timeline.json  report.json     how it went (timeline.json opens in Perfetto)
     sample.txt
@@ -47,7 +47,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
-        """Makes the folder and holds it; one that is still empty in the end goes again. Raises SettingsError."""
+        """Makes the folder and holds it. If it is still empty in the end, it is removed. Raises SettingsError."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             held = self._held()
@@ -61,10 +61,10 @@ class RunFolder:
             os.close(held)
 
     def _held(self) -> int:
-        """A descriptor that holds the folder until it is closed, or its process ends, however that comes.
+        """A descriptor that holds the folder until it is closed or its process ends, in whatever way.
 
         Raises:
-            SettingsError: another run on this machine holds it: both would write the same metrics and checkpoints.
+            SettingsError: another run on this machine holds it; both would write the same metrics and checkpoints.
         """
         held = os.open(self.path, os.O_RDONLY)
         try:
@@ -80,7 +80,7 @@ class RunFolder:
 
 
 def free_folder(parent: Path, name: str) -> RunFolder:
-    """A folder that is not there yet: `parent/name`, or with -2, -3, ... behind it."""
+    """The path of a folder that does not exist yet: `parent/name`, or the same with -2, -3, ... appended."""
     candidate, number = parent / name, 1
     while candidate.exists():
         number += 1
@@ -89,14 +89,14 @@ def free_folder(parent: Path, name: str) -> RunFolder:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file beside and renames it: a kill leaves the old one or the new one."""
+    """Writes a new file and renames it, so that a kill leaves either the old file or the new one."""
     beside = path.with_name(f".{path.name}.writing")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a model is exported as a folder, where its kind has both."""
+    """Whether a model is exported as a folder, if its kind can be exported as either."""
     return path.suffix != ".safetensors"
 
 

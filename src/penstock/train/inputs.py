@@ -1,4 +1,4 @@
-"""What a run starts from: schedule, model, data and optimizer, all read and checked before anything starts."""
+"""What a run starts from: schedule, model, data and optimizer, all read and checked beforehand."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Inputs:
 
 
 def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
-    """Reads and checks everything a run needs before anything starts; `corpus`, if given, is not read again.
+    """Reads and checks everything a run needs before it starts. If `corpus` is given, it is not read again.
 
     Raises:
         SettingsError, ScheduleError, PartitionError, DataError, DecoderError: in one or two lines.
@@ -75,7 +75,7 @@ def mesh_of(settings: Settings) -> DeviceMesh | None:
 
 
 def _check_ops(settings: Settings, schedule: Schedule) -> None:
-    """Raises SettingsError for ops that run a function of somebody's, which no option gives."""
+    """Raises SettingsError for ops that need a function of the user's, since no option can give one."""
     known = {REDUCE, *((OFFLOAD, RELOAD) if offloads(schedule, ()) else ())}
     if own := sorted({registered.kind for registered in schedule.graph.registered} - known):
         raise SettingsError(
@@ -85,7 +85,7 @@ def _check_ops(settings: Settings, schedule: Schedule) -> None:
 
 
 def _check_transport(settings: Settings, device: torch.device) -> None:
-    """Raises SettingsError for a transport that the device is not for."""
+    """Raises SettingsError for a transport that the device cannot use."""
     if settings.transport == "nccl" and device.type != "cuda":
         raise SettingsError(
             f"--transport nccl sends from GPU to GPU, and stages lie on {device.type}; give --device cuda, or another"
@@ -94,7 +94,7 @@ def _check_transport(settings: Settings, device: torch.device) -> None:
 
 
 def _check_rule(settings: Settings, schedule: Schedule, build: Callable[..., torch.optim.Optimizer]) -> None:
-    """Raises SettingsError where the rule by which ops read weights has no formula for the optimizer."""
+    """Raises SettingsError if the rule by which ops read weights has no formula for the optimizer."""
     if schedule.updates is None:
         return
     rule = rule_of(schedule.updates.rule)
@@ -106,7 +106,7 @@ def _check_rule(settings: Settings, schedule: Schedule, build: Callable[..., tor
 
 
 def optimizer_class(settings: Settings) -> Callable[..., torch.optim.Optimizer]:
-    """The optimizer by name with its options. Raises SettingsError where it can't train with them."""
+    """The optimizer by name, with its options. Raises SettingsError if it can't train with them."""
     is_muon = settings.optimizer.lower() == "muon"
     found = MuonAdamW if is_muon else getattr(torch.optim, settings.optimizer, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
@@ -130,7 +130,7 @@ def optimizer_class(settings: Settings) -> Callable[..., torch.optim.Optimizer]:
 
 
 def over_trained(build: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """The same, made over those parameters that learn: of adapters on a frozen model, the adapters."""
+    """The same optimizer over those parameters that are trained, such as the adapters on a frozen model."""
 
     def made(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = optimizer_of(build, [parameter for parameter in parameters if parameter.requires_grad])
@@ -141,7 +141,7 @@ def over_trained(build: Callable[..., torch.optim.Optimizer]) -> Callable[..., t
 
 
 def _try(build: Callable[..., torch.optim.Optimizer], settings: Settings) -> None:
-    """Makes an optimizer over a weight and a bias and runs it once. Raises SettingsError for what it refuses."""
+    """Makes an optimizer over a weight and a bias and runs it once. Raises SettingsError if it fails."""
     parameters = [torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -157,7 +157,7 @@ def _try(build: Callable[..., torch.optim.Optimizer], settings: Settings) -> Non
 
 
 def build_pipeline(inputs: Inputs, adapt: AdaptOptions | None = None) -> Pipeline:
-    """The pipeline of a run, over torch.distributed where it is set up."""
+    """The pipeline of a run, over torch.distributed if that is set up."""
     settings, task = inputs.settings, inputs.task
     return Pipeline(
         task.stages(),
@@ -190,14 +190,14 @@ def build_pipeline(inputs: Inputs, adapt: AdaptOptions | None = None) -> Pipelin
 
 
 def loss_of(inputs: Inputs) -> Callable[..., torch.Tensor]:
-    """The loss of a pass: its part of the window where several fill one."""
+    """The loss of a pass. If several passes fill a window, it is the pass's part of the window's loss."""
     num_passes = inputs.settings.passes.passes_a_window
     loss = inputs.task.loss
     return loss if num_passes == 1 else SharedLoss(loss, num_passes)
 
 
 class SharedLoss:
-    """A loss that counts for a part of its window, and is weighed the same: `loss / passes`."""
+    """A loss divided by the number of passes that fill a window: `loss / passes`."""
 
     def __init__(self, loss: Callable[..., torch.Tensor], passes: int) -> None:
         self._loss, self._passes = loss, passes
@@ -209,7 +209,7 @@ class SharedLoss:
 
 
 def device_of(settings: Settings) -> torch.device:
-    """Where the stages run. Raises SettingsError where there is no such device."""
+    """The device on which stages run. Raises SettingsError if there is no such device."""
     if settings.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():

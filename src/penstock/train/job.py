@@ -11,8 +11,10 @@ from penstock.train.settings import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class RunJob:
-    """Attributes:
-    folder: the run's folder. as_json: print the report as JSON and nothing else.
+    """What a run of any kind was asked to do.
+
+    Attributes:
+        folder: the run's folder. as_json: print the report as JSON and nothing else.
     """
 
     settings: RunSettings
@@ -32,10 +34,10 @@ class TrainJob(RunJob):
     """A run that learns.
 
     Attributes:
-        resume: go on from its newest checkpoint. fallback: or from an older one, where that is damaged.
-        checkpoint: the one that was found. damaged: newer ones that are passed over.
+        resume: continue from its newest checkpoint. fallback: or from an older one, if the newest is damaged.
+        checkpoint: the one that was found. damaged: newer ones that are skipped.
         export: a file for the model at the end, or None.
-        notices: what a person should know of how it was understood.
+        notices: what the user should know about how the options were read.
     """
 
     settings: Settings

@@ -1,4 +1,4 @@
-"""The kinds of model by name, and what is usual for each. Needs no torch: it is read before anything else."""
+"""The kinds of model by name, and the defaults of each. Needs no torch, as it is read before anything else."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ USUAL: Mapping[str, Mapping[str, Any]] = {
     CLIP: {"preset": "nano", "schedule": MIXED, "batch": 64, "microbatches": 2, "steps": 200, "lr": 5e-3},
     CAPTIONER: {"preset": "nano", "batch": 32, "steps": 300, "lr": 4e-3},
 }
-"""Settings in place of the usual ones, where they are not given."""
+"""Settings that replace the usual defaults, unless they are given."""
 FRESH, STORED = 1e-3, 1e-4
-"""Learning rates of a decoder or one's own model whose weights are drawn, and of one that has learnt before."""
+"""Learning rates of a decoder or a model of the user's own: with fresh weights, and with weights that were
+trained before.
+"""
 
 
 def is_path(model: str) -> bool:
-    """Whether a model is meant by its path and not by its name."""
+    """Whether a model is given by its path, and not by its name."""
     return model not in KINDS
 
 
@@ -41,17 +43,17 @@ def is_hugging_face(model: str) -> bool:
 
 
 def same_kind(a: str, b: str) -> bool:
-    """Whether a run of one model may be meant to go on with the other."""
+    """Whether a run of one model may be continued with the other."""
     return a == b or (is_path(a) and is_path(b) and is_own(a) == is_own(b))
 
 
 def is_there(model: str) -> bool:
-    """Whether what a model is read from is still there."""
+    """Whether the file or folder that a model is read from still exists."""
     return not is_path(model) or (own_name(model).path if is_own(model) else Path(model)).exists()
 
 
 def usual_of(model: str, data: str | None = None) -> Mapping[str, Any]:
-    """What is usual for a kind of model; batches of a person's own hold tokens already, so no tokenizer is."""
+    """The defaults of a kind of model. There is no tokenizer if batches of the user's own hold tokens already."""
     if not is_path(model):
         return USUAL[model]
     if is_own(model):
@@ -63,7 +65,7 @@ def usual_of(model: str, data: str | None = None) -> Mapping[str, Any]:
 
 
 def place_of(model: str) -> tuple[Path, bool]:
-    """The folder that a path means, and whether weights are to be read from it: a config.json alone draws them."""
+    """The folder that a path means, and whether weights are read from it. With a config.json alone they are drawn."""
     path = Path(model)
     if path.name == "config.json":
         return path.parent, False
@@ -71,7 +73,7 @@ def place_of(model: str) -> tuple[Path, bool]:
 
 
 def check_model(model: str, towers: str | None) -> None:
-    """Raises SettingsError for a model that is neither a name nor a path, or towers where there are none."""
+    """Raises SettingsError for a model that is neither a name nor a path, or for towers if the model has none."""
     if is_own(model):
         if towers:
             raise SettingsError(f"--tower is for models of several towers; leave it out for --model {model}")
@@ -89,7 +91,7 @@ def check_model(model: str, towers: str | None) -> None:
 
 
 def check_lora(settings: Settings) -> None:
-    """Raises SettingsError for adapters that make no sense, or on a model that takes none."""
+    """Raises SettingsError for invalid adapters, or for a model that takes none."""
     if settings.lora is None:
         return
     if not is_hugging_face(settings.model):
@@ -105,7 +107,7 @@ def check_lora(settings: Settings) -> None:
 
 
 def check_lora_words(text: str) -> None:
-    """Raises SettingsError for a `--lora` that is neither JSON nor a folder, by the words given."""
+    """Raises SettingsError for a `--lora` that is neither JSON nor a folder."""
     if text.lstrip().startswith("{") or os.path.isdir(text):
         return
     meant = "" if "=" not in text else f"; write it as --lora '{_as_json(text)}'"
@@ -116,7 +118,7 @@ def check_lora_words(text: str) -> None:
 
 
 def _as_json(text: str) -> str:
-    """KEY=VALUE,KEY=VALUE as a JSON object; a word without a key belongs to the list of the key before it."""
+    """KEY=VALUE,KEY=VALUE as a JSON object. A word without a key belongs to the list of the key before it."""
     found: dict[str, Any] = {}
     last = ""
     for word in text.split(","):
@@ -148,7 +150,9 @@ def lora_of(settings: Settings) -> Mapping[str, Any] | str | None:
 
 
 def check_own(settings: Settings) -> None:
-    """Raises SettingsError for options that do not go together with a model of one's own, or are for one alone."""
+    """Raises SettingsError for options that a model of the user's own does not take, or that only such a model
+    takes.
+    """
     own_data = is_own(settings.data)
     if is_own(settings.model):
         own_sizes = ("depth", "width", "heads", "dropout", "tied")

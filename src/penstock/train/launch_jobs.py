@@ -25,7 +25,7 @@ from penstock.train.settings import Settings, read_settings
 
 
 def read_given(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as settings of either kind have them.
+    """The options as settings, in the form that all kinds of run have.
 
     Raises SettingsError, and ScheduleError for a schedule file that can't be read.
     """
@@ -48,10 +48,10 @@ def read_given(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ranks_here(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, int]:
-    """The ranks of a pipeline where a launcher has started the processes, which are the whole mesh.
+    """The ranks of a pipeline if a launcher has started the processes of the whole mesh.
 
     Args:
-        given: the options. settings: those and what else is known.
+        given: the options. settings: the options and everything else that is known.
 
     Raises:
         SettingsError: sizes that do not multiply to the number of processes.
@@ -98,10 +98,10 @@ def order_of(
     as_json: bool,
     fallback: bool = False,
 ) -> TrainJob:
-    """The order for the options given; a resumed run's own settings stand behind them.
+    """The order for the options given. In a resumed run, its own settings apply where no option is given.
 
-    With one folder as `out` and `resume` the run begins there where there is none yet, so that a launcher may start
-    the same line again and again.
+    If `out` and `resume` are the same folder and no run is in it yet, a run begins there. So a launcher may start the
+    same line again and again.
 
     Raises SettingsError, and ScheduleError for a schedule file that can't be read.
     """
@@ -162,7 +162,7 @@ def order_of(
 def _completed(
     kind: type[Settings] | type[EmulatedSettings], given: Mapping[str, Any], learning: bool
 ) -> dict[str, Any]:
-    """The options given with what is usual for their schedule."""
+    """The options given, completed with the defaults of their schedule."""
     own = {f.name: f.default for f in dataclasses.fields(kind) if f.name in ("ranks", "microbatches", "steps")}
     usual = usual_of(given.get("model", GPT), given.get("data")) if learning else {}
     counts = {**own, **{name: usual[name] for name in own if name in usual}}
@@ -176,7 +176,7 @@ def _completed(
 
 
 def _own_batch(given: Mapping[str, Any]) -> dict[str, int]:
-    """How many samples the batches of one's own data have, where they have a number of their own."""
+    """How many samples the user's own batches have, if the data determines it."""
     from penstock.train.tasks.own_data import own_batch  # here, as it loads torch
 
     size = own_batch(given["data"], given.get("seed", Settings.seed), given.get("dp", Settings.dp))
@@ -184,7 +184,7 @@ def _own_batch(given: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _name_of(settings: Settings) -> str:
-    """A run's folder, where none is given."""
+    """The name of a run's folder, if none is given."""
     model = settings.preset if settings.model == GPT else f"{settings.model}-{settings.preset}"
     if is_own(settings.model):
         model = own_name(settings.model).name.lower()
@@ -196,7 +196,7 @@ def _name_of(settings: Settings) -> str:
 
 
 def _cleared(given: dict[str, Any]) -> dict[str, Any]:
-    """What another schedule makes void of a resumed run's settings: options that only the old one takes."""
+    """Settings of a resumed run that no longer apply under another schedule: options that only the old one takes."""
     cleared: dict[str, Any] = {}
     if "schedule" in given:
         cleared |= {"window": None, "rule": None, "max_mismatch": None, "drain_every": None}

@@ -9,7 +9,7 @@ FLOOR = 0.1
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int, decay: str) -> float:
-    """The rate of `step` (from 0) of `steps`: up in a line, then down a cosine to a tenth, or constant."""
+    """The rate of `step` (from 0) of `steps`: a linear warm-up, then a cosine decay to a tenth; or constant."""
     if step < warmup:
         return peak * (step + 1) / warmup
     if decay == "constant":

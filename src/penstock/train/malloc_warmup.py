@@ -1,4 +1,4 @@
-"""Keeps in the process the memory that a step gives back and the next one takes again."""
+"""Keeps memory that a step frees in the process, since the next step needs it again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ KEPT = 28 << 20
 
 
 def warm_up_malloc() -> None:
-    """Lets glibc keep the memory it is given back, as it does once a program has freed one large tensor.
+    """Makes glibc keep freed memory, as it does once a program has freed one large tensor.
 
-    Before that each step returns its activations to the system and faults them in again, page by page: on one core of
-    an AMD EPYC 800 to 1800 faults a step of a small GPT, 3% of its time.
+    Otherwise each step returns its activations to the system and faults them in again, page by page. On one core of
+    an AMD EPYC that was 800 to 1800 faults per step of a small GPT, or 3% of its time.
     """
     torch.empty(KEPT, dtype=torch.uint8)  # freed at once

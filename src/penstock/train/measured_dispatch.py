@@ -1,8 +1,8 @@
-"""`--dispatch auto` once more, over what the first steps of a run took.
+"""Chooses the dispatch of `--dispatch auto` again, by what the first steps of a run took.
 
-When a run begins, nothing is known of its costs but what is assumed. After some passes the ops of some more are
-measured: the mean of each kind on each stage, and how much ops of a kind differ. The fastest dispatch is chosen by
-simulation of these, and all processes change to it before the next step.
+When a run begins, its costs are only assumed. After some passes the ops of a few more are measured: the mean of each
+kind on each stage, and how much ops of a kind vary. The fastest dispatch is chosen by simulation of these, and all
+processes change to it before the next step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from penstock.simulation import Timeline
 from penstock.simulation.auto import WITHOUT_WAITING, PolicyChoice, choose_policy
 
 FIRST_MEASURED, NUM_MEASURED = 2, 4
-"""Passes since the run began or went on that are left out, in which memory is allotted and channels get to know each
-other; and those that are measured then."""
+"""Passes that are left out after a run began or resumed, in which memory is allocated and channels are set up; and
+how many are measured then.
+"""
 
 
 class MeasuredDispatch:
@@ -38,7 +39,7 @@ class MeasuredDispatch:
         self.notice = ""
 
     def after_pass(self) -> Dispatch | None:
-        """Every process must call it after each pass. Returns the dispatch when it is chosen."""
+        """To be called by every process after each pass. Returns the dispatch when it has been chosen."""
         number, self._num_passes = self._num_passes, self._num_passes + 1
         if not FIRST_MEASURED <= number < FIRST_MEASURED + NUM_MEASURED:
             return None
@@ -66,7 +67,7 @@ class MeasuredDispatch:
 
 
 def choose_measured(schedule: Schedule, timelines: Sequence[Timeline]) -> PolicyChoice:
-    """The fastest dispatch over the costs of measured steps and the jitter about them; of links nothing is known."""
+    """The fastest dispatch over the costs of measured steps, with their jitter. Nothing is known of links."""
     return choose_policy(
         schedule, measured_costs(timelines), jitter=measured_jitter(timelines), policies=WITHOUT_WAITING
     )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_mesh(settings: Settings) -> None:
-    """Raises SettingsError for options that do not go together with replicas, or with layers that are shared out."""
+    """Raises SettingsError for options that exclude replicas, or layers that several processes share."""
     if settings.is_sharded and settings.dp == 1:
         raise SettingsError(
             f"--sharding {settings.sharding} shares state out among replicas, and there is one; add --dp 2, or leave "
@@ -26,7 +26,9 @@ def check_mesh(settings: Settings) -> None:
 
 
 def check_ties(schedule: Schedule, tied: Sequence[Sequence[str]]) -> None:
-    """Raises SettingsError for a weight of two stages, one of which could not have what it is to read."""
+    """Raises SettingsError for a weight of two stages, if one of them could not have the version that it is to
+    read.
+    """
     if not tied or schedule.num_stages == 1:
         return
     # Here, for sizes need no torch.
@@ -73,10 +75,10 @@ def mesh_words(settings: Settings) -> str:
 
 
 def share_out(ranks: int | None, dp: int, tp: int, world: int) -> int:
-    """The ranks of a pipeline where a launcher has started `world` processes; `ranks` if they are given.
+    """The ranks of a pipeline if a launcher has started `world` processes; `ranks` if they are given.
 
     Raises:
-        SettingsError: sizes that do not multiply to it.
+        SettingsError: sizes that do not multiply to `world`.
     """
     if ranks is None and world % (dp * tp) == 0 and world:
         return world // (dp * tp)

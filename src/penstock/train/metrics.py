@@ -1,4 +1,4 @@
-"""Metrics: one JSON line a step, and TensorBoard where it is installed."""
+"""Metrics: one JSON line per step, and TensorBoard if it is installed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class Metrics:
-    """Appends lines to metrics.jsonl. On a resumed run, lines from the step on are dropped first.
+    """Appends lines to metrics.jsonl. In a resumed run, lines from its first step on are dropped first.
 
-    `write` raises RuntimeFailure where there is no room: a run without its losses could not be compared with another.
+    `write` raises RuntimeFailure if the disk is full: a run without its losses could not be compared with another.
     """
 
     def __init__(self, path: Path, first_step: int, tensorboard: Path | None = None) -> None:
@@ -43,7 +43,7 @@ class Metrics:
     def write_pass(
         self, done: PassResult, values: dict[str, float], at_end: dict[str, float], with_updates: bool
     ) -> None:
-        """A line for each step of a pass; `values` hold for all of them, `at_end` for the last."""
+        """Writes a line for each step of a pass. `values` go into all of them, `at_end` into the last."""
         for place, (loss, rate, updates) in enumerate(zip(done.losses, done.rates, done.updates, strict=True)):
             line = {"loss": loss, **values, "lr": rate}
             if with_updates:
@@ -61,7 +61,7 @@ class Metrics:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; a line cut short by a kill counts as after everything."""
+    """The step of a line. A line cut short by a kill counts as later than all others."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -69,7 +69,7 @@ def _step_of(line: str) -> float:
 
 
 def _board(folder: Path, first_step: int) -> Any:
-    """TensorBoard's writer, or None where it is not installed."""
+    """TensorBoard's writer, or None if it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

@@ -1,6 +1,6 @@
-"""What a person names as `FILE.py:NAME`: a model, or its data, in a Python file of their own. Needs no torch.
+"""Names in Python files of the user's, `FILE.py:NAME`: a model, or its data. Needs no torch.
 
-Every process imports the file itself, once, with its random numbers seeded alike.
+Every process imports the file itself, once, with random numbers from the same seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.train.checks import SettingsError
 
 
 class OwnName(NamedTuple):
-    """A name in a Python file. `name` is empty where none was given."""
+    """A name in a Python file. `name` is empty if none was given."""
 
     path: Path
     name: str
@@ -44,10 +44,10 @@ def own_name(text: str) -> OwnName:
 
 
 def find(text: str, option: str) -> tuple[ModuleType, Any]:
-    """Imports the file, unless this process has; returns the module and what the name in it stands for.
+    """Imports the file, unless this process has imported it. Returns the module and what the name stands for.
 
     Args:
-        option: with which it was given, as errors name it.
+        option: the option that gave the name, for error messages.
 
     Raises:
         SettingsError: no such file or name, or a file that cannot be imported, with the line.
@@ -74,11 +74,11 @@ def find(text: str, option: str) -> tuple[ModuleType, Any]:
 def made(
     found: Any, own: OwnName, option: str, given: Mapping[str, Any], others: Mapping[str, Any] | None = None
 ) -> Any:
-    """What a class or function makes.
+    """Calls a class or function, and returns what it makes.
 
     Args:
-        option: with which it was given. given: arguments by name, all of which it must take.
-        others: arguments that it gets where it names them.
+        option: the option that named it. given: arguments by name; it must take all of them.
+        others: further arguments; it gets those that it takes.
 
     Raises:
         SettingsError: it needs other arguments, or fails, with the line.
@@ -106,10 +106,10 @@ def made(
 
 
 def called(act: Callable[[], Any], what: str, path: Path, hint: str = "") -> Any:
-    """Calls a person's code, whose prints go to stderr. Raises SettingsError for any error, with the line.
+    """Calls the user's code, and sends its prints to stderr. Raises SettingsError for any error, with the line.
 
     Args:
-        hint: what the error says besides.
+        hint: text to add to the error.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -121,7 +121,7 @@ def called(act: Callable[[], Any], what: str, path: Path, hint: str = "") -> Any
 
 
 def told(error: BaseException, path: Path) -> str:
-    """An error in one line, with the innermost line of the person's own code: of the file, or of one beside it."""
+    """An error in one line, with the innermost line of the user's own code, in the file or in one beside it."""
     said = str(error).strip().splitlines()
     what = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
     if isinstance(error, SyntaxError):
@@ -136,7 +136,7 @@ def told(error: BaseException, path: Path) -> str:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Python's, numpy's and torch's random numbers from a seed, and afterwards as they were."""
+    """Seeds the random numbers of Python, numpy and torch, and restores their state afterwards."""
     import numpy as np
     import torch
 
@@ -154,7 +154,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _imported(path: Path, option: str) -> ModuleType:
-    """The file as a module, once a process: a model and its data may lie in one."""
+    """The file as a module, imported once per process, as a model and its data may be in the same file."""
     path = path.resolve()
     known = _MODULES.get(path)
     if known is not None:
@@ -184,7 +184,7 @@ _MODULES: dict[Path, ModuleType] = {}
 
 
 def _names_in(path: Path) -> list[str]:
-    """What a file defines, read and not run."""
+    """The names that a file defines. The file is parsed and not run."""
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except (OSError, ValueError, SyntaxError):
@@ -197,7 +197,7 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _at(found: Any, own: OwnName) -> str:
-    """What is meant, with the line where it is written."""
+    """What is meant, with the line of the file that defines it."""
     try:
         path, line = inspect.getsourcefile(found), inspect.getsourcelines(found)[1]
     except (OSError, TypeError):

@@ -1,4 +1,4 @@
-"""How text becomes microbatches, by name, and what goes together with it. Needs no torch."""
+"""How text becomes microbatches, by name, and which options go together with it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
     from penstock.train.settings import Settings
 
 WINDOWS, ARRIVAL, PLANNED = "windows", "arrival", "planned"
-"""Fixed lengths of the text; whole documents as they come; whole documents as is best for the schedule."""
+"""Fixed lengths of the text; whole documents as they come; whole documents, planned for the schedule."""
 SIZES, MEASURED = "sizes", "measured"
 """Where costs by length come from: the model's sizes, or the first steps of the run."""
 
 
 def usual_packing(model: str) -> str:
-    """What is done where nothing is said."""
+    """The default."""
     return PLANNED if model == CAPTIONER else WINDOWS
 
 
 def is_record(packing: str | None) -> bool:
-    """Whether it means the batches of a run, by their file."""
+    """Whether it names a file with the batches of a run."""
     return packing not in (None, WINDOWS, ARRIVAL, PLANNED)
 
 
 def check_packing(settings: Settings) -> None:
-    """Raises SettingsError for options that do not go together with whole documents, or are for them alone."""
+    """Raises SettingsError for options that exclude whole documents, or that only whole documents take."""
     if settings.model == CAPTIONER and settings.packing == WINDOWS:
         raise SettingsError(
             f"--packing {WINDOWS} cuts a text into fixed lengths, and the samples of a captioner are images and "

@@ -1,11 +1,12 @@
-"""How the steps of a run lie in windows and passes: arithmetic alone, the same on every rank.
+"""How the steps of a run form windows and passes. Pure arithmetic, the same on every rank.
 
-A step is a batch, cut into microbatches, and has one learning rate. A pass is what the pipeline runs in one go: it
-fills, runs all microbatches with the updates among them, and drains. A schedule without updates runs a step a pass.
+A step is a batch, cut into microbatches, and has one learning rate. A pass is what the pipeline runs in one go:
+it fills, runs all microbatches with the updates among them, and drains. A schedule without updates runs one
+step per pass.
 
     steps                  |   0   |   1   |   2   |   3   |       of 4 microbatches
     microbatches            0 1 2 3 0 1 2 3 0 1 2 3 0 1 2 3
-    windows of 4           |   u   |   u   |   u   |   u   |       an update a step
+    windows of 4           |   u   |   u   |   u   |   u   |       one update per step
     windows of 2           | u | u | u | u | u | u | u | u |       two
     windows of 8           |       u       |       u       |       one every other step
     passes of 2 steps      |               |               |
@@ -19,14 +20,17 @@ from dataclasses import dataclass
 from math import lcm
 
 USUAL_STEPS = 8
-"""Steps of a pass where nothing is said: of four ranks with eight microbatches a step AMDP's are 2% idle then."""
+"""Default steps of a pass. With four ranks and eight microbatches per step, AMDP's ranks are then idle for 2%."""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Attributes:
-    microbatches: of a step. steps: of a pass.
-    window: microbatches an update gathers; it fits into a pass a whole number of times, or the other way round.
+    """How many microbatches are in a step, a pass and a window.
+
+    Attributes:
+        microbatches: of a step. steps: of a pass.
+        window: microbatches whose gradients an update adds up. A pass holds a whole number of windows, or a window a
+            whole number of passes.
     """
 
     microbatches: int
@@ -46,12 +50,12 @@ class Passes:
 
     @property
     def window_in_pass(self) -> int:
-        """Microbatches of a window that one pass runs: the window the pass's schedule is built with."""
+        """Microbatches of a window that one pass runs. The pass's schedule is built with this window."""
         return min(self.window, self.num_microbatches)
 
     @property
     def passes_a_window(self) -> int:
-        """How many passes fill a window: 1 where it fits into one."""
+        """How many passes fill a window: 1 if the window fits into one."""
         return max(1, self.window // self.num_microbatches)
 
     @property
@@ -60,7 +64,8 @@ class Passes:
         return self.steps * self.passes_a_window
 
     def whole(self, steps: int, start: int = 0, gathered: int = 0) -> int:
-        """The fewest steps, at least so many, that a run ends with: whole passes from `start`, and no window open.
+        """The number of steps, at least as many as asked for, after which a pass that began at `start`
+        and a window end.
 
         Args:
             gathered: microbatches in the window that is open at `start`.
@@ -70,7 +75,7 @@ class Passes:
         return first + max(0, -(-(steps - first) // self.unit)) * self.unit
 
     def closes(self, gathered: int) -> bool:
-        """Whether the next pass closes a window, where `gathered` microbatches are in it already."""
+        """Whether the next pass closes a window that has `gathered` microbatches already."""
         return gathered + self.num_microbatches >= self.window
 
     def after(self, gathered: int) -> int:
@@ -78,17 +83,21 @@ class Passes:
         return 0 if self.closes(gathered) else gathered + self.num_microbatches
 
     def rates(self, first: int, rate: Callable[[int], float]) -> list[float]:
-        """The learning rate of each update of the pass that begins with step `first`: of the step it ends in."""
+        """The learning rate of each update of the pass that begins with step `first`: that of the step in
+        which it falls.
+        """
         window = self.window_in_pass
         ends = range(window - 1, self.num_microbatches, window)
         return [rate(first + end // self.microbatches) for end in ends]
 
     def updates_by(self, step: int, gathered: int) -> int:
-        """Updates of a pass up to the end of its step `step` (from 0), with `gathered` in the window before."""
+        """Updates of a pass by the end of its step `step` (from 0), if the window had `gathered` microbatches
+        before.
+        """
         return (gathered + (step + 1) * self.microbatches) // self.window
 
     def weights(self, samples: Sequence[int]) -> list[float]:
-        """What the share of each microbatch in its window's loss is to be multiplied with, to be that in its step's.
+        """Factors that turn each microbatch's share in its window's loss into its share in its step's loss.
 
         Args:
             samples: of each microbatch of the pass.
@@ -102,9 +111,9 @@ def _sums(values: Sequence[int], size: int) -> list[int]:
 
 
 def usual_steps(total: int, microbatches: int, window: int) -> int:
-    """How many steps a pass has where nothing is said: near 8, such that windows fit, and the run is whole passes.
+    """The default number of steps in a pass: near 8, so that windows fit and the run is a whole number of passes.
 
-    Where no number near 8 divides the run, it is rounded up to whole passes.
+    If no number near 8 divides the run, the run is rounded up to whole passes.
     """
     alike = lcm(microbatches, window) // microbatches  # steps after which a window ends with a step
     choices = list(range(alike, 2 * USUAL_STEPS + 1, alike)) or [alike]

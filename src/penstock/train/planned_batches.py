@@ -1,8 +1,8 @@
-"""Each step's batch as it was planned, the same on all ranks, and written down so that a run can be repeated.
+"""Each step's batch as it was planned, the same on all ranks, and recorded so that a run can be repeated.
 
-A line of `batches.jsonl` has a step's sequences by their numbers: of each replica, and of each of its microbatches in
-the order in which they ran; and how each replica was best dispatched. With `--packing FILE` a run takes its batches
-from there.
+A line of `batches.jsonl` has the numbers of a step's sequences, by replica and by microbatch, in the order in which
+the microbatches ran. It also has the best dispatch of each replica. `--packing FILE` takes the batches of a run
+from this file.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ Microbatches = list[list[list[int]]]
 
 
 class StepBatch(NamedTuple):
-    """A step's batch: its sequences, and of each replica how it is to be dispatched; none where nothing says so."""
+    """A step's batch: its sequences, and the dispatch of each replica; empty if nothing chose one."""
 
     microbatches: Microbatches
     dispatches: tuple[str, ...]
 
 
 FIRST_MEASURED, LAST_MEASURED = 2, 7
-"""Steps of a run, from its start, whose ops costs by length are fitted to: the first ones warm up."""
+"""First and last step of a run to whose ops costs by length are fitted. The steps before are for warming up."""
 
 
 class BatchRecord:
-    """The batches of steps as they are written down.
+    """The batches of steps as they are recorded.
 
     Args:
-        path: of the file; what it has is read.
+        path: of the file. Batches that it already has are read.
 
     Raises:
-        SettingsError: a line that is no batch.
+        SettingsError: a line that is not a batch.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class BatchRecord:
                 self._steps[step] = batch
 
     def find(self, step: int, documents: PackedDocuments) -> StepBatch | None:
-        """The batch of a step; None where there is none, or it is of other sequences or other counts."""
+        """The batch of a step; None if there is none, or if it has other sequences or other counts."""
         batch = self._steps.get(step)
         if batch is None or len(batch.microbatches) != documents.num_replicas:
             return None
@@ -112,11 +112,11 @@ def recorded_batches(path: Path, documents: PackedDocuments, steps: range) -> Ba
 
 
 class PlannedBatches:
-    """The batches of a run: planned one step ahead, or as they were written down.
+    """The batches of a run: planned one step ahead, or as they were recorded.
 
     Args:
-        planner: on the first rank; others wait for what it says. record: where the first rank writes batches down.
-        share: gives every rank the first one's value. run: told how each replica is to be dispatched from now on.
+        planner: on the first rank; the others get its plans. record: where the first rank writes batches.
+        share: gives every rank the first rank's value. run: is called with the dispatch of each replica.
         end: the step after the last.
     """
 
@@ -161,10 +161,11 @@ class PlannedBatches:
         return found
 
     def learn(self, since: int, timeline: Timeline, num_stages: int, file: Path) -> None:
-        """Takes the times of the ops of a step; after the last of some, plans over costs fitted to them.
+        """Takes the times of a step's ops. After the last step that is measured, plans use costs fitted
+        to these times.
 
         Args:
-            since: steps since the run began or went on. file: which then has the costs, for `--length-costs`.
+            since: steps since the run began or resumed. file: where the costs are written, for `--length-costs`.
         """
         for timed in timeline.ops:
             kind, stage, m = timed.op
@@ -194,7 +195,7 @@ class PlannedBatches:
         )
 
     def close(self) -> None:
-        """Ends planning, and says in the notices how it went."""
+        """Ends planning, and adds notices on how it went."""
         if self._planner is None:
             return
         self._planner.close()
@@ -208,5 +209,5 @@ class PlannedBatches:
 
 
 def is_measured(since: int) -> bool:
-    """Whether ops of a step are measured, by the steps since the run began or went on."""
+    """Whether ops of a step are measured, by the number of steps since the run began or resumed."""
     return FIRST_MEASURED <= since <= LAST_MEASURED

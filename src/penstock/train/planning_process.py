@@ -1,6 +1,7 @@
-"""The process that plans batches: problems and lengths in, plans out, until the end of its input. Without torch.
+"""The process that plans batches: it reads problems and lengths, and writes plans, until its input ends.
+Without torch.
 
-It is `python -m penstock.train.planning_process`; `BatchPlanner` starts it and asks.
+It is `python -m penstock.train.planning_process`. `BatchPlanner` starts it and asks.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class BatchProblem:
 
 
 def serve(asked: Connection[Any, Any], answers: Connection[Any, Any]) -> None:
-    """Plans what is asked: a problem is kept for what follows it; (step, lengths) is answered by (step, plan)."""
+    """Answers requests. A problem is kept for the requests that follow; (step, lengths) is answered by (step,
+    plan).
+    """
     problem: BatchProblem | None = None
     while True:
         try:

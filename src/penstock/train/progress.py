@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, a line now and then elsewhere."""
+"""Progress for the user: a bar on a terminal, and a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 LINES, ITERATIONS = 20, 200
-"""Lines over the whole run where there is no terminal: of steps, and of emulated iterations."""
+"""Lines over the whole run if there is no terminal: of steps, and of emulated iterations."""
 
 
 class ProgressView:
-    """Shows steps. `quiet` shows nothing; everything goes to stderr, which leaves stdout to results."""
+    """Shows steps. `quiet` shows nothing. Everything goes to stderr, since stdout is for results."""
 
     def __init__(self, first: int, total: int, quiet: bool) -> None:
         self._quiet = quiet
@@ -52,7 +52,7 @@ class ProgressView:
             self.say(f"iteration {number}/{self._total}  {shown}")
 
     def decisions(self, made: Sequence[Mapping[str, Any]]) -> None:
-        """Shows the decisions that were not shown yet, of all so far."""
+        """Shows those decisions that were not shown before."""
         for each in made[self._num_decisions :]:
             number, iteration, action = each["number"], each["iteration"] + 1, each["action"]
             self.say(f"decided {number} after iteration {iteration}, {action}: {each['reason']}")

@@ -1,4 +1,4 @@
-"""How good a model has become, in numbers and in words: beside what knows the data's frequencies alone, or chance."""
+"""How good a model has become, in numbers and words, compared with guessing by frequency or by chance."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelQuality:
-    """What is said of a model at the end. None where it does not apply to its kind.
+    """What the report says about a model at the end. Fields that do not apply to its kind are None.
 
     Attributes:
-        unit: what the loss is counted in, and on what. beside: sentences that set it in proportion.
-        unigram, bigram: nats a token, of counting single tokens and pairs.
+        unit: what the loss is counted in, and on what. beside: sentences that compare it with something known.
+        unigram, bigram: nats per token of models that count single tokens and pairs.
         beats_bigram: whether the model is better than counting pairs.
-        accuracy: share of the guesses that are right. chance: that of guessing without looking.
+        accuracy: the share of guesses that are right. chance: the same for guessing blindly.
         writes: whether it is a model that writes text. text: what it wrote.
     """
 
@@ -31,14 +31,14 @@ class ModelQuality:
     writes: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """All but the text, which has a file of its own."""
+        """Everything except the text, which has a file of its own."""
         values = dataclasses.asdict(self)
         del values["text"], values["writes"]
         return values
 
     @classmethod
     def take(cls, values: dict[str, Any]) -> ModelQuality:
-        """Takes what `to_json` made out of a larger object."""
+        """Reads from a larger object what `to_json` made."""
         names = [field.name for field in dataclasses.fields(cls) if field.name in values]
         found: Mapping[str, Any] = {name: values.pop(name) for name in names}
         return cls(**{**found, "beside": tuple(found["beside"])})

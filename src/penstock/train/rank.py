@@ -45,7 +45,7 @@ from penstock.train.training import Training
 from penstock.train.updating import UpdateReport, notices_of, update_report
 
 PROFILED_PASSES = 5
-"""Passes near the end whose timelines give the run's own profile."""
+"""Number of passes near the end whose timelines give the profile of the run."""
 
 
 class ProfiledStep(NamedTuple):
@@ -56,8 +56,8 @@ class ProfiledStep(NamedTuple):
 
 
 class FinalMeasurements(NamedTuple):
-    """How good the model is, most bytes of each rank, what of them the weights take, the model's size and how much of
-    it learns; of stages whose backward is split, what of it waits for W.
+    """Measurements at the end: how good the model is; most bytes of each rank, and how many of them are weights; the
+    model's size and how much of it is trained; for stages whose backward is split, what waits for W.
     """
 
     quality: ModelQuality
@@ -102,7 +102,7 @@ class RankRun:
         self.report: Report | None = None
 
     def _planned(self) -> PlannedBatches | None:
-        """Batches of whole documents that are planned, or taken again from a record."""
+        """Batches of whole documents: planned, or taken from a record."""
         settings, documents = self.inputs.settings, self.inputs.data.documents
         if documents is None or settings.packing == ARRIVAL:
             return None
@@ -120,19 +120,21 @@ class RankRun:
         )
 
     def _dispatches(self) -> tuple[str, ...]:
-        """What plans of batches may choose from: with "auto" all that the transport runs, unless adapting chooses."""
+        """What plans of batches may choose from: with "auto" all that the transport runs, unless the run adapts and
+        so chooses itself.
+        """
         settings = self.inputs.settings
         free = self._plans_say and device_of(settings).type == "cpu"
         return tuple(each.value for each in DISPATCHES) if free else (self.pipe.dispatch.value,)
 
     @property
     def _plans_say(self) -> bool:
-        """Whether a step is dispatched as its plan says: "auto" knows the lengths then."""
+        """Whether each step has the dispatch of its plan: with "auto", since the plan knows the lengths."""
         settings = self.inputs.settings
         return settings.dispatch == AUTO and not settings.adapt
 
     def _run_by(self, dispatches: Sequence[str]) -> None:
-        """Runs the next steps as a plan says of this process's replica; of all of them where they run as one."""
+        """Sets the dispatch of the next steps: that of this process's replica, or of all if they run as one."""
         settings = self.inputs.settings
         if not self._plans_say:
             return
@@ -151,7 +153,7 @@ class RankRun:
         return AdaptOptions(folder.path, settings.store, host_memory=settings.host_units)
 
     def resume(self, checkpoint: str | None, damaged: Sequence[str] = ()) -> None:
-        """Goes on from a checkpoint, by its name, if one was ever written; damaged ones are set aside.
+        """Continues from the checkpoint of this name, if one was written. Damaged ones are set aside.
 
         Raises CheckpointError.
         """
@@ -167,7 +169,7 @@ class RankRun:
                 set_aside(self.folder.checkpoints / name)
 
     def run(self) -> None:
-        """Trains to the last step, or until a signal; rank 0 has the report afterwards."""
+        """Trains to the last step, or until a signal. Afterwards rank 0 has the report."""
         settings, training = self.inputs.settings, self.training
         start = training.steps
         profile: list[ProfiledStep] = []
@@ -245,12 +247,12 @@ class RankRun:
 
     @property
     def _unit(self) -> str:
-        """What its speed is counted in."""
+        """The unit of its speed."""
         counted = self.inputs.task.num_tokens is not None or self.inputs.data.documents is not None
         return "tokens" if counted else "samples"
 
     def _num_tokens(self, steps: range) -> int:
-        """Tokens of some steps; of a model that knows none, samples."""
+        """Tokens of some steps, or samples if the model does not count tokens."""
         documents = self.inputs.data.documents
         if documents is not None:
             return sum(documents.num_tokens(documents.of_step(step)) for step in steps)
@@ -281,14 +283,14 @@ class RankRun:
         return ProfiledStep(self.pipe.timeline(), running)
 
     def _mesh_values(self) -> dict[str, float]:
-        """What each line of the metrics says of a mesh, as a resumed run may have another."""
+        """What each line of the metrics says about the mesh, since a resumed run may have another one."""
         settings = self.inputs.settings
         if settings.is_flat:
             return {}
         return {"pp": settings.ranks, "dp": settings.dp, "tp": settings.tp}
 
     def _ending(self, loss: float) -> FinalMeasurements:
-        """What all ranks together know at the end."""
+        """Measurements at the end, gathered from all ranks."""
         quality = self.inputs.task.judge(self.pipe, self.inputs.data, loss)
         memory = [peak for part in self.pipe.gather(_peak_memory(self.inputs.settings)) for peak in part]
         sizes: dict[str, tuple[int, bool]] = {}
@@ -370,7 +372,7 @@ class RankRun:
         return report
 
     def _timing(self, profile: list[ProfiledStep]) -> tuple[TimingReport, list[Timeline]]:
-        """The middle step beside its simulation, with op times of the last steps that ran the same."""
+        """The middle step and its simulation, with op times of the last steps that ran in the same way."""
         middle = sorted(profile, key=lambda each: each.timeline.makespan)[len(profile) // 2]
         alike = [each.timeline for each in profile if each.configuration == middle.configuration]
         settings = self.inputs.settings
@@ -384,12 +386,12 @@ class RankRun:
 
 
 def _due(first: int, steps: int, every: int) -> bool:
-    """Whether a multiple of `every` steps was reached by a pass that began after `first` of them."""
+    """Whether a pass that began after `first` steps has reached a multiple of `every` steps."""
     return every > 0 and steps // every > first // every
 
 
 def _crowded(settings: Settings) -> list[str]:
-    """Why a measured step may be longer than a simulated one, which gives each rank a device of its own."""
+    """Why a measured step may take longer than a simulated one, in which each rank has a device of its own."""
     if settings.in_process:
         replicas = "" if settings.dp == 1 else f", with the microbatches of {settings.dp} replicas one after another"
         return [f"{settings.ranks} ranks took turns in one process{replicas}; they are simulated side by side"]
@@ -400,7 +402,7 @@ def _crowded(settings: Settings) -> list[str]:
 
 
 def _peak_memory(settings: Settings) -> list[int]:
-    """Most bytes this process held: on the device where there is one, else its resident set."""
+    """Most bytes that this process held: on its device if it has one, otherwise its resident set."""
     if settings.device != "cpu":
         return [torch.cuda.max_memory_allocated()]
     return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)]

@@ -1,4 +1,4 @@
-"""The end report: did it learn, how fast, and did it run as simulated."""
+"""The end report: whether it learned, how fast, and whether it ran as simulated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.train.updating import UpdateReport, state_rows
 
 @dataclass(frozen=True)
 class TimingReport:
-    """A measured step, or pass, beside the simulation of the same schedule with the run's own op times (ms)."""
+    """A measured step or pass, and the simulation of the same schedule with the run's own op times (ms)."""
 
     measured_makespan: float
     simulated_makespan: float
@@ -25,19 +25,19 @@ class TimingReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(RunReport):
-    """What a run that learns came to.
+    """The result of a run that learns.
 
     Attributes:
         model: its kind, or path. mesh: processes along "pp" (ranks), "dp" (replicas) and "tp" (shards of a layer).
         sharding: of the replicas' state.
-        train_loss, tokens_per_second: of the whole mesh; None where no step was left to train. samples_per_second:
-            in place of tokens, of a model that knows none.
-        loss: on the validation data. quality: what to hold it against; its numbers lie beside the loss in JSON.
+        train_loss, tokens_per_second: of the whole mesh; None if no step was left to train. samples_per_second: in
+            place of tokens, of a model that does not count tokens.
+        loss: on the validation data. quality: what to compare it with; its numbers are beside the loss in the JSON.
         peak_memory: most bytes of each process (or device), by rank.
         updating: of a run whose updates were among its ops; None for others.
-        deferred: of each stage whose backward is split the share of the work on weight gradients that waited for W,
-            and why which parameters' did not.
-        num_trained: of the parameters those that learn; None where a report does not say.
+        deferred: for each stage whose backward is split, the share of the work on weight gradients that waited for W,
+            and for which parameters it did not wait, and why.
+        num_trained: the number of parameters that are trained; None if a report does not say.
         state: by rank, bytes of parameters, gradients, older versions and the optimizer's state.
     """
 
@@ -113,14 +113,14 @@ class Report(RunReport):
         return self.mesh.get("dp", 1) == self.mesh.get("tp", 1) == 1
 
     def _deferred_rows(self) -> list[tuple[str, str]]:
-        """Nothing where no backward is split."""
+        """Empty if no backward is split."""
         if not self.deferred:
             return []
         shares = ", ".join(f"{each['share']:.0%}" for each in self.deferred)
         return [("put off", f"{shares} of the work on weight gradients waited for W, by stage")]
 
     def _mesh_rows(self) -> list[tuple[str, str]]:
-        """Nothing for one pipeline of whole layers."""
+        """Empty for one pipeline of whole layers."""
         if self.is_flat:
             return []
         dp, tp = self.mesh["dp"], self.mesh["tp"]
@@ -131,7 +131,7 @@ class Report(RunReport):
 def timing_report(
     measured: Timeline, costs: Costs, links: Links | None = None, transport: Decoupled | Blocking | str = ""
 ) -> tuple[TimingReport, Timeline]:
-    """Simulates what was measured, with the costs read off the run and the conditions injected into it."""
+    """Simulates what was measured, with the costs measured in the run and the link conditions injected into it."""
     simulated = simulate(
         measured.schedule,
         costs,

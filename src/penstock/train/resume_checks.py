@@ -1,4 +1,4 @@
-"""What a resumed run must have in common with the run as it was, told before any rank starts."""
+"""What a resumed run must have in common with the run as it was. Checked before any rank starts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from penstock.train.training import position
 
 
 class FoundCheckpoint(NamedTuple):
-    """The checkpoint that a run goes on from.
+    """The checkpoint from which a run continues.
 
     Attributes:
-        reader: None where it never wrote one.
-        damaged: names of newer ones that are passed over. notices: what is wrong with each.
+        reader: None if the run never wrote one.
+        damaged: names of newer ones that are skipped. notices: what is wrong with each.
     """
 
     reader: Reader | None
@@ -29,9 +29,9 @@ class FoundCheckpoint(NamedTuple):
 
 
 def find_checkpoint(folder: RunFolder, fallback: bool) -> FoundCheckpoint:
-    """The newest checkpoint of a run; with `fallback` the newest that is whole, to the last byte.
+    """The newest checkpoint of a run; with `fallback`, the newest that is whole to the last byte.
 
-    Raises CheckpointError where it is damaged, or all are.
+    Raises CheckpointError if it is damaged, or all are.
     """
     damaged: list[str] = []
     notices: list[str] = []
@@ -57,7 +57,7 @@ def find_checkpoint(folder: RunFolder, fallback: bool) -> FoundCheckpoint:
 
 
 def way_back(error: DamagedCheckpointError, folder: RunFolder) -> CheckpointError:
-    """The same error with what a run can do about it."""
+    """The same error, and what can be done about it in a run."""
     if error.older is None:
         return CheckpointError(f"{error.damage}; no older checkpoint is whole: copy one there, or start a new run")
     return CheckpointError(
@@ -67,11 +67,11 @@ def way_back(error: DamagedCheckpointError, folder: RunFolder) -> CheckpointErro
 
 
 class ResumePoint(NamedTuple):
-    """Where a run goes on.
+    """Where a run continues.
 
     Attributes:
-        words: the same for a person. steps: done so far. gathered: microbatches in the window that is open.
-        checkpoint: its name, None where there is none yet. damaged: names of newer ones that are passed over.
+        words: the same as text. steps: done so far. gathered: microbatches in the window that is open.
+        checkpoint: its name, None if there is none yet. damaged: names of newer ones that are skipped.
         notices: what is wrong with each.
     """
 
@@ -84,10 +84,10 @@ class ResumePoint(NamedTuple):
 
 
 def check_resume(inputs: Inputs, folder: RunFolder, fallback: bool = False) -> ResumePoint:
-    """Returns where the run goes on.
+    """Returns where the run continues.
 
     Args:
-        fallback: whether it may be an older checkpoint where the newest is damaged.
+        fallback: whether it may be an older checkpoint if the newest is damaged.
 
     Raises:
         SettingsError: another model, optimizer, seed or data than it began with, or no steps left for it.
@@ -123,7 +123,7 @@ def check_resume(inputs: Inputs, folder: RunFolder, fallback: bool = False) -> R
 
 
 def _check_window(now: Settings, steps: int, gathered: int, saved: Settings, folder: RunFolder) -> None:
-    """Raises SettingsError where the window that is open could not be closed as it was begun."""
+    """Raises SettingsError if the window that is open could not be closed in the way in which it began."""
     if not gathered:
         return
     passes = now.passes
@@ -155,7 +155,7 @@ def _check_same(inputs: Inputs, saved: Settings, folder: RunFolder) -> None:
 
 
 def _sizes_of(saved: Settings, now: Settings) -> Mapping[str, Any]:
-    """The sizes that a run began with, cut as it goes on; none where its config is not there any more."""
+    """The sizes that a run began with, cut for the run as it continues. None if its config no longer exists."""
     if not is_there(saved.model):
         return {}
     names = ("model", "model_options", "lora", "preset", "depth", "width", "heads", "context", "tied")

@@ -1,7 +1,7 @@
 """What the parent of a run hands to its ranks: a folder with the order and the tokens, read and checked once.
 
 order.json      the settings and what to do with them
-corpus.json     what the corpus is; not there for a .bin/.idx pair, which every rank maps by itself, and for no text
+corpus.json     what the corpus is; absent for a .bin/.idx pair, which every rank maps by itself, and without text
 train.npy  validation.npy
 """
 
@@ -34,9 +34,9 @@ def hand_over(folder: Path, order: RunJob, corpus: Corpus | None) -> None:
 
 
 def take_over(folder: Path) -> tuple[TrainJob | EmulatedJob, Corpus | None]:
-    """The order and the corpus, mapped; None for one that a rank opens by itself.
+    """The order, and the corpus as mapped files; None for a corpus that a rank opens by itself.
 
-    The folder may be removed once every rank has taken over: what is mapped stays readable.
+    The folder may be removed once every rank has taken over. Mapped files stay readable.
     """
     value: dict[str, Any] = json.loads((folder / "order.json").read_text(encoding="utf-8"))
     settings = value.pop("settings")

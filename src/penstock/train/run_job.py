@@ -40,10 +40,10 @@ from penstock.train.tasks.text import check_tokens
 
 
 class RankOfRun(Protocol):
-    """A run as one process sees it, when it has ended.
+    """A run as one process sees it when it has ended.
 
     Attributes:
-        interrupted: a signal ended it early. report: what it came to, on rank 0's process.
+        interrupted: a signal ended it early. report: the result, on rank 0's process.
     """
 
     folder: RunFolder
@@ -55,10 +55,10 @@ class RankOfRun(Protocol):
 
 
 class CheckedRun(Protocol):
-    """A job of which all was checked that can be, on one kind of device.
+    """A job on one kind of device, with everything checked that can be checked before it runs.
 
     Attributes:
-        job: with what was found out about it. corpus: what its ranks are handed besides.
+        job: completed with what was found out about it. corpus: is handed to its ranks.
     """
 
     job: Any
@@ -66,25 +66,25 @@ class CheckedRun(Protocol):
 
     @property
     def report_type(self) -> type[RunReport]:
-        """What its report is."""
+        """The class of its report."""
 
     def announcement(self) -> str:
-        """What is said before it starts."""
+        """What is printed before it starts."""
 
     def run(self, first: bool) -> RankOfRun:
-        """Runs it, as one process sees it; `first`: rank 0's."""
+        """Runs it as one process; `first` is rank 0's process."""
 
     def below(self, folder: RunFolder) -> str:
         """What is printed below its report."""
 
     def way_on(self, folder: RunFolder, said: str) -> str:
-        """How to go on after a failure, where there is something to go on from."""
+        """How to continue after a failure, if there is something to continue from."""
 
 
 def run_job(order: TrainJob | EmulatedJob, port: int | None, waiting: WaitingServer | None = None) -> int:
-    """Runs the order on this machine and prints the report; returns the exit code.
+    """Runs the order on this machine and prints the report. Returns the exit code.
 
-    `waiting` is the process that ranks are forked from, where it was forked ahead.
+    `waiting` is the process that ranks are forked from, if it was forked ahead.
 
     Raises:
         SettingsError, ScheduleError, PartitionError, DataError, CheckpointError: before anything starts.
@@ -132,7 +132,7 @@ def run_ordered(handover: Path) -> NoReturn:
 
 
 def run_joined(order: TrainJob | EmulatedJob) -> int:
-    """What a rank under torchrun does: all of them check, as they may lie on several hosts."""
+    """What a rank under torchrun does. All of them check, as they may be on several hosts."""
     checked = _checked(order)
     warm_up_malloc()
     rank, _ = init_process(order.settings.timeout)
@@ -145,7 +145,9 @@ def run_joined(order: TrainJob | EmulatedJob) -> int:
 def launch_order(
     order: RunJob, corpus: Corpus | None, port: int | None, waiting: WaitingServer | None = None
 ) -> tuple[int, str]:
-    """One process for each place in the mesh; the exit code, and what the launcher said of a failure."""
+    """Starts one process for each place in the mesh. Returns the exit code, and what the launcher said of a
+    failure.
+    """
     settings = order.settings
     RunFolder(Path(order.folder)).report.unlink(missing_ok=True)  # an earlier part of the run's
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
@@ -189,7 +191,9 @@ def _check(order: TrainJob) -> Inputs:
 
 
 def _whole(order: TrainJob, inputs: Inputs, goes_on: ResumePoint | None) -> tuple[TrainJob, Inputs]:
-    """The order with where it goes on, as many steps as whole passes and windows have, and notices on both."""
+    """The order, with the place where it continues, with its steps rounded up to whole passes and windows, and with
+    notices on both.
+    """
     settings = order.settings
     if goes_on is not None:
         order = replace(
@@ -212,7 +216,7 @@ class CheckedTraining:
     """A run that learns.
 
     Args:
-        goes_on: where it was; None where it starts, and in ranks, whose job has it.
+        goes_on: where it stood. None if it starts, and in ranks, whose job has it.
     """
 
     report_type = Report
@@ -249,7 +253,7 @@ class CheckedTraining:
         return "\n".join(lines)
 
     def _of_updates(self) -> list[str]:
-        """What is proved of a schedule that has its updates among its ops."""
+        """What is proved about a schedule that has its updates among its ops."""
         settings, schedule = self._inputs.settings, self._inputs.schedule
         if schedule.updates is None:
             return []

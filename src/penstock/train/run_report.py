@@ -1,4 +1,4 @@
-"""What end reports have in common, on any device: how the run went, notices and files, as JSON and as text."""
+"""What end reports of all devices have in common: how the run went, notices and files, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from penstock.train.folder import RunFolder, write_whole
 from penstock.train.run_settings import RunSettings
 
 WIDTH = 100
-"""Columns that notes are wrapped to."""
+"""Width to which notes are wrapped."""
 
 
 PAGE = "page"
-"""Of a report's files the one that is not there yet: how to write the page on a run that adapted."""
+"""The one of a report's files that does not exist yet: how to write the page on a run that adapted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport(ABC):
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
-        steps: run. seconds: of all of them, by the clock. interrupted: a signal ended it early.
-        steered: links, decisions and what they saved; None where nothing was recorded.
-        notices: what a person should know. files: what it left, by what that is.
+        steps: how many ran. seconds: for all of them, measured. interrupted: a signal ended it early.
+        steered: links, decisions and what they saved; None if nothing was recorded.
+        notices: what the user should know. files: the files that it left, by what they are.
     """
 
     UNIT: ClassVar[str] = "steps"
@@ -58,14 +58,14 @@ class RunReport(ABC):
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """The report in a run's folder, None where there is none."""
+        """The report in a run's folder, None if there is none."""
         try:
             return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
 
     def write(self, folder: RunFolder, pictures: Sequence[Timeline]) -> None:
-        """Writes it into a run's folder, and a step beside its simulation."""
+        """Writes it into a run's folder, together with a measured and a simulated step."""
         save_picture(pictures, folder.file("timeline.html"))
         save_picture(pictures, folder.file("timeline.json"))
         write_whole(folder.report, json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n")
@@ -75,7 +75,7 @@ class RunReport(ABC):
         """Lines of text, each with its heading, up to the notices."""
 
     def last_rows(self) -> list[tuple[str, str]]:
-        """Those behind the notices."""
+        """The lines behind the notices."""
         written = [("wrote", path) for what, path in self.files.items() if what != PAGE]
         return [*written, *((PAGE, how) for what, how in self.files.items() if what == PAGE)]
 

@@ -1,4 +1,4 @@
-"""What settings of a run have in common on any device: their links, how messages travel, the schedule, their JSON."""
+"""Settings that runs on all devices have in common: links, how messages travel, the schedule; and their JSON."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ class RunSettings(TransportSettings):
             other options, such as {"overlap": true}.
         dispatch: "frozen", "hinted", "dynamic", or "auto": the fastest of them by simulation.
         steps: to run.
-        sharding: what the holders of a stage share out, see `ParallelOptions`.
+        sharding: what the holders of a stage divide among themselves, see `ParallelOptions`.
         device: what ops run on.
-        in_process: all ranks in one process; else a process each.
-        timeout: seconds any wait may last.
+        in_process: all ranks in one process; otherwise one process each.
+        timeout: most seconds that any wait may last.
         link: conditions to inject into links, like "0:1=latency:30ms 1:2=loss:1%"; None for none.
-        window: of an asynchronous schedule, the microbatches an update gathers; None: updates are no ops of the
-            schedule. max_mismatch: most updates between a forward and its backward; None: the schedule's own bound.
+        window: for an asynchronous schedule, the microbatches whose gradients an update adds up; None if updates are
+            not ops of the schedule. max_mismatch: most updates between a forward and its backward; None: the
+            schedule's own bound.
         drain_every: steps of a pass, after which the pipeline drains; see `Passes`.
         rule: which weights ops of an asynchronous schedule read, one of `schedule.RULES`; None: the schedule's own.
     """
@@ -70,8 +71,8 @@ class RunSettings(TransportSettings):
         above_zero: Sequence[str] = (),
         choices: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Checks what any run has, and some fields of a kind of run: those of at least 1, and of at least 0, those
-        above 0, and those that take certain words alone. Raises SettingsError.
+        """Checks what any run has, and some fields of one kind of run: those that must be at least 1, at least 0 or
+        above 0, and those that take only certain words. Raises SettingsError.
         """
         common = ("ranks", "microbatches", "steps", "link_depth", "delegates", "window", "drain_every")
         least = dict.fromkeys((*common, *counts), 1) | dict.fromkeys(("max_mismatch", *amounts), 0)
@@ -96,20 +97,20 @@ class RunSettings(TransportSettings):
 
     @property
     def has_own_code(self) -> bool:
-        """Whether it runs its user's code, which may leave anything behind where it is read."""
+        """Whether it runs code of the user's, which may have any side effect when it is read."""
         return False
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its processes need in their environment."""
+        """Environment variables that its processes need."""
         return {}
 
     def link_conditions(self) -> Links | None:
-        """The conditions to inject. Raises SettingsError for those that make no sense."""
+        """The conditions to inject. Raises SettingsError for invalid ones."""
         return read_links(self.link, self.ranks)
 
     def injected(self) -> list[str]:
-        """What is done to the links, in words; the simulation does the same from its time 0 on."""
+        """What is injected into the links, in words. The simulation applies the same from its time 0 on."""
         conditions = self.link_conditions()
         return [] if conditions is None else [f"link {text} was injected" for text in conditions.texts()]
 
@@ -120,7 +121,7 @@ class RunSettings(TransportSettings):
 
     @property
     def passes(self) -> Passes:
-        """How steps, windows and passes lie. Without updates in the schedule, all three are a step."""
+        """How steps form windows and passes. Without updates in the schedule, each step is a window and a pass."""
         return Passes(self.microbatches, self.drain_every or 1, self.window or self.microbatches)
 
     def replica_schedule(self) -> Schedule:
@@ -143,7 +144,7 @@ class RunSettings(TransportSettings):
         )
 
     def to_json(self) -> str:
-        """All but the store's password, which whoever goes on with the run gives again."""
+        """Everything except the store's password, which must be given again to resume the run."""
         from penstock.runtime.adapt.store import without_password  # here, for settings are read before torch is
 
         values = dataclasses.asdict(self)
@@ -153,7 +154,7 @@ class RunSettings(TransportSettings):
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], where: str = "") -> Self:
-        """Reads settings; `where` heads errors. Raises SettingsError for unknown names and wrong types."""
+        """Reads settings. Errors begin with `where`. Raises SettingsError for unknown names and wrong types."""
         values = check_known(cls, values, where)
         try:
             return cls(**values)

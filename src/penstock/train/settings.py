@@ -34,31 +34,31 @@ class Settings(RunSettings):
         cut: how many layers each stage holds; None for stages of about equal cost.
         model: "gpt", "bert", "clip", "captioner", the path of a Hugging Face folder or config.json, or
             "FILE.py:NAME".
-        model_options: arguments of a model of one's own.
-        lora: of a Hugging Face model, adapters that train in its place: arguments of peft's LoraConfig as JSON, or a
-            folder with a saved adapter; None for none.
+        model_options: arguments of a model of the user's own.
+        lora: adapters that are trained in place of a Hugging Face model's weights: arguments of peft's LoraConfig as
+            JSON, or a folder with a saved adapter; None for none.
         preset: sizes of the model (see `penstock.models`); depth, width, heads, context, dropout and tied change
             single ones of them.
-        towers: of a model of several what is asked for single ones, see `TowerOptions`; None for nothing.
+        towers: for a model of several towers, options of single towers, see `TowerOptions`; None for none.
         data: None for the standard library's text, or a file, folder, .jsonl or .bin/.idx pair; "FILE.py:NAME" for
-            batches of one's own.
+            the user's own batches.
         tokenizer: a `tokenizers` JSON file, or None for bytes.
-        packing: "windows" of the text; whole documents, several in a microbatch, as they come ("arrival") or as it is
-            best for the schedule ("planned"); or the batches.jsonl of a run, whose batches are taken again. None for
-            windows, and of a captioner planned.
-        length_costs: what plans are made over: "sizes" of the model, "measured" in the run's first steps, or a file.
+        packing: "windows" of the text; whole documents, several in a microbatch, as they come ("arrival") or planned
+            for the schedule ("planned"); or the batches.jsonl of a run, whose batches are used again. None for
+            windows, or planned for a captioner.
+        length_costs: the costs that plans use: "sizes" of the model, "measured" in the run's first steps, or a file.
         microbatch_tokens: most tokens of a planned microbatch; None for no limit of its own.
-        batch: samples a step; of documents as many tokens as so many samples have.
+        batch: samples per step; with whole documents, as many tokens as so many samples have.
         lr: the peak of a warm-up and cosine decay, or constant.
-        optimizer: a class of torch.optim by name, or "muon" (`runtime.MuonAdamW`); optimizer_options go to it besides
-            lr.
-        clip: most the gradient's norm may be; 0 for no clipping. See `clip_norm` of asynchronous schedules.
+        optimizer: a class of torch.optim by name, or "muon" (`runtime.MuonAdamW`); optimizer_options are its
+            arguments besides lr.
+        clip: the largest norm of the gradient; 0 for no clipping. See `clip_norm` for asynchronous schedules.
         precision: "float32", or "bfloat16": autocast with float32 master weights.
         recompute: activation checkpointing of every block.
-        evaluate_every, save_every: in steps; 0 for at the end only. keep: checkpoints kept.
+        evaluate_every, save_every: in steps; 0 for at the end only. keep: how many checkpoints are kept.
         device: "cpu" or "cuda".
-        threads: of each rank; None for its share of the cores. A resumed run keeps them, since the last digits
-            of a sum can depend on them.
+        threads: of each rank; None for its share of the cores. A resumed run keeps them, since the last digits of a
+            sum can depend on them.
         sample: tokens of text written at the end.
     """
 
@@ -148,7 +148,7 @@ class Settings(RunSettings):
 
     @property
     def record(self) -> str | None:
-        """The file whose batches are taken again."""
+        """The file whose batches are used again."""
         return self.packing if is_record(self.packing) else None
 
     @property
@@ -162,19 +162,19 @@ class Settings(RunSettings):
         return self.dp == self.tp == 1
 
     def link_conditions(self) -> Links | None:
-        """The conditions to inject: between ranks, or, where there are replicas, the nodes of their mesh. Raises
-        SettingsError for those that make no sense.
+        """The conditions to inject: between ranks or, if there are replicas, between the nodes of their mesh. Raises
+        SettingsError for invalid ones.
         """
         return read_links(self.link, self.ranks * self.dp // self.replicas_here)
 
     @property
     def replicas_here(self) -> int:
-        """Replicas whose microbatches one pipeline runs: in one process all, else its own."""
+        """Replicas whose microbatches one pipeline runs: all of them in one process, otherwise its own."""
         return self.dp if self.in_process else 1
 
     @property
     def num_threads(self) -> int:
-        """Threads of each rank: as asked for, or its share of the cores; in one process as in many."""
+        """Threads of each rank: as asked for, or its share of the cores, whether ranks share a process or not."""
         if self.threads is not None:
             return self.threads
         if os.environ.get("OMP_NUM_THREADS", "").isdigit():
@@ -182,7 +182,8 @@ class Settings(RunSettings):
         return max(1, num_cores() // self.num_processes)
 
     def clip_norm(self, schedule: Schedule) -> float | None:
-        """What the pipeline clips by: of updates that are ops, each stage's gradient by its share of the whole.
+        """The limit that the pipeline clips by. If updates are ops, each stage's gradient is clipped by its
+        share of the whole.
 
         With S stages that is clip / sqrt(S), so that the norm over the model is never above `clip`.
         """
@@ -196,12 +197,14 @@ class Settings(RunSettings):
 
     @property
     def host_units(self) -> float:
-        """Host memory in activations. Raises SettingsError for bytes, as a model's activations are not measured."""
+        """Host memory in activations. Raises SettingsError for bytes, as the size of a model's activations
+        is not measured.
+        """
         return host_memory_of(self.host_memory, Costs.uniform(1))
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The saved settings of a run. Raises SettingsError where there are none."""
+    """The saved settings of a run. Raises SettingsError if there are none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError:

@@ -1,4 +1,4 @@
-"""Starting a run's ranks, on whatever device, and what is looked at before: the port, the store."""
+"""Starts a run's ranks on any device, after checking the port and the store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.train.transport_settings import TransportSettings
 
 INTERRUPTED = 130
 PATIENCE = 30.0
-"""Seconds that SIGTERM leaves for a step and a checkpoint; what sends one often kills after that time."""
+"""Seconds that SIGTERM leaves for a step and a checkpoint. A scheduler that sends it often kills after that time."""
 
 
 class RunFailed(Exception):
@@ -40,7 +40,7 @@ def check_port(port: int | None) -> None:
 
 
 def check_store(address: str | None) -> None:
-    """Raises SettingsError for a store that this host does not reach, or that refuses."""
+    """Raises SettingsError for a store that this host cannot reach, or that refuses it."""
     if address is None:
         return
     try:
@@ -50,7 +50,7 @@ def check_store(address: str | None) -> None:
 
 
 def check_interfaces(settings: TransportSettings) -> None:
-    """Raises SettingsError for an interface of this host that is not there, for delegates."""
+    """Raises SettingsError for an interface for delegates that this host does not have."""
     if settings.interfaces is None:
         return
     try:
@@ -60,10 +60,11 @@ def check_interfaces(settings: TransportSettings) -> None:
 
 
 def fork_ahead(preload: str) -> WaitingServer | RankOrder | None:
-    """The process that ranks will be forked from, while this one has only loaded what they need; in a rank, what that
-    is to do.
+    """The process from which ranks will be forked. It is forked while this process has loaded only what ranks need.
+    In a rank, returns what the rank is to do.
 
-    None where it is not forked ahead: not every system's libraries survive a fork, nor would a thread of ours.
+    None if no process is forked ahead: not every system's libraries survive a fork, and neither would a
+    thread of ours.
     """
     if sys.platform != "linux" or threading.active_count() > 1:
         return None
@@ -78,8 +79,10 @@ def start_ranks(
     waiting: WaitingServer | None,
     env: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
-    """`python -m penstock.train` with these arguments, one process per rank; the exit code, and what was said of a
-    failure. `preload` is the module that the ranks have their work from, `waiting` what `fork_ahead` gave."""
+    """Starts `python -m penstock.train` with these arguments, one process per rank. Returns the exit code, and
+    what was said of a failure. `preload` is the module that has the work of the ranks; `waiting` is what
+    `fork_ahead` returned.
+    """
     said = io.StringIO()
     program = ["-m", "penstock.train", *arguments]
     with contextlib.redirect_stderr(said):

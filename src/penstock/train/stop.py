@@ -1,4 +1,4 @@
-"""Stopping on Ctrl-C or SIGTERM: the signal only leaves a note, the loop ends after its step and saves."""
+"""Stops on Ctrl-C or SIGTERM. The signal only sets a flag; the loop ends after its step and saves."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from types import FrameType
 from penstock.runtime.launch.parent import handled
 
 SAME = 1.0
-"""Seconds in which a second signal counts as the same wish: a terminal and a launcher may both pass it on."""
+"""Seconds in which a second signal counts as the same one, as a terminal and a launcher may both pass it on."""
 
 
 class StopRequest:
-    """Set by SIGINT or SIGTERM inside its `with`; asked again later, it ends at once by KeyboardInterrupt."""
+    """Set by SIGINT or SIGTERM inside its `with`. A later second signal ends the process at once by
+    KeyboardInterrupt.
+    """
 
     def __init__(self) -> None:
         self._asked_at: float | None = None
@@ -27,7 +29,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Of a process that ends by the signal: 130 by Ctrl-C, 143 by SIGTERM."""
+        """The exit code of a process that ends by the signal: 130 for Ctrl-C, 143 for SIGTERM."""
         return 128 + self._number
 
     def __enter__(self) -> StopRequest:

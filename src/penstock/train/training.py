@@ -1,4 +1,6 @@
-"""The learning part of a run: batches through the pipeline, pass by pass, and where in a window that has come to."""
+"""The learning part of a run: sends batches through the pipeline, pass by pass, and keeps track of the open
+window.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from penstock.train.tasks.task import Example, TaskBatches
 
 
 class PassResult(NamedTuple):
-    """What a pass came to, by step.
+    """The result of a pass, by step.
 
     Attributes:
         first: its first step. losses: of each step's batch. rates: each step's. updates: so far, at the end of each.
-        grad_norm: before clipping; None where there is not one norm for the step.
+        grad_norm: before clipping; None if there is not one norm for the step.
     """
 
     first: int
@@ -35,10 +37,10 @@ class PassResult(NamedTuple):
 
 
 class Training:
-    """Where a run stands, and its next pass.
+    """The position of a run, and its next pass.
 
     Args:
-        replicas: of the pipeline, to which each step's batch is dealt.
+        replicas: of the pipeline. Each step's batch is divided among them.
 
     Attributes:
         steps: done so far. gathered: microbatches in the window that is open; 0 between windows.
@@ -63,18 +65,18 @@ class Training:
 
     @property
     def meta(self) -> dict[str, int]:
-        """What a checkpoint says of where the run stands."""
+        """The position of the run, as a checkpoint keeps it."""
         return {"steps": self.steps, "gathered": self.gathered}
 
     def resume(self, meta: Mapping[str, Any]) -> None:
-        """Stands where a checkpoint says; one of a run without passes counts steps alone."""
+        """Continues at the position in a checkpoint. That of a run without passes counts only steps."""
         self.steps, self.gathered = position(meta, self.pipe.num_steps)
 
     def run_pass(self) -> PassResult:
         """Trains the next pass.
 
         Raises:
-            RuntimeFailure: what `Pipeline.step` raises; or updates fell where they were not proved to.
+            RuntimeFailure: what `Pipeline.step` raises, or updates that were not where they had been proved to be.
         """
         first, before, gathered = self.steps, self.pipe.num_updates, self.gathered
         steps = range(first, first + self.passes.steps)
@@ -87,7 +89,7 @@ class Training:
         return PassResult(first, losses, rates, updates, norm, seconds)
 
     def probe(self) -> None:
-        """A pass for its times alone. The model is not to be used after it."""
+        """Runs a pass only for its times. The model must not be used afterwards."""
         first = self.steps
         if self._proved is None:
             self.pipe.step(*self._batches[first], update=False)
@@ -112,7 +114,7 @@ class Training:
         return [float(sum_in_order(part)) for part in shares.split(self._of_all.microbatches)], None
 
     def evaluate(self, batch: Example) -> float:
-        """The loss of a batch, cut as one of a step."""
+        """The loss of a batch, cut like the batch of a step."""
         inputs, targets = batch
         if self._proved is not None:  # a pass would cut it into all its microbatches
             inputs, targets = (list(split(part, self._of_all.microbatches, "samples")) for part in batch)
@@ -129,7 +131,7 @@ class Training:
         return inputs, targets
 
     def _check_mismatch(self) -> None:
-        """What was counted while the pass ran is what was proved before. Raises RuntimeFailure."""
+        """Compares the mismatch counted during the pass with the one proved before. Raises RuntimeFailure."""
         counted = self.pipe.mismatch()
         if counted == self._proved:
             return
@@ -150,7 +152,9 @@ class Training:
 
 
 def position(meta: Mapping[str, Any] | None, num_steps: int) -> tuple[int, int]:
-    """(steps, microbatches gathered) that a checkpoint's meta tells. Raises CheckpointError for other than counts."""
+    """The position (steps, microbatches gathered) in a checkpoint's meta. Raises CheckpointError if these
+    are not counts.
+    """
     meta = meta or {}
     found = meta.get("steps", num_steps), meta.get("gathered", 0)
     if not all(isinstance(each, int) and each >= 0 for each in found):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock.runtime.transport.choose import DelegateOptions
 
 BASE = "host", "gloo", "direct"
-"""Transports of which single links may be delegated."""
+"""Transports whose single links may be delegated."""
 ROUTES = *BASE, "delegate", "nccl"
 """Those of a run with real compute."""
 STORES = re.compile(r"(rediss?|tcp)://\S+")
@@ -25,17 +25,17 @@ SIZES = {f"{prefix}B": size for prefix, size in (("", 1.0), ("K", 1e3), ("M", 1e
 
 @dataclass(frozen=True)
 class TransportSettings:
-    """How messages travel, and whether links are watched and answered.
+    """How messages travel, and whether the run measures links and adapts to them.
 
     Attributes:
-        transport: see `ROUTES`. link_depth: messages that a link holds under way; None: 2 where it is direct,
-            else any number.
+        transport: see `ROUTES`. link_depth: most messages under way on a link; None: 2 if it is direct,
+            otherwise no limit.
         delegates: processes for each direction and kind of a delegated link; None: chosen by the measured rates.
-        interfaces: of this host, names or addresses apart by commas, the preferred one first: where one dies,
-            delegated messages go by the next. None: see `DelegateOptions`.
-        adapt: change schedule, dispatch and delegated links where measured links make that faster.
+        interfaces: of this host, names or addresses separated by commas, the preferred one first. If one fails,
+            delegated messages use the next. None: see `DelegateOptions`.
+        adapt: change schedule, dispatch and delegated links if that is faster over the measured links.
         store: redis://HOST:PORT or tcp://HOST:PORT for the ranks' reports; None: the job's own.
-        host_memory: what may wait in each host's memory while a link is delegated, in words: activations, or bytes.
+        host_memory: how much may wait in each host's memory while a link is delegated: activations, or bytes.
     """
 
     transport: str = "host"
@@ -47,7 +47,7 @@ class TransportSettings:
     host_memory: str | None = None
 
     def check_transport(self) -> None:
-        """Raises SettingsError for options that do not go together."""
+        """Raises SettingsError for options that exclude each other."""
         if not self.may_delegate:
             why = f"delegates are for --transport delegate or --adapt, not for {self.transport}"
             refuse_options(self, ("delegates", "interfaces"), why)
@@ -67,7 +67,7 @@ class TransportSettings:
 
     @property
     def may_delegate(self) -> bool:
-        """Whether links may go by delegates: all do, or single ones where that is faster."""
+        """Whether links may use delegates: all of them, or single ones if that is faster."""
         return self.transport == "delegate" or self.adapt
 
     def delegate_options(self) -> DelegateOptions:

@@ -1,4 +1,4 @@
-"""What a run with updates among its ops says of them: what was proved before it, and what was counted in it."""
+"""What a run with updates among its ops reports about them: what was proved before it, and what was counted in it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from penstock.train.settings import Settings
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Attributes:
-    rule: which weights ops read. window: microbatches an update gathers. drain_every: steps of a pass.
-    zero: whether one copy of each stage alone has its optimizer's state.
-    num_updates: over the whole run.
-    proved, measured: most updates between a microbatch's forward and its backward, by the order, and as counted.
-    met: share of (stage, microbatch) pairs with any.
-    versions: most versions of its weights that a copy of a stage holds.
+    """Updates of a run whose schedule has them as ops.
+
+    Attributes:
+        rule: which weights ops read. window: microbatches whose gradients an update adds up. drain_every:
+            steps of a pass.
+        zero: whether only one copy of each stage has its optimizer's state.
+        num_updates: over the whole run.
+        proved, measured: most updates between a microbatch's forward and its backward, by the order, and as counted.
+        met: share of (stage, microbatch) pairs with any.
+        versions: most versions of its weights that a copy of a stage holds.
     """
 
     rule: str
@@ -52,7 +55,7 @@ class UpdateReport:
 
 
 def update_report(settings: Settings, pipe: Pipeline, num_updates: int, is_tied: bool) -> UpdateReport | None:
-    """The report on the updates of what the pipeline ran last; None where they are no ops. All ranks must call it.
+    """The report on the updates of what the pipeline ran last; None if updates are not ops. All ranks must call it.
 
     Args:
         is_tied: the first stage and the last one share a parameter.
@@ -82,7 +85,7 @@ def most_versions(settings: Settings, schedule: Schedule, is_tied: bool = False)
 
 
 def notices_of(settings: Settings) -> list[str]:
-    """What a person should know about how such a run differs."""
+    """What the user should know about how such a run differs."""
     if settings.is_asynchronous and settings.clip:
         return [
             f"--clip {settings.clip:g}, over the root of the number of stages, was for each stage's gradient by "

@@ -1,4 +1,6 @@
-"""The runs that are compared: settings per schedule, equal in everything but what only that schedule has."""
+"""The runs that are compared: one settings object per schedule, equal except for options that only one schedule
+has.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from penstock.train.kinds import GPT, is_path, usual_of
 from penstock.train.settings import Settings
 
 USUAL = ("1f1b", "zb-v", "amdp", "pipedream-2bw")
-"""Who is compared where nobody is named."""
+"""The schedules that are compared by default."""
 
 STEPS = 64
 OF_UPDATES = ("window", "rule", "max_mismatch", "drain_every", "sharding")
@@ -22,17 +24,18 @@ OF_UPDATES = ("window", "rule", "max_mismatch", "drain_every", "sharding")
 
 
 def contenders(names: Sequence[str], given: Mapping[str, Any]) -> list[Settings]:
-    """The settings of each, with the same number of steps: as many as asked for, or more, for whole passes of all.
+    """The settings of each run. All have the same number of steps: those asked for, rounded up to whole
+    passes of all.
 
     Args:
-        names: of library schedules, or files. All are of the ranks and microbatches of the first file, where there
-            is one and nothing is said.
+        names: of library schedules, or files. If there is a file, its ranks and microbatches are those of all runs,
+            unless options say otherwise.
         given: settings of a training run; None for those that were not given. Of `schedule_options` each schedule
-            has those that it takes.
+            gets those that it takes.
 
     Raises:
-        SettingsError: a schedule named twice, options that none of them takes, settings that do not go together.
-        ScheduleError: a file that can't be read, an option that none of the schedules takes.
+        SettingsError: a schedule named twice, options that no schedule takes, settings that exclude each other.
+        ScheduleError: a file that can't be read, an option that no schedule takes.
     """
     names, given = list(names or USUAL), {name: value for name, value in given.items() if value is not None}
     shown = [shown_name(name) for name in names]
@@ -67,7 +70,7 @@ _ALWAYS = ("ranks", "microbatches")
 
 
 def _as_settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a schedule as settings: some are settings of their own."""
+    """Options of a schedule as settings; some of them are settings of their own."""
     own = {setting: options[name] for name, setting in _SETTINGS.items() if name in options}
     return {**own, "schedule_options": {name: value for name, value in options.items() if name not in _SETTINGS}}
 

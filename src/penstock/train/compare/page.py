@@ -15,11 +15,11 @@ from penstock.train.compare.result import MIB, Comparison, ComparisonRow
 from penstock.train.folder import write_whole
 
 MOST_POINTS = 80
-"""Points of a line; where there are more steps, neighbours are averaged."""
+"""Most points of a line. If there are more steps, neighbours are averaged."""
 MOST_OPS = 8000
-"""Ops that a page draws; more would make it slow."""
+"""Most ops that a page draws. More would make the page slow."""
 CHART = 760
-"""Pixels of a chart that is a file of its own."""
+"""Pixels of a chart that is a file by itself."""
 COLUMNS = (
     "Speed: how many times as fast as the first schedule. Busy: share of all ranks' time in which they run ops or "
     "update. Memory and activations: of the rank that holds most. Mismatch: most updates between a microbatch's "
@@ -32,7 +32,7 @@ LEARNED = (
 
 
 def to_page(found: Comparison) -> str:
-    """The page. It loads nothing, and shows the same on a screen and on a phone, light and dark."""
+    """The page. It loads nothing from elsewhere, and looks the same on a screen and on a phone, light and dark."""
     return whole_page(
         title=f"{', '.join(row.name for row in found.rows)}: compared",
         name=" · ".join(row.name for row in found.rows),
@@ -46,7 +46,7 @@ def to_page(found: Comparison) -> str:
 
 
 def write_page(found: Comparison, folder: Path) -> dict[str, str]:
-    """Writes compare.html, and the charts of the loss as SVG; returns where they lie."""
+    """Writes compare.html, and the charts of the loss as SVG. Returns their paths."""
     drawn = loss_charts(found, CHART)
     for name, chart in drawn.items():
         save_chart(chart, folder / f"{name}.svg")
@@ -151,7 +151,7 @@ def _memory(found: Comparison, width: int) -> Figure:
 
 
 def _timelines(found: Comparison) -> list[str]:
-    """A step of each on one time axis; what drains after several steps stands apart, on an axis of its own."""
+    """A step of each schedule on one time axis. A schedule that drains after several steps has an axis of its own."""
     if sum(len(row.simulated.timeline.ops) for row in found.rows) > MOST_OPS:
         note = f"The timelines have more than {MOST_OPS:,} ops in all, which a page would be slow with."
         return [section("Timelines", f"<p>{note} Draw one with penstock simulate --timeline.</p>")]

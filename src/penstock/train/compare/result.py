@@ -1,4 +1,4 @@
-"""The result of a comparison: a row per schedule, beside that of the first one."""
+"""The result of a comparison: a row per schedule, each compared with the first."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class ComparisonRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All of them, the first being what the others are measured by.
+    """All rows. The first is what the others are compared with.
 
     Attributes:
         costs: where they come from, in words.
-        steps: that each trained; 0 for none.
-        tokens: of a microbatch, where the costs are those of a model on text.
+        steps: how many each trained; 0 for none.
+        tokens: of a microbatch, if the costs are those of a model on text.
         notices: how the runs differ besides the schedule.
         run: how they were simulated.
-        memory_limit: bytes that a rank may hold, where that was asked.
+        memory_limit: bytes that a rank may hold, if a limit was given.
     """
 
     rows: Sequence[ComparisonRow]
@@ -47,12 +47,12 @@ class Comparison:
     memory_limit: float | None = None
 
     def fits(self, row: ComparisonRow) -> bool:
-        """Whether no rank holds more than the limit, where there is one."""
+        """Whether no rank holds more than the limit. True without a limit."""
         return self.memory_limit is None or (row.simulated.memory or 0.0) <= self.memory_limit
 
     @property
     def best(self) -> ComparisonRow | None:
-        """The fastest of those that fit; None where none does."""
+        """The fastest of those that fit; None if none does."""
         return max(filter(self.fits, self.rows), key=self.speedup, default=None)
 
     @property
@@ -60,13 +60,13 @@ class Comparison:
         return any(row.trained is not None and row.trained.interrupted for row in self.rows)
 
     def speedup(self, row: ComparisonRow) -> float:
-        """How many times as fast as the first."""
+        """How many times as fast as the first it is."""
         first = self.rows[0].simulated.microbatches_per_second
         return row.simulated.microbatches_per_second / first if first else 1.0
 
     @property
     def speed_unit(self) -> str:
-        """What a throughput is in."""
+        """The unit of a throughput."""
         return "microbatches/s" if self.tokens is None else "tokens/s"
 
     def per_second(self, row: ComparisonRow) -> float:
@@ -79,12 +79,12 @@ class Comparison:
 
     @property
     def in_bytes(self) -> bool:
-        """Whether the costs say what weights take, so that all memory is known."""
+        """Whether the costs say what weights take, so that all memory can be counted in bytes."""
         return self.rows[0].simulated.memory is not None
 
     @property
     def held_unit(self) -> str:
-        """What `held` is in."""
+        """The unit of `held`."""
         return "MiB" if self.in_bytes else "activations"
 
     def held(self, row: ComparisonRow) -> float:
@@ -159,7 +159,7 @@ class Comparison:
         ]
 
     def words(self) -> list[str]:
-        """What the figures mean, a sentence each, without capital and full stop."""
+        """What the figures mean: one sentence each, without capital and full stop."""
         trained = f"each trained {self.steps} steps on the same batches" if self.steps else "nothing was trained"
         lines = [
             f"{self.ranks} ranks run {self.microbatches} microbatches per step, in batches of {self.batch}; "

@@ -1,4 +1,4 @@
-"""The comparison: all contenders checked, then simulated, then trained one after another."""
+"""The comparison: checks all contenders, simulates them, and then trains one after another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CostSource:
-    """Where the costs come from, in words; of a model on text, the tokens of a sample; and what they are."""
+    """Costs, where they come from in words, and the tokens of a sample for a model on text."""
 
     words: str
     num_tokens: int | None
@@ -44,15 +44,15 @@ def compare(
     run: SimulatedRun = AS_PLANNED,
     memory_limit: float | None = None,
 ) -> tuple[Comparison, dict[str, str]]:
-    """Compares; returns it and the files that were written.
+    """Compares, and returns the comparison and the files that were written.
 
     Args:
-        contenders: settings, alike in all but the schedule.
+        contenders: settings that differ only in the schedule.
         trains: whether to train, or only to simulate.
         source: makes the costs, once everything is checked.
-        out: a folder to be made, for the runs and the page; None to keep nothing.
+        out: a folder that is made for the runs and the page; None to keep nothing.
         run: how they are simulated.
-        memory_limit: bytes that a rank may hold, which says who fits.
+        memory_limit: bytes that a rank may hold. The result says who fits.
 
     Raises:
         SettingsError, ScheduleError, PartitionError, DataError, CostError: before anything starts.
@@ -95,7 +95,7 @@ def compare(
 
 
 def _gather(contenders: Sequence[Settings]) -> list[Inputs]:
-    """The inputs of each; the text is read once."""
+    """The inputs of each run. The text is read once."""
     found: list[Inputs] = []
     for settings in contenders:
         found.append(gather_inputs(settings, found[0].data.corpus if found else None))
@@ -108,7 +108,7 @@ def _simulated(settings: Settings, schedule: Schedule, costs: Costs, run: Simula
 
 
 def _said_of_times(untimed: Sequence[str]) -> list[str]:
-    """Of ops that look faster than they are, as the costs do not name them."""
+    """Names ops that look faster than they are, because the costs do not name them."""
     if not untimed:
         return []
     return [f"simulated in 0 ms, as the costs do not name them: {', '.join(untimed)}"]
@@ -131,7 +131,7 @@ def _train(
 
 @contextlib.contextmanager
 def _folder(out: Path | None) -> Iterator[Path]:
-    """Where the runs lie: in `out`, or nowhere for long."""
+    """The folder of the runs: in `out`, or a temporary one."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         yield out
@@ -141,7 +141,7 @@ def _folder(out: Path | None) -> Iterator[Path]:
 
 
 def _notices(contenders: Sequence[Settings], trains: bool) -> list[str]:
-    """In what else than the schedule they differ."""
+    """How they differ besides the schedule."""
     told = []
     windows = {shown_name(each.schedule): each.passes.window for each in contenders if each.is_asynchronous}
     if any(window != contenders[0].microbatches for window in windows.values()):

@@ -1,4 +1,4 @@
-"""One contender by simulation: a pass over the common costs, and what its order alone says."""
+"""Simulates one contender: a pass over the common costs. Also says what its order alone determines."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from penstock.train.bounds import proved_mismatch
 from penstock.train.settings import Settings
 
 Costing = Callable[[Schedule], Costs]
-"""The costs of a schedule's stages, from whatever is the same for all."""
+"""Makes the costs of a schedule's stages from costs that are the same for all schedules."""
 
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """How all schedules are run over the costs.
+    """How all schedules are simulated over the costs.
 
     Attributes:
-        links: between the ranks; messages arrive at once where none is named.
+        links: between the ranks. On links that are not named, messages arrive at once.
         dispatch: how ranks choose their ops.
     """
 
@@ -46,16 +46,19 @@ AS_PLANNED = SimulatedRun()
 
 @dataclass(frozen=True)
 class SimulatedResult:
-    """Attributes:
-    milliseconds: of a step, its share of the update included.
-    microbatches_per_second: over a whole pass, from its first op to the end of its last update.
-    busy: share of all ranks' time in which they run ops or update.
-    memory: bytes that the rank with most holds: weights, versions, gradients, the optimizer's state, activations,
-        messages; None where the costs do not say what weights take.
-    activations: of them, or, without, in the units of the costs: most that a rank holds.
-    mismatch: most updates between a microbatch's forward and its backward; 0 for a synchronous schedule.
-    versions: most versions of its weights that a copy of a stage holds.
-    timeline: of the pass, without the update that follows a synchronous schedule. It is not in the JSON.
+    """What simulation says of a schedule.
+
+    Attributes:
+        milliseconds: of a step, with its share of the update.
+        microbatches_per_second: over a whole pass, from its first op to the end of its last update.
+        busy: the share of all ranks' time in which they run ops or update.
+        memory: bytes that the fullest rank holds: weights, versions, gradients, the optimizer's state, activations,
+            messages. None if the costs do not say what weights take.
+        activations: the part of `memory` that is activations. If `memory` is None, the most that a rank holds, in the
+            units of the costs.
+        mismatch: most updates between a microbatch's forward and its backward; 0 for a synchronous schedule.
+        versions: most versions of its weights that a copy of a stage holds.
+        timeline: of the pass, without the update that follows a synchronous schedule. It is not in the JSON.
     """
 
     milliseconds: float
@@ -77,8 +80,8 @@ def simulated(
 ) -> SimulatedResult:
     """Simulates a pass.
 
-    A synchronous schedule updates after its last op, every rank the stages it owns, and the next step begins when the
-    slowest has; an asynchronous one has its updates among the other ops.
+    With a synchronous schedule, every rank updates the stages it owns after its last op, and the next step begins
+    when the slowest rank has updated. An asynchronous schedule has its updates among the other ops.
     """
     costs = costs.with_predictions(schedule, settings.sharding)
     timeline = simulate(schedule, costs, run.links, dispatch=run.dispatch)

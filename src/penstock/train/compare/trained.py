@@ -1,4 +1,4 @@
-"""One contender for real: a run like any other, in this process or in one process per rank."""
+"""Trains one contender: a run like any other, in this process or in one process per rank."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from penstock.train.start import RunFailed
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Attributes:
-    train_loss: mean over the last tenth of the steps. loss: on the validation text, at the end.
-    num_updates: made. mismatch: counted while it ran.
-    state: bytes of weights, versions, gradients and optimizer on the rank that has most.
-    losses, updates: of each step, and so far at its end.
-    tokens_per_second: by the clock here; None for a run whose ranks took turns in one process.
+    """What training a schedule gave.
+
+    Attributes:
+        train_loss: mean over the last tenth of the steps. loss: on the validation text, at the end.
+        num_updates: how many were made. mismatch: counted while it ran.
+        state: bytes of weights, versions, gradients and optimizer on the rank that has most.
+        losses, updates: per step, its loss and the updates made by its end.
+        tokens_per_second: measured here; None for a run whose ranks took turns in one process.
     """
 
     train_loss: float
@@ -44,7 +46,7 @@ class TrainingResult:
 
 
 def trained(inputs: Inputs, folder: Path) -> TrainingResult:
-    """Trains, with what that leaves in `folder`.
+    """Trains, and writes the run into `folder`.
 
     Raises:
         RunFailed: a rank failed.
@@ -67,7 +69,7 @@ def trained(inputs: Inputs, folder: Path) -> TrainingResult:
 
 
 def read_trained(report: Report, metrics: Path, in_process: bool) -> TrainingResult:
-    """What a run's report and metrics say."""
+    """Reads the result from a run's report and metrics."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     losses = [line["loss"] for line in lines]
     last = losses[-max(1, len(losses) // 10) :]

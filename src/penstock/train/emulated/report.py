@@ -14,7 +14,9 @@ from penstock.train.run_report import RunReport
 
 @dataclass(frozen=True)
 class EmulatedIteration:
-    """One iteration: measured and simulated ms, idle shares of both, and which plan ran it (0 is the start)."""
+    """One iteration: measured and simulated ms, idle shares of both, and the number of the plan that ran (0
+    is the start).
+    """
 
     measured: float
     simulated: float
@@ -28,20 +30,20 @@ class EmulatedIteration:
 
     @property
     def error(self) -> float:
-        """How far the measured time is from the simulated one, as a share of that."""
+        """How far the measured time is from the simulated one, relative to the latter."""
         return abs(self.measured / self.simulated - 1) if self.simulated else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedReport(RunReport):
-    """What a run came to. Times are ms as if the stretch were 1; medians over iterations.
+    """The result of a run. Times are ms as if the stretch were 1, and medians over iterations.
 
     Attributes:
-        measured, simulated: iteration time. median_error: see `Iteration.error`.
-        late: how long after its due moment an op ended (median, worst).
+        measured, simulated: time of an iteration. median_error: see `EmulatedIteration.error`.
+        late: how much later than due an op ended (median, worst).
         peaks: most activations that each rank held, in the units of the costs.
-        window: microbatches an update gathers, where updates are ops. mismatch: most of them between a microbatch's
-            forward and its backward, as proved.
+        window: microbatches whose gradients an update adds up, if updates are ops. mismatch: most updates between a
+            microbatch's forward and its backward, as proved.
     """
 
     UNIT = "iterations"
@@ -63,7 +65,7 @@ class EmulatedReport(RunReport):
 
     @property
     def speeds(self) -> tuple[float, float]:
-        """Microbatches a second, measured and simulated."""
+        """Microbatches per second, measured and simulated."""
         per_second = self.num_microbatches * 1e3
         return per_second / (self.measured or 1.0), per_second / (self.simulated or 1.0)
 
@@ -95,7 +97,7 @@ class EmulatedReport(RunReport):
 
 
 def _shown(held: float) -> str:
-    """Bytes where it is that many, else stage activations."""
+    """Bytes if the number is large enough to be bytes, otherwise stage activations."""
     return f"{held / 1e9:.1f} GB" if held >= 1e8 else f"{held:.4g}"
 
 

@@ -28,17 +28,17 @@ from penstock.train.run_report import write_plan
 from penstock.train.stop import StopRequest
 
 GB_A_CORE = 1.0
-"""GB a second that a core can send and receive through gloo, about."""
+"""GB per second that one core can send and receive through gloo, roughly."""
 
 
 class EmulatedRun:
     """A run as one process sees it.
 
-    Its loop is not that of real training: an emulated step has no batch, loss, update or checkpoint, and each
-    iteration is simulated beside it. What both need, they share: stop request, metrics, view and folder.
+    Its loop differs from that of real training: an emulated step has no batch, loss, update or checkpoint, and each
+    iteration is also simulated. Both share the stop request, metrics, view and folder.
 
     Attributes:
-        interrupted: a signal ended it early. report: what it came to, on rank 0's process.
+        interrupted: a signal ended it early. report: the result, on rank 0's process.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class EmulatedRun:
         )
 
     def _adapt_options(self) -> AdaptOptions:
-        """Measures links always; answers them where the run adapts."""
+        """Links are always measured. The run changes its plan only if it adapts."""
         settings = self.settings
         folder = self.folder.path
         if settings.adapt:
@@ -175,7 +175,7 @@ class EmulatedRun:
         return [f"messages of more than {self.settings.message_cap} were sent, and simulated, as so many"]
 
     def _crowded(self, iterations: list[EmulatedIteration]) -> list[str]:
-        """Why iterations may be longer than simulated: more bytes a second than the cores here can send."""
+        """Why iterations may be longer than simulated: more bytes per second than the cores can send."""
         settings = self.settings
         if settings.in_process:
             return []
@@ -191,7 +191,7 @@ class EmulatedRun:
 
 
 class CheckedEmulation:
-    """A run on emulated devices. Raises what settings say of costs, or of host memory, that do not fit the plan."""
+    """A run on emulated devices. Raises the errors of settings whose costs or host memory do not fit the plan."""
 
     report_type = EmulatedReport
 

@@ -19,15 +19,15 @@ class EmulatedSettings(RunSettings):
     """Settings of a run on emulated devices; every field has a value that works.
 
     Attributes:
-        steps: iterations; of an asynchronous schedule each is a pass.
+        steps: iterations. With an asynchronous schedule, each is a pass.
         costs: a preset's name, or a file of costs or of a profile.
-        stretch: slows ops and links down alike, so that the machine's own noise weighs less.
-        message_cap: most bytes of a message, in words; what is larger is sent, and simulated, as so many.
-        in_process: ranks are threads of this process and hand messages over; else processes that send them.
+        stretch: factor by which ops and links are slowed down, so that the machine's own noise matters less.
+        message_cap: most bytes of a message, such as "1MB". Larger messages are sent, and simulated, with this size.
+        in_process: ranks are threads of this process, which hand messages over; otherwise processes that send them.
         device: always "emulated".
 
     Raises:
-        SettingsError: numbers that make no sense, or options that do not go together.
+        SettingsError: numbers out of range, or options that exclude each other.
     """
 
     schedule: str = "zb"
@@ -54,13 +54,13 @@ class EmulatedSettings(RunSettings):
         return read_size("message_cap", self.message_cap)
 
     def check_plan(self) -> None:
-        """What is looked at before torch is loaded. Raises SettingsError, ScheduleError."""
+        """Checks what can be checked before torch is loaded. Raises SettingsError, ScheduleError."""
         self.read_costs(self.replica_schedule())
 
     def read_costs(self, schedule: Schedule) -> Costs:
-        """The costs of the schedule's stages, messages cut down to `message_cap`. Raises SettingsError.
+        """The costs of the schedule's stages, with messages cut to `message_cap`. Raises SettingsError.
 
-        Where nothing is shared out a copy of a stage makes each update itself, which takes as long as on its owner.
+        With sharding "none" each copy of a stage makes every update itself, which takes as long as on its owner.
         """
         costs = self._whole_costs(schedule)
         if costs.factors.message and self.is_cut(schedule):
