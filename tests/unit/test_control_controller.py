@@ -335,10 +335,9 @@ def test_a_dropped_decision_is_made_again_after_a_while() -> None:
     assert (second.number, second.configuration) == (first.number + 1, first.configuration)
 
 
-def test_a_dead_link_that_cannot_be_delegated_strands_the_job() -> None:
+def test_a_dead_link_that_cannot_be_delegated_is_answered_by_nothing() -> None:
     controller = Controller(replace(JOB, may_delegate=False))
     assert controller.feed(LinkDown((0, 1))) == ()
-    assert controller.stranded == {(0, 1)}
 
 
 # The log

@@ -47,7 +47,7 @@ def aligned(table: Steps) -> Steps:
     start, end = table.start - offset[:, worker], table.end - offset[:, worker]
     first = start.min(axis=1, keepdims=True)
     together = replace(table, start=start - first, end=end - first)
-    _require_chain(together, sent, worker)
+    _require_chain(together, sent)
     largest = np.abs(offset - offset.mean(axis=1, keepdims=True)).max()
     note = f"clocks of ranks were brought together, by up to {largest:.3g} ms"
     if wrong:
@@ -75,7 +75,7 @@ def _ways(table: Steps, sent: Messages) -> Array:
     return ways
 
 
-def _require_chain(table: Steps, sent: Messages, worker: Array) -> None:
+def _require_chain(table: Steps, sent: Messages) -> None:
     """Raises TraceError where messages arrive before they were sent whatever the clocks."""
     ways = _ways(table, sent)
     step, message = np.unravel_index(int(np.argmin(ways)), ways.shape)

@@ -69,7 +69,7 @@ def what_ifs(
     """
     found = list(_whole_steps(run, effects, layers))
     if fit is not None:
-        found += _pipelines(run, effects, fit)
+        found += _pipelines(run, fit)
     return tuple(sorted(found, key=lambda each: -each.speedup))
 
 
@@ -143,7 +143,7 @@ def _with_layers(effects: Effects, before: Sequence[int], after: Sequence[int]) 
     return beyond + each * np.array(after)
 
 
-def _pipelines(run: ReplayedRun, effects: Effects, fit: FittedPipelines) -> Iterator[WhatIf]:
+def _pipelines(run: ReplayedRun, fit: FittedPipelines) -> Iterator[WhatIf]:
     order = np.argsort(run.replayed, kind="stable")
     steps = [int(order[round(q)]) for q in np.linspace(0, len(order) - 1, min(MOST_STEPS, len(order)) + 2)[1:-1]]
     replicas = range(run.table.trace.num_replicas)

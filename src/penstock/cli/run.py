@@ -127,7 +127,7 @@ def _run(invocation: Invocation) -> int | RankOrder:
     except USAGE_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # typer has printed the help, or hands it over to print
             return _no_arguments(error, as_json)
-        return _report(_usage_failure(error, arguments), as_json)
+        return _report(_usage_failure(error), as_json)
     except Exception as error:
         if error is getattr(sys.stdout, "error", None):
             raise
@@ -183,7 +183,7 @@ def _no_arguments(error: Exception, as_json: bool) -> int:
     return MISUSE
 
 
-def _usage_failure(error: Exception, arguments: Sequence[str]) -> Failure:
+def _usage_failure(error: Exception) -> Failure:
     """What the parser found wrong, in one line, and where to read more."""
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     context = getattr(error, "ctx", None)

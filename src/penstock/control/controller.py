@@ -196,11 +196,6 @@ class Controller:
         """What an iteration takes over the mesh (ms), its rings included, as its links were probed; 0 without one."""
         return 0.0 if self._nodes is None else self._nodes.iteration(self.now)
 
-    @property
-    def stranded(self) -> frozenset[Link]:
-        """Dead links that nothing can be sent around: the job cannot go on."""
-        return frozenset() if self.job.may_delegate else frozenset(self._monitor.down)
-
     def feed(self, event: Event) -> tuple[Decision, ...]:
         """Takes an event; returns the decisions it leads to, none or one.
 

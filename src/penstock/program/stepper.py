@@ -285,13 +285,13 @@ class Stepper:
             standing = list_by_rules.standing(q, time, t.queues, t.ranks, t.hosts)
             if standing == DONE:
                 continue
-            reason = "chosen" if q == chosen else self._reason(rank, time, q, standing, chosen)
+            reason = "chosen" if q == chosen else self._reason(rank, q, standing, chosen)
             candidates.append(NextOp(self._op(q), standing == READY, reason))
         return Step(
             time, rank % self.graph.num_ranks, None if chosen == NOTHING else self._op(chosen), tuple(candidates)
         )
 
-    def _reason(self, rank: int, time: float, q: int, standing: int, chosen: int) -> str:
+    def _reason(self, rank: int, q: int, standing: int, chosen: int) -> str:
         t, rules = self._tables, self.program.rules_of(rank % self.graph.num_ranks)
         queue, record = t.queues[q], t.ranks[rank]
         if standing == WAITS:
@@ -357,7 +357,7 @@ class Stepper:
             for q in self._in_order(rank):
                 standing = list_by_rules.standing(q, time, t.queues, t.ranks, t.hosts)
                 if standing != DONE:
-                    left.append(f"{self._op(q)} {self._reason(rank, time, q, standing, NOTHING)}")
+                    left.append(f"{self._op(q)} {self._reason(rank, q, standing, NOTHING)}")
             if left:
                 first = rank % self.graph.num_ranks if first is None else first
                 lines.append(f"  rank {rank % self.graph.num_ranks}: " + "; ".join(left))

@@ -74,7 +74,7 @@ def _sections(story: RunStory) -> list[str]:
     ]
     if story.links:
         found.append(section("Links", _hover(lambda width: figures.link_heat(story, width), story) + _spells(story)))
-    said = _decisions(story.decisions, story) + "".join(f"<p>{escape(each)}.</p>" for each in story.unanswered)
+    said = _decisions(story.decisions) + "".join(f"<p>{escape(each)}.</p>" for each in story.unanswered)
     found.append(section("Decisions", said, f"{escape(alarms(story))}. {_MEASURED}"))
     if story.faults or story.counters:
         found.append(section("Faults", _faults(story)))
@@ -127,7 +127,7 @@ def _spells(story: RunStory) -> str:
     return table(head, rows, (0, 1), "Late links") + left
 
 
-def _decisions(decisions: Sequence[DecisionOutcome], story: RunStory) -> str:
+def _decisions(decisions: Sequence[DecisionOutcome]) -> str:
     if not decisions:
         return "<p>Nothing was changed.</p>"
     head = (

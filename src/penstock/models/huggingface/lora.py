@@ -135,7 +135,7 @@ class Adapters:
             torch.manual_seed(generator_of(self._seed, f"lora.{path}").initial_seed())
             self._inject(root, inside, whole, self.config)
         if self._folder is not None:
-            self._read(root, path, self._folder / WEIGHTS)
+            self._read(root, self._folder / WEIGHTS)
         return root.get_submodule(path)
 
     def on_small(self, small: nn.Module, anatomy: Anatomy) -> None:
@@ -164,7 +164,7 @@ class Adapters:
             inject_adapter_in_model(config, root, self._name)
             cast_adapter_dtype(root, self._name)
 
-    def _read(self, root: nn.Module, path: str, file: Path) -> None:
+    def _read(self, root: nn.Module, file: Path) -> None:
         """Fills a module's adapters with those of a folder."""
         with torch.no_grad(), safe_open(file, framework="pt") as stored:
             there = set(stored.keys())

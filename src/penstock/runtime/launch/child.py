@@ -268,7 +268,7 @@ def init_process(timeout: float) -> tuple[int, int]:
             store: dist.Store = dist.HashStore()
         else:
             rank, num_ranks = _number("RANK"), _number("WORLD_SIZE")
-            store = _store(rank, num_ranks, deadline)
+            store = _store(num_ranks, deadline)
         if not isinstance(sys.excepthook, Reporter) and num_ranks > 1:
             sys.excepthook = Reporter(rank, StoreReportSink(store))
         hook = sys.excepthook
@@ -315,7 +315,7 @@ def _write_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _store(rank: int, num_ranks: int, deadline: timedelta) -> dist.Store:
+def _store(num_ranks: int, deadline: timedelta) -> dist.Store:
     launch_env = LaunchEnvironment.of(os.environ)
     if launch_env is None:
         return next(dist.rendezvous("env://", timeout=deadline))[0]

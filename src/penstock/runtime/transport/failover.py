@@ -385,7 +385,7 @@ class Failover:
                 if isinstance(error, RuntimeFailure):
                     raise
                 if time.monotonic() > begun + self._timeout:
-                    raise self._late(number, range(len(self._ends))) from None
+                    raise self._late(range(len(self._ends))) from None
                 self._want(number + 1, "")  # what broke first is told, not this
                 time.sleep(AGAIN)
                 continue
@@ -455,11 +455,11 @@ class Failover:
                 if self._place(number) in self._beats.down():
                     raise RuntimeError(f"{self._interface(number)} reaches not everyone")
                 if time.monotonic() > end:
-                    raise self._late(number, missing)
+                    raise self._late(missing)
                 self._changed.wait(0.25)
         return found
 
-    def _late(self, number: int, missing: Sequence[int]) -> DeadlineExceeded:
+    def _late(self, missing: Sequence[int]) -> DeadlineExceeded:
         others = ", ".join(str(process) for process in missing if process != self._me)
         down = ", ".join(self._ends[self._me][place][0] for place in sorted(self._beats.down())) or "none"
         return DeadlineExceeded(

@@ -51,13 +51,7 @@ class DelegatedTransport(Transport, Protocol):
     def skip(self) -> None:
         """A step begins in which nothing goes by delegates."""
 
-    def begin_within(
-        self,
-        expected: Sequence[ExpectedMessages],
-        signatures: Sequence[str],
-        digest: int,
-        window: Mapping[int, int],
-    ) -> None:
+    def begin_within(self, expected: Sequence[ExpectedMessages], signatures: Sequence[str], digest: int) -> None:
         """The step that began goes on by delegates, `expected` too; what else of it comes has come in another way."""
 
 
@@ -116,7 +110,7 @@ class RoutedTransport:
         self._source: dict[Edge, BaseTransport | DelegatedTransport] = {}
         self._both = self._watches = self._left = False
         self._came: list[Edge] = []
-        self._step: tuple[Sequence[ExpectedMessages], Sequence[str], int, Mapping[int, int]] = ((), (), 0, {})
+        self._step: tuple[Sequence[ExpectedMessages], Sequence[str], int] = ((), (), 0)
         self.route(delegated)
         if guard is not None:
             guard.at_change(self._go_over, self._base.end_waits)
@@ -140,7 +134,7 @@ class RoutedTransport:
         """Starts a step on both, or on the only one that carries anything."""
         if self._failed_elsewhere:
             self._go_over()  # with what is left of the step before
-        self._step = expected, signatures, digest, window
+        self._step = expected, signatures, digest
         self._source = {edge: self._carrier(peer) for _, peer, messages in expected for edge, _ in messages}
         self._both = not self._left and (self._guard is None or bool(self._delegated))
         if self._left:
@@ -248,7 +242,7 @@ class RoutedTransport:
             return
         self._left = True
         left = self._base.leave()
-        expected, signatures, digest, window = self._step
+        expected, signatures, digest = self._step
         rest = [
             channel._replace(messages=tuple(each for each in channel.messages if each[0] not in left.received))
             for channel in expected
@@ -256,7 +250,7 @@ class RoutedTransport:
         ]
         self._source |= {edge: self._delegates for one in rest for edge, _ in one.messages}
         self._came += left.came
-        self._delegates.begin_within([one for one in rest if one.messages], signatures, digest, window)
+        self._delegates.begin_within([one for one in rest if one.messages], signatures, digest)
         for edge, target, payload in left.sent:
             who = f"rank {self.rank} sends the message of {edge} to rank {target} once more"
             while not self._delegates.send(edge, target, payload):

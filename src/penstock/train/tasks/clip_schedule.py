@@ -168,7 +168,7 @@ def branches_of(towers: Mapping[str, Tower], count: int) -> tuple[dict[str, Bran
 def _program(config: CLIPConfig, towers: Mapping[str, Tower], count: int, name: str) -> Schedule:
     """Raises ValueError for microbatches that do not match, ScheduleError for rules that lock up."""
     branches, contrast = branches_of(towers, count)
-    program = clip_program(config, branches, contrast, costs=_costs(config, towers, count), name=name)
+    program = clip_program(config, branches, contrast, costs=_costs(config, towers), name=name)
     return program.build()
 
 
@@ -196,7 +196,7 @@ def _host(towers: Mapping[str, Tower]) -> str:
     return (plain or list(towers))[-1]
 
 
-def _costs(config: CLIPConfig, towers: Mapping[str, Tower], count: int) -> Costs:
+def _costs(config: CLIPConfig, towers: Mapping[str, Tower]) -> Costs:
     """By which the order is built: FLOPs of each stage's microbatch, the mean of them 1 ms."""
     work: list[float] = []
     for name, tower in towers.items():

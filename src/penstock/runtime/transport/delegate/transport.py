@@ -148,13 +148,7 @@ class DelegateTransport:
         """A step begins in which this transport carries nothing, unless `begin_within` says otherwise."""
         self._step += 1
 
-    def begin_within(
-        self,
-        expected: Sequence[ExpectedMessages],
-        signatures: Sequence[str],
-        digest: int,
-        window: Mapping[int, int],
-    ) -> None:
+    def begin_within(self, expected: Sequence[ExpectedMessages], signatures: Sequence[str], digest: int) -> None:
         """The step that began goes on here: `expected` is still to come too. What else there is of it, or of steps
         before, has come in another way, and is dropped where it comes once more.
         """
