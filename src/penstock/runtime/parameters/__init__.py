@@ -14,7 +14,7 @@ local_model      the model in this process                pipeline_copies   a co
 optimizer_state  what training changes, step by step      given_optimizer   the optimizer that the user gave
 shared           also stages cut over the ranks that share them
 data_parallel    also slow links between replicas, injected
-muon             Muon and AdamW as one optimizer
+given_stages     stages that the user gave, the same on all ranks    muon   Muon and AdamW as one optimizer
 updating         updates that are ops of the schedule
 copy_weights     which weights a copy's ops read meanwhile, by version_rules: PipeDream's, SpecTrain's, ...
 versioned_parameters   parameters that change together, and which version each op reads

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.interfaces import listen
 from penstock.runtime.transport.delegate.carrier.delegate_io import DelegateOrders
 from penstock.runtime.transport.delegate.carrier.frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, unpack
 from penstock.runtime.transport.delegate.carrier.ring import (
@@ -40,7 +41,6 @@ from penstock.runtime.transport.delegate.carrier.ring import (
     DescriptorKind,
     DescriptorRing,
 )
-from penstock.runtime.transport.delegate.carrier.sockets import family_of
 from penstock.runtime.transport.delegate.memory import SharedMemory
 
 _CODE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from carrier.main import main; main()"
@@ -209,7 +209,6 @@ def cannot(error: OSError) -> RuntimeFailure:
     return RuntimeFailure(f"a delegate cannot be started: {error.strerror}")
 
 
-BACKLOG = 128
 KINDS = 2
 PRESENCE = (KINDS, 0)
 """Where, in place of a kind and place, the sockets are that show that the process is there."""
@@ -238,20 +237,14 @@ class Listeners:
 
     def _listen(self, address: str) -> socket.socket:
         try:
-            made = socket.socket(family_of(address), socket.SOCK_STREAM)
+            made = listen(0, address)
         except OSError as error:
-            raise cannot(error) from None
-        try:
-            made.bind((address, 0))
-            made.listen(BACKLOG)
-            made.setblocking(False)
-        except OSError as error:
-            made.close()
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise cannot(error) from None
             raise RuntimeFailure(
                 f"interface {address!r}: {error.strerror}; give addresses of this host, as `ip address` lists them"
             ) from None
+        made.setblocking(False)
         return made
 
     def ports(self) -> list[tuple[int, int, list[tuple[str, int]]]]:
