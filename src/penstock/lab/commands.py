@@ -1,10 +1,11 @@
-"""The commands that make, change and remove a lab. Pure: `shell.py` runs them, `penstock lab plan` shows them.
+"""The commands that make, change and remove a lab. This module only lists them: `shell.py` runs them, and `penstock
+lab plan` shows them.
 
-Each interface is a TUN device: what a host sends through it, the forwarder reads, and the other way round.
+Each interface is a TUN device. The forwarder reads what a host sends through it, and writes what the host receives.
 
-TCP is set up so that a transfer is as slow as its link and not as TCP's own start (16 MB over 30 ms take 230 ms with
-the kernel's defaults, 80 with these): as much may be under way at once as the buffers hold, from a connection's first
-moment on and after it was idle; and one connection's bad luck is not remembered for the next.
+TCP is set up so that a transfer is as slow as its link, and not slowed by TCP's own start: 16 MB over 30 ms take 230
+ms with the kernel's defaults and 80 ms with these settings. As much may be under way as the buffers hold, both when a
+connection begins and after it was idle. What the kernel learned on one connection is not used for the next.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from penstock.lab.layout import Layout
 
 MTU = 1500
 BUFFER_BYTES = 64 * 2**20
-"""Of each connection in each direction: 2 GB/s at 30 ms."""
+"""Bytes of the buffer of each connection in each direction: enough for 2 GB/s at 30 ms."""
 FIRST_SEGMENTS = BUFFER_BYTES // (MTU - 52)
-"""Segments that may be under way from a connection's first moment on."""
+"""Segments that may be under way when a connection begins."""
 TRANSMIT_QUEUE = 10_000
 """Packets that an interface keeps for the forwarder."""
 
@@ -44,7 +45,7 @@ class Command(NamedTuple):
 
 
 def make(layout: Layout, congestion: str = "cubic") -> list[Command]:
-    """Namespaces, their interfaces and their TCP. `congestion` is TCP's rule for how much may be under way."""
+    """Makes the namespaces and their interfaces, and sets up TCP. `congestion` is TCP's congestion control."""
     return [command for host in layout.hosts for command in _make_host(layout, host, congestion)]
 
 
@@ -53,13 +54,15 @@ def remove(namespaces: Iterable[str]) -> list[Command]:
 
 
 def interface_down(layout: Layout, host: int, nic: int) -> list[Command]:
-    """As if it had died: the kernel says so on the host itself; the others only hear nothing more from it."""
+    """Takes an interface down as if it had failed. The kernel tells the host itself; the others only
+    receive nothing more.
+    """
     layout.check(host, nic)
     return [Command(("ip", "-n", layout.namespace(host), "link", "set", layout.interface(nic), "down"))]
 
 
 def interface_up(layout: Layout, host: int, nic: int, congestion: str = "cubic") -> list[Command]:
-    """Up again, with the route that went when it came down."""
+    """Brings it up again, with the route that was removed when it went down."""
     layout.check(host, nic)
     lines = [f"link set {layout.interface(nic)} up", _route(layout, host, nic, congestion)]
     return [_batch(layout.namespace(host), lines)]

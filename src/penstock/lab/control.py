@@ -1,4 +1,4 @@
-"""Requests to a running lab: one JSON object goes in and one comes back, over a socket in the lab's folder."""
+"""Requests to a running lab: one JSON object in, and one back, over a socket in the lab's folder."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from penstock.lab.forwarder import Forwarder
 
 MOST_BYTES = 2**20
 PATIENCE = 30.0
-"""Seconds to wait for an answer, on a machine that is busy with what the hosts do."""
+"""Seconds to wait for an answer, as the programs on the hosts may keep the machine busy."""
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class ControlServer:
-    """Answers between two rounds of the forwarder; a client that is slow holds up nobody.
+    """Answers requests between two rounds of the forwarder. A slow client delays nothing.
 
     Args:
-        answer: makes a request's answer; its LabError and CostError go back as such.
+        answer: makes the answer to a request; its LabError and CostError are sent back as such.
     """
 
     def __init__(self, path: Path, forwarder: Forwarder, answer: Answer) -> None:

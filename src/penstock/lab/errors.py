@@ -1,10 +1,10 @@
-"""`LabError`, and `LabMisuse` for what no lab has."""
+"""`LabError`, and `LabMisuse` for requests that no lab can fulfil."""
 
 from __future__ import annotations
 
 
 class LabError(RuntimeError):
-    """A lab that can't be made, found or changed; says what was found, the rule and what to do.
+    """A lab that can't be made, found or changed. The message says what was found, the rule and what to do.
 
     Examples:
         >>> import penstock as ps
@@ -19,7 +19,7 @@ class LabError(RuntimeError):
 
 
 class LabMisuse(LabError):
-    """Asked for what no lab has: a host, a network or a condition.
+    """A request for a host, a network or a condition that no lab has.
 
     Examples:
         >>> import penstock as ps

@@ -1,4 +1,4 @@
-"""What happens to a lab while a command runs on it: `5s down 0:1`, said before it starts.
+"""Events of a lab while a command runs on it, given beforehand, such as `5s down 0:1`.
 
 5s down 0:1                     after 5 s host 0's interface 1 goes down
 8s up 0:1                       and comes up again
@@ -22,7 +22,7 @@ _FORM = "write it like '5s down HOST:NETWORK', '8s up HOST:NETWORK' or '10s link
 
 @dataclass(frozen=True)
 class LabEvent:
-    """After `at` seconds: `word` (down, up or link) for `place`, under `condition` where it is a link."""
+    """After `at` seconds, `word` (down, up or link) happens to `place`. A link gets `condition`."""
 
     at: float
     word: str
@@ -43,7 +43,9 @@ class LabEvent:
 
 
 def read_events(texts: Iterable[str], layout: Layout) -> list[LabEvent]:
-    """Events in the order of their times. Raises LabMisuse, CostError for what could not be done on such a lab."""
+    """Events in the order of their times. Raises LabMisuse, CostError for events that are impossible on such a
+    lab.
+    """
     return sorted((_read(text, layout) for text in texts), key=lambda event: event.at)
 
 

@@ -1,4 +1,6 @@
-"""Runs one command on every host of a lab and tells their lines apart. When one fails, the others are stopped."""
+"""Runs one command on every host of a lab and labels the lines of each. If it fails on one host, the
+others are stopped.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ class HostExit:
     """How the command ended on one host.
 
     Attributes:
-        exit_code: its own; 128 + the signal's number for a kill; None where it was stopped, because another host
+        exit_code: its own; 128 + the signal's number if it was killed; None if it was stopped because another host
             had failed or time was up.
-        seconds: it ran.
+        seconds: how long it ran.
     """
 
     host: int
@@ -48,7 +50,7 @@ def run_everywhere(
         events: happen meanwhile.
         timeout: seconds until all are stopped.
         grace: seconds that the others have after one has failed, and that all have after Ctrl-C.
-        say: takes each line that a host writes, and each event; one at a time.
+        say: is called with each line that a host writes and with each event, one at a time.
     """
     start = time.monotonic()
     turn = threading.Lock()
@@ -86,7 +88,7 @@ def _await(
     grace: float,
     say: Callable[[str], None],
 ) -> dict[int, HostExit]:
-    """Those that ended by themselves."""
+    """Returns those that ended by themselves."""
     ended: dict[int, HostExit] = {}
     limit = float("inf") if timeout is None else start + timeout
     while len(ended) < len(processes) and time.monotonic() < limit:
@@ -106,7 +108,7 @@ def _await(
 
 
 def _interrupt(processes: Sequence[HostProcess], grace: float) -> None:
-    """Passes Ctrl-C on, and gives programs time to leave in their own way; a second one stops them."""
+    """Passes Ctrl-C on, and gives programs time to end in their own way. A second Ctrl-C stops them."""
     for process in processes:
         process.signal(signal.SIGINT)
     end = time.monotonic() + grace

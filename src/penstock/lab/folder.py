@@ -1,9 +1,9 @@
-"""What a lab leaves on disk while it is there: a folder with what it is, a lock that its keeper holds, a socket.
+"""A lab's folder on disk, as long as the lab exists: its description, a lock that its keeper holds, and a socket.
 
     /run/penstock-lab/4711/     lab.json   lock   control   hosts
 
-4711 is the keeper's process number and the lab's name. The lock ends with the process however it ends, so a lab whose
-lock can be had is a leftover, whoever has that number now.
+4711 is the process number of the keeper, and the name of the lab. The lock is released when the process ends, in
+whatever way. So if the lock of a lab is free, the lab is a leftover, even if another process has its number now.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ROOT = Path("/run/penstock-lab")
 
 @dataclass(frozen=True)
 class LabRecord:
-    """What a lab is.
+    """The description of a lab.
 
     Attributes:
-        keeper: the process that carries its packets. owner: the process it lasts as long as; None for a lab that
-            lasts until it is removed.
+        keeper: the process that carries its packets. owner: the lab ends with this process; None for a lab that
+            exists until it is removed.
         since: seconds since 1970.
     """
 
@@ -59,7 +59,7 @@ class LabFolder:
         return self.path / "hosts"
 
     def make(self, record: LabRecord) -> int:
-        """Writes it; returns the lock, which holds as long as it is open. Raises OSError."""
+        """Writes it and returns the lock, which holds as long as it is open. Raises OSError."""
         if self.path.exists():  # of a keeper that had this number and is gone
             self.remove()
         self.path.mkdir(parents=True, mode=0o700)
@@ -70,7 +70,7 @@ class LabFolder:
         return lock
 
     def read(self) -> LabRecord:
-        """Raises LabError where there is no such lab."""
+        """Reads it. Raises LabError if there is no such lab."""
         try:
             return LabRecord(**json.loads((self.path / "lab.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -95,12 +95,12 @@ class LabFolder:
 
 
 def names() -> list[str]:
-    """Every lab that left a folder or a namespace, alive or not."""
+    """Every lab that has a folder or a namespace, whether its keeper lives or not."""
     found = {path.name for path in ROOT.glob("*") if path.name.isdecimal()}
     found |= {name for path in Path(NAMESPACES).glob("*") if (name := lab_of(path.name)) is not None}
     return sorted(found, key=int)
 
 
 def namespaces_of(name: str) -> list[str]:
-    """The namespaces that are there of a lab."""
+    """The namespaces of a lab that exist."""
     return sorted(path.name for path in Path(NAMESPACES).glob("*") if lab_of(path.name) == name)

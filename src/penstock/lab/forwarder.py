@@ -1,9 +1,9 @@
-"""Carries packets between hosts: reads what they send, holds each packet until it is due, hands it over.
+"""Carries packets between hosts: reads what they send, holds each packet until it is due, and delivers it.
 
     host 0's eth0 --read--> PacketQueue 0>1 --held until due--> write --> host 1's eth0
 
-One thread, no wait but one: for packets, for the moment when the next is due, for whatever else is registered.
-It is given descriptors, so that a test may use sockets for TUN devices.
+It is one thread with a single wait: for packets, for the time when the next one is due, and for other registered
+descriptors. It is given the descriptors, so that a test may use sockets in place of TUN devices.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from penstock.lab.links import WayChange
 from penstock.lab.packets import PacketQueue
 
 BURST = 32
-"""Packets read from one interface before others, and what is due, have their turn."""
+"""Packets that are read from one interface before others are read and due packets are delivered."""
 _MOST_BYTES = HEADER_BYTES + 65_536
 _TARGET = slice(HEADER_BYTES + 16, HEADER_BYTES + 20)
-"""Where a packet says whom it is for."""
+"""Where a packet has its destination address."""
 
 
 class Forwarder:
@@ -33,7 +33,7 @@ class Forwarder:
     Args:
         devices: of each host's interface on each network, (host, nic) -> descriptor.
         conditions: of ways, from the start.
-        segment: tells a device whether it shall give single segments; lost packets are then as on a wire.
+        segment: tells a device whether to give single segments, so that packets are lost as on a wire.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Forwarder:
             self.change(way, WayChange(condition))
 
     def change(self, way: NetworkWay, change: WayChange) -> None:
-        """From now on, for what is sent from now on; a cut loses what is under way too."""
+        """Changes the condition of packets that are sent from now on. A cut also loses those under way."""
         self.queues[way].change(change, _now())
         device = self._devices[way.source, way.nic]
         loses = any(queue.loses for queue in self._routes[device].values())
@@ -76,7 +76,7 @@ class Forwarder:
             self._segment(device, loses)
 
     def watch(self, descriptor: int, readable: Callable[[], None]) -> None:
-        """Calls `readable` whenever `descriptor` has something to read, or its other end is gone."""
+        """Calls `readable` whenever `descriptor` has something to read or its other end is closed."""
         self._others[descriptor] = readable
         self._epoll.register(descriptor, select.EPOLLIN)
 
@@ -85,7 +85,7 @@ class Forwarder:
         self._epoll.unregister(descriptor)
 
     def end(self) -> None:
-        """`run` returns after this round."""
+        """Lets `run` return after this round."""
         self._ended = True
 
     def run(self) -> None:
@@ -107,7 +107,7 @@ class Forwarder:
             self._deliver()
 
     def close(self) -> None:
-        """Closes what it opened; the devices are not its own."""
+        """Closes what it opened. The devices belong to others."""
         self._epoll.close()
         self._timer.close()
 
@@ -132,7 +132,7 @@ class Forwarder:
             queue.held.append((due, packet))
 
     def _deliver(self) -> None:
-        """Hands over what is due."""
+        """Delivers what is due."""
         now = _now()
         while self._due and self._due[0][0] <= now:
             _, way = self._due[0]
@@ -151,7 +151,7 @@ class Forwarder:
             queue.num_refused += 1
 
     def _arm(self) -> None:
-        """Sets the timer to when the next packet is due."""
+        """Sets the timer to the time when the next packet is due."""
         if self._due and self._due[0][0] != self._armed:
             self._armed = self._due[0][0]
             self._timer.set(int(self._armed * 1e6))

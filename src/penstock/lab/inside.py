@@ -1,8 +1,8 @@
-"""Turns this process into a program on a host: its network, its name, the names of the others.
+"""Turns this process into a program on a host: with its network, its name, and the names of the others.
 
     python -I -S inside.py NAMESPACE HOSTNAME HOSTS_FILE PROGRAM ARGUMENT...
 
-A script of its own that imports nothing of ours, so that a program starts some milliseconds later and not more. The
+This is a separate script that imports nothing of ours, so that a program starts only some milliseconds later. The
 process number stays the same. Exit code 126: the host can't be entered; 127: the program can't be started.
 """
 

@@ -2,8 +2,8 @@
 
     python -m penstock.lab.keeper JSON
 
-It ends when it is asked to, by SIGTERM, or when the process it was made for is gone, which it sees by a pipe whose
-other end that process holds. Then whatever runs on the hosts is killed and the namespaces are removed.
+It ends when it is asked to, by SIGTERM, or when the process for which the lab was made is gone. It notices the latter
+by a pipe whose other end that process holds. Then it kills whatever runs on the hosts and removes the namespaces.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.lab.order import LabOrder
 from penstock.lab.permitted import require
 
 _NICENESS = -10
-"""Packets go before programs, or delays would be those of a busy machine."""
+"""Priority of the keeper. Packets come before programs; otherwise delays would be those of a busy machine."""
 
 
 def keep(order: LabOrder) -> None:
@@ -79,7 +79,7 @@ def _answer(request: dict[str, Any], layout: Layout, forwarder: Forwarder) -> di
 
 @contextlib.contextmanager
 def _devices(layout: Layout) -> Iterator[dict[tuple[int, int], int]]:
-    """The other ends of all interfaces, (host, nic) -> descriptor."""
+    """The keeper's ends of all interfaces, (host, nic) -> descriptor."""
     devices: dict[tuple[int, int], int] = {}
     try:
         for host in layout.hosts:
@@ -94,9 +94,9 @@ def _devices(layout: Layout) -> Iterator[dict[tuple[int, int], int]]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[int]:
-    """A descriptor that becomes readable when SIGTERM, SIGINT or SIGHUP came; none of them ends the process then.
+    """A descriptor that becomes readable on SIGTERM, SIGINT or SIGHUP. These signals then no longer end the process.
 
-    So a lab that is asked to end while it is being made is made, and removed.
+    So a lab that is asked to end while it is being made is made, and then removed.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(writing)

@@ -16,9 +16,11 @@ _CHECKSUM, _SEGMENTS = 1, 2 | 4 | 8
 _CLOCK_MONOTONIC = 1
 _PR_SET_TIMERSLACK = 29
 NAMESPACES = "/run/netns"
-"""Where `ip netns` keeps them."""
+"""The folder in which `ip netns` keeps namespaces."""
 HEADER_BYTES = 10
-"""What the kernel puts before each packet: whether its checksum is still to be made, how it is cut into segments."""
+"""The header that the kernel puts before each packet: whether its checksum is still to be computed, and how it is cut
+into segments.
+"""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -41,7 +43,7 @@ def _checked(result: int, what: str) -> int:
 
 @contextmanager
 def inside(namespace: str) -> Iterator[None]:
-    """This thread is in a network namespace meanwhile. Raises OSError."""
+    """Runs this thread in a network namespace meanwhile. Raises OSError."""
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     there = os.open(f"{NAMESPACES}/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -58,8 +60,8 @@ def inside(namespace: str) -> Iterator[None]:
 def open_tun(interface: str) -> int:
     """The other end of a TUN device of this namespace, not blocking. Raises OSError.
 
-    The kernel hands over up to 64 KB at a time, as a network card that cuts segments by itself would get them: a
-    lab carries over 1 GB/s so, with an MTU of 1500.
+    The kernel hands over up to 64 KB at a time, as to a network card that cuts segments itself. In this way a lab
+    carries over 1 GB/s with an MTU of 1500.
     """
     tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -73,12 +75,12 @@ def open_tun(interface: str) -> int:
 
 
 def whole_segments(tun: int, wanted: bool) -> None:
-    """Whether each packet read is one segment as on a wire (1500 bytes at most), or many at once."""
+    """Sets whether each packet read is one segment as on a wire (1500 bytes at most), or many at once."""
     fcntl.ioctl(tun, _TUNSETOFFLOAD, _CHECKSUM if wanted else _CHECKSUM | _SEGMENTS)
 
 
 class KernelTimer:
-    """A descriptor that becomes readable at a moment of the monotonic clock, to some microseconds."""
+    """A descriptor that becomes readable at a given time of the monotonic clock, to within some microseconds."""
 
     def __init__(self) -> None:
         flags = os.O_NONBLOCK | os.O_CLOEXEC
@@ -86,14 +88,14 @@ class KernelTimer:
         _libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
     def set(self, moment_ns: int) -> None:
-        """At `moment_ns`; a moment that is over makes it readable at once."""
+        """Sets it to `moment_ns`. A time in the past makes it readable at once."""
         seconds, rest = divmod(max(1, moment_ns), 1_000_000_000)
         spec = _Itimerspec(0, 0, seconds, rest)
         absolute = 1
         _checked(_libc.timerfd_settime(self.descriptor, absolute, ctypes.byref(spec), None), "timerfd_settime")
 
     def clear(self) -> None:
-        """Takes note that it was readable."""
+        """Makes it unreadable again."""
         with suppress(BlockingIOError):
             os.read(self.descriptor, 8)
 

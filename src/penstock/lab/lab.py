@@ -1,13 +1,10 @@
-"""A lab that lasts as long as its block, or until it is removed.
+"""A lab that exists as long as its block, or until it is removed.
 
-    with Lab(num_hosts=2) as lab:
-        lab.link(0, 1, "latency:30ms")
-        process = lab.start(0, ["python", "server.py"])
-        ...
+    with Lab(num_hosts=2) as lab: lab.link(0, 1, "latency:30ms") process = lab.start(0, ["python", "server.py"]) ...
         lab.interface_down(0, 1)
 
-The hosts' packets are carried by a process of its own, the keeper. It holds one end of a pipe and this process the
-other: however this process ends, the keeper sees it and takes the lab away.
+A separate process, the keeper, carries the hosts' packets. It holds one end of a pipe, and this process the other. So
+in whatever way this process ends, the keeper notices it and removes the lab.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ PATIENCE = 30.0
 
 
 class Lab(RunningLab):
-    """Several hosts on this machine, made at once and gone at the end of the block.
+    """Several hosts on this machine. They are made at once and removed at the end of the block.
 
     Args:
         num_hosts: 1 to 16.
@@ -46,8 +43,8 @@ class Lab(RunningLab):
         links: conditions from the start, like "0:1=latency:30ms" or "0:1@1=loss:1%".
 
     Raises:
-        LabError: what is missing for labs here, or what went wrong.
-        LabMisuse, CostError: hosts or conditions that make no lab.
+        LabError: what labs need and this machine lacks, or what went wrong.
+        LabMisuse, CostError: invalid hosts or conditions.
 
     Examples:
         >>> import penstock as ps
@@ -86,13 +83,13 @@ class Lab(RunningLab):
         stderr: int | IO[Any] | None = None,
         cwd: str | os.PathLike[str] | None = None,
     ) -> HostProcess:
-        """Starts a program on a host; it ends with the lab at the latest."""
+        """Starts a program on a host. It is killed when the lab ends, if it has not ended before."""
         process = super().start(host, command, env, stdout=stdout, stderr=stderr, cwd=cwd)
         self._processes.append(process)
         return process
 
     def close(self) -> None:
-        """Ends what runs on the hosts and takes the lab away; returns when nothing is left of it."""
+        """Ends what runs on the hosts and removes the lab. Returns when nothing of it is left."""
         if self._keeper.returncode is not None:
             return
         for process in self._processes:
@@ -108,13 +105,13 @@ class Lab(RunningLab):
 
 
 def make(num_hosts: int, num_nics: int, links: Sequence[str]) -> RunningLab:
-    """A lab that lasts until `end`. Raises as `Lab`."""
+    """Makes a lab that exists until `end`. Raises the same as `Lab`."""
     _, name = start_keeper(num_hosts, num_nics, links, None)
     return RunningLab(name)
 
 
 def end(name: str) -> None:
-    """Ends a lab that runs, or takes away what is left of one; returns when nothing of it is there. LabError."""
+    """Ends a lab that runs, or removes a leftover. Returns when nothing of it is left. Raises LabError."""
     folder = LabFolder(name)
     if name not in names():
         raise LabError(f"there is no lab {name}; `penstock lab list` shows those that are there")
@@ -132,7 +129,7 @@ def end(name: str) -> None:
 def start_keeper(
     num_hosts: int, num_nics: int, links: Sequence[str], lifeline: int | None
 ) -> tuple[subprocess.Popen[bytes], str]:
-    """Starts a keeper; returns it and its lab's name once the lab is there. Raises as `Lab`."""
+    """Starts a keeper. Returns it and the name of its lab when the lab exists. Raises the same as `Lab`."""
     read_links(links, Layout("0", num_hosts, num_nics))  # what is wrong is told before anything starts
     require()
     reading, ready = os.pipe()

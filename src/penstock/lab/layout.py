@@ -1,10 +1,10 @@
-"""How a lab is laid out: names, addresses and what a program on a host is told. Pure; nothing is made here.
+"""The layout of a lab: names, addresses and the environment of programs on a host. Nothing is made here.
 
     host 0                     host 1                     host 2
     eth0 10.90.0.1             eth0 10.90.0.2             eth0 10.90.0.3      network 0
     eth1 10.90.1.1             eth1 10.90.1.2             eth1 10.90.1.3      network 1
 
-Every host reaches every other over each network. Labs know nothing of one another, so all have the same addresses.
+Every host reaches every other over each network. Labs are isolated from one another, so all have the same addresses.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from penstock.lab.errors import LabMisuse
 MOST_HOSTS = 16
 MOST_NICS = 4
 PREFIX = "penstock-"
-"""Begins the name of each of our namespaces, and of nothing else."""
+"""Prefix of the names of all our namespaces, and of no others."""
 MASTER_PORT = 29500
-"""Where programs on the hosts meet: on host 0. Nobody else is there, so it is always free."""
+"""Port on host 0 at which programs on the hosts meet. No other program runs there, so it is always free."""
 
 
 class NetworkWay(NamedTuple):
@@ -104,7 +104,7 @@ class Layout:
             yield from (NetworkWay(a, b, nic) for a in self.hosts for b in self.hosts if a != b)
 
     def packed_addresses(self) -> dict[bytes, tuple[int, int]]:
-        """Addresses as they stand in packets, with the host and the network they belong to."""
+        """Addresses in the form in which packets have them, each with its host and network."""
         return {
             ipaddress.IPv4Address(self.address(host, nic)).packed: (host, nic)
             for host in self.hosts
@@ -112,19 +112,20 @@ class Layout:
         }
 
     def hosts_file(self) -> str:
-        """What /etc/hosts says on every host; a name means the address on network 0.
+        """The content of /etc/hosts on every host. A name means the address on network 0.
 
-        Addresses stand there as IPv6 sockets see them too: torch asks for the names of those that connect.
+        It also has the addresses in the form that IPv6 sockets use, because torch asks for the names of
+        those that connect.
         """
         names = [f"{self.address(host)} {self.hostname(host)}" for host in self.hosts]
         return "\n".join(["127.0.0.1 localhost", *names, *(f"::ffff:{line}" for line in names), ""])
 
     def environment(self, host: int) -> dict[str, str]:
-        """What a program on a host finds in its environment.
+        """Environment variables of a program on a host.
 
-        Network 0 is for what meets and agrees (the store, gloo, NCCL); delegates carry data over the others first.
-        torchrun takes its options from PET_ variables where they are not given, so that a plain
-        `torchrun -m penstock.train` on every host is one run.
+        Network 0 is for rendezvous and collectives (the store, gloo, NCCL). Delegates prefer the other networks for
+        data. torchrun reads options that are not given from PET_ variables. So a plain `torchrun -m penstock.train`
+        on every host is one run.
         """
         master, first = self.address(0), self.interface(0)
         for_data = [*self.nics[1:], 0]

@@ -1,11 +1,11 @@
-"""What a user says of links: `0:1=latency:30ms`, `0:1@1=loss:1%`, in the language of `cost.conditions`.
+"""Links as a user writes them: `0:1=latency:30ms`, `0:1@1=loss:1%`, in the language of `cost.conditions`.
 
     0:1=latency:30ms      hosts 0 and 1, both directions, every network
-    0:1@1=loss:1%         on network 1 alone; before what is said of every network
+    0:1@1=loss:1%         on network 1 alone; it overrides what holds for every network
     0:1=10 1:0=40         each direction by itself
 
-A lab sees packets and not messages, and its TCP is real: a message's occupancy means nothing here, and how long
-sending again takes is TCP's affair.
+A lab sees packets and not messages, and its TCP is real. So a message's occupancy has no meaning here, and TCP
+decides how long sending again takes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLACE = re.compile(r"(?P<a>[0-9]{1,9}):(?P<b>[0-9]{1,9})(?:@(?P<nic>[0-9]{1,9})
 
 
 class WayChange(NamedTuple):
-    """What becomes of a way: cut or joined again (None: as it is), and what it does to packets.
+    """A change of a way: whether it is cut or joined again (None: neither), and what it does to packets.
 
     Attributes:
         keep: the condition stays as it is.
@@ -38,7 +38,7 @@ class WayChange(NamedTuple):
 
 
 def read_change(text: str) -> WayChange:
-    """Reads `down`, `up`, or a condition, which also joins what was cut. Raises CostError."""
+    """Reads `down`, `up`, or a condition. A condition also joins a way that was cut. Raises CostError."""
     if text in ("down", "up"):
         return WayChange(cut=text == "down", keep=True)
     condition = LinkCondition.parse(text)
@@ -63,10 +63,10 @@ def read_interface(text: str) -> tuple[int, int]:
 
 
 def read_links(texts: Iterable[str], layout: Layout) -> dict[NetworkWay, LinkCondition]:
-    """What holds on each way from the start; ways without a condition are left out.
+    """The condition of each way from the start. Ways without a condition are left out.
 
     Raises:
-        CostError, LabMisuse: name the text and the rule it breaks.
+        CostError, LabMisuse: the text, and the rule that it breaks.
     """
     by_network: dict[int | None, list[str]] = {}
     for text in texts:
@@ -101,7 +101,7 @@ def ways_of(layout: Layout, source: int, target: int, nic: int | None, both: boo
 
 
 def check_condition(condition: LinkCondition, text: str) -> None:
-    """Raises CostError for what holds for messages and not for packets."""
+    """Raises CostError for a condition that applies to messages and not to packets."""
     if condition.occupancy != LinkCondition().occupancy:
         raise CostError(f"{text}: a lab sees packets, and occupancy is of messages; give a bandwidth instead")
     if condition.loss is not None and condition.loss.retry is not None:
@@ -109,7 +109,7 @@ def check_condition(condition: LinkCondition, text: str) -> None:
 
 
 def from_anywhere(condition: LinkCondition) -> LinkCondition:
-    """The same with its trace files named by full paths, for a process in another folder."""
+    """The same condition with full paths of its trace files, for a process in another folder."""
     traces: dict[str, Any] = {
         field.name: replace(value, path=os.path.abspath(value.path))
         for field in fields(condition)

@@ -1,4 +1,4 @@
-"""What the process of a lab is asked to make, as its command line says it."""
+"""The lab that a keeper is asked to make, as its command line gives it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class LabOrder:
-    """What a keeper is to keep.
+    """The lab that a keeper is to make and keep.
 
     Attributes:
-        links: as the user wrote them. owner: the process it is made for, if any; lifeline: the pipe that says so.
-        ready: a descriptor on which it says that the lab is there, or what went wrong.
+        links: as the user wrote them. owner: the process for which the lab is made, if any; lifeline: the pipe that
+            tells when it is gone.
+        ready: a descriptor to which the keeper writes that the lab exists, or what went wrong.
     """
 
     num_hosts: int

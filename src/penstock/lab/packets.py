@@ -1,8 +1,9 @@
-"""The packets of one direction of a link: which get lost, when each arrives, how many there were. It has no clock.
+"""The packets of one direction of a link: which are lost, when each arrives, and how many there were.
+It has no clock.
 
     packet --> cut? lost? too many waiting? --> leaves when the packets before it have --> arrives latency later
 
-What passes when is `LinkCondition.delay_of`'s answer, with packets for messages; times are milliseconds.
+`LinkCondition.delay_of` says when each arrives, with packets in place of messages. Times are milliseconds.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from penstock.lab.links import WayChange
 
 
 class PacketQueue:
-    """What is under way from one host to another on one network.
+    """Packets under way from one host to another on one network.
 
     Attributes:
-        way: whose packets these are.
+        way: the direction and network.
         held: (due, packet) in the order of arrival.
-        num_packets, num_bytes: that were let in; num_lost: by chance; num_refused: while it was cut, or because
-            more than 64 MiB waited for a limited bandwidth.
+        num_packets, num_bytes: packets that were accepted; num_lost: lost by chance; num_refused: refused because the
+            way was cut, or because more than 64 MiB waited for a limited bandwidth.
     """
 
     def __init__(self, way: NetworkWay, condition: LinkCondition | None = None) -> None:
@@ -45,7 +46,9 @@ class PacketQueue:
         return self._share > 0
 
     def change(self, change: WayChange, now: float) -> None:
-        """From now on. What is under way arrives as it was to, and first; a cut loses it."""
+        """Changes the condition from now on. Packets under way arrive as planned, and before later ones; a
+        cut loses them.
+        """
         if change.cut is not None:
             self.cut = change.cut
         if self.cut:
@@ -65,7 +68,7 @@ class PacketQueue:
         self._passes = None if passes == LinkCondition() else passes
 
     def take(self, num_bytes: int, now: float) -> float | None:
-        """When a packet handed over at `now` is due; None where it is lost."""
+        """When a packet that is handed over at `now` is due; None if it is lost."""
         if self.cut:
             self.num_refused += 1
             return None
@@ -86,7 +89,7 @@ class PacketQueue:
         return due
 
     def _waiting(self, now: float) -> float:
-        """Bytes that wait for their turn at the bandwidth of this moment."""
+        """Bytes that wait for their turn at the present bandwidth."""
         assert self._passes is not None
         assert self._passes.bandwidth is not None
         since = now - self._since

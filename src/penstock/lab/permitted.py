@@ -1,4 +1,4 @@
-"""What a lab needs of the machine, and which of it is missing."""
+"""What a lab needs from the machine, and which of it is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ADVICE = (
 
 
 def missing() -> list[str]:
-    """What stands in the way of a lab here, in words; empty where it can be made.
+    """Reasons why no lab can be made here, in words; empty if one can be made.
 
     Examples:
         >>> import penstock as ps
@@ -40,7 +40,7 @@ def missing() -> list[str]:
 
 
 def require() -> None:
-    """Raises LabError with all that is missing."""
+    """Raises LabError with everything that is missing."""
     if lacking := missing():
         raise LabError(f"a lab can't be made here: it needs {'; and '.join(lacking)}. {_ADVICE}")
 

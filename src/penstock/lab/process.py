@@ -30,7 +30,7 @@ class HostProcess:
         environment: all its environment variables.
         stdout: as for `subprocess.Popen`.
         stderr: as for `subprocess.Popen`.
-        cwd: the folder in which it runs; this process's where not given.
+        cwd: the folder in which it runs; by default this process's.
 
     Attributes:
         host: where it runs.
@@ -82,14 +82,14 @@ class HostProcess:
         return self.popen.poll()
 
     def wait(self, timeout: float) -> int:
-        """Its exit code, within `timeout` seconds. Raises LabError when it takes longer."""
+        """Its exit code, within `timeout` seconds. Raises LabError if it takes longer."""
         try:
             return self.popen.wait(timeout)
         except subprocess.TimeoutExpired:
             raise LabError(f"host {self.host}: process {self.pid} did not end within {timeout:g} s") from None
 
     def read(self, timeout: float) -> tuple[str, str]:
-        """All of stdout and stderr, where they are pipes, once it has ended. Raises LabError after `timeout` s."""
+        """All of stdout and stderr, if they are pipes, once it has ended. Raises LabError after `timeout` s."""
         try:
             out, error = self.popen.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -97,12 +97,12 @@ class HostProcess:
         return out or "", error or ""
 
     def signal(self, number: signal.Signals) -> None:
-        """To it and to what it started in the same session, whether or not it has ended itself."""
+        """Sends a signal to it and to what it started in the same session, whether or not it has ended itself."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
     def stop(self, grace: float = GRACE) -> None:
-        """SIGTERM, and SIGKILL after `grace` seconds; nothing of it is left."""
+        """Sends SIGTERM, and SIGKILL after `grace` seconds. Nothing of it is left."""
         if self.popen.poll() is None:
             self.signal(signal.SIGTERM)
             self.signal(signal.SIGCONT)
@@ -113,9 +113,9 @@ class HostProcess:
 
 
 def environment_of(layout: Layout, host: int, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a program on a host: this process's own, what the lab says, `more`.
+    """The environment of a program on a host: that of this process, what the lab adds, and `more`.
 
-    Programs that came with this Python, torchrun for one, are found without their path.
+    Programs that came with this Python, such as torchrun, are found without their path.
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     return {**os.environ, "PATH": path, **layout.environment(host), **(more or {})}

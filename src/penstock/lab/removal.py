@@ -1,4 +1,4 @@
-"""Takes a lab away: what runs in it, its namespaces, its folder. For keepers, and for leftovers of dead ones."""
+"""Removes a lab: what runs in it, its namespaces, its folder. Used by keepers, and for leftovers of dead ones."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from penstock.lab.errors import LabError
 from penstock.lab.folder import LabFolder, names, namespaces_of
 
 PATIENCE = 5.0
-"""Seconds that killed processes may take to be gone."""
+"""Seconds within which killed processes must be gone."""
 LOOKS = 4
-"""How often in a row nothing must be seen."""
+"""How many times in a row no process may be found before a namespace counts as empty."""
 
 
 def remove(name: str) -> None:
-    """Removes what is there of a lab. Raises LabError where something stays.
+    """Removes what exists of a lab. Raises LabError if something remains.
 
-    Programs are killed twice, before and after the namespaces have lost their names: one that is just entering a host
-    looks for the name when it is in (`inside.py`), so it either sees that the lab is gone or is seen here.
+    Programs are killed twice, before and after the namespaces have lost their names. A program that is just
+    entering a host looks for the name once it is in (`inside.py`). So either it sees that the lab is gone, or it
+    is found here.
     """
     namespaces = namespaces_of(name)
     numbers = shell.numbers_of(namespaces)
@@ -44,7 +45,7 @@ def leftovers() -> list[str]:
 
 
 def clean() -> list[str]:
-    """Removes all leftovers; returns their names."""
+    """Removes all leftovers and returns their names."""
     found = leftovers()
     for name in found:
         remove(name)
@@ -54,8 +55,8 @@ def clean() -> list[str]:
 def _kill(numbers: set[int]) -> None:
     """Kills what runs in namespaces, and what that started meanwhile, until nothing is left.
 
-    A program that forks and ends while the list is being read may be missed with its child, so nothing must be seen
-    several times in a row.
+    A program that forks and ends while the list is being read may be missed, together with its child. So nothing must
+    be found several times in a row.
     """
     end = time.monotonic() + PATIENCE
     empty = 0

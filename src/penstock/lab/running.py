@@ -1,4 +1,4 @@
-"""What can be done with a lab that runs, by whoever made it or by another process; and all labs of this machine."""
+"""What can be done with a lab that runs, by the process that made it or by another; and all labs of this machine."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ class RunningLab:
         nic: int | None = None,
         both: bool = True,
     ) -> None:
-        """Changes what two hosts' packets meet, from now on.
+        """Changes the condition of packets between two hosts, from now on.
 
         Args:
-            condition: "latency:30ms+loss:1%" and the like, "down" to cut the link with all that is under way on it,
-                "up" to join it again as it was.
+            condition: "latency:30ms+loss:1%" and the like, "down" to cut the link and lose all that is under way on
+                it, "up" to join it again as it was.
             nic: the network; None for all. both: in both directions.
 
         Raises:
-            CostError, LabMisuse: a condition or a link that is none.
+            CostError, LabMisuse: an invalid condition or link.
         """
         ways_of(self.layout, source, target, nic, both)
         if condition not in ("down", "up"):
@@ -79,7 +79,7 @@ class RunningLab:
         self._ask(do="link", source=source, target=target, nic=nic, both=both, condition=str(condition))
 
     def interface_down(self, host: int, nic: int) -> None:
-        """Takes an interface down, as if it had died; the kernel of that host knows at once, the others do not."""
+        """Takes an interface down, as if it had failed. The kernel of that host knows at once, the others do not."""
         shell.run(commands.interface_down(self.layout, host, nic))
 
     def interface_up(self, host: int, nic: int) -> None:
@@ -87,7 +87,9 @@ class RunningLab:
         shell.run(commands.interface_up(self.layout, host, nic, shell.congestion_control()))
 
     def ways(self) -> list[dict[str, Any]]:
-        """Each direction of each pair on each network: its condition and what was carried, lost and refused."""
+        """Each direction of each pair on each network: its condition, and how many packets were carried,
+        lost and refused.
+        """
         answer: list[dict[str, Any]] = self._ask(do="ways")["ways"]
         return answer
 
@@ -101,7 +103,7 @@ class RunningLab:
         stderr: int | IO[Any] | None = None,
         cwd: str | os.PathLike[str] | None = None,
     ) -> HostProcess:
-        """Starts a program on a host; see `Layout.environment` for what it is told. `env` is added."""
+        """Starts a program on a host. Its environment is `Layout.environment` with `env` added."""
         environment = environment_of(self.layout, host, env)
         return HostProcess(self.layout, host, command, environment, stdout=stdout, stderr=stderr, cwd=cwd)
 
@@ -110,7 +112,7 @@ class RunningLab:
 
 
 def find(name: str | None) -> RunningLab:
-    """The lab of that name; without one the only lab that runs. Raises LabError, LabMisuse."""
+    """The lab of that name; without a name, the only lab that runs. Raises LabError, LabMisuse."""
     if name is not None:
         return RunningLab(name)
     running = [each for each in names() if LabFolder(each).alive()]
@@ -122,8 +124,9 @@ def find(name: str | None) -> RunningLab:
 
 
 def listed() -> list[dict[str, Any]]:
-    """One entry a lab: its record, whether it is alive, its namespaces, and of each way that carried or refused
-    anything or is under a condition what `RunningLab.ways` says."""
+    """One entry per lab: its record, whether its keeper lives, its namespaces, and what `RunningLab.ways` says of
+    each way that carried or refused anything or is under a condition.
+    """
     found: list[dict[str, Any]] = []
     for name in names():
         entry: dict[str, Any] = {"name": name, "alive": LabFolder(name).alive(), "namespaces": namespaces_of(name)}

@@ -1,4 +1,4 @@
-"""Runs commands, and says in words what went wrong. The edge to the system's own programs."""
+"""Runs programs of the system, and says in words what went wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE = 20.0
 
 
 def run(commands: Iterable[Command]) -> None:
-    """Runs them one after the other; the first that fails ends it. Raises LabError with what it said."""
+    """Runs commands one after the other, until one fails. Raises LabError with its message."""
     for command in commands:
         try:
             done = subprocess.run(
@@ -33,13 +33,13 @@ def run(commands: Iterable[Command]) -> None:
 
 
 def congestion_control() -> str:
-    """TCP's rule for how much may be under way: cubic where the kernel has it. BBR would pace by what it measures."""
+    """TCP's congestion control: cubic if the kernel has it. BBR would set its pace by what it measures."""
     available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
     return "cubic" if "cubic" in available else "reno"
 
 
 def numbers_of(namespaces: Iterable[str]) -> set[int]:
-    """The kernel's numbers of network namespaces by name; never that of this process's own."""
+    """The kernel's numbers of network namespaces, by name; never that of this process's own."""
     found = set()
     for name in namespaces:
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Most bytes of tensors that a step holds on one rank: what the device says, or on a CPU torch's profiler.
+"""The most bytes of tensors that a step holds on one rank: measured by the device or, on a CPU, by torch's profiler.
 
-The profiler notes every allocation and release of a step. What was there before, weights and optimizer state, is
-summed up beside it; message buffers that the runtime keeps outside torch's allocator are not seen.
+The profiler records every allocation and release of a step. What was allocated before, weights and optimizer state,
+is added. Message buffers that the runtime keeps outside torch's allocator are not counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from penstock.runtime.tensors.dtensor import local
 
 QUIET = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Of the environment of ranks that are measured: else the profiler says on stderr that it starts and stops."""
+"""Environment of ranks that are measured. Without it the profiler prints to stderr whenever it starts and stops."""
 
 
 def peak_of_step(

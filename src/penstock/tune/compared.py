@@ -1,4 +1,4 @@
-"""Costs for comparing schedules: what was measured of a model's layers, cut into stages, with updates and weights."""
+"""Costs for comparing schedules: the measured layers of a model, cut into stages, with updates and weights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from penstock.tune.profile import Profile
 
 
 def costs_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> Costs:
-    """Milliseconds and bytes of every stage. Messages take no time; they weigh what the layers send.
+    """Milliseconds and bytes of every stage. Messages take no time; their sizes are what the layers send.
 
-    A copy that does not own its stage takes an update over in no time.
+    On a copy that does not own its stage, taking over an update takes no time.
     """
     halved = {op.stage for row in schedule.order for op in row if op.kind == "I"}
 

@@ -1,11 +1,11 @@
-"""Profiles as a file: what `penstock profile --out` writes, and what a person can write by hand.
+"""Profiles as a file: `penstock profile --out` writes them, and one can write them by hand.
 
     {"format": "penstock-profile", "version": 1, "profiles": [...], "transfers": {"1": {...}, "2": {...}}}
 
     {"f": [1, 4, 4, 2], "i": [1, 5, 5, 2], "w": [0, 3, 3, 2], "weight": [...]}    one entry per layer, for one sample
 
-The second form stands for a profile of every microbatch size: all grows with the samples but weights and the
-optimizer's state. `b` is i + w and bytes are 0 unless given.
+The second form gives a profile of every microbatch size. Everything grows with the number of samples, except weights
+and the optimizer's state. `b` is i + w and bytes are 0 unless given.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _A_MODEL = ("weight", "state", "update")
 
 @dataclass(frozen=True)
 class CostsFile:
-    """What a file says.
+    """The content of a file.
 
     Attributes:
-        profiles: by (microbatch size, ranks side by side, recompute); none where the file is for one sample.
+        profiles: by (microbatch size, ranks side by side, recompute); empty if the file is for one sample.
         transfers: by number of ranks.
         a_sample: the rows for one sample, or None.
     """
@@ -46,7 +46,7 @@ class CostsFile:
 
     @property
     def microbatch_sizes(self) -> list[int] | None:
-        """Those that the file has profiles for; None for all."""
+        """The sizes for which the file has profiles; None for all."""
         return sorted({size for size, _, _ in self.profiles}) if self.a_sample is None else None
 
     @property
@@ -64,7 +64,7 @@ class CostsFile:
         return self.profiles[microbatch_size, nearest, recompute]
 
     def transfer(self, num_ranks: int) -> MessageCosts | None:
-        """What messages cost among so many ranks, as far as the file says it."""
+        """What messages cost among so many ranks, if the file says it."""
         if not self.transfers:
             return None
         nearest = max((n for n in self.transfers if n <= num_ranks), default=min(self.transfers))
@@ -101,7 +101,7 @@ def to_json(profiles: Sequence[Profile], transfers: Mapping[int, MessageCosts]) 
 
 
 def load_costs_file(path: str) -> CostsFile:
-    """Reads a file. Raises TuneError that names the file, the field and what it should hold."""
+    """Reads a file. Raises TuneError, which names the file, the field and what it should hold."""
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,7 +1,8 @@
-"""Measurements that are kept: one SQLite file, so that what was measured once is not measured again.
+"""A database of measurements, one SQLite file, so that nothing is measured twice.
 
-Each row is one measurement: what was measured (its key) as sorted JSON, and the numbers as JSON. A key holds
-everything the numbers depend on: the model's structure, device, torch, microbatch size, ranks side by side, ...
+Each row is one measurement: its key, which says what was measured, as sorted JSON, and the numbers as JSON. A
+key holds everything that the numbers depend on: the model's structure, device, torch, microbatch size, ranks
+side by side, ...
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from penstock.tune.errors import DatabaseError
 
 SCHEMA = 1
-"""Of the tables; kept in the file's user_version."""
+"""Version of the tables, kept in the file's user_version."""
 
 _TABLE = """
 create table if not exists measurements (
@@ -37,10 +38,10 @@ def default_path() -> Path:
 
 
 class Database:
-    """The measurements in one file; use it in a `with`. The file and its folder are made when needed.
+    """The measurements in one file. Use it in a `with`. The file and its folder are made when needed.
 
     Raises:
-        DatabaseError: the file is no database of ours, is damaged, or can't be written; it says the way out.
+        DatabaseError: the file is no database of ours, is damaged, or can't be written. The message says what to do.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,7 +79,7 @@ class Database:
         return value
 
     def put(self, key: Mapping[str, Any], value: Mapping[str, Any]) -> None:
-        """Keeps a measurement, instead of an older one under the same key."""
+        """Stores a measurement. It replaces an older one under the same key."""
         text = json.dumps(value, allow_nan=False)
         self._run("insert or replace into measurements values (?, ?, ?)", _text(key), text, time.time())
 

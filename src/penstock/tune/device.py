@@ -25,14 +25,16 @@ def processor() -> str:
 
 
 def device_name(settings: Settings) -> str:
-    """The device that stages run on, as measurements of another one would not tell about it."""
+    """The device that stages run on. It is part of a measurement's key, since times of one device do not
+    hold on another.
+    """
     if settings.device == "cuda":
         return f"{torch.cuda.get_device_name()} x{torch.cuda.device_count()}"
     return f"{processor()} x{num_cores()}"
 
 
 def num_devices(settings: Settings) -> int:
-    """Ranks that can work at the same time here: GPUs, or cores over the threads of a rank."""
+    """How many ranks can work at the same time here: the GPUs, or the cores divided by the threads of a rank."""
     if settings.device == "cuda":
         return max(1, torch.cuda.device_count())
     return max(1, num_cores() // (settings.threads or 1))
@@ -40,7 +42,9 @@ def num_devices(settings: Settings) -> int:
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds at one moment: of the wall, of this process's work, and of the whole machine's (NaN if not known)."""
+    """Seconds at one moment: of the wall clock, of this process's work, and of the whole machine's (NaN
+    if not known).
+    """
 
     wall: float
     own: float
@@ -51,7 +55,7 @@ class Clock:
         return cls(time.perf_counter(), time.process_time(), _busy())
 
     def since(self, before: Clock) -> dict[str, float | None]:
-        """Seconds that have passed, as plain data; the machine's are None where they are not known."""
+        """Seconds that have passed, as plain data; None for the machine's if they are not known."""
         machine = self.machine - before.machine
         return {
             "wall": self.wall - before.wall,
@@ -61,7 +65,7 @@ class Clock:
 
 
 def others(clocks: list[dict[str, float | None]]) -> float | None:
-    """Cores that other programs kept busy, from every rank's clock; None where that is not known."""
+    """Cores that other programs kept busy, from every rank's clock; None if that is not known."""
     machine, wall = clocks[0]["machine"], clocks[0]["wall"]
     if machine is None or not wall:
         return None
@@ -69,7 +73,7 @@ def others(clocks: list[dict[str, float | None]]) -> float | None:
 
 
 TICKS = 100.0
-"""A second in /proc/stat."""
+"""Ticks per second in /proc/stat."""
 
 
 def _busy() -> float:

@@ -1,10 +1,10 @@
-"""What can be wrong with a search that a person asked for."""
+"""What can be wrong with a search."""
 
 from __future__ import annotations
 
 
 class TuneError(ValueError):
-    """Options that leave nothing to search, or a cost file that makes no sense; the message says the way out."""
+    """Options that leave nothing to search, or an invalid cost file. The message says what to do."""
 
     rule = "tune"
 

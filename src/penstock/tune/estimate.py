@@ -1,7 +1,8 @@
-"""A profile without the device: from a GPT's sizes, the floating-point speed of a device, and what layers keep.
+"""A profile without the device: computed from a GPT's sizes and a device's floating-point speed.
 
-Bytes are those that `models/gpt.py` keeps when it runs (a test compares them). Times are operations over speed:
-a forward's matrix products once in F, once in I and once in W, attention's products of scores twice in I.
+Bytes are those that `models/gpt.py` keeps when it runs (a test compares them). Times are operations divided by
+speed. The matrix products of a forward count once in F, once in I and once in W; attention's products of scores
+count twice in I.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from penstock.tune.errors import TuneError
 from penstock.tune.profile import BYTES, MessageCosts, Profile
 
 STATES = {"SGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1}
-"""Numbers an optimizer of torch.optim keeps for each weight with its default options; 2 is taken for others."""
+"""Numbers that an optimizer of torch.optim keeps for each weight with its default options; 2 is assumed for
+others.
+"""
 
 FLOAT, HALF, INDEX = 4, 2, 8  # bytes
 
@@ -28,7 +31,7 @@ def estimate(
     half: bool = False,
     recompute: bool = False,
 ) -> Profile:
-    """The profile of a GPT on devices that sustain `tflops` * 1e12 operations a second.
+    """The profile of a GPT on devices that sustain `tflops` * 1e12 operations per second.
 
     Args:
         half: autocast to bfloat16, with float32 weights.
@@ -103,8 +106,8 @@ def estimate_ends(
     optimizer: str = "AdamW",
     half: bool = False,
 ) -> Profile:
-    """The profile of a GPT's embedding and head as the first of several ranks that share them has them: those of a
-    part of the vocabulary, and the sums over the ranks that each op takes.
+    """The profile of a GPT's embedding and head on one of several ranks that share them: of its part of the
+    vocabulary, with the sums over the ranks that each op takes.
 
     Args:
         transfer: of the devices' links.

@@ -1,13 +1,13 @@
 """Times the layers of a model on one rank, each as a stage of its own, run by the runtime's own stage runner.
 
-Every rank holds the layers it would hold in a pipeline of all of them, and all measure at the same time, so that
-they share memory, caches and clock as ranks of a real run do. A step is some microbatches with as many in flight as
-there are ranks, then clipping and the optimizer:
+Every rank holds the layers that it would hold in a pipeline of all ranks. All measure at the same time, so that they
+share memory, caches and clock like the ranks of a real run. A step runs some microbatches, with as many in flight as
+there are ranks, then clips and updates:
 
-    F0 F1 | B0 F2 | B1 F3 | B2 | B3 | update        layers in order in F, the other way round in B, I and W
+    F0 F1 | B0 F2 | B1 F3 | B2 | B3 | update        layers in order in F, in reverse in B, I and W
 
-The first and the last layer are also measured as ranks hold them that share both (`num_sharing`): each has a part,
-and they run every op at once, with the sums between them that it takes.
+If ranks share the first and the last layer (`num_sharing`), these two are measured as shared layers, too: each rank
+has a part of them, and the ranks run every op together, with the sums between them that the op needs.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ from penstock.tune.errors import TuneError
 from penstock.tune.transfer import undisturbed
 
 NUM_MICROBATCHES = 4
-"""Of a measured step: the first fills gradients, the others add to them."""
+"""Microbatches of a measured step. The first fills gradients, the others add to them."""
 
 WARM_UPS = 2
-"""Steps that are not counted."""
+"""Steps for warming up, which are not counted."""
 
 NO_LAYER = -1
-"""Stands for a stage without layers, whose ops cost what every op costs."""
+"""Stands for a stage without layers. Its ops cost what every op costs besides its layers."""
 
 Times = dict[tuple[int, str], list[float]]
 """(layer, kind) -> milliseconds."""
@@ -73,14 +73,14 @@ Times = dict[tuple[int, str], list[float]]
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank measures, for one microbatch size: of a GPT its share of the layers, of other models all of
-    them, as what passes between their layers is known by running them.
+    """What one rank measures, for one microbatch size. With a GPT, it is the rank's share of the layers. With another
+    model it is all layers, since one must run them to know what passes between them.
 
     Attributes:
         config: of a GPT; None for another model.
-        part: of a model of several towers the one that is measured, or the contrast.
-        num_sharing: ranks that share the first and the last layer; where there are several, these two are measured,
-            and no other.
+        part: for a model of several towers, the tower that is measured, or the contrast.
+        num_sharing: ranks that share the first and the last layer. If there are several, only these two
+            layers are measured.
     """
 
     settings: Settings
@@ -120,7 +120,7 @@ class Layers:
 
     @property
     def loss_layer(self) -> int | None:
-        """The layer with the loss; None where another stage has it."""
+        """The layer with the loss; None if another stage has it."""
         return self.num_layers - 1 if self.leaving is None else None
 
 
@@ -146,7 +146,7 @@ def gpt_layers(share: RankShare, config: GPTConfig) -> Layers:
 
 
 def own_layers(share: RankShare) -> Layers:
-    """All layers of a person's own model, on the first samples of their data.
+    """All layers of the user's own model, on the first samples of their data.
 
     Raises:
         TuneError: batches of fewer samples.
@@ -209,7 +209,9 @@ def _repeated(inputs: Any, targets: Any, size: int) -> tuple[Any, Any, Any]:
 
 
 def tower_layers(share: RankShare) -> Layers:
-    """All layers of one tower of a CLIP, on generated samples; or the contrast, on vectors such as towers pass on."""
+    """All layers of one tower of a CLIP, on generated samples; or the contrast, on vectors like those
+    that towers send.
+    """
     settings, size, part = share.settings, share.microbatch_size, str(share.part)
     config, draws = clip_config(settings), torch.Generator().manual_seed(1)
     vectors = tuple(torch.randn((size, config.shared_width), generator=draws) for _ in config.towers)
@@ -244,7 +246,7 @@ def measure_layers(share: RankShare, meet: Callable[[], None]) -> dict[str, Any]
     """Times and bytes of this rank's layers, as plain data.
 
     Args:
-        meet: returns when all ranks have called it, so that they measure side by side.
+        meet: returns when all ranks have called it, so that they measure at the same time.
     """
     layers = layers_of(share)
     sharers = _cut_ends(share, layers) if share.num_sharing > 1 else None
@@ -278,7 +280,7 @@ def measure_layers(share: RankShare, meet: Callable[[], None]) -> dict[str, Any]
 
 
 def _cut_ends(share: RankShare, layers: Layers) -> DeviceMesh:
-    """Cuts the first and the last layer over the ranks that share them, as a run does; returns these ranks."""
+    """Cuts the first and the last layer over the ranks that share them, as a run does. Returns these ranks."""
     mesh = init_device_mesh(
         "cpu", (share.num_ranks // share.num_sharing, share.num_sharing), mesh_dim_names=("copies", "sharing")
     )["sharing"]
@@ -288,7 +290,7 @@ def _cut_ends(share: RankShare, layers: Layers) -> DeviceMesh:
 
 
 def _agreed(done: bool, sharers: DeviceMesh | None) -> bool:
-    """Whether a rank is done; of ranks that run each op together, whether any is."""
+    """Whether a rank is done. For ranks that run each op together: whether any of them is."""
     if sharers is None:
         return done
     said = torch.tensor(float(done))
@@ -297,14 +299,14 @@ def _agreed(done: bool, sharers: DeviceMesh | None) -> bool:
 
 
 def middle_mean(values: Sequence[float]) -> float:
-    """The mean of the middle half: what disturbs a few of them has no part in it, and means add up."""
+    """The mean of the middle half. Disturbances of a few values do not affect it, and means can be added up."""
     ordered = sorted(values)
     cut = len(ordered) // 4
     return fmean(ordered[cut : len(ordered) - cut])
 
 
 class Chain:
-    """The layers of one rank, one stage each, and an empty stage beside them."""
+    """The layers of one rank, each as a stage, and one stage without layers."""
 
     def __init__(self, share: RankShare, layers: Layers, device: torch.device) -> None:
         settings = share.settings
@@ -332,26 +334,27 @@ class Chain:
         self._clock = time.thread_time_ns if alone else time.perf_counter_ns
 
     def prepare(self) -> None:
-        """From here on backwards may be split."""
+        """From now on backwards may be split."""
         self._runners = {index: self._runner(stage, index, prepare(stage)) for index, stage in self._stages.items()}
 
     def mean(self, times: Times, key: tuple[int, str]) -> float:
-        """Milliseconds of an op. One that ranks run together takes its own time, and what it waits for sums once the
-        other ranks are there: the least of its waits, as all others are for a rank that is late, too.
+        """Milliseconds of an op. For an op that ranks run together, it is the rank's own time and the time that sums
+        take once all ranks are there. The latter is the shortest of its waits, since the others include waiting for
+        ranks that are late.
         """
         if self._waits is None:
             return undisturbed(times[key]) if self._sharing else middle_mean(times[key])
         return middle_mean(times[key]) + min(self._waits[key])
 
     def state_bytes(self, index: int) -> int:
-        """What an optimizer keeps for a layer's parameters; of those that layers share each counts it."""
+        """What an optimizer keeps for a layer's parameters. Parameters that layers share count in each of them."""
         own = set(self._stages[index].parameters())
         states = {p: each.state[p] for each in self._optimizers.values() for p in own & each.state.keys()}
         kept = [value for state in states.values() for value in state.values()]
         return sum(local(value).nbytes for value in kept if isinstance(value, Tensor))
 
     def norm_time(self) -> float:
-        """Milliseconds that a rank takes to bring together the norms of the whole model's parameters."""
+        """Milliseconds that a rank takes to combine the norms of the whole model's parameters."""
         if not self._clip:
             return 0.0
         here = sum(1 for stage in self._stages.values() for _ in stage.parameters())
@@ -425,7 +428,7 @@ class Chain:
                     parameter.grad = None
 
     def _sent(self, index: int) -> Payload | None:
-        """What the layer before a first one here would have sent; nothing to one that takes the batch."""
+        """What the layer before the first one here would send; nothing if the first one takes the batch."""
         if index:
             return Payload([self._activation], 0, [True])
         if not self._entering:
@@ -433,7 +436,7 @@ class Chain:
         return Payload([*self._entering], self._form_of_entering, [True] * len(self._entering))
 
     def _returned(self, index: int) -> Payload | None:
-        """What the layer after a last one here would have sent back; nothing to one with the loss."""
+        """What the layer after the last one here would send back; nothing if the last one has the loss."""
         if index == self._loss_layer:
             return None
         leaving = self._leaving if index == self._last else None
@@ -455,7 +458,7 @@ class Chain:
 
 
 def _bytes_of(share: RankShare, layers: Layers) -> dict[int, dict[str, float]]:
-    """By layer the bytes of its weights, of what a microbatch keeps of it, and of what it sends on."""
+    """Bytes by layer: of its weights, of what it keeps for a microbatch, and of what it sends on."""
     batch = cut_batch(layers.inputs, layers.targets, NUM_MICROBATCHES, layers.loss)
     inputs, targets = _alone(batch.into(0)[0]), _alone(batch.targets[0])
     value: Any = layers.hidden
@@ -471,15 +474,15 @@ def _bytes_of(share: RankShare, layers: Layers) -> dict[int, dict[str, float]]:
 
 
 def _alone(value: Any) -> Any:
-    """A microbatch in memory of its own, so that keeping it keeps no other."""
+    """A microbatch in memory of its own, so that keeping it does not keep the whole batch."""
     leaves, skeleton = flatten(value)
     return unflatten([leaf.clone() for leaf in leaves], skeleton)
 
 
 def _entering(value: Any) -> Any:
-    """What a layer gets of the one before, as a stage does: without its graph, but wanting gradients.
+    """The input of a layer as a stage gets it: without the graph of the layer before, but requiring gradients.
 
-    These are no leaves of autograd, as the layer may change them in place.
+    The tensors are not leaves of autograd, as the layer may change them in place.
     """
     leaves, skeleton = flatten(value)
     leaves = [leaf.detach() for leaf in leaves]

@@ -1,8 +1,8 @@
-"""A layout of Megatron's judged by simulation, and one with the same stages whose step is shorter.
+"""Judges a layout of Megatron's by simulation, and finds one with the same number of stages whose step is shorter.
 
-What counts is the step, not the costliest stage: where a rank has several stages their sum counts too, and what fills
-and drains the pipeline. So blocks are moved from stage to stage as long as the simulated step becomes shorter, and no
-rank comes to hold more than the fullest did.
+The time of the step counts, and not that of the costliest stage. If a rank has several stages, their sum counts too,
+and so does the time to fill and drain the pipeline. So blocks are moved from stage to stage as long as the simulated
+step becomes shorter. No rank may come to hold more than the fullest rank did.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from penstock.tune.errors import TuneError
 __all__ = ["MOST_TRIALS", "SimulatedLayout", "LayerTimes", "better_layout", "judge_layout"]
 
 MOST_TRIALS = 2000
-"""Layouts simulated at most in the search for a better one."""
+"""Most layouts that are simulated in the search for a better one."""
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """What one layer of each letter takes, in ms or any unit, for one microbatch.
+    """What one layer of each letter takes for one microbatch, in ms or any other unit.
 
     Attributes:
-        forward: by letter. backward: how many times as long the backward is; half of it is I, half W.
+        forward: by letter. backward: how many times as long the backward is. Half of it is I, and half W.
     """
 
     forward: Mapping[str, float]
@@ -47,7 +47,7 @@ class LayerTimes:
             raise TuneError(f"the backward takes {self.backward} times as long: give a number of at least 0")
 
     def costs(self, layout: MegatronLayout) -> Costs:
-        """By stage; a stage keeps one activation unit per block and per m."""
+        """Costs by stage. A stage keeps one activation unit per block and per m."""
         f = [sum(self.forward.get(letter, 0.0) for letter in stage) for stage in layout.stages]
         half = [time * self.backward / 2 for time in f]
         kept = [float(stage.count("t") + stage.count("m")) for stage in layout.stages]
@@ -59,8 +59,8 @@ class SimulatedLayout:
     """A layout and its simulated step.
 
     Attributes:
-        makespan: of the step, in the unit of the times. bubble: the share of it that ranks idle, their mean.
-        busy: time that each rank computes. peak: activations that each rank holds at most, in blocks.
+        makespan: of the step, in the unit of the times. bubble: the mean share of it in which ranks are idle.
+        busy: time that each rank computes. peak: most activations that each rank holds, in blocks.
     """
 
     layout: MegatronLayout
@@ -71,10 +71,12 @@ class SimulatedLayout:
 
 
 def judge_layout(layout: MegatronLayout, num_ranks: int, num_microbatches: int, times: LayerTimes) -> SimulatedLayout:
-    """The step of a layout under Megatron's schedule: 1F1B with one stage per rank, interleaved 1F1B with several.
+    """The step of a layout under Megatron's schedule: 1F1B if each rank has one stage, interleaved 1F1B if
+    it has several.
 
     Raises:
-        ScheduleError: stages that do not spread over the ranks, microbatches that are no multiple of them.
+        ScheduleError: stages that can't be divided evenly among the ranks, or a number of microbatches that is no
+            multiple of the ranks.
     """
     layout.check_ranks(num_ranks)
     return _judged(layout, _schedule(layout, num_ranks, num_microbatches), times)
@@ -83,10 +85,10 @@ def judge_layout(layout: MegatronLayout, num_ranks: int, num_microbatches: int, 
 def better_layout(
     layout: MegatronLayout, num_ranks: int, num_microbatches: int, times: LayerTimes
 ) -> SimulatedLayout:
-    """The layout with blocks moved between stages until no move makes the simulated step shorter.
+    """A layout in which blocks have been moved between stages until no move makes the simulated step shorter.
 
-    As many stages, and the other layers where they are; no rank holds more activations than the fullest of the layout
-    given. That one is returned where nothing better was found in 2,000 trials.
+    It has as many stages, and all other layers stay where they are. No rank holds more activations than the fullest
+    rank of the given layout. That layout is returned if 2,000 trials find nothing better.
     """
     layout.check_ranks(num_ranks)
     schedule = _schedule(layout, num_ranks, num_microbatches)
@@ -125,7 +127,9 @@ def _judged(layout: MegatronLayout, schedule: Schedule, times: LayerTimes) -> Si
 
 
 def _moves(judged: SimulatedLayout, num_ranks: int, times: LayerTimes) -> Iterator[tuple[int, ...]]:
-    """Counts of blocks with one moved, the likeliest first: from costly stages and busy ranks to others."""
+    """Numbers of blocks with one block moved, the most promising first: from costly stages and busy ranks to
+    others.
+    """
     counts = judged.layout.counts
     f = times.costs(judged.layout).f
     last = next((s for s, stage in enumerate(judged.layout.stages) if "m" in stage), len(counts) - 1)

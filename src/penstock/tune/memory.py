@@ -19,7 +19,7 @@ from penstock.schedule.updates import OWNER
 from penstock.tune.profile import Profile
 
 POSTED = 2
-"""Buffers that the runtime keeps for each channel of messages, at each end."""
+"""Buffers that the runtime keeps at each end of each channel of messages."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class RankMemory:
 def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> list[RankMemory]:
     """Each rank's bytes at its fullest moment; `cut[stage]` are the layers of a stage.
 
-    A weight that two layers share counts at each stage that holds one of them, as each keeps a copy. Where several
-    pipelines have copies of a stage, what the optimizer keeps counts at its owner, which alone steps. Of a stage that
-    ranks share, each has what the profile says of it, which is a part.
+    A weight that two layers share counts at each stage that holds one of them, as each keeps a copy. If several
+    pipelines have copies of a stage, what the optimizer keeps counts only at the owner, which makes the updates. For
+    a stage that ranks share, the profile says what a rank's part is.
     """
     kept = [profile.total("activation", layers) for layers in cut]
     held = [profile.total("held", layers) for layers in cut]
@@ -73,13 +73,13 @@ def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> lis
 
 
 def owned_by(placement: Placement, rank: int) -> list[int]:
-    """The stages that a rank steps: of those that several pipelines have copies of, the owners'."""
+    """The stages that a rank updates. If several pipelines have copies of a stage, only the owner does."""
     return [stage for stage in range(placement.num_stages) if rank in placement.hosts(OWNER, stage)]
 
 
 def _num_channels(placement: Placement, edge: tuple[int, int], rank: int, stages: Sequence[int]) -> int:
-    """Channels that a rank has for what goes between two stages: activations one way, gradients of their size the
-    other. What goes to ranks that share a stage goes to each that has not made it.
+    """Channels that a rank has for messages between two stages: activations in one direction, and gradients of the
+    same size in the other. A message for ranks that share a stage goes to each of them that has not made it itself.
     """
     hosts = [placement.hosts(OWNER, stage) for stage in edge]
     if max(map(len, hosts)) == 1:

@@ -1,4 +1,4 @@
-"""The measurements a search needs: from the database where they are there, measured where they are not."""
+"""The measurements that a search needs: taken from the database if they are in it, and measured otherwise."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from penstock.tune.tuned_model import TunedModel
 from penstock.tune.work import Task, WorkerAnswer, run_job
 
 VERSION = 3
-"""Of how we measure; measurements of another version are not used."""
+"""Version of how we measure. Measurements of another version are not used."""
 
 BUSY = 0.2
-"""Cores that other programs may keep busy before we say that it disturbs."""
+"""Cores that other programs may keep busy before a notice says that this disturbs the measurements."""
 
 
 @dataclass(frozen=True)
 class NeededProfile:
-    """A profile that a search needs: of all layers, or, where several ranks share the first and the last layer, of
-    these two.
+    """A profile that a search needs: of all layers or, if several ranks share the first and the last
+    layer, of these two.
     """
 
     microbatch_size: int
@@ -39,24 +39,24 @@ class NeededProfile:
 
 
 class MeasurementRequest(NamedTuple):
-    """What is asked of ranks, and what takes their answer."""
+    """What ranks are asked to measure, and the function that takes their answer."""
 
     task: Task
     keep: Callable[[WorkerAnswer], None]
 
 
 class Meter:
-    """Measures one model on this machine, and remembers.
+    """Measures one model on this machine, and remembers the results.
 
     Args:
-        seconds: for each microbatch size and number of ranks, of measuring itself.
-        fresh: measure also what the database has.
-        say: gets a line before something is measured.
+        seconds: to measure each microbatch size and number of ranks.
+        fresh: whether to measure again what the database has.
+        say: is called with a line before something is measured.
 
     Attributes:
-        model: that is measured. threads: of each rank. say: gets a line before something is measured.
+        model: that is measured. threads: of each rank. say: is called with a line before something is measured.
         profiles, transfers: what was prepared; transfers by number of ranks.
-        num_measured, num_reused: of both.
+        num_measured, num_reused: profiles and transfers that were measured, or taken from the database.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Meter:
     def prepare(self, needs: Sequence[NeededProfile], num_ranks: Sequence[int] = ()) -> None:
         """Finds or measures profiles, and messages of so many ranks (1 for what one rank alone costs).
 
-        What was measured is kept, also when the rest is interrupted.
+        Finished measurements are kept even if the rest is interrupted.
 
         Raises:
             RanksFailed, DatabaseError, TuneError; KeyboardInterrupt.
@@ -88,7 +88,7 @@ class Meter:
         prepare_together([(self, needs)], num_ranks)
 
     def missing(self, needs: Sequence[NeededProfile], num_ranks: Sequence[int]) -> list[MeasurementRequest]:
-        """What of these has to be asked of ranks; the rest is taken from the database."""
+        """Which of these must be measured by ranks. The others are taken from the database."""
         found: list[MeasurementRequest] = []
         for need in dict.fromkeys(needs):
             if need not in self.profiles:
@@ -108,7 +108,7 @@ class Meter:
 
     @property
     def notices(self) -> list[str]:
-        """What a person should know."""
+        """What the user should know."""
         if not self._disturbed:
             return []
         busiest = max(others for others, _ in self._disturbed)
@@ -209,8 +209,8 @@ class Meter:
 
 
 def prepare_together(wanted: Sequence[tuple[Meter, Sequence[NeededProfile]]], num_ranks: Sequence[int] = ()) -> None:
-    """Finds or measures profiles of several models, and messages by the first of their meters; processes start once
-    for each number of ranks side by side.
+    """Finds or measures profiles of several models, and messages by the first of their meters. Processes are started
+    once for each number of ranks side by side.
 
     Raises:
         RanksFailed, DatabaseError, TuneError; KeyboardInterrupt.
@@ -232,10 +232,11 @@ def prepare_together(wanted: Sequence[tuple[Meter, Sequence[NeededProfile]]], nu
 
 
 def profile_of(model: TunedModel, need: NeededProfile, told: Sequence[dict[str, Any]]) -> Profile:
-    """The profile from what the ranks told: of all layers, or of the two that ranks share. A layer that several
-    measured gets their mean, and so do alike blocks.
+    """The profile from the answers of the ranks: of all layers, or of the two that ranks share. The result for a
+    layer that several ranks measured is their mean, and so is that of blocks that are alike.
 
-    A layer was timed as a stage of its own; what an empty stage takes is taken off, as it comes once a stage.
+    Each layer was timed as a stage of its own. The time of an empty stage is subtracted, since it occurs
+    once per stage.
     """
     times: dict[tuple[int, str], list[float]] = {}
     sizes: dict[int, dict[str, float]] = {}

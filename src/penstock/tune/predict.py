@@ -1,18 +1,18 @@
-"""How long a step takes: the simulator over measured costs, and what lies around the ops.
+"""How long a step takes: simulated over measured costs, plus what happens around the ops.
 
-    step  =  what a step costs besides  +  makespan  +  reducing gradients  +  the slowest rank's update
+    step  =  fixed costs of a step  +  makespan  +  reducing gradients  +  the slowest rank's update
 
-Where several pipelines have copies of a stage, the copies' gradients go to the owner before that. It alone updates,
-and its values go to the copies afterwards (`sharding="copies"`, which is what `penstock train` does by default).
+If several pipelines have copies of a stage, the copies' gradients first go to the owner. Only the owner updates, and
+its values then go to the copies (`sharding="copies"`, the default of `penstock train`).
 
-Between ops a rank packs, sends and takes in messages; that time is added to the ops themselves, and the rest of
-what lies between two ranks' ops is the delay of their link:
+Between ops a rank packs, sends and takes in messages. This time is added to the ops themselves. The remaining time
+between two ranks' ops is the delay of their link:
 
     rank 0 | F0 send |F1 ...                     F0's end to F0's start on rank 1: `delay`, as measured
     rank 1 |         `- link -> receive F0 ...
 
-Ranks that share a stage run each of its ops at once. What they make is on each of them, so nothing of it is sent to
-one of them; what goes into the stage is sent to each.
+Ranks that share a stage run each of its ops together. Each of them then has the result, so nothing of it is sent to
+any of them. The inputs of the stage are sent to each.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from penstock.tune.profile import MessageCosts, Profile
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step comes to.
+    """The predicted step.
 
     Attributes:
-        step: milliseconds. makespan: of them, from the first op to the last.
-        update: of the slowest rank. reduce: of summing gradients over copies of stages and of the pipeline, and of
-            giving copies of stages the values of their owners.
+        step: milliseconds. makespan: the part of them from the first op to the last.
+        update: of the slowest rank. reduce: time to sum gradients over copies of stages and of the pipeline, and to
+            give copies of stages the values of their owners.
         bubble_ratio: of the simulated ops. memory: by rank of one pipeline.
     """
 
@@ -57,9 +57,9 @@ class Prediction:
 def stage_costs(
     schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: MessageCosts, crowded: bool = False
 ) -> Costs:
-    """Milliseconds of every stage's ops with the messages they send and receive, and bytes they keep.
+    """Milliseconds of every stage's ops, with the messages they send and receive, and bytes they keep.
 
-    `crowded`: every core has a rank, so that what carries messages takes its time from them.
+    `crowded`: every core has a rank, so the threads that carry messages take time from the ranks.
     """
     halved = {op.stage for row in schedule.order for op in row if op.kind == "I"}
 
@@ -99,7 +99,7 @@ def stage_costs(
 def links_of(
     schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: MessageCosts, crowded: bool = False
 ) -> Links:
-    """The delays between ranks, as far as they are not part of the ops."""
+    """The delays between ranks, without the part that counts as time of the ops."""
     delays: dict[tuple[int, int], float] = {}
     for pipeline in range(schedule.placement.num_pipelines):
         for source, target in schedule.graph.edges:
@@ -129,8 +129,8 @@ def predict(
     Args:
         cut: the layers of each stage.
         num_copies: copies of the whole pipeline, each on its part of the batch (data parallel).
-        num_devices: ranks that can work at the same time; by default all. With more ranks than that, a step
-            takes at least all ranks' work over the devices.
+        num_devices: ranks that can work at the same time; by default all. If there are more ranks, a step takes at
+            least the work of all ranks divided by the devices.
         dispatch: of the run; "auto" for the fastest of those that the runtime has.
     """
     crowded = num_devices is not None and schedule.num_ranks * num_copies >= num_devices
@@ -160,11 +160,11 @@ def predict(
 def reduce_time(
     schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: MessageCosts, num_copies: int
 ) -> float:
-    """Milliseconds of bringing together the ranks that hold the same stage, outside the makespan.
+    """Milliseconds to synchronize the ranks that hold the same stage, outside the makespan.
 
-    A copy in another pipeline sends its gradients to the owner and gets the sum, and after the update the weights.
-    Several copies go one after another. Replicas sum in a ring: over k ranks it moves 2 (k - 1) / k of the bytes
-    through each, and over two that is what was measured.
+    A copy in another pipeline sends its gradients to the owner and gets the sum, and after the update the weights. If
+    there are several copies, they do so one after another. Replicas sum in a ring. Over k ranks it moves 2 (k - 1) /
+    k of the bytes through each; over two ranks that is what was measured.
     """
     slowest = 0.0
     for rank in range(schedule.num_ranks):
@@ -183,8 +183,8 @@ def reduce_time(
 
 
 def num_sent(placement: Placement, edge: tuple[int, int], forward: bool) -> int:
-    """To how many ranks a message between two stages goes, or its gradient: to those that run the stage that takes it
-    in, and not the one that makes it.
+    """To how many ranks a message between two stages, or its gradient, is sent: to those that run the receiving stage
+    and not the sending one.
     """
     maker, taker = edge if forward else edge[::-1]
     return max(
@@ -196,8 +196,8 @@ def num_sent(placement: Placement, edge: tuple[int, int], forward: bool) -> int:
 def _sizes(
     schedule: Schedule, cut: Sequence[range], profile: Profile, own: int, source: int, target: int
 ) -> list[float]:
-    """Bytes of each message from stage `source` to stage `target` in an op of stage `own`, which is one of them,
-    wherever these lie. A larger microbatch is cut for a stage with smaller ones.
+    """Bytes of each message from stage `source` to stage `target` in an op of stage `own`, which is one of them, on
+    whichever ranks they are. A larger microbatch is cut for a stage with smaller ones.
     """
     graph, most = schedule.graph, schedule.num_microbatches
     sent, taken = graph.microbatches_of(source, most), graph.microbatches_of(target, most)
@@ -214,5 +214,5 @@ def _messages(transfer: MessageCosts, sent: Sequence[float], received: Sequence[
 
 
 def _apart(schedule: Schedule) -> bool:
-    """Whether the first and the last stage lie on different ranks."""
+    """Whether the first and the last stage are on different ranks."""
     return any(ranks[0] != ranks[-1] for ranks in schedule.placement.pipelines)

@@ -1,9 +1,9 @@
 """What one model's layers cost on one device: milliseconds and bytes, measured, estimated or read from a file.
 
-Times are for one microbatch of `microbatch_size` samples, while `num_parallel` ranks work side by side on the
-machine: two ranks that share memory and clock are slower than one alone.
+Times are for one microbatch of `microbatch_size` samples, while `num_parallel` ranks work at the same time on the
+machine. Two ranks that share memory and clock are slower than one alone.
 
-    one stage's op  =  its layers' times  +  what an op costs that has no layer at all (`op_overhead`)
+    one stage's op  =  its layers' times  +  what an op costs without any layer (`op_overhead`)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from penstock.tune.errors import TuneError
 
 KINDS = ("f", "b", "f_split", "i", "w")
-"""Forward and backward of a stage that runs B, then those of one that runs I and W."""
+"""First the forward and backward of a stage that runs B, then those of a stage that runs I and W."""
 
 TIMES = (*KINDS, "update")
 BYTES = ("activation", "held", "output", "weight", "state")
@@ -120,10 +120,10 @@ class Profile:
 
 
 def with_shared_ends(profile: Profile, ends: Profile) -> Profile:
-    """The profile of a model whose first and last layer several ranks share.
+    """The profile of a model whose first and last layer are shared by several ranks.
 
     Args:
-        ends: of these two layers alone, each as one rank has it of those that share it.
+        ends: the profile of these two layers alone, for the part that one of these ranks has.
     """
     rows = {
         name: (getattr(ends, name)[0], *getattr(profile, name)[1:-1], getattr(ends, name)[-1])
@@ -133,9 +133,10 @@ def with_shared_ends(profile: Profile, ends: Profile) -> Profile:
 
 
 def joined_profile(model: str, parts: Sequence[Profile]) -> Profile:
-    """One profile of the layers of several parts of a model, one part's after another's.
+    """One profile of the layers of several parts of a model, part by part.
 
-    Each part may have been measured with microbatches of its own size; what an op costs besides is their mean.
+    Each part may have been measured with microbatches of its own size. What an op costs besides its layers
+    is their mean.
     """
     first = parts[0]
     rows = {name: [value for part in parts for value in getattr(part, name)] for name in (*TIMES, *BYTES)}
@@ -206,9 +207,9 @@ class MessageCosts:
             _number(self.source, name, getattr(self, name))
 
     def at(self, what: str, size: float) -> float:
-        """Milliseconds for a message of `size` bytes, on the line between the two nearest sizes that are known.
+        """Milliseconds for a message of `size` bytes, interpolated between the two nearest sizes that are known.
 
-        Below the smallest it is as if for that one; above the largest it grows as between the last two.
+        Below the smallest size it is the value of the smallest. Above the largest it grows as between the last two.
         """
         row: Sequence[float] = getattr(self, what)
         sizes = self.sizes
@@ -225,7 +226,9 @@ class MessageCosts:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a millisecond, from the smallest to the largest message; infinite where size makes no difference."""
+        """Bytes per millisecond, from the smallest to the largest message; infinite if the size makes no
+        difference.
+        """
         grown = self.delay[-1] - self.delay[0]
         return (self.sizes[-1] - self.sizes[0]) / grown if grown > 0 else math.inf
 
@@ -245,7 +248,7 @@ class MessageCosts:
 
     @classmethod
     def assumed(cls, latency: float = 0.0, bandwidth: float = math.inf) -> MessageCosts:
-        """Links of `latency` ms and `bandwidth` bytes a ms whose messages cost the ranks themselves nothing."""
+        """Links of `latency` ms and `bandwidth` bytes per ms, whose messages take no time of the ranks themselves."""
         _number("links", "latency", latency)
         if not bandwidth > 0:
             raise TuneError(f"the links' bandwidth is {bandwidth}: give a number above 0")

@@ -1,8 +1,8 @@
 """Schedules made for the model: the best program of each placement over its measured costs.
 
 The planner's search over placements, rules and traversals (`planning/program_search.py`, FlexPipe's section 6) finds
-them, also with a first and a last stage that all ranks share, whose backwards stay whole, as FlexPipe has them. It is
-run for the shapes of the best library candidates only, as it takes longer than building from the library.
+them. It also tries a first and a last stage that all ranks share, whose backwards stay whole, as in FlexPipe. Since
+this takes longer than building from the library, it is done only for the shapes of the best library candidates.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ STAGES_A_RANK = (1, 2, 4)
 def programs_for(
     shape: Shape, profile: Profile, transfer: MessageCosts, memory_limit: float | None
 ) -> list[TunePlan]:
-    """The best program of each placement that the model's layers are enough for.
+    """The best program of each placement for which the model has enough layers.
 
-    Where memory is limited, programs that keep within it by their activations are tried besides the fastest.
+    If memory is limited, programs whose activations keep within the limit are tried, besides the fastest.
     """
     if shape.pp < 2:
         return []
@@ -66,12 +66,12 @@ def programs_for(
 
 
 def split_costs(profile: Profile) -> list[float]:
-    """Milliseconds of a microbatch in each layer, by which it is cut where backwards are split."""
+    """Milliseconds of a microbatch in each layer, by which layers are divided into stages if backwards are split."""
     return [sum(times) for times in zip(profile.f_split, profile.i, profile.w, strict=True)]
 
 
 def _costs(profile: Profile, transfer: MessageCosts, num_stages: int) -> Costs:
-    """Costs of stages that all send and receive; what a placement makes of that is predicted afterwards."""
+    """Costs of stages that all send and receive. What a placement changes in this is predicted afterwards."""
     cut = cut_layers(split_costs(profile), num_stages, profile.num_sharing > 1)
     size = max(profile.output)
     around = transfer.gap + transfer.at("send", size) + transfer.at("receive", size)
@@ -94,7 +94,7 @@ def _links(profile: Profile, transfer: MessageCosts) -> Links:
 
 
 def _left(profile: Profile, memory_limit: float, num_ranks: int) -> float:
-    """Bytes a rank has for activations, if weights are spread evenly; of shared ends it has its part."""
+    """Bytes that a rank has for activations, if weights are spread evenly and it has its part of shared ends."""
     state = [2 * weight + kept for weight, kept in zip(profile.weight, profile.state, strict=True)]
     ends = state[0] + state[-1] if profile.num_sharing > 1 else 0.0
     return memory_limit - ends - (sum(state) - ends) / num_ranks

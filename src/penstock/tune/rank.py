@@ -1,4 +1,4 @@
-"""One rank's side of a job: does its tasks one after another and writes each answer as a file of its own."""
+"""One rank's side of a job: it does the tasks one after another and writes each answer into a file."""
 
 from __future__ import annotations
 

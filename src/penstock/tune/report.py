@@ -1,4 +1,4 @@
-"""What the tuner says: a table for people, one object for programs."""
+"""The tuner's result: a table for people, one object for programs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _measured_json(ranked: RankedCandidate, measured: MeasuredCandidate) -> dict
 
 
 def show(outcome: TuneOutcome, num_shown: int) -> None:
-    """Prints the best, and what to train with."""
+    """Prints the best candidates, and which to train with."""
     found = outcome.found
     _print_table(outcome, f"{outcome.model}: the fastest by prediction", found.best[:num_shown])
     print()
@@ -94,7 +94,7 @@ def show(outcome: TuneOutcome, num_shown: int) -> None:
 
 
 def choice_words(outcome: TuneOutcome, ranked: RankedCandidate) -> str:
-    """What to train with, all that says what it is, and what its step takes."""
+    """Which candidate to train with, all its settings, and how long its step takes."""
     candidate, shape = ranked.candidate, ranked.candidate.shape
     settings = settings_of(candidate, outcome.settings)
     each = "" if shape.dp == 1 else " in each replica"
@@ -122,10 +122,10 @@ def choice_words(outcome: TuneOutcome, ranked: RankedCandidate) -> str:
 
 
 def train_command(outcome: TuneOutcome, schedule_file: str | None = None) -> str | None:
-    """The line that trains with the choice; None where the model is just a file of costs, which nothing trains.
+    """The command that trains with the choice; None if the model is only a file of costs, which can't be trained.
 
     Args:
-        schedule_file: holds its schedule; needed for a program, which has no name.
+        schedule_file: the file with its schedule; needed for a program, which has no name.
     """
     if outcome.choice is None or outcome.trained is None:
         return None

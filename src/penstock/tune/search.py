@@ -1,7 +1,7 @@
 """The search: every candidate within the memory limit, ranked by predicted throughput.
 
-A candidate whose busiest rank alone works longer than the best few candidates take cannot be among them, so it is
-not simulated. The best few are those that simulating every candidate would give.
+If the busiest rank of a candidate alone works longer than the best few candidates take, the candidate cannot be among
+them and is not simulated. So the best few are the same as if every candidate were simulated.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ SETTINGS = {"num_stages": "stages", "warmup": "warmup", "towers": "towers"}
 """Options of a plan that are settings of their own in `penstock train`."""
 
 NUM_SHAPES = 4
-"""Shapes on which programs are searched."""
+"""How many shapes programs are searched for."""
 
 ProfileOf = Callable[[Shape, bool], Profile | None]
-"""The profile for a shape, with or without recompute; None where there is none, and the shape is left out."""
+"""The profile for a shape, with or without recompute. If it is None, the shape is left out."""
 
 EndsOf = Callable[[Shape], Profile | None]
-"""The profile of the first and the last layer alone where the ranks of a shape's pipeline share both; None where they
-can't, or where it is not known."""
+"""The profile of only the first and the last layer, if the ranks of a shape's pipeline share both. None if they
+can't, or if it is not known.
+"""
 
 
 @dataclass(frozen=True)
 class TuneCandidate:
-    """One way to train: a plan on a shape, with the layers of each stage."""
+    """One way to train: a plan for a shape, with the layers of each stage."""
 
     shape: Shape
     plan: TunePlan
@@ -57,7 +58,7 @@ class TuneCandidate:
 
     @property
     def name(self) -> str:
-        """The schedule's, with its options."""
+        """The name of the schedule, with its options."""
         told = (_short(value) if name == "towers" else f"{name}={_short(value)}" for name, value in self.plan.options)
         return " ".join((self.plan.name, *told))
 
@@ -68,7 +69,7 @@ class TuneCandidate:
 
     @property
     def towers(self) -> str | None:
-        """What each tower of a model of several has, as `--tower` says it."""
+        """The settings of each tower of a model of several, as `--tower` takes them."""
         return next((str(value) for name, value in self.plan.options if name == "towers"), None)
 
     def __str__(self) -> str:
@@ -79,7 +80,7 @@ class TuneCandidate:
 
 @dataclass(frozen=True)
 class RankedCandidate:
-    """A candidate with what is predicted for it."""
+    """A candidate with its prediction."""
 
     candidate: TuneCandidate
     prediction: Prediction
@@ -88,13 +89,13 @@ class RankedCandidate:
 
 @dataclass
 class SearchFound:
-    """What a search has come to, also when it was interrupted.
+    """The result of a search, also of one that was interrupted.
 
     Attributes:
         best: the fastest first; `penstock train` runs all of them.
-        num_tried: candidates looked at. num_too_large: those of them above the memory limit.
-        refused: how many of them `penstock train` would refuse, by what it would say.
-        smallest: the least memory any candidate needs, and which that is.
+        num_tried: candidates looked at. num_too_large: how many of them are above the memory limit.
+        refused: how many of them `penstock train` would refuse, by its error message.
+        smallest: the least memory that any candidate needs, and which candidate that is.
     """
 
     best: list[RankedCandidate] = field(default_factory=list)
@@ -119,23 +120,23 @@ def search(
     settings: Settings | None = None,
     ends_of: EndsOf = lambda shape: None,
 ) -> SearchFound:
-    """Looks at the whole space.
+    """Searches the whole space.
 
     Args:
-        ends_of: what shared ends take, where the space has them.
-        memory_limit: bytes a rank may need.
+        ends_of: the profile of shared ends, if the space has them.
+        memory_limit: bytes that a rank may need.
         num_best: candidates to keep.
         num_devices: ranks that can work at the same time on the machine.
-        progress: called after each candidate.
-        interrupted: whether measuring was, so that some profiles are missing.
-        programs: whether to search programs too, on the shapes of the best.
-        settings: of the run that is tuned, besides what candidates say themselves; those of `penstock train` where
-            not given.
+        progress: is called after each candidate.
+        interrupted: whether measuring was interrupted, so that some profiles are missing.
+        programs: whether to search programs too, for the shapes of the best candidates.
+        settings: of the run that is tuned, for everything that candidates do not determine; by default those of
+            `penstock train`.
 
     An interrupt (Ctrl-C) returns what was found so far, if anything was.
 
     Raises:
-        TuneError: nothing fits the space or the memory limit; the message says the least that is needed.
+        TuneError: nothing fits the space or the memory limit; the message says the least memory that is needed.
     """
     found = SearchFound(interrupted=interrupted)
     shapes = space.shapes()
@@ -151,7 +152,7 @@ def search(
             progress(found)
 
     def profiles(shape: Shape, recompute: bool) -> Iterator[Profile]:
-        """With ends that ranks share, and with a rank for each, as far as these are asked for and known."""
+        """Profiles with ends that ranks share, and with ends on one rank each, if these are asked for and known."""
         if (profile := profile_of(shape, recompute)) is None:
             return
         for shared in space.shared_ends:
@@ -210,9 +211,9 @@ def candidates(
     names: Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Iterable[TuneCandidate]:
-    """Every plan for a shape, its layers cut so that the costliest stage costs least.
+    """Every plan for a shape, with its layers cut so that the costliest stage costs least.
 
-    Where ranks share the first and the last layer, as the profile says, each of these is a stage of its own.
+    If ranks share the first and the last layer, as the profile says, each of these is a stage of its own.
     """
     if shape.pp > profile.num_layers:
         return
@@ -249,7 +250,7 @@ def settings_of(candidate: TuneCandidate, settings: Settings) -> Settings:
 
 
 def refusal(candidate: TuneCandidate, settings: Settings) -> str | None:
-    """Why `penstock train` would refuse a candidate; None where it runs it. The checks are the run's own."""
+    """Why `penstock train` would refuse a candidate; None if it runs it. The checks are those of the run itself."""
     try:
         require_runnable(candidate.plan.schedule)
         if is_own(settings.model):
@@ -260,13 +261,13 @@ def refusal(candidate: TuneCandidate, settings: Settings) -> str | None:
 
 
 def _best_shapes(found: SearchFound) -> list[tuple[Shape, bool]]:
-    """Where programs are searched: the shapes of the best candidates."""
+    """The shapes for which programs are searched: those of the best candidates."""
     shapes = dict.fromkeys((r.candidate.shape, r.candidate.recompute) for r in found.best if r.candidate.shape.pp > 1)
     return list(shapes)[:NUM_SHAPES]
 
 
 def is_known(found: SearchFound, candidate: TuneCandidate) -> bool:
-    """Whether a candidate came to an order that is among the best already."""
+    """Whether the order of a candidate is among the best already."""
     schedule = candidate.plan.schedule
     return any(
         (other.shape, other.recompute) == (candidate.shape, candidate.recompute)
@@ -308,7 +309,7 @@ def add_candidate(
 
 
 def _busiest(candidate: TuneCandidate, profile: Profile, transfer: MessageCosts) -> float:
-    """Milliseconds that no order of the ops can go below: the work of the rank with most of it."""
+    """A lower bound in milliseconds for any order of the ops: the work of the busiest rank."""
     schedule = candidate.plan.schedule
     costs = stage_costs(schedule, candidate.cut, profile, transfer)
     cost: Mapping[tuple[str, int], float] = {

@@ -1,4 +1,4 @@
-"""One call of the tuner, from what was asked to what was found: measure, search, verify."""
+"""One call of the tuner, from the request to the result: measure, search, verify."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MeasuredSource:
 
 @dataclass(frozen=True)
 class EstimatedSource:
-    """Costs from the model's sizes and a device's speed; links in ms and bytes a ms."""
+    """Costs from the model's sizes and a device's speed; links in ms and bytes per ms."""
 
     tflops: float
     latency: float = 0.0
@@ -58,14 +58,15 @@ class TuneRequest:
     """What is to be tuned.
 
     Attributes:
-        settings: model, optimizer, batch, precision and so on, as `penstock train` has them.
-        num_ranks: at most; None for as many as can work at the same time here.
-        pp, dp, microbatch_sizes, schedules: what to try; None for all. recompute: None for where memory asks.
-        shared_ends: whether the ranks of a pipeline are to share embedding and head; None for both, where that may
+        settings: model, optimizer, batch, precision and so on, as in `penstock train`.
+        num_ranks: most ranks; None for as many as can work at the same time here.
+        pp, dp, microbatch_sizes, schedules: what to try; None for all. recompute: None to try it if
+            memory is limited.
+        shared_ends: whether the ranks of a pipeline share embedding and head; None to try both if that may
             gain something.
-        programs: whether to search schedules of no name too, where no library schedules are given.
+        programs: whether to search schedules without a name too, if no library schedules are given.
         options: of library schedules, for those that take them.
-        memory_limit: bytes per rank. num_best: candidates to keep. num_verified: of them, to run for real.
+        memory_limit: bytes per rank. num_best: candidates to keep. num_verified: how many of them to run.
     """
 
     settings: Settings
@@ -87,10 +88,10 @@ class TuneRequest:
 
 @dataclass
 class TuneOutcome:
-    """What came of it.
+    """The result.
 
     Attributes:
-        settings: asked for. trained: the model; None for one that is only a file of costs, which nothing trains.
+        settings: asked for. trained: the model; None for one that is only a file of costs, which can't be trained.
         num_measured, num_reused: measurements made now, and taken from the database.
         measured: of the candidates that were run.
     """
@@ -108,7 +109,9 @@ class TuneOutcome:
 
     @property
     def choice(self) -> RankedCandidate | None:
-        """What to train with: the fastest of those that were run, or where none was, the fastest by prediction."""
+        """What to train with: the fastest of the candidates that were run or, if none was, the fastest by
+        prediction.
+        """
         best = self.found.best
         ran = [ranked for ranked in best if ranked.candidate in self.measured]
         if ran:
@@ -126,7 +129,7 @@ def tune(
     An interrupt ends with the best so far, if there is any.
 
     Raises:
-        TuneError, SettingsError, DatabaseError: what was asked makes no sense, or nothing fits.
+        TuneError, SettingsError, DatabaseError: an invalid request, or nothing that fits.
         RanksFailed: measuring or verifying failed.
     """
     if asked.memory_limit is not None and not asked.memory_limit > 0:
@@ -362,7 +365,7 @@ def _space(
     recompute: Sequence[bool],
     schedules: Sequence[str] | None = None,
 ) -> TuneSpace:
-    """`schedules`: in place of those that are asked for, where these are not of the library."""
+    """`schedules` replace those asked for, if these are not in the library."""
     names = asked.schedules if schedules is None else schedules
     shared_ends = (False, True) if asked.shared_ends is None else (asked.shared_ends,)
     return TuneSpace(
@@ -413,7 +416,9 @@ def _sharing(
 
 
 def _recompute(asked: TuneRequest, possible: bool) -> tuple[bool, ...]:
-    """Recompute costs time and saves memory: it is tried where memory is limited, or as told."""
+    """Whether to try recomputing. It costs time and saves memory, so it is tried if memory is limited, or as
+    asked.
+    """
     if asked.recompute is not None:
         return (asked.recompute,)
     return (False, True) if possible and asked.memory_limit is not None else (False,)

@@ -1,10 +1,11 @@
-"""What is searched: ranks per pipeline, replicas, microbatch size, schedule, recomputing. The cut follows from these.
+"""The space that is searched: ranks per pipeline, replicas, microbatch size, schedule, recomputing. They
+determine the cut.
 
     devices 4, batch 16                pp 4, dp 1, size 2    8 microbatches of 2 samples through 4 ranks
                                        pp 2, dp 2, size 4    2 microbatches of 4 samples through 2 copies of 2 ranks
 
-FlexPipe searches this space by a grid too (section 6), with every placement and traversal of its language in the
-place of our library's schedules.
+FlexPipe searches this space by a grid too (section 6), with every placement and traversal of its language in place of
+our library's schedules.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ KINDS = frozenset("FBIW")
 MOST_STAGES_A_RANK = 4
 
 SHARED_ENDS = ("mllm",)
-"""Library schedules whose first and last stage all ranks share."""
+"""Library schedules whose first and last stage are shared by all ranks."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class TuneSpace:
     """The values to try.
 
     Attributes:
-        num_devices: ranks there may be at most. batch: samples a step.
-        pp, dp, microbatch_sizes, schedules, recompute: what to try; None for all that make sense.
+        num_devices: most ranks. batch: samples per step.
+        pp, dp, microbatch_sizes, schedules, recompute: what to try; None for everything that makes sense.
         shared_ends: whether the ranks of a pipeline share the first and the last layer; both may be tried.
         options: of library schedules, for those that take them.
     """
@@ -105,7 +106,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class TunePlan:
-    """A schedule, and how it was built: by the library with options, or by a program that was searched for."""
+    """A schedule, and how it was built: by the library with options, or as a program that was found by search."""
 
     name: str
     schedule: Schedule
@@ -129,8 +130,9 @@ def schedules_for(
     """Every library schedule of a chain of stages that these counts allow, each order once.
 
     Args:
-        shared_ends: those whose first and last stage all ranks share, instead of those with a rank for each stage.
-        options: what schedules that take it are built with, in place of the values that are tried.
+        shared_ends: take those whose first and last stage are shared by all ranks, and not those with a rank
+            for each stage.
+        options: of schedules that take them, in place of the values that are tried.
     """
     found: list[TunePlan] = []
     seen: set[tuple[object, ...]] = set()
@@ -158,7 +160,7 @@ def schedules_for(
 
 
 def why_none(space: TuneSpace, shape: Shape) -> str:
-    """Why the first schedule asked for cannot be built for a shape; empty where it can, or none is asked for."""
+    """Why the first schedule asked for cannot be built for a shape; empty if it can, or if none is asked for."""
     for name in (space.schedules or ())[:1]:
         try:
             build(

@@ -3,13 +3,13 @@
     4 ranks     audio 1 rank, 4 microbatches    text 1 rank, 2    video 2 ranks, two stages on each, 8    4.1 ms
                 audio 1 rank, 4 microbatches    text 2 ranks, 4   video 1 rank, 8                         5.3 ms
 
-The planner's search over branches finds them (`planning/branch_search.py`; FlexPipe, section 7.2), over what was
-measured of each tower's layers. The best are then built as `penstock train` builds them, and predicted with all that
-lies around their ops. How many microbatches the contrast works on says how many samples it tells apart, and so what
-is learnt; it is not searched.
+The planner's search over branches finds them (`planning/branch_search.py`; FlexPipe, section 7.2), over the measured
+costs of each tower's layers. The best are then built as `penstock train` builds them, and predicted with everything
+around their ops. The number of the contrast's microbatches determines how many samples it tells apart, and so what is
+learned. So it is not searched.
 
-Where there are fewer ranks than towers, neighbouring towers share one, as in `penstock train`, and all have as many
-microbatches.
+If there are fewer ranks than towers, neighbouring towers share one, as in `penstock train`, and all have as
+many microbatches.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ from penstock.tune.space import Shape, TunePlan, TuneSpace, counts
 
 PLAIN, INTERLEAVING = "1f1b", "interleaved-1f1b"
 MOST_TRIED = 1000
-"""Layouts of one number of ranks and replicas that are run through time at most."""
+"""Most layouts of one number of ranks and replicas that are simulated."""
 SPARE = 2
-"""Times as many layouts as are asked for are built and predicted, as the search knows less than the prediction."""
+"""How many times as many layouts are built and predicted as are asked for, as the search knows less than
+the prediction.
+"""
 
 PartProfileOf = Callable[[str, int, int, bool], Profile | None]
 """The profile of a tower or the contrast, for a microbatch size and a number of processes, with or without recompute;
@@ -75,7 +77,7 @@ class TowerSpace:
 
     @classmethod
     def of(cls, settings: Settings, space: TuneSpace, schedules: Any) -> TowerSpace:
-        """Raises TuneError, SettingsError for what makes no sense."""
+        """Raises TuneError, SettingsError for invalid settings."""
         config, asked = clip_config(settings), read_towers(settings.towers)
         check_towers(asked, config.towers)
         if unknown := [name for name in schedules or () if name not in STYLES]:
@@ -85,7 +87,7 @@ class TowerSpace:
         return cls(config, space, asked, num_groups, tuple(schedules or STYLES))
 
     def shapes(self) -> list[Shape]:
-        """Ranks of a pipeline and replicas, the most processes first; the microbatches are those of the contrast.
+        """Ranks of a pipeline and replicas, the most processes first. The microbatches are those of the contrast.
 
         Raises:
             TuneError: there is none.
@@ -118,7 +120,7 @@ class TowerSpace:
         ]
 
     def styles_of(self, name: str, num_ranks: int) -> Iterator[tuple[str, int]]:
-        """Schedules of a tower over so many ranks, each with its number of stages."""
+        """Schedules that a tower may have over so many ranks, each with its number of stages."""
         wanted, most = self.asked.get(name, TowerOptions()), self.config.tower(name).num_layers
         for style in self.styles if wanted.schedule is None else (wanted.schedule,):
             several = style == INTERLEAVING and num_ranks > 1
@@ -141,11 +143,11 @@ def search_towers(
     progress: Callable[[SearchFound], None] | None = None,
     interrupted: bool = False,
 ) -> SearchFound:
-    """Looks at the layouts of the towers, the best of which are in the result.
+    """Searches the layouts of the towers. The result has the best of them.
 
     Args:
-        settings: of the run that is tuned, besides what candidates say themselves.
-        profile_of: of one part, the towers and the contrast.
+        settings: of the run that is tuned, for everything that candidates do not determine.
+        profile_of: the profile of one part, that is, of a tower or the contrast.
         others: as for `search`.
 
     Raises:
@@ -356,7 +358,7 @@ def _placed(chosen: Mapping[str, BranchLayout]) -> dict[str, Tower]:
 
 
 def _costs(cut: list[range], profile: Profile, transfer: MessageCosts, num_ranks: int) -> Costs:
-    """Of a tower's stages by themselves: with the messages between its ranks, without those to the contrast."""
+    """Costs of a tower's stages by themselves: with the messages between its ranks, without those to the contrast."""
     f, b, i, w = ([profile.time(kind, layers) + transfer.gap for layers in cut] for kind in ("f", "b", "i", "w"))
     for stage, layers in enumerate(cut[:-1]) if num_ranks > 1 else ():
         size = profile.output[layers[-1]]
@@ -370,7 +372,7 @@ def _costs(cut: list[range], profile: Profile, transfer: MessageCosts, num_ranks
 
 
 def _match(some: int, others: int) -> bool:
-    """Whether microbatches of two numbers hold whole ones of each other."""
+    """Whether one of two numbers of microbatches is a multiple of the other."""
     return max(some, others) % min(some, others) == 0
 
 

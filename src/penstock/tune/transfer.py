@@ -1,12 +1,12 @@
-"""Times what the runtime and its messages cost around ops: a pipeline of two stages that do nothing but spin.
+"""Times what the runtime and its messages cost around ops, in a pipeline of two stages that only spin.
 
-Stage 1 spins twice as long as stage 0, so that under `gpipe` it never waits for a forward and stage 0 always waits
-for a backward. The gaps between ops then show one cost each:
+Stage 1 spins twice as long as stage 0. So under `gpipe` it never waits for a forward, and stage 0 always waits for a
+backward. Each gap between ops then shows one cost:
 
     rank 0 | F0 F1 F2 F3          .. B0 .... B1 .... B2 .... B3      F to F: send         before a B: delay
     rank 1 | .. F0---F1---F2---F3---B0---B1---B2---B3                F to F: receive      B to B: send
 
-`delay` is from the end of an op to the start of the one on the other rank that waited for it, all included. What
+`delay` is the whole time from the end of an op to the start of the op on the other rank that waited for it. What
 copies of a stage on two ranks exchange after the last op (`sums`, `values`) is timed by itself.
 """
 
@@ -44,9 +44,9 @@ Exchange = Callable[[int, list[Tensor], GroupPeers], None]
 
 
 def measure_transfer(rank: int, num_ranks: int, steps: int, meet: Callable[[], None]) -> dict[str, Any]:
-    """What `Transfer` holds, as far as this many ranks can tell; only rank 0's answer counts.
+    """The numbers of `MessageCosts`, as far as this many ranks can measure them. Only rank 0's answer counts.
 
-    One rank tells `gap` and `step_alone`, two tell the rest.
+    One rank gives `gap` and `step_alone`, and two ranks give the rest.
     """
     if num_ranks == 1:
         timelines, step, _ = _steps(1, SIZES[0], steps)
@@ -77,12 +77,14 @@ def measure_transfer(rank: int, num_ranks: int, steps: int, meet: Callable[[], N
 
 
 def undisturbed(values: Sequence[float]) -> float:
-    """The lower quartile: other programs only ever make a message later."""
+    """The lower quartile, since other programs can only make a message later."""
     return quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
 
 
 def rising_with_size(row: Sequence[float]) -> list[float]:
-    """A smaller message costs no more than a larger one: where it seems to, something else ran."""
+    """Makes the costs rise with the size. If a smaller message seems to cost more than a larger one, it
+    was disturbed.
+    """
     return list(accumulate(reversed(row), min))[::-1]
 
 
@@ -154,7 +156,7 @@ def _steps(num_ranks: int, size: int, steps: int) -> tuple[list[Timeline], float
 
 
 def _gaps(timelines: list[Timeline], rank: int, before: str, after: str) -> list[float]:
-    """Milliseconds between neighbouring ops of a rank of these kinds, the first such pair of each step left out."""
+    """Milliseconds between neighbouring ops of these kinds on a rank, without the first such pair of each step."""
     found = []
     for timeline in timelines:
         row = timeline.rows[rank]
@@ -185,10 +187,10 @@ def _reduce(size: int, steps: int, meet: Callable[[], None]) -> float:
 
 
 def _of_copies(rank: int, size: int, steps: int, meet: Callable[[], None], exchange: Exchange) -> float:
-    """Milliseconds until what a stage's copies on two ranks have in common is the same on both.
+    """Milliseconds until a stage's copies on two ranks have the same values.
 
-    By the code that pipelines run, for about as many tensors as a block of a model has. Rank 0 has the copy, so it is
-    the last to be done.
+    It runs the code of real pipelines, for about as many tensors as a block of a model has. Rank 0 has the copy, so
+    it is done last.
     """
     group = dist.group.WORLD
     assert group is not None, "ranks are here"

@@ -25,12 +25,12 @@ WARM_UPS = 3
 def run(
     settings: Settings, config: GPTConfig | None, task: dict[str, Any], rank: int, meet: Callable[[], None]
 ) -> dict[str, Any]:
-    """Steps of `task["schedule"]` on every replica of the settings' mesh, with updates: of a GPT on random tokens, of
-    a person's own model on their data.
+    """Runs steps of `task["schedule"]`, with updates, on every replica of the settings' mesh: of a GPT on random
+    tokens, or of the user's own model on their data.
 
-    Ranks start each step together (`meet`), as they do in training, where a step ends for all at its loss.
-    Returns milliseconds and clocks of every step on this rank, the steps' makespans, the most bytes of tensors that
-    one more step held, and on rank 0 the mean op times by stage.
+    Ranks start each step together (`meet`), as in training, where a step ends for all ranks at its loss. Returns
+    milliseconds and clocks of every step on this rank, the steps' makespans, the most bytes of tensors that one more
+    step held, and on rank 0 the mean op times by stage.
     """
     schedule = from_json(task["schedule"])
     model = open_task(settings, schedule)
@@ -72,7 +72,7 @@ def run(
 
 
 def _random_tokens(config: GPTConfig, num_samples: int) -> TaskData:
-    """The same batch again and again."""
+    """One batch of random tokens, which is repeated."""
     draws = torch.Generator().manual_seed(1)
     shape = num_samples, config.context
     batch = Example(*(torch.randint(0, config.vocab_size, shape, generator=draws) for _ in range(2)))

@@ -1,4 +1,4 @@
-"""What is tuned: a GPT by its sizes, or another model that `penstock train` takes, in layers as it cuts them."""
+"""The model that is tuned: a GPT by its sizes, or another model that `penstock train` takes, in the same layers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TunedModel:
 
     @property
     def digest(self) -> str:
-        """A number that tells its structure from another's."""
+        """A hash of its structure."""
         return hashlib.sha256(json.dumps(self.structure, sort_keys=True).encode()).hexdigest()[:32]
 
     def require_again(self, recompute: bool | None) -> None:
@@ -96,8 +96,8 @@ def tuned_model(settings: Settings, runs_here: bool = True) -> TunedModel:
 
 
 def why_no_shared_ends(settings: Settings, num_ranks: int) -> str:
-    """Why ranks can't share the embedding and the head of the model that the settings ask for: what `penstock train`
-    says of a schedule in which they do. Empty where they can.
+    """Why ranks can't share the embedding and the head of the model that the settings ask for: the error of `penstock
+    train` for a schedule in which they do. Empty if they can.
     """
     if settings.model == CLIP:
         return f"--model {CLIP} has an embedding for each tower, and no head"
@@ -112,7 +112,7 @@ def gpt_model(name: str, config: GPTConfig, title: str | None = None) -> TunedMo
     """A GPT of some sizes.
 
     Args:
-        name: of the preset. title: what to call it, if its sizes are others.
+        name: of the preset. title: the name to show, if its sizes are others.
     """
     return TunedModel(
         name=title or name,
@@ -127,7 +127,7 @@ def gpt_model(name: str, config: GPTConfig, title: str | None = None) -> TunedMo
 
 
 def _clip(settings: Settings) -> TunedModel:
-    """A CLIP: the layers of its towers one tower after another, and the contrast."""
+    """A CLIP: the layers of its towers, tower by tower, and the contrast."""
     config, parts = clip_config(settings), parts_of(settings)
     return TunedModel(
         name=f"clip {words_of_sizes(settings)}",
@@ -167,7 +167,7 @@ def parts_of(settings: Settings) -> dict[str, TunedModel]:
 
 
 def _layered(settings: Settings) -> TunedModel:
-    """A BERT, or a model of Hugging Face's; of the latter, blocks may differ from one another."""
+    """A BERT, or a model of Hugging Face's. In the latter, blocks may differ from one another."""
     task = open_layers(settings)
     num_layers, sizes = len(task.layer_costs), words_of_sizes(settings, bert_presets.get(settings.preset))
     path = settings.model if is_path(settings.model) else None
@@ -191,7 +191,7 @@ def _layered(settings: Settings) -> TunedModel:
 
 
 def _own(settings: Settings) -> TunedModel:
-    """A person's own, built and tried once, on a whole batch."""
+    """A model of the user's own, built and tried once, on a whole batch."""
     task = OwnTask(settings, build("gpipe", 1, 1))
     tried = task.tried()
     cut = split(tried.model, example=tried.inputs)

@@ -1,4 +1,4 @@
-"""Runs the best candidates for real, one process per rank, and sets measured beside predicted."""
+"""Runs the best candidates, one process per rank, and compares measured and predicted steps."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from penstock.tune.tuned_model import TunedModel
 from penstock.tune.work import WorkerAnswer, run_job
 
 DISTURBED = 0.25
-"""Cores that other programs may take from the ranks in a step that counts; a step is too short to tell less."""
+"""Cores that other programs may take from the ranks in a step that counts. A step is too short to measure fewer."""
 
 FEWEST = 3
-"""Undisturbed steps that are enough to leave the others out."""
+"""If there are so many undisturbed steps, the others are left out."""
 
 
 @dataclass(frozen=True)
 class MeasuredCandidate:
-    """What a candidate took.
+    """The measured steps of a candidate.
 
     Attributes:
         step: the median step (ms); a step lasts until its slowest rank is done. Steps in which other programs took
-            cores from the ranks are left out, if enough others are there.
+            cores from the ranks are left out, if there are enough others.
         makespan: of the same steps, from first op to last, their median.
-        undisturbed: how many steps were, of `steps`.
+        undisturbed: how many of the `steps` were undisturbed.
         others: cores that other programs kept busy in the steps that counted; None if that is not known.
         steps: every step.
-        peak_bytes: most bytes of tensors that a rank held in a step, of each rank of a replica; the highest of all
-            replicas.
+        peak_bytes: for each rank of a replica, the most bytes of tensors that it held in a step; the highest
+            of all replicas.
     """
 
     step: float
@@ -59,7 +59,7 @@ def verify(
     rounds: int = 2,
     say: Callable[[str], None] | None = None,
 ) -> dict[TuneCandidate, MeasuredCandidate]:
-    """Runs each candidate `rounds` times, in alternation among those with as many ranks.
+    """Runs each candidate `rounds` times, in alternation with those of as many ranks.
 
     An interrupt returns what was measured so far.
 
@@ -100,7 +100,7 @@ def trial_task(candidate: TuneCandidate, settings: Settings, model: TunedModel, 
 
 
 def _peaks(told: Sequence[WorkerAnswer]) -> tuple[float, ...]:
-    """By rank of a replica, the highest of all replicas and rounds."""
+    """For each rank of a replica, the highest of all replicas and rounds."""
     highest: dict[int, float] = {}
     for rank in (rank for answer in told for rank in answer.ranks):
         place = rank["pipeline_rank"]

@@ -30,7 +30,7 @@ Task = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class WorkerAnswer:
-    """What every rank answered to one task, by rank, and how many cores other programs kept busy meanwhile."""
+    """The answers of all ranks to one task, by rank, and how many cores other programs kept busy meanwhile."""
 
     ranks: list[Any]
     others: float | None
@@ -46,8 +46,8 @@ def run_job(
     """Starts one process per rank on this machine, lets them do the tasks, and returns their answers.
 
     Args:
-        say: gets the text of each task before the ranks start.
-        keep: gets the number and answer of each task that was done, also where the whole was interrupted.
+        say: is called with the text of each task before the ranks start.
+        keep: is called with the number and answer of each task that was done, even if the job is interrupted.
 
     Raises:
         RanksFailed: a rank ended without an answer; the message names the first.
