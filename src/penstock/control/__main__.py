@@ -1,10 +1,10 @@
-"""A controller as a filter: its log's first line and events in, its whole log out.
+"""A controller as a filter: the first line of its log and events go in, its whole log comes out.
 
     python -m penstock.control < events.jsonl > control.jsonl
 
-A process of its own, so that deciding never holds up a rank.
-A line `{"record": {"links": {"6:7": 60.1}, ...}}` comes back with `simulated_ms`: how long an iteration of what runs
-now takes by simulation, with those delays (ms). It ends with its input.
+It is a separate process, so that deciding never delays a rank. A line `{"record": {"links": {"6:7": 60.1}, ...}}`
+comes back with `simulated_ms`: the simulated time of an iteration of what runs now, with those delays (ms). The
+process ends with its input.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def follow(lines: Iterable[str], write: Callable[[str], object]) -> None:
 
 
 def warm_up(controller: Controller) -> None:
-    """Simulates what could run on links of which nothing is known: the first choice then is as quick as later ones.
+    """Simulates what could run on links of which nothing is known, so that the first choice is as quick
+    as later ones.
 
-    What it finds is remembered by the functions that simulate, not by the controller, so no decision depends on it.
+    The functions that simulate remember the results, and the controller does not. So no decision depends on this.
     """
     job = controller.job
     links = Links(dict.fromkeys(((rank, rank + 1) for rank in range(job.num_ranks - 1)), job.mean_op))

@@ -1,4 +1,4 @@
-"""Links that are late and not answered: what stood in the way, and what would help, by simulation.
+"""Links that are late and for which nothing is changed: the reason, and what would help, by simulation.
 
 links 2:3 are late by 120 ms: steps take 633 ms instead of 97
   why     nothing within the memory of each rank saves 2% (simulated 633 ms, at best 628)
@@ -22,13 +22,13 @@ from penstock.library import build
 from penstock.schedule import Schedule, ScheduleError
 
 MORE = (1, 2, 4, 8)
-"""Activations of the largest stage that each rank may hold more, tried one after the other."""
+"""Extra activations of the largest stage that each rank may hold; these numbers are tried one after the other."""
 OTHERS = ("zb", "zb-h2", "zb-h1", "1f1b", "gpipe")
 """Library schedules of one stage per rank that are tried as another start."""
 
 
 class Obstacle(StrEnum):
-    """What stood in the way of an answer.
+    """Why nothing is changed.
 
     Examples:
         >>> import penstock as ps
@@ -151,8 +151,9 @@ def _read(late: Mapping[str, float]) -> tuple[tuple[Link, float], ...]:
 
 
 def what_would_help(job: Job, now: Configuration, measured: Measured) -> tuple[Help, ...]:
-    """The least more memory per rank that lets some candidate save `job.least_gain`, and the library schedule that
-    would be fastest as a start, where it is faster by as much. Both are simulated under the links as measured."""
+    """The least additional memory per rank with which some candidate saves `job.least_gain`, and the library schedule
+    that would be the fastest to start with, if it saves as much. Both are simulated under the links as measured.
+    """
     unit = max(job.costs.activation)
     ms_now = predict(job, now, measured.scenarios)
     enough = ms_now * (1 - job.least_gain)
@@ -180,7 +181,7 @@ def what_would_help(job: Job, now: Configuration, measured: Measured) -> tuple[H
 
 
 def _with_more(job: Job, more: float) -> Job:
-    """The job with more room per rank: in host memory where links may be delegated, else on the device."""
+    """The job with more room per rank: in host memory if links may be delegated, otherwise on the device."""
     if job.may_delegate:
         return replace(job, host_memory=tuple(limit + more for limit in job.host_limits))
     return replace(job, start=replace(job.start, caps=tuple(cap + more for cap in job.start.caps)))
@@ -191,7 +192,7 @@ def _lifted(job: Job, now: Configuration) -> Configuration:
 
 
 def _best_other(job: Job, measured: Measured) -> tuple[float, Schedule] | None:
-    """The fastest of `OTHERS`, under each dispatch that may be chosen, each with what its own order holds."""
+    """The fastest of `OTHERS`, under each dispatch that may be chosen. Each may hold what its own order needs."""
     found: list[tuple[float, Schedule]] = []
     start = job.start.schedule
     if start.num_stages != job.num_ranks:

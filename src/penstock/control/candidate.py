@@ -48,9 +48,9 @@ class Action(StrEnum):
     REPLAN_AND_DELEGATE = "re-plan and delegate"
     UNDELEGATE = "stop delegating"
     MOVE = "move nodes"
-    """Nodes of a mesh change places, and what runs there may change with them."""
+    """Nodes of a mesh change places, and perhaps what runs on them."""
     TAKE_BACK = "take back"
-    """What ran before a change that did not bring what was promised."""
+    """The configuration before a change that did not bring what was promised."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Measured:
         down: frozenset[Link] = frozenset(),
         factors: Factors = (),
     ) -> Measured:
-        """Delays that stay."""
+        """Delays that do not change."""
         return cls((links,), links, links, late, down, factors)
 
 
@@ -167,7 +167,7 @@ def _candidate(job: Job, now: Configuration, then: Configuration) -> Candidate:
 
 
 def _link_sets(job: Job, now: Configuration, measured: Measured, may_return: bool) -> list[tuple[Link, ...]]:
-    """The sets of links that may be delegated: as now, all that are late or dead, and only those."""
+    """The sets of links that may be delegated: those of now, all that are late or dead, and only those."""
     sets = {now.delegated}
     if job.may_delegate:
         needed = measured.late | measured.down
@@ -209,7 +209,7 @@ def _schedules(
 
 
 def _in_order(schedule: Schedule, start: Schedule) -> Schedule | None:
-    """A schedule with the start's orders of microbatches, that of its sums; None where they do not fit."""
+    """A schedule with the start's orders of microbatches and of sums; None if they do not fit it."""
     if schedule.microbatch_orders == start.microbatch_orders:
         return schedule
     try:
@@ -228,7 +228,9 @@ def _key(links: Links, least: float) -> Delays:
 
 @lru_cache(maxsize=64)
 def _taken(schedule: Schedule, costs: Costs, delays: Delays, caps: tuple[float, ...]) -> Schedule | None:
-    """The order that a dynamic run takes, over links of any depth; None where the schedule does not fit."""
+    """The order in which a dynamic run would execute, over links of any depth; None if the schedule does
+    not fit the caps.
+    """
     order = order_of(schedule, costs)
     if any(not is_within(peak, cap) for peak, cap in zip(order.peaks, caps, strict=True)):
         return None
@@ -242,7 +244,7 @@ def _taken(schedule: Schedule, costs: Costs, delays: Delays, caps: tuple[float, 
 def _made(
     costs: Costs, num_microbatches: int, delays: Delays, caps: tuple[float, ...], rule: StageRule, initial: bool
 ) -> Schedule | None:
-    """The schedule of Algorithm 2, or of Algorithm 1 where `initial`; None where there is no room for it."""
+    """The schedule of Algorithm 2, or of Algorithm 1 if `initial`; None if there is no room for it."""
     links = Links(dict(delays))
     counts = None
     try:

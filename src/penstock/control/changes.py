@@ -1,4 +1,4 @@
-"""Change points of one measured number: suspected by two in a row, verified by those that follow.
+"""Change points of one measured number: suspected after two numbers in a row, and verified by those that follow.
 
     ms
      |                  x  x  x  x  x
@@ -10,10 +10,10 @@
             noise     suspected       suspected    12 in a row: verified, it fell
                               3 in a row: verified, it rose
 
-Level and deviation are the median, and what the middle of the values tells of their spread, since the last verified
-change, so a wild value moves neither. A rise that does not double the level needs more evidence than one that does,
-for there is less to lose by waiting. A fall needs most: leaving a remedy too early costs more than keeping it a
-while. Each time the number rises again soon after it fell, the next fall needs twice as many.
+The level is the median since the last verified change, and the deviation comes from the middle of the values. So a
+single wild value moves neither. A rise that does not double the level needs more evidence than one that does, since
+waiting costs less. A fall needs most evidence: to give up a remedy too early costs more than to keep it a while. Each
+time the number rises again soon after it fell, the next fall needs twice as many.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from statistics import median
 from penstock.control.robust_statistics import deviation
 
 SUSPICIOUS = 2
-"""Numbers in a row that make a suspicion: one alone is what noise is made of."""
+"""Numbers in a row after which a change is suspected. A single one is usually noise."""
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,13 @@ class Detector:
         return self._verify(level)
 
     def _rare(self) -> float:
-        """What about one in thirty numbers since the last change exceeds: where tails are heavy, more evidence is
-        needed for what lies among them."""
+        """The value that about one in thirty numbers since the last change exceeds. If the tails are heavy, more
+        evidence is needed for values within them.
+        """
         return sorted(self._regime)[-2] if len(self._regime) >= self.WINDOW // 2 else 0.0
 
     def restart(self) -> None:
-        """Forgets the level: what is measured from now on is something else."""
+        """Forgets the level, because something else is measured from now on."""
         self._regime.clear()
         self._pending = []
 

@@ -1,11 +1,11 @@
-"""A rehearsal: the controller against simulated iterations, on links that change between them or within them.
+"""A rehearsal: the controller with simulated iterations, on links that change between them or within them.
 
     simulate an iteration --> its messages' times --> Controller --> Decision
             ^                                                           |
             +------------- runs `delay` iterations later ---------------+
 
-It answers what a job would gain, before a job runs; the runtime then closes the same loop with real messages. Where
-the job has a mesh, links join its nodes, which are probed every few iterations.
+It says what a job would gain before the job runs. The runtime then closes the same loop with real messages. If the
+job has a mesh, links join its nodes, which are probed every few iterations.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Rehearsal:
 
     @property
     def ms(self) -> float:
-        """How long all took together."""
+        """The time of all iterations together."""
         return sum(each.ms for each in self.iterations)
 
 

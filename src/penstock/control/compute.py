@@ -22,12 +22,14 @@ from penstock.control.events import OpTimes
 from penstock.cost import Costs
 
 COMPUTE = "compute"
-"""The cause of what slow ops lead to, beside those of links."""
+"""The cause in decisions that slow ops lead to; the others are causes of links."""
 _SAME = 0.05
-"""A factor this near to 1 is 1: the stage is as it was."""
+"""A factor this near to 1 counts as 1: the stage is as it was."""
 
 Factors = tuple[tuple[int, str, float], ...]
-"""How many times as long ops take as assumed: (stage, kind, factor), what is not named as long as assumed."""
+"""(stage, kind, factor): ops take `factor` times as long as assumed. Ops that are not named take as long as
+assumed.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class ComputeChange:
 
 
 class ComputeWatch:
-    """Gathers one stage's op times, an iteration at a time."""
+    """Collects one stage's op times, iteration by iteration."""
 
     ITERATIONS = 16
 
@@ -78,7 +80,9 @@ class ComputeWatch:
 
     @property
     def factors(self) -> Mapping[str, float]:
-        """By kind, how many times as long its ops take as before the first change; without those that are as then."""
+        """By kind, how many times as long its ops take as before the first change. Kinds that did not
+        change are left out.
+        """
         return {kind: factor for kind, factor in self._factors.items() if abs(factor - 1) > _SAME}
 
     @property
@@ -107,7 +111,7 @@ class ComputeWatch:
         self._now |= dict(times.ms)
 
     def end_iteration(self) -> ComputeChange | None:
-        """Takes the iteration's times together; returns the change they verify, if they do."""
+        """Takes the times of the iteration together. Returns the change that they verify, if there is one."""
         if not self._now:
             return None
         now, self._now = self._now, {}
@@ -141,8 +145,9 @@ def _levels(rows: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
 
 
 def scaled(costs: Costs, factors: Factors) -> Costs:
-    """Costs with ops that take `factors` times as long as assumed; I and W follow B where B alone was measured, and
-    B follows them."""
+    """Costs whose ops take `factors` times as long as assumed. If only B was measured, I and W follow it; if I and W
+    were, B follows them.
+    """
     if not factors:
         return costs
     rows = {kind: list(row) for kind, row in (("F", costs.f), ("I", costs.i), ("W", costs.w), ("B", costs.b))}

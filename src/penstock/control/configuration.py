@@ -1,6 +1,6 @@
-"""What runs: a schedule, its dispatch, which links are delegated, how much each rank may hold. And its digest.
+"""What runs: a schedule, its dispatch, which links are delegated, and how much each rank may hold. With its digest.
 
-And the job, which stays the same: costs, memory, transport, and what a switch costs.
+Also the job, which stays the same: costs, memory, transport, and the price of a switch.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class Job:
         return tuple(cap + more for cap, more in zip(self.start.caps, self.host_limits, strict=True))
 
     def in_host(self, peaks: Sequence[float]) -> tuple[float, ...]:
-        """What of the activations that each rank holds at most waits in host memory."""
+        """How much of the most activations that each rank holds waits in host memory."""
         return tuple(
             0.0 if is_within(peak, cap) else peak - cap for peak, cap in zip(peaks, self.start.caps, strict=True)
         )
@@ -259,7 +259,7 @@ class Job:
 
 
 def transport_of(depth: int, delegated: Sequence[Link]) -> Blocking | Decoupled:
-    """Links that hold `depth` messages under way (0: any number), but for those that are delegated."""
+    """A transport whose links hold `depth` messages under way (0: no limit), except for delegated links."""
     return Blocking(depth, frozenset(delegated)) if depth else Decoupled()
 
 

@@ -62,13 +62,15 @@ from penstock.cost import Links
 from penstock.schedule import Schedule, check
 
 _AGES = (3, 8, 16, 32, 64)
-"""Iterations since the last change after which the choice is looked at again, with more known; then every 64."""
+"""Iterations since the last change after which the choice is made again, since more is known then. After
+that, every 64.
+"""
 _CLEAR = 0.25
-"""Share of a step by which a rise is so clear that changes taken back before do not make it wait."""
+"""A rise by this share of a step is clear: it does not wait because of changes that were taken back before."""
 _PROBES = 16
-"""Rounds of probes of which it is kept after which iteration they came."""
+"""How many rounds of probes are remembered, each with the iteration after which it came."""
 _SAY = 3
-"""Iterations after which a cause that nothing answers is spoken of; where links keep changing, twice as many."""
+"""Iterations after which a cause that nothing answers is reported; twice as many if links keep changing."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class Controller:
 
     @property
     def waiting(self) -> Decision | None:
-        """The decision of which it is not known yet whether all ranks run it."""
+        """The decision of which it is not yet known whether all ranks run it."""
         return self._waiting
 
     @property
@@ -193,7 +195,9 @@ class Controller:
 
     @property
     def predicted_mesh(self) -> float:
-        """What an iteration takes over the mesh (ms), its rings included, as its links were probed; 0 without one."""
+        """The predicted time of an iteration over the mesh (ms), with its rings, with the links as probed; 0
+        without a mesh.
+        """
         return 0.0 if self._nodes is None else self._nodes.iteration(self.now)
 
     def feed(self, event: Event) -> tuple[Decision, ...]:
@@ -248,7 +252,7 @@ class Controller:
         return self._forced()
 
     def _ended(self, number: int) -> Decision:
-        """The decision that was waiting, which is no longer."""
+        """Returns the decision that was waiting, and stops waiting for it."""
         if self._waiting is None or self._waiting.number != number:
             known = "none is" if self._waiting is None else f"{self._waiting.number} is"
             raise ControlError(f"news of decision {number}, but {known} waiting")
@@ -329,7 +333,9 @@ class Controller:
         return None if self._is_left_in_peace(event.number) else self._decide(news)
 
     def _is_left_in_peace(self, iteration: int) -> bool:
-        """Whether it is too soon after a change that the ranks dropped, be it one that was to be taken back."""
+        """Whether it is too soon after a change that the ranks dropped, even if it was to take another change
+        back.
+        """
         if iteration >= self._quiet_until:
             return False
         self._explain(Obstacle.PAUSE, "the ranks could not all take the last change, and are left in peace")
@@ -338,7 +344,7 @@ class Controller:
     # Nodes of a mesh.
 
     def _probe(self, event: Probed) -> Decision | None:
-        """Takes a round of probes between all nodes, and decides where nodes are to lie."""
+        """Takes a round of probes between all nodes, and decides where nodes should be."""
         nodes = self._nodes
         if nodes is None:
             raise ControlError("nodes were probed, and the job has no mesh whose nodes may move")
@@ -356,7 +362,9 @@ class Controller:
         return None if self._iteration < self._quiet_until else self._move(nodes)
 
     def _move(self, nodes: Orchestrator) -> Decision | None:
-        """The placement with the least predicted iteration, where that is another and worth its price."""
+        """The placement with the shortest predicted iteration, if it differs from the present one and is
+        worth its price.
+        """
         nodes.switched(nodes.mesh, self.now)
         found = nodes.look()
         if found is None or found.mesh == nodes.mesh:
@@ -404,7 +412,7 @@ class Controller:
         return self._waiting
 
     def _explain_nodes(self, obstacle: Obstacle, why: str, nodes: Orchestrator, simulated: float) -> None:
-        """Says once for each set of late nodes that they stay, and why; not where waiting may still change that."""
+        """Reports once for each set of late nodes that they stay, and why, unless waiting may still change that."""
         if obstacle in (Obstacle.PRICE, Obstacle.PAUSE) or not self._steps.are_enough:
             return
         if dict(self._told_of_nodes).keys() == nodes.late.keys():
@@ -417,7 +425,9 @@ class Controller:
         self._said.append(Unanswered(self._iteration, obstacle, why, (), calm, now, simulated, nodes=late))
 
     def _relocate(self, then: Configuration) -> None:
-        """Nodes lie elsewhere from the next iteration on: links join others, and are as late as these were probed."""
+        """Nodes change places from the next iteration on. Links then join other nodes, and are as late as
+        these were probed.
+        """
         assert self._nodes is not None, "only nodes of a mesh move"
         mesh = replace(self._nodes.mesh, nodes=then.nodes)
         self._nodes.switched(mesh, then)
@@ -432,7 +442,9 @@ class Controller:
         self._cause_seen = {key: each for key, each in self._cause_seen.items() if key[0] == key[1]}
 
     def _note_causes(self, news: Sequence[LinkChange | ComputeChange]) -> None:
-        """Keeps what is late since when, with the bound above which it still is; a new one voids an open trial."""
+        """Remembers what is late since when, and the bound above which it still counts as late. A new cause voids
+        an open trial.
+        """
         known = set(self._causes)
         for change in news:
             level = (change.change.before + change.change.after) / 2
@@ -454,7 +466,7 @@ class Controller:
             self._trial.void = True
 
     def _forget_causes(self) -> None:
-        """What has not been late for as long as a fall needs is no cause any more."""
+        """Forgets causes that have not been late for as long as a fall needs to be verified."""
         for key, (_, bound) in list(self._causes.items()):
             if self._monitor.is_late(key, bound):
                 self._cause_seen[key] = self._iteration
@@ -462,7 +474,7 @@ class Controller:
                 del self._causes[key], self._cause_seen[key]
 
     def _try(self, iteration: int, step: TimedStep) -> None:
-        """Hands the step to the trial of what runs, and takes its verdict."""
+        """Gives the step to the trial of what runs, and acts on its verdict."""
         trial = self._trial
         if trial is None or self._revert is not None:
             return
@@ -487,7 +499,7 @@ class Controller:
             self._trial = None
 
     def _take_back(self, verdict: Verdict) -> Decision:
-        """What ran before the change that a verdict is of."""
+        """Goes back to what ran before the change that a verdict is about."""
         check(self._proven.schedule)
         held = tuple(peaks(self._proven.schedule, self.job.costs))
         self._number += 1
@@ -509,7 +521,7 @@ class Controller:
         return self._age in _AGES or (self._age > 0 and self._age % _AGES[-1] == 0)
 
     def _forced(self) -> Decision | None:
-        """A dead link cannot wait for the iteration to end."""
+        """Decides about a dead link at once, since it cannot wait for the end of the iteration."""
         if self._waiting is not None or self._monitor.down <= set(self.now.delegated):
             return None
         self._look()
@@ -525,7 +537,7 @@ class Controller:
         self._rate = choose(self._scored, 0.0, self.job.least_gain)[1] if self._scored else 0.0
 
     def _timed(self, ms: float) -> TimedStep:
-        """The step that has just ended, which simulation can be asked of with the links and op times that it had."""
+        """The step that has just ended, with the links and op times that it had, so that it can be simulated."""
         step, factors = self._monitor.latest(self.now.delegated, ms), self._monitor.factors
 
         def simulated(
@@ -586,19 +598,20 @@ class Controller:
         return self._waiting
 
     def _is_clear(self) -> bool:
-        """Whether steps became so much slower that it cannot be noise."""
+        """Whether steps became so much slower that this cannot be noise."""
         rise = self._steps.rise
         return rise is not None and rise > max(_CLEAR * median(self._steps.calm), 2 * TELLS * self._steps.error())
 
     def _is_barred(self, candidate: Candidate) -> bool:
-        """Whether it was tried for what is the cause now, and taken back."""
+        """Whether it was tried for the present cause before, and taken back."""
         what = _what(candidate.action, candidate.configuration)
         cause = {key: ms for key, (ms, _) in self._causes.items()}
         return candidate.action is not Action.KEEP and any(each.bars(what, cause) for each in self._taken_back)
 
     def _doubt(self, gain: float) -> tuple[Obstacle, str] | None:
-        """Why a simulated gain (ms) is not worth trying: measured steps could not show it, neither by themselves nor
-        each held against its own links."""
+        """Why a simulated gain (ms) is not worth a trial: measured steps could not show it, neither directly nor each
+        compared with its own links.
+        """
         doubt = self._doubt_by_steps(gain)
         if doubt is None:
             return None
@@ -629,7 +642,7 @@ class Controller:
         return None
 
     def _say_why(self, allowed: Sequence[Scored], gain: float, returning: bool, wary: bool) -> None:
-        """Says why what runs now stays though a cause is there."""
+        """Says why what runs stays although there is a cause to change it."""
         if not self._is_time_to_say():
             return
         now = self._scored[0]
@@ -657,7 +670,7 @@ class Controller:
         return bool(self._causes) and not self._answered and (self._age >= _SAY or since >= 2 * _SAY)
 
     def _explain(self, obstacle: Obstacle, why: str) -> None:
-        """Says once for each cause that nothing is changed for it, and why."""
+        """Reports once for each cause that nothing is changed for it, and why."""
         if not self._is_time_to_say() or self._measured is None or not self._scored:
             return
         if obstacle is Obstacle.PAUSE and self._iteration - self._cause_since < 2 * _SAY:
@@ -682,5 +695,5 @@ class Controller:
 
 
 def _what(action: Action, then: Configuration) -> tuple[Action, object]:
-    """What a change is, as far as it is not to be tried again for the same cause."""
+    """What identifies a change, so that it is not tried again for the same cause."""
     return action, then.nodes if action is Action.MOVE else then.delegated

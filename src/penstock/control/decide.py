@@ -1,9 +1,9 @@
-"""The choice: simulated iteration time under the measured links, and ski rental for what switching costs.
+"""The choice: simulated iteration time under the measured links, and ski rental for the price of switching.
 
-Ski rental (FALCON, arXiv 2410.12588): a skier who does not know how long the snow lasts rents until the rents add
-up to the price, then buys; that costs at most twice what a seer would pay. Here the rent is what is lost in each
-iteration to not running the best candidate. The cheap remedies come first, the dearer ones when the loss has reached
-their price.
+Ski rental (FALCON, arXiv 2410.12588): a skier does not know how long the snow will last. He rents until the rents add
+up to the price, and then buys. This costs at most twice as much as if he had known. Here the rent is what each
+iteration loses because the best candidate does not run. So cheap remedies come first, and a dearer one when the loss
+has reached its price.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _error(then: Scored, now: Scored) -> float:
 
 
 def _stands_the_worst(back: Scored, now: Scored) -> bool:
-    """Whether going back would be no slower either where links are as late as they were at worst."""
+    """Whether going back would be no slower even if links were as late as at worst."""
     return back.worst is None or now.worst is None or back.worst <= now.worst * (1 + EPSILON)
 
 
@@ -204,7 +204,7 @@ def trial(costs: Costs, depth: int, configuration: Configuration, links: Links) 
 
 
 def _through_delegates(conditions: Links, configuration: Configuration, added: float) -> Links:
-    """Conditions whose delegated links are later by `added` ms."""
+    """Conditions in which delegated links are later by `added` ms."""
     found = {}
     for link, condition in conditions.conditions.items():
         found[link] = condition

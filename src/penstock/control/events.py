@@ -1,13 +1,14 @@
-"""What the controller is told: messages timed, iterations ended, links gone and back, switches made.
+"""Events for the controller: messages timed, iterations ended, links dead and alive again, switches made.
 
-Events are values, and each is one line of JSON, so that a run's log replays:
+Events are values, and each is one line of JSON, so that a run's log can be replayed:
 
     {"transfers": {"0:1": [16777216.0, [30.0, 30.2, 61.0], 0.0, 0.0]}}     bytes, times, busy for, held
     {"ops": {"3:3": {"F": [9.98, 10.1], "I": [9.97, 10.1]}}}       of rank 3, stage 3: times of two halves
     {"iteration": {"number": 7, "ms": 412.0}}
 
-What a rank reports of an iteration is small: `Transfers` for each direction that it received on, `OpTimes` for each
-stage that it ran. Those are what a controller should be fed; a `Transfer` is one message, for what comes one by one.
+What a rank reports about an iteration is small: `Transfers` for each direction on which it received messages, and
+`OpTimes` for each stage that it ran. A controller should be fed these. A `Transfer` is one message, for messages that
+come one by one.
 """
 
 from __future__ import annotations

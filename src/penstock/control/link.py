@@ -32,10 +32,12 @@ class Cause(StrEnum):
     LATENCY = "latency"
     BANDWIDTH = "bandwidth"
     OCCUPANCY = "occupancy"
-    """The link is busy with each message: for its size, or for something else, which equal sizes do not tell."""
+    """The link is busy with each message: because of its size, or for another reason that equal sizes do not show."""
     LOSS = "loss"
     DELAY = "delay"
-    """Any of latency, bandwidth, occupancy: sizes are equal, and too few messages were under way together."""
+    """Latency, bandwidth or occupancy: sizes are equal, and too few messages were under way together to tell
+    which.
+    """
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,17 @@ class LinkEstimate:
 
 
 _LEAST_SPREAD = 1.5
-"""Largest size over smallest from which on latency and bandwidth are told apart."""
+"""Largest size divided by smallest from which on latency and bandwidth are told apart."""
 _FEWEST = 3
 """Messages of one size that a fit takes into account."""
 LATE = 8.0
 """Deviations above its expected time from which on a message counts as late."""
 COUNTED = 16
-"""Messages of which the share of late ones is counted: one of four says little."""
+"""Messages over which the share of late ones is counted. One of four would say little."""
 LATE_SHARE = 0.15
-"""Share of late messages that, in a row of iterations, speaks for loss: 1% of wild values does not come near."""
+"""Share of late messages that indicates loss, if it lasts for several iterations. 1% of wild values stays far
+below.
+"""
 
 
 def estimate(
@@ -132,10 +136,10 @@ def estimate(
 
 
 def cause_of(before: LinkEstimate, after: LinkEstimate) -> Cause:
-    """What of a link changed most between two estimates.
+    """What changed most about a link between two estimates.
 
-    Loss, where messages far above the others make up most of the change, or hold up others; else what explains more
-    of the change of a message of middling time: latency, or how long the link is busy with it.
+    It is loss if messages far above the others make up most of the change, or hold up others. Otherwise it is what
+    explains more of the change of a message of median time: latency, or how long the link is busy with it.
     """
     rise = after.delay - before.delay
     in_late = (after.mean - after.delay) - (before.mean - before.delay)
@@ -194,14 +198,14 @@ class LinkChange:
 
 
 def looked_at_again(change: LinkChange, now: LinkEstimate | None) -> LinkChange:
-    """The change with the cause that what is known by now speaks for."""
+    """The change, with its cause determined again from what is known now."""
     if now is None or change.cause is Cause.LOSS:
         return change
     return replace(change, cause=cause_of(change.before, now))
 
 
 class LinkWatch:
-    """Gathers one direction's messages, an iteration at a time.
+    """Collects one direction's messages, iteration by iteration.
 
     Attributes:
         delays: mean delay of each iteration (ms) since the last verified change, latest last.
@@ -230,7 +234,7 @@ class LinkWatch:
 
     @property
     def busy(self) -> float | None:
-        """How long the link is busy with a message (ms) since the last verified change; None where not told."""
+        """How long the link is busy with a message (ms) since the last verified change; None if unknown."""
         told = [busy for busy, _ in self._told if busy is not None]
         return median(told) if told else None
 
@@ -311,7 +315,7 @@ class LinkWatch:
         return tuple(ms for _, ms in self._regime[-1 - back % len(self._regime)]) if self._regime else ()
 
     def restart(self) -> None:
-        """Forgets all: messages take another path from now on."""
+        """Forgets everything, because messages take another path from now on."""
         self._delay.restart()
         self._late.restart()
         self._now, self._told_now = [], (None, 0.0)
@@ -341,6 +345,6 @@ class LinkWatch:
 
 
 def _halves(times: list[float]) -> tuple[list[float], list[float]]:
-    """The iteration's first and second half; the whole twice where it is too short for that."""
+    """The iteration's first and second half; the whole iteration twice if it is too short to be divided."""
     middle = len(times) // 2
     return (times[:middle], times[middle:]) if middle > 1 else (times, times)

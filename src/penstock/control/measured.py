@@ -1,7 +1,7 @@
-"""What is known of all links and all stages together: what the controller's choice rests on.
+"""What is known of all links and all stages together, on which the controller's choice is based.
 
-Transfer, Transfers ---> one LinkWatch a direction  ---+
-OpTimes             ---> one ComputeWatch a stage   ---+---> changes, and `Measured`: links and costs as they are
+Transfer, Transfers ---> one LinkWatch per direction  ---+
+OpTimes             ---> one ComputeWatch per stage   ---+---> changes, and `Measured`: links and costs as they are
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Constant, Trace
 
 _SCENARIOS = 3
-"""Iterations that stand for all where delays differ from one to the next."""
+"""Iterations that represent all, if delays differ from one iteration to the next."""
 _RECENT = 32
-"""Iterations that say how much their times vary."""
+"""Iterations from which the variation of their times is computed."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,9 @@ class JobMonitor:
         self._links[event.link].feed(event)
 
     def end_iteration(self, ms: float) -> list[LinkChange | ComputeChange]:
-        """The changes that the measurements of an iteration of `ms` verify. What one direction does not tell the
-        other may."""
+        """The changes that the measurements of an iteration of `ms` verify. If one direction of a link does not show
+        the cause, the other one may.
+        """
         news: list[LinkChange | ComputeChange] = []
         self._times.append(ms)
         least = self._least()
@@ -123,21 +124,22 @@ class JobMonitor:
         ]
 
     def again(self, change: LinkChange | ComputeChange) -> LinkChange | ComputeChange:
-        """A change of some iterations ago, with its cause as far as it is known by now."""
+        """A change of some iterations ago, with its cause as known by now."""
         return (
             looked_at_again(change, self._links[change.link].estimate()) if isinstance(change, LinkChange) else change
         )
 
     def move(self, moved: Collection[Link], delegated: Collection[Link]) -> None:
-        """Messages of links in `moved` take another path from now on; until now those in `delegated` went by
-        delegates."""
+        """Messages of the links in `moved` take another path from now on. Until now those of the links in `delegated`
+        went through delegates.
+        """
         for link, watch in self._links.items():
             if undirected(link) in moved:
                 self._known[link] = self._delays(link, delegated)
                 watch.restart()
 
     def relocate(self, late: Mapping[Link, float]) -> None:
-        """Every link lies between other nodes from now on; what is known of it is how late (ms) it is there."""
+        """Every link joins other nodes from now on. All that is known of it is how late (ms) it is there."""
         for watch in self._links.values():
             watch.restart()
         self._known = {link: (late.get(undirected(link), 0.0),) for link in self._links}
@@ -190,8 +192,9 @@ class JobMonitor:
         return any(row and fmean(row) >= bound for row in rows)
 
     def _least(self) -> float:
-        """The smallest delay (ms) that can be a cause: one that each microbatch pays there and back without showing
-        above the noise of an iteration is none."""
+        """The smallest delay (ms) that can be a cause. If each microbatch pays a delay there and back, and it still
+        does not show above the noise of an iteration, it is not a cause.
+        """
         if self.job.least_delay is not None or not self._times:
             return 0.0
         middle = median(self._times)
@@ -210,7 +213,7 @@ class JobMonitor:
         return self._stages[key]
 
     def _busy(self, link: Link) -> float:
-        """How long the link is busy with a message (ms); what is not known of this direction the other may tell."""
+        """How long the link is busy with a message (ms). If this direction does not show it, the other may."""
         found = self._links[link].busy
         other = self._links.get(link[::-1])
         if found is None and other is not None and other.busy:
@@ -218,12 +221,12 @@ class JobMonitor:
         return found or 0.0
 
     def _own(self, link: Link, delays: Sequence[float], delegated: Collection[Link]) -> tuple[float, ...]:
-        """Delays of the link's own path: what delegates add is taken off."""
+        """Delays of the link's own path, without what delegates add."""
         added = self.job.delegate_ms if undirected(link) in delegated else 0.0
         return tuple(max(0.0, delay - added) for delay in delays)
 
     def _delays(self, link: Link, delegated: Collection[Link]) -> tuple[float, ...]:
-        """Recent delays of the link's own path, one an iteration."""
+        """Recent delays of the link's own path, one per iteration."""
         return self._own(link, self._links[link].delays, delegated) or self._known.get(link, (0.0,))
 
     def _is_steady(self, link: Link, delegated: Collection[Link]) -> bool:
@@ -235,12 +238,14 @@ class JobMonitor:
     def _scenario(
         self, link: Link, row: Sequence[float], back: int, delegated: Collection[Link], ms: float, busy: float
     ) -> LinkCondition:
-        """The link as it was `back` iterations ago: each message's delay, evenly laid over an iteration of `ms`."""
+        """The link as it was `back` iterations ago: the delays of its messages, spread evenly over an
+        iteration of `ms`.
+        """
         return _laid(self._own(link, self._links[link].times(back), delegated) or (row[-1],), ms, busy)
 
 
 def _laid(delays: Sequence[float], ms: float, busy: float) -> LinkCondition:
-    """A link whose messages were so late, laid evenly over an iteration of `ms`."""
+    """A link whose messages had these delays, spread evenly over an iteration of `ms`."""
     late = tuple(max(0.0, delay - busy) for delay in delays)
     step = ms / len(delays)
     times = tuple(step * at for at in range(len(delays)))

@@ -1,7 +1,8 @@
-"""Iteration times of a mesh whose nodes may lie on any of its coordinates, each part of it simulated once.
+"""Iteration times of a mesh whose nodes may be at any of its coordinates. Each part of an iteration is
+simulated once.
 
-What an iteration takes depends on the placement through the conditions of its links alone: those of each replica's
-pipeline, and those of each rank's ring. Few of these differ, so they are numbered, and what was found is kept:
+The time of an iteration depends on the placement only through the conditions of its links: those of each replica's
+pipeline, and those of each rank's ring. Few of these conditions differ, so they are numbered, and results are kept:
 
     nodes --> replica 0: (0, 0, 3)  replica 1: (0, 0, 0)      conditions of the links of each pipeline, by number
               rank 0: (1, 0)  rank 1: (0, 0) ...              and of each ring
@@ -27,7 +28,7 @@ Numbers = tuple[int, ...]
 
 
 class PlacementKind(NamedTuple):
-    """What tells placements apart: the links of each replica's pipeline, and of each rank's ring."""
+    """What distinguishes placements: the links of each replica's pipeline, and of each rank's ring."""
 
     pipelines: tuple[Numbers, ...]
     rings: tuple[Numbers, ...]
@@ -56,7 +57,7 @@ class MeshTimes:
 
     @property
     def marked(self) -> tuple[int, ...]:
-        """The nodes with a link unlike the others; all others may stand for each other."""
+        """The nodes with a link that differs from the others. All other nodes are interchangeable."""
         return tuple(sorted({node for pair in self.links.conditions for node in pair}))
 
     def kind(self, mesh: Mesh) -> PlacementKind:
@@ -72,7 +73,7 @@ class MeshTimes:
         return PlacementKind(tuple(pipelines), tuple(rings))
 
     def iteration(self, mesh: Mesh, configuration: Configuration | None = None) -> float:
-        """Milliseconds of an iteration; of the job's start where no configuration is given."""
+        """Milliseconds of an iteration; by default with the configuration at the job's start."""
         return self.of_kind(self.kind(mesh), configuration)
 
     def of_kind(self, kind: PlacementKind, configuration: Configuration | None = None) -> float:

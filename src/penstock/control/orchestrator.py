@@ -1,13 +1,13 @@
-"""Watches the links between the nodes of a mesh, and says where the nodes should lie.
+"""Watches the links between the nodes of a mesh, and says where the nodes should be.
 
     probes of all links --> a Detector each --> verified: 6:7 is 30 ms late --> rerank --> Reranking, or None
 
-A link that is late from the first probe on never changes: once its level is known it is held against what others
-take.
+A link that is late from the first probe on never changes. So once its level is known, it is compared with that
+of other links.
 
-A collective makes all who wait for it look slow and hides who is late, so links are measured and not rings: a short
-message there and back, between steps. What is decided is a function of what was fed, so every process that is fed the
-same decides the same, and nobody needs to be told.
+A collective makes all who wait for it look slow and hides who is late. So links are measured, and not rings: by a
+short message there and back, between steps. A decision is a function of what was fed. So every process that is fed
+the same decides the same, and need not be informed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.cost import LinkCondition, Links, Mesh, Ring
 from penstock.cost.over_time import Constant
 
 PROBES = Sensitivity(rise=2, small_rise=3, fall=6, calibration=3)
-"""A probe is the shortest of several round trips, so that fewer of them verify a change than messages in use do."""
+"""A probe is the shortest of several round trips. So fewer of them verify a change than with ordinary messages."""
 LEAST = 2.0
 """Milliseconds by which a link between nodes must be late to matter: below, a busy machine looks like a late link."""
 
@@ -93,8 +93,9 @@ class Orchestrator:
         return self.look() if self.verifies(probed) else None
 
     def verifies(self, probed: Mapping[Link, float]) -> bool:
-        """Takes a round of probes, as `feed` does, and says whether it verifies that the late links are others, or
-        later, than was known."""
+        """Takes a round of probes, as `feed` does. Says whether it verifies that other links are late than was known,
+        or that links are later.
+        """
         changed: list[Change] = []
         for link, ms in probed.items():
             if not all(0 <= node < self.mesh.num_nodes for node in link) or link[0] == link[1]:
@@ -114,9 +115,9 @@ class Orchestrator:
         return False
 
     def look(self) -> Reranking | None:
-        """What to do about the links as they are known; None where nothing is faster by the job's least gain.
+        """What to do about the links as they are known; None if nothing is faster by the job's least gain.
 
-        Looking takes a while where there are many nodes, so that what it came to is kept until something is another.
+        With many nodes this takes a while, so the result is kept until something changes.
         """
         known = self.mesh, self.now, {link: round(ms / self._least) for link, ms in self.late.items()}
         if self._looked is None or self._looked[0] != known:
@@ -136,7 +137,7 @@ class Orchestrator:
         return found if found.ms_then <= found.ms_now - gain else None
 
     def iteration(self, configuration: Configuration) -> float:
-        """The predicted time (ms) of an iteration that runs here, as links are known."""
+        """The predicted time (ms) of an iteration of what runs, with the links as they are known."""
         key = self.mesh, configuration, tuple(self.late.items())
         if key not in self._predicted:
             times = MeshTimes(self.job, self.mesh, self.conditions, self._ring)
@@ -151,11 +152,13 @@ class Orchestrator:
         return Links(late, default=self._usual)
 
     def switched(self, mesh: Mesh, configuration: Configuration | None = None) -> None:
-        """Nodes lie here now, and this runs."""
+        """Informs the orchestrator where nodes are now and what runs."""
         self.mesh, self.now = mesh, configuration or self.now
 
     def _late(self) -> dict[Link, float]:
-        """Links whose level lies above that of a quarter of all links by what matters: half of them may be late."""
+        """Links whose level exceeds the first quartile of all links by enough to matter. Half of the
+        links may be late.
+        """
         levels = {link: detector.level or 0.0 for link, detector in self._detectors.items()}
         usual = sorted(levels.values())[(len(levels) - 1) // 4]
         return {link: ms - usual for link, ms in levels.items() if ms - usual >= self._least}

@@ -1,4 +1,4 @@
-"""Medians, and how far numbers lie from theirs: what a few wild values do not move."""
+"""Medians, and deviations from them, which a few wild values do not change."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ TENTHS_APART = 2.5631
 
 
 def deviation(values: Sequence[float]) -> float:
-    """The standard deviation as the middle of the values tells it; 0 for one value.
+    """The standard deviation, estimated from the middle of the values; 0 for one value.
 
-    The larger of two: by the median absolute deviation, which half of the values may not move, and by the distance
-    between the first and the last tenth, which sees values that keep jumping between two levels.
+    It is the larger of two: one follows from the median absolute deviation, which half of the values may not move.
+    The other follows from the distance between the first and the last tenth, which shows values that keep jumping
+    between two levels.
     """
     middle = median(values)
     tenth, ordered = len(values) // 10, sorted(values)

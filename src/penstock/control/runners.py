@@ -17,7 +17,7 @@ from penstock.simulation.transport import Blocking, Decoupled
 
 @lru_cache(maxsize=16)
 def runner_of(costs: Costs) -> Runner:
-    """The runner for these costs; compiled where numba is loaded already, see `load`."""
+    """The runner for these costs. It is compiled if numba is loaded already, see `load`."""
     return Runner(costs)
 
 
@@ -27,9 +27,9 @@ def order_of(schedule: Schedule, costs: Costs) -> Order:
 
 
 def load() -> None:
-    """Loads compiled code, once a process: from then on trials run compiled, several times as fast.
+    """Loads compiled code, once per process. From then on trials run compiled, several times as fast.
 
-    It takes about a second; the first time on a machine it compiles, for some 20 seconds. Nothing needs it: the same
+    It takes about a second. The first time on a machine it compiles, for some 20 seconds. It is optional: the same
     code runs uncompiled. A job may call it in a thread of its own while it starts.
     """
     costs = Costs.uniform(2)

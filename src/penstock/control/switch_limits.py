@@ -1,9 +1,10 @@
-"""How much a switch must gain, and how soon it may follow the last: both grow with recent switches, against noise.
+"""How much a switch must gain, and how soon it may follow the last. Both grow with recent switches, as a guard
+against noise.
 
-Decisions rest on measurements, and the best of many candidates under noisy ones is in part the luckiest. The first
-few switches are free of this; each further one within some hundred iterations must gain half as much again, and
-leave twice as much time to the one before. One that was taken back counts twice. So whatever is measured, there are
-at most `most_decisions` in so many iterations. A dead link is not counted, and does not wait; nor does taking back.
+Decisions are based on measurements. Under noise, the best of many candidates is in part the luckiest. The first few
+switches are not limited. Each further one within some hundred iterations must gain half as much again, and must leave
+twice as much time to the one before. One that was taken back counts twice. So whatever is measured, there are at most
+`most_decisions` in so many iterations. A dead link is not counted and does not wait, and neither does taking back.
 
     decisions in the last 1024 iterations   0    1    2    3    4    5    6    7
     least gain, times the job's
@@ -18,7 +19,7 @@ from __future__ import annotations
 WINDOW = 1024
 """Iterations for which a switch counts."""
 FREE = 2
-"""Switches that are not limited where something has just changed."""
+"""Switches that are not limited if something has just changed."""
 _GROWTH, _MOST = 1.5, 8.0
 _FIRST_PAUSE = 6
 
@@ -38,8 +39,9 @@ class SwitchLimits:
         self._failed = [*(made for made in self._failed if made > iteration - WINDOW), iteration]
 
     def waits(self, iteration: int, clear: bool = False) -> bool:
-        """Whether it is too soon for another. `clear`: what it would answer cannot be noise, so that it waits for
-        those before it, but no longer because some of them were taken back."""
+        """Whether it is too soon for another switch. `clear`: what it would answer cannot be noise. It then waits for
+        the switches before it, but no longer because some of them were taken back.
+        """
         recent = self._recent(iteration)
         num = len(recent) + (0 if clear else len(self._failed_since(iteration)))
         return bool(recent) and iteration < recent[-1] + pause(num)
@@ -66,9 +68,9 @@ def pause(num_recent: int) -> int:
 
 
 def most_decisions(num_iterations: int) -> int:
-    """No more than so many switches in a row of iterations, but for those that dead links call for.
+    """The most switches in a number of iterations, without those that dead links force.
 
-    In any `WINDOW` iterations there are at most so many that the pauses between them still fit.
+    In any `WINDOW` iterations there are at most as many as the pauses between them allow.
     """
     num, used = 1, 0
     while used + max(1, pause(num)) < WINDOW:

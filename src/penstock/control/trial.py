@@ -73,8 +73,9 @@ class StepSimulation(Protocol):
     def __call__(
         self, configuration: Configuration, late: bool = True, sooner: Mapping[Link, float] = NO_LINKS
     ) -> float:
-        """With the links that were measured in the step, some of them `sooner` by so many ms; or, where not `late`,
-        with links that take no time."""
+        """Simulates with the links that were measured in the step, some of them `sooner` by so many ms; or, if not
+        `late`, with links that take no time.
+        """
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class SimulationResidual:
-    """What simulation leaves open of steps that it explains.
+    """How steps that simulation explains still differ from it.
 
     Attributes:
         offset: ms that a step takes longer than simulated, in the median.
@@ -120,8 +121,9 @@ def explained(
         after: steps of another configuration, which must be as much longer than simulated as those before.
 
     Returns:
-        None where they are too few, where they differ by no more than `WORSE` of their mean, so that there is
-        nothing to explain, or where less than `EXPLAINS` of their squared differences is accounted for.
+        None if there are too few steps; if they differ by no more than `WORSE` of their mean, so that
+            there is nothing
+        to explain; or if less than `EXPLAINS` of their squared differences is accounted for.
     """
     both = (*before, *after)
     if not before or len(both) < _FEWEST:
@@ -158,7 +160,7 @@ class StepTimes:
             self._num_since += 1
 
     def changed(self, num_steps: int, rose: bool) -> None:
-        """A change was verified that began in the last `num_steps` steps; `rose`: links got later, or ops slower."""
+        """A verified change began in the last `num_steps` steps; `rose`: links became later, or ops slower."""
         if self._num_since is not None and self._num_since <= _ONE_EVENT:
             self._rose = self._rose or rose
             return
@@ -177,7 +179,7 @@ class StepTimes:
 
     @property
     def calm(self) -> Sequence[float]:
-        """The steps (ms) before the change; all where there was none."""
+        """The steps (ms) before the change; all steps if there was none."""
         return tuple(step.ms for step in self._calm)
 
     @property
@@ -187,8 +189,9 @@ class StepTimes:
 
     @property
     def present(self) -> Sequence[TimedStep]:
-        """The steps as they are now: those since the change, without the one that was slow in part; the latest where
-        there was no change."""
+        """The steps as they are now: those since the change, without the one in which it happened; the latest steps
+        if there was no change.
+        """
         if self._num_since is None:
             return tuple(self._calm)[-_LATEST:]
         since = tuple(self._since)
@@ -217,7 +220,7 @@ class StepTimes:
 
     @property
     def rise(self) -> float | None:
-        """How much longer steps take (ms) since links became later, or ops slower; None where none did."""
+        """How much longer steps take (ms) since links became later or ops slower; None if neither did."""
         if not self._rose or not self._calm or not self.now:
             return None
         return median(self.now) - median(self.calm)
@@ -233,7 +236,7 @@ def both_ways(
     late: bool = True,
     sooner: Mapping[Link, float] = NO_LINKS,
 ) -> Sequence[tuple[float, float]]:
-    """Each step as measured and as simulated with `ran`, in ms; those of which nothing can be simulated left out."""
+    """Each step as measured and as simulated with `ran`, in ms. Steps that cannot be simulated are left out."""
     told = [(step.ms, step.simulated) for step in steps]
     return [(ms, simulated(ran, late, sooner)) for ms, simulated in told if simulated is not None and ran is not None]
 
@@ -293,11 +296,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Gains:
-    """What steps gained by a change, each with its own links.
+    """What a change gained in each step, computed with the links of that step.
 
     Attributes:
-        measured: the median gain of a step (ms), what ran before being simulated.
-        simulated: the same where what runs now is simulated too.
+        measured: the median gain of a step (ms); what ran before is simulated, what runs now is measured.
+        simulated: the same with both simulated.
         error: the standard error of `measured` (ms).
     """
 
@@ -366,8 +369,9 @@ class ChangeTrial:
         return [step.ms for step in self._after]
 
     def _gains(self) -> Gains | None:
-        """What each step since the switch gained, with the links that it had; None where simulation does not explain
-        the steps."""
+        """The gain of each step since the switch, with the links that it had; None if simulation does not
+        explain the steps.
+        """
         ran, runs = self.before.ran, self.runs
         before, after = both_ways(self.before.latest, ran), both_ways(self._after, runs)
         if ran is None or len(after) < len(self._after):
@@ -385,8 +389,8 @@ class ChangeTrial:
     def _added(self) -> Mapping[Link, float]:
         """What delegates may add (ms) to the delays of links that they have carried since the switch.
 
-        Their delays are measured on another path now. What most of them became later by is laid to the delegates, and
-        not to the links.
+        These delays are now measured on another path. What most of them increased by is attributed to the delegates,
+        and not to the links.
         """
         if self.before.ran is None or self.runs is None:
             return NO_LINKS
@@ -403,8 +407,9 @@ class ChangeTrial:
     def _explained_by_delays(
         self, before: Sequence[tuple[float, float]], after: Sequence[tuple[float, float]]
     ) -> SimulationResidual | None:
-        """Where links changed since the switch, it is enough if delays account for most of what steps have taken
-        longer since than without them, and that is more than noise."""
+        """If links changed since the switch, it is enough that delays account for most of the time that steps have
+        taken more since then than without delays, and that this is more than noise.
+        """
         if not self.void or len(before) < EARLY or not after:
             return None
         rows = [[ms - simulated for ms, simulated in row] for row in (before, after)]
@@ -482,14 +487,14 @@ class ChangeTrial:
 
 
 def _rise(before: Sequence[float], after: Sequence[float]) -> float:
-    """By how much the second median lies above the first, beyond noise."""
+    """By how much the second median exceeds the first, beyond noise."""
     noise = max(deviation(before), deviation(after))
     return median(after) - median(before) - ANSWERS * error_of(noise, len(before), len(after))
 
 
 @dataclass(frozen=True)
 class RevertedChange:
-    """A change that was taken back: what it was, and what it was to answer."""
+    """A change that was taken back: what it was, and the cause that it was to answer."""
 
     number: int
     what: object

@@ -56,5 +56,5 @@ __all__ = [
 
 
 def save_chart(figure: Figure, path: str | Path) -> None:
-    """Writes a chart as a file, whole or not at all. Raises ScheduleError where the disk does not take it."""
+    """Writes a chart as a file, whole or not at all. Raises ScheduleError if the disk refuses it."""
     write_whole(Path(path), str(figure))

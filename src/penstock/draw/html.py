@@ -66,7 +66,7 @@ def to_html(
 
 
 def script_json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in, whatever its strings hold."""
+    """JSON that cannot end the script element that contains it, whatever its strings hold."""
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -129,7 +129,7 @@ def _timeline(panel: Panel, kinds: Sequence[str]) -> dict[str, Any]:
 
 
 def _ms(value: float) -> float:
-    """To the tenth of a microsecond: smaller pages, and nothing that shows is lost."""
+    """Milliseconds to the tenth of a microsecond. Pages are smaller, and the difference cannot be seen."""
     rounded = round(value, 4)
     return int(rounded) if rounded == int(rounded) else rounded
 

@@ -9,5 +9,5 @@ _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
 def filled(template: str, slots: Mapping[str, str]) -> str:
-    """The template with every slot's text in its place; what the texts hold is not looked at again."""
+    """The template with a text in every slot. Slots in the texts themselves are not filled."""
     return _SLOT.sub(lambda slot: slots[slot[1]], template)

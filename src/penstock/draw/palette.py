@@ -1,6 +1,6 @@
-"""Colours of the op kinds: told apart by colour-blind readers, and by lightness in a grey print.
+"""Colours of the op kinds. Colour-blind readers can tell them apart, and they differ in lightness in a grey print.
 
-The hue says the kind. Where a rank hosts several stages, later ones are lighter.
+The hue shows the kind. If a rank hosts several stages, later ones are lighter.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The parts that charts are made of; `penstock.draw.chart` is what others use."""
+"""The parts of charts. Other packages use `penstock.draw.chart`."""

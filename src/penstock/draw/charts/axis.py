@@ -18,8 +18,8 @@ class Axis:
 
     Attributes:
         label: what it counts, with its unit.
-        low, high: its ends; by default from 0, or from the smallest value where some are negative or the scale is
-            logarithmic, to a round value above the largest.
+        low, high: its ends. By default it begins at 0, or at the smallest value if some are negative or the scale is
+            logarithmic, and ends at a round value above the largest.
         scale: linear or log.
         ticks: values with a mark, by default round ones.
         show: a value as text.
@@ -35,7 +35,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Scale:
-    """An axis laid between two pixels."""
+    """An axis between two pixels."""
 
     axis: Axis
     low: float
@@ -62,11 +62,11 @@ def laid(axis: Axis, values: Iterable[float], start: float, end: float, most: in
 
     Args:
         start, end: pixels of its ends.
-        most: marks at most.
-        tight: ends at the first and last value rather than at 0 and a round value above.
+        most: most marks.
+        tight: ends at the first and last value, instead of at 0 and a round value above.
 
     Raises:
-        CostError: nothing to show, or a logarithm of what is not above 0.
+        CostError: nothing to show, or a logarithm of a value that is not above 0.
     """
     known = sorted(value for value in values if math.isfinite(value))
     if not known and (axis.low is None or axis.high is None):
@@ -111,7 +111,7 @@ def _log(axis: Axis, least: float, largest: float, start: float, end: float) -> 
 
 
 def upright(scale: Scale, left: float, right: float) -> list[str]:
-    """An upright axis: faint lines from `left` to `right`, values left of them, the label above."""
+    """A vertical axis: faint lines from `left` to `right`, with values left of them and the label above."""
     lines = "".join(f"M{num(left)} {num(scale(tick))}H{num(right)}" for tick in scale.ticks)
     out = [f'<path class="pc-grid" d="{lines}"/>'] if lines else []
     out += [text(left - 8, scale(tick) + 4, scale.axis.show(tick), "soft", "end") for tick in scale.ticks]
@@ -119,7 +119,7 @@ def upright(scale: Scale, left: float, right: float) -> list[str]:
 
 
 def level_axis(scale: Scale, bottom: float) -> list[str]:
-    """A level axis below what is plotted: a line, ticks with their values, the label in the middle."""
+    """A horizontal axis below what is plotted: a line, ticks with their values, and the label in the middle."""
     marks = "".join(f"M{num(scale(tick))} {num(bottom)}v5" for tick in scale.ticks)
     out = [f'<path class="pc-axis" d="M{num(scale.start)} {num(bottom)}H{num(scale.end)}{marks}"/>']
     out += [text(scale(tick), bottom + 19, scale.axis.show(tick), "soft", "mid") for tick in scale.ticks]

@@ -1,6 +1,6 @@
-"""A chart drawn: SVG that stands alone as a file, or lies in a page that brings the charts' style once.
+"""A drawn chart: SVG that is a file by itself, or part of a page that holds the charts' style once.
 
-str(figure)          a whole file: its own style, light and dark ground, no font or file besides itself
+str(figure)          a whole file: its own style, light and dark background, no font or file besides itself
 figure.inline()      for a page whose style holds `STYLE`
 """
 
@@ -34,7 +34,7 @@ STYLE = f"""
 .pc-strong,.pc-whisker{{stroke:#eef2f7}}.pc-halo{{stroke:#0f151d}}.pc-pill{{fill:#0f151d}}
 .pc-over{{stroke:#0f151d}}}}
 """ + styles()
-"""What every chart needs, once a page."""
+"""Style that every chart needs, once per page."""
 
 _UNIT = re.compile(r"(\d) (ms|s|MB|GB)\b")
 _WIDE = {**dict.fromkeys("ijl.,:;'|!", 0.26), **dict.fromkeys("ftr()[]- /", 0.34), **dict.fromkeys("mwMW@%→", 0.86)}
@@ -48,8 +48,8 @@ class Figure:
         body: SVG elements.
         width, height: pixels.
         label: what it shows, in words, for those who do not see it.
-        comment: put into a file's first line, like the command that made it.
-        plot: the top and the bottom of what lies between the axes; None where there is no such place.
+        comment: for a file's first line, such as the command that made it.
+        plot: the top and the bottom of the area between the axes; None if there is no such area.
     """
 
     body: tuple[str, ...]
@@ -99,13 +99,13 @@ def text(x: float, y: float, shown: str, *names: str, title: str = "", more: str
 
 
 def text_width(shown: str, size: float = 12.0) -> float:
-    """About how wide a text is (pixels); on the wide side."""
+    """The approximate width of a text in pixels, rather too wide than too narrow."""
     widths = (_WIDE.get(c, 0.7 if c.isupper() else 0.56) for c in shown)
     return size * sum(widths)
 
 
 def wrapped(shown: str, width: float, size: float = 12.0) -> list[str]:
-    """A text in lines no wider than `width`, where its words allow that."""
+    """A text in lines no wider than `width`, if its words are short enough."""
     lines: list[str] = []
     for word in _UNIT.sub("\\1\u00a0\\2", shown).split(" "):
         if lines and text_width(f"{lines[-1]} {word}", size) <= width:
@@ -116,7 +116,7 @@ def wrapped(shown: str, width: float, size: float = 12.0) -> list[str]:
 
 
 def spread_out(wanted: Sequence[float], apart: float, low: float, high: float) -> list[float]:
-    """Places as near to those wanted as can be, at least `apart` from each other, between `low` and `high`."""
+    """Positions as near as possible to those wanted, at least `apart` from each other, between `low` and `high`."""
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
     found = [0.0] * len(wanted)
     groups: list[list[int]] = []

@@ -37,7 +37,7 @@ class LegendEntry:
 def head(
     title: str, note: str, legend: Sequence[LegendEntry], width: float, top: float = PAD
 ) -> tuple[list[str], float]:
-    """Title, note and legend; returns the y below them."""
+    """Title, note and legend. Returns the y below them."""
     out: list[str] = []
     y = top if title or note or legend else 2.0
     if title:
@@ -58,7 +58,7 @@ def head(
 
 
 def key(entries: Sequence[LegendEntry], width: float, top: float) -> tuple[list[str], float]:
-    """A legend in rows; returns the y below it."""
+    """A legend in rows. Returns the y below it."""
     out: list[str] = []
     x, y = PAD, top
     for entry in entries:
@@ -85,7 +85,7 @@ def swatch(entry: LegendEntry, x: float, y: float) -> str:
 
 
 def shape(number: int, x: float, y: float, r: float, style: str, title: str = "") -> str:
-    """A point's shape by number: series differ in shape as well as in colour."""
+    """A point's shape by number. Series differ in shape as well as in colour."""
     inner = f"<title>{title}</title>" if title else ""
     kind = SHAPES[number % len(SHAPES)]
     if kind == "circle":

@@ -15,9 +15,9 @@ from penstock.draw.charts.parts import Bars, Dots, Level
 from penstock.draw.scale import short
 
 WIDEST = 64.0
-"""Pixels of a bar at most."""
+"""Most pixels of a bar's width."""
 LEAST = 9.0
-"""Pixels of a bar that has room for its value on its side."""
+"""Width in pixels of a bar that has room for its value turned on its side."""
 SMALL = 11.0
 """Pixels of a value's text."""
 
@@ -41,8 +41,8 @@ def bar_chart(
 
     Args:
         groups: their names, from left to right.
-        series: in each group one bar of each, in this order.
-        paper: what the strokes of `Bars.paper` are called in the legend.
+        series: one bar of each in every group, in this order.
+        paper: the name in the legend for the strokes of `Bars.paper`.
         show: a bar's value as text.
 
     The others are as for `line_chart`.
@@ -147,7 +147,7 @@ def dot_chart(
 
 
 class _Plot:
-    """The room of a chart by groups: what lies around the bars, and where each group's middle is."""
+    """The area of a chart by groups: what surrounds the bars, and where the middle of each group is."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ def _whisker(x: float, low: float, high: float, wide: float) -> str:
 
 
 def _value(shown: str, x: float, y: float, lying: bool) -> str:
-    """A bar's value above it, lying or standing on its side."""
+    """A bar's value above it, horizontal or turned on its side."""
     if lying:
         return text(x, y - 5, shown, "text", "mid", "small", "over")
     spot = f' transform="rotate(-90 {num(x + 4)} {num(y - 6)})"'

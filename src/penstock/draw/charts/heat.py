@@ -36,15 +36,15 @@ def heat_map(
     label: str = "",
     comment: str | None = None,
 ) -> Figure:
-    """Draws one row of cells for each name; what is None stays empty.
+    """Draws one row of cells for each name. A cell whose value is None stays empty.
 
     Args:
-        values: one sequence a row, all of the same length.
+        values: one sequence per row, all of the same length.
         first: the x of the first column; per_column: how far x goes from column to column.
         unit: of the values, in the legend.
         steps: seven rising values at which the eight colours change; by default 1, 2, 5, 10 and so on up to the
             largest value.
-        left, right: pixels between which the cells lie, to stand below another chart.
+        left, right: pixels between which the cells are, to align them with another chart.
 
     The others are as for `line_chart`.
 
@@ -93,7 +93,7 @@ def steps_for(values: Sequence[float]) -> tuple[float, ...]:
 def _cells(
     row: Sequence[float | None], bounds: Sequence[float], across: Scale, first: float, per_column: float, y: float
 ) -> list[str]:
-    """Cells of one step that touch are one rectangle, and all of one step are one path."""
+    """Adjacent cells of one step become one rectangle, and all of one step become one path."""
     paths: dict[int, str] = {}
     number = 0
     while number < len(row):
@@ -115,7 +115,7 @@ def _cells(
 def _key(
     bounds: Sequence[float], unit: str, show: Callable[[float], str], left: float, right: float, y: float
 ) -> tuple[list[str], float]:
-    """The steps side by side, with the values at which they change and their unit; and the y below them."""
+    """The steps side by side, with their unit and the values at which they change. Also returns the y below them."""
     out = []
     wide = min(46.0, (right - left) / (len(bounds) + 1))
     for number in range(len(bounds) + 1):

@@ -1,7 +1,7 @@
-"""Colours of a chart's series, on light and on dark ground, and of a heat map's steps.
+"""Colours of a chart's series, on a light and on a dark background, and of a heat map's steps.
 
-The hues are those of the drawings of schedules, in an order in which neighbours differ in lightness too. On dark
-ground they are lighter; text in a series' colour is darker, or lighter, than its line, so that it reads.
+The hues are those of the drawings of schedules, in an order in which neighbours also differ in lightness. On a dark
+background they are lighter. Text in a series' colour is darker, or lighter, than its line, so that it is readable.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock.draw.palette import ink as on
 
 @dataclass(frozen=True)
 class Hue:
-    """One series' colour: of lines and bars, and of text, on light and on dark ground."""
+    """One series' colour, for lines and bars and for text, on a light and on a dark background."""
 
     light: str
     dark: str
@@ -35,7 +35,7 @@ NAMES = tuple(HUES)
 
 STEPS_LIGHT = ("#eef1f5", "#f6e3bd", "#f3c878", "#eaa044", "#d97333", "#b54a28", "#86301f", "#561c18")
 STEPS_DARK = ("#1c242e", "#3d2a22", "#63371f", "#8f4a22", "#bd6429", "#e08a3c", "#f2b668", "#fbe3b4")
-"""A heat map's steps from nothing to most: lightness only falls, or on dark ground only rises."""
+"""A heat map's colours from none to most. Lightness only falls, or on a dark background only rises."""
 
 
 def hue_of(name: str | None, place: int) -> str:

@@ -1,4 +1,4 @@
-"""Lines over a level axis, with points, bands, marks and levels."""
+"""Lines over a horizontal axis, with points, bands, marks and levels."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def line_chart(
 
 
 def _reaches(line: Line, near: float) -> bool:
-    """Whether the line ends at the right, where its name can stand."""
+    """Whether the line ends at the right, where its name is written."""
     runs = _runs(line)
     return bool(runs) and runs[-1][-1][0] >= near
 
@@ -154,7 +154,9 @@ def _path(line: Line, run: Sequence[tuple[float, float]], across: Scale, rise: S
 
 
 def thinned(points: Sequence[tuple[float, float]], apart: float = 0.5) -> list[tuple[float, float]]:
-    """Points (pixels) so that no more than four share a column `apart` wide: its first, lowest, highest and last."""
+    """Thins out points (pixels). Of each column `apart` wide, at most four remain: its first, lowest,
+    highest and last.
+    """
     if len(points) < 3 or (points[-1][0] - points[0][0]) / len(points) >= apart / 2:
         return list(points)
     columns: dict[int, list[tuple[float, float]]] = {}
@@ -174,7 +176,7 @@ def _level(level: Level, rise: Scale, left: float, right: float) -> str:
 
 
 def _marks(marks: Sequence[Mark], across: Scale, top: float, bottom: float) -> list[str]:
-    """Upright lines with their texts in pills; a text that would lie on the one before is left to its title."""
+    """Vertical lines with their texts in pills. A text that would overlap the one before is only in its title."""
     out, free = [], -math.inf
     for mark in sorted(marks, key=lambda each: each.x):
         at, half = across(mark.x), max(8.0, text_width(mark.text, 11) / 2 + 5)
@@ -200,7 +202,7 @@ def _names(
     top: float,
     bottom: float,
 ) -> list[str]:
-    """Names right of the lines' ends, pushed apart where they would lie on each other."""
+    """Names to the right of the lines' ends, moved apart if they would overlap."""
     wanted, shown = [], []
     for place in direct:
         part = parts[place]

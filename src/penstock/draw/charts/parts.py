@@ -1,4 +1,4 @@
-"""What charts show, as values: lines, points, bands, bars, and the marks that stand in them."""
+"""What charts show, as values: lines, points, bands, bars, and the marks in them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Hue = Literal["blue", "brick", "green", "amber", "purple", "grey", "navy"]
 
 @dataclass(frozen=True)
 class Line:
-    """A line through points by rising x.
+    """A line through points with rising x.
 
     Attributes:
         name: at the line's end, or in the legend.
         x, y: the points; a y of None breaks the line.
-        hue: by default that of its place among the series.
+        hue: by default that of its position among the series.
         stroke: solid, dashed or dotted.
         form: straight from point to point, or in steps: each value holds until the next point.
     """
@@ -36,7 +36,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Points:
-    """Single points, each with a title to hover over if `titles` are given."""
+    """Single points. If `titles` are given, each has a title that is shown when the pointer is on it."""
 
     name: str
     x: Sequence[float]
@@ -50,7 +50,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Band:
-    """The room between two lines, shaded: a range of measurements around a median."""
+    """The shaded area between two lines: a range of measurements around a median."""
 
     name: str
     x: Sequence[float]
@@ -65,7 +65,9 @@ class Band:
 
 @dataclass(frozen=True)
 class Mark:
-    """An upright line at `x` with a short text at its top, like a number; `title` is told when hovered over."""
+    """A vertical line at `x` with a short text at its top, like a number; `title` is shown when the pointer is on
+    it.
+    """
 
     x: float
     text: str
@@ -75,7 +77,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Level:
-    """A level line at `y`, like a bound or a figure of a paper, with its text."""
+    """A horizontal line at `y`, like a bound or a figure of a paper, with its text."""
 
     y: float
     text: str
@@ -86,9 +88,9 @@ class Bars:
     """A series of bars, one in each group.
 
     Attributes:
-        values: None where there is none.
+        values: None for groups without a value.
         low, high: ends of a whisker on each bar, if given.
-        paper: another number to set each bar beside, shown as a stroke across it; None where there is none.
+        paper: another number to compare each bar with, drawn as a stroke across it; None for no number.
     """
 
     name: str

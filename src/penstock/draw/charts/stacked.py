@@ -1,4 +1,4 @@
-"""Horizontal bars, one per row, each of which is made of the parts of a whole."""
+"""Horizontal bars, one per row, each made of the parts of a whole."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def stacked_chart(
     label: str = "",
     comment: str | None = None,
 ) -> Figure:
-    """Draws one bar a row, made of one part of each series, each with its value where it fits.
+    """Draws one bar per row, made of one part of each series, with its value if there is room.
 
     Args:
         rows: their names, from top to bottom.
