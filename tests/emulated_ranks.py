@@ -16,7 +16,7 @@ from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.bounded import BoundedTransport
 from penstock.runtime.transport.choose import TransportChoice
-from penstock.runtime.transport.conditioned import Conditions
+from penstock.runtime.transport.link_conditions import Conditions
 from penstock.runtime.transport.loopback import Mailbox
 from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.runtime.transport.wiring import WiredOp, Wiring, wire

@@ -11,8 +11,8 @@ import torch
 from delegate_ranks import Chain, Ended, exchange, run_delegate_ranks
 from penstock.cost import Links
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transport.delegate import DelegateTransport
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
 
 pytestmark = [pytest.mark.multiproc]
 

@@ -20,9 +20,9 @@ from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.bounded import Acknowledgements, BoundedTransport
 from penstock.runtime.transport.channel import Tags
-from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transport.delegate import Counters, DelegateTransport
 from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
 from penstock.runtime.transport.routed import DelegatedTransport, RoutedTransport
 from penstock.runtime.transport.wiring import wire
 from plain_loop import gradients

@@ -15,8 +15,8 @@ from penstock.cli import main
 from penstock.cost.links import Links
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
 from penstock.runtime.transport.nccl import DeviceLines, lines_of
 from penstock.runtime.transport.wiring import wire
 from plain_loop import gradients

@@ -10,8 +10,8 @@ import torch
 import penstock as ps
 from penstock.cost.links import Links
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
 from penstock.runtime.transport.nccl import DeviceLines, lines_of
 from processes import run_ranks
 

@@ -14,9 +14,9 @@ from penstock.runtime import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.bounded import Acknowledgements, BoundedTransport
-from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.shared_memory import OwnMemory, SharedMemoryTransport

@@ -331,7 +331,7 @@ def test_both_directions_of_a_half_duplex_link_wait_for_each_other() -> None:
 
 def test_a_half_duplex_link_needs_one_process() -> None:
     from penstock.runtime.errors import RuntimeFailure
-    from penstock.runtime.transport.conditioned import Conditions
+    from penstock.runtime.transport.link_conditions import Conditions
 
     Conditions(Links.parse("0:1=occupancy:5ms")).require_own_queues()
     with pytest.raises(RuntimeFailure, match="link 0:1 is half-duplex"):

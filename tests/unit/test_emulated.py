@@ -18,7 +18,7 @@ from penstock.cost.links import Links
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.emulation.backend import EmulatedBackend
 from penstock.runtime.tensors.message import Payload
-from penstock.runtime.transport.conditioned import Conditions
+from penstock.runtime.transport.link_conditions import Conditions
 from penstock.runtime.transport.wiring import wire
 from penstock.simulation import Timeline
 

@@ -14,7 +14,7 @@ from penstock.cost.over_time import Constant
 from penstock.runtime.emulation.backend import EmulatedBackend
 from penstock.runtime.emulation.mesh import EmulatedMesh, EmulatedRing
 from penstock.runtime.errors import DeadlineExceeded
-from penstock.runtime.transport.conditioned import Conditions
+from penstock.runtime.transport.link_conditions import Conditions
 
 pytestmark = pytest.mark.unit
 

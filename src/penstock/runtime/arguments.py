@@ -17,7 +17,7 @@ from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.given_optimizer import require_steps_alone
 from penstock.runtime.parameters.optimizer_state import GivenOptimizer
-from penstock.runtime.parameters.shared import Parallelize
+from penstock.runtime.parameters.shared_tensors import Parallelize
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.transport.choose import TransportOptions

@@ -57,8 +57,8 @@ from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportChoice
-from penstock.runtime.transport.conditioned import Conditions
 from penstock.runtime.transport.failover import Failover, guard
+from penstock.runtime.transport.link_conditions import Conditions
 from penstock.runtime.transport.nccl import has_spare_queue
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule.send_recv import remove_communication

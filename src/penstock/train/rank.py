@@ -42,7 +42,7 @@ from penstock.train.settings import Settings
 from penstock.train.stop import StopRequest
 from penstock.train.tasks.task import ExportableTask
 from penstock.train.training import Training
-from penstock.train.updating import UpdateReport, notices_of, update_report
+from penstock.train.update_report import UpdateReport, notices_of, update_report
 
 PROFILED_PASSES = 5
 """Number of passes near the end whose timelines give the profile of the run."""

@@ -10,7 +10,7 @@ from penstock.cost import Costs, Links
 from penstock.simulation import Blocking, Decoupled, Timeline, simulate
 from penstock.train.quality import ModelQuality
 from penstock.train.run_report import RunReport
-from penstock.train.updating import UpdateReport, state_rows
+from penstock.train.update_report import UpdateReport, state_rows
 
 
 @dataclass(frozen=True)

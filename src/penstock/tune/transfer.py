@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from penstock.library import build
 from penstock.runtime import Pipeline
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.parameters.shared import Holders
+from penstock.runtime.parameters.shared_tensors import Holders
 from penstock.simulation import Timeline
 
 SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)

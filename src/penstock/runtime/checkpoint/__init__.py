@@ -8,7 +8,7 @@ kill at any moment keeps the last good one; checksums find what a disk did to it
 
 saving           a pipeline's, all ranks or none      training_state   a pipeline's state as plain named tensors
 state_transfer   from pipeline to pipeline, no disk   user_state       what else has a `state_dict`
-format           the files: shards and their index    writing, reader   of such files
+format           the files: shards and their index    writer, reader    of such files
 folder           names of checkpoints, and renames    plain, optimizer  values as named tensors
 """
 
@@ -17,7 +17,7 @@ from penstock.runtime.checkpoint.format import JSON, VERSION
 from penstock.runtime.checkpoint.optimizer import optimizer_tensors, stage_optimizer
 from penstock.runtime.checkpoint.plain import AS_JSON, digests_of, names_by_base, pack
 from penstock.runtime.checkpoint.reader import Kind, Reader, TensorSource, load_packed, match
-from penstock.runtime.checkpoint.writing import UNWRITTEN, export, write
+from penstock.runtime.checkpoint.writer import UNWRITTEN, export, write
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 
 __all__ = [

@@ -40,8 +40,8 @@ from penstock.runtime.checkpoint import (
 from penstock.runtime.checkpoint.user_state import StateToGive, StateTrial
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
-from penstock.runtime.parameters.updating import GRADIENTS, ScheduledUpdates
-from penstock.runtime.parameters.updating import PREFIX as ASYNCHRONOUS
+from penstock.runtime.parameters.scheduled_updates import GRADIENTS, ScheduledUpdates
+from penstock.runtime.parameters.scheduled_updates import PREFIX as ASYNCHRONOUS
 from penstock.runtime.tensors.dtensor import is_sharded, local, own_shard, whole
 from penstock.schedule.updates import OWNER
 

@@ -25,7 +25,7 @@ from penstock.runtime.execute.plan import ActivePlan, StepPlan
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.choose import TransportChoice
-from penstock.runtime.transport.conditioned import Conditions, local_transports, nothing_comes
+from penstock.runtime.transport.link_conditions import Conditions, local_transports, nothing_comes
 from penstock.runtime.transport.loopback import Mailbox
 
 

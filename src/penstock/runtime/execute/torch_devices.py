@@ -17,7 +17,7 @@ from penstock.runtime.execute.plan import StepPlan
 from penstock.runtime.execute.torch_ops import RegisteredOps, TorchOps, with_inputs_on
 from penstock.runtime.execute.update_ops import UpdatingOps
 from penstock.runtime.parameters.local_model import LocalModel
-from penstock.runtime.parameters.updating import ScheduledUpdates
+from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
 from penstock.runtime.stage.branches import end_of, has_many_ends
 from penstock.runtime.stage.host_memory import HostMemory
 from penstock.runtime.stage.microbatches import LossFn, Microbatches

@@ -19,7 +19,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.backend import Handler
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.parameters.copy_weights import CopyWeights
-from penstock.runtime.parameters.updating import ScheduledUpdates
+from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
 from penstock.runtime.tensors.dtensor import local
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.wiring import WiredOp

@@ -5,24 +5,24 @@
     backward of each stage --> .grad of each holder       copies of pipelines, windows take turns: gradients,
                                   |                                                        pipeline_copies
                                   |  stages of a microbatch's pipeline       tied_gradients
-                                  |  pipelines, and all ranks that hold it   shared
+                                  |  pipelines, and all ranks that hold it   shared_tensors
                                   |  replicas                                data_parallel, buckets, sharding
                                   v
-    the owner's gradient --clip--> optimizer_state: one step --> shared, sharding: values go to all holders
+    the owner's gradient --clip--> optimizer_state: one step --> shared_tensors, sharding: values to all holders
 
 local_model      the model in this process                pipeline_copies   a copy of a stage per pipeline
 optimizer_state  what training changes, step by step      given_optimizer   the optimizer that the user gave
-shared           also stages cut over the ranks that share them
+shared_tensors   also stages cut over the ranks that share them
 data_parallel    also slow links between replicas, injected
 given_stages     stages that the user gave, the same on all ranks    muon   Muon and AdamW as one optimizer
-updating         updates that are ops of the schedule
+scheduled_updates   updates that are ops of the schedule
 copy_weights     which weights a copy's ops read meanwhile, by version_rules: PipeDream's, SpecTrain's, ...
 versioned_parameters   parameters that change together, and which version each op reads
 
 Whoever holds a tensor, four things must be known of it. Each is in one place: its holders (`ties.Ties` over stages,
-`shared.Holders` over the ranks of a pipeline, `sharding.UnshardedParameters` over replicas); its owner; the order in
-which gradients are added (`gradients.added`: pipelines ascending, and within a microbatch the deepest stage first);
-and when it is stepped and sent back.
+`shared_tensors.Holders` over ranks of a pipeline, `sharding.UnshardedParameters` over replicas); its owner; in which
+order its gradients are added (pipelines ascending, and within a microbatch the deepest stage first: `added` of
+`stage/autograd.py`); and when it is stepped and sent back.
 
 Two things are separate from this. First, the sums between a tie's stages are made inside backwards, because a plain
 loop adds them microbatch by microbatch; anywhere else the bits would differ. Second, replicas add up many tensors in

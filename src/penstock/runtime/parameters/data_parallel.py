@@ -38,7 +38,7 @@ from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.sharding import OwnedParameters, UnshardedParameters
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.tensors.dtensor import as_shard, local
-from penstock.runtime.transport.conditioned import Conditions
+from penstock.runtime.transport.link_conditions import Conditions
 from penstock.schedule import Schedule
 
 

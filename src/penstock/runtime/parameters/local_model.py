@@ -19,7 +19,7 @@ from penstock.runtime.parameters.buckets import send_values
 from penstock.runtime.parameters.given_stages import build_alike
 from penstock.runtime.parameters.pipeline_copies import Copies
 from penstock.runtime.parameters.sharding import ShardedParameters
-from penstock.runtime.parameters.shared import Parallelize, SharedTensors, cut_stages, share_values_of_stages
+from penstock.runtime.parameters.shared_tensors import Parallelize, SharedTensors, cut_stages, share_values_of_stages
 from penstock.runtime.parameters.tied_gradients import TiedGradients
 from penstock.runtime.parameters.ties import (
     Ties,

@@ -23,7 +23,7 @@ from penstock.runtime.parameters.gradients import begin_norm, num_bytes, scale_g
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.muon import mark_ends, require_whole_matrices
 from penstock.runtime.parameters.pipeline_copies import Copies
-from penstock.runtime.parameters.updating import ScheduledUpdates
+from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
 from penstock.runtime.stage.stage import Stage
 from penstock.schedule import Schedule
 from penstock.schedule.updates import OWNER

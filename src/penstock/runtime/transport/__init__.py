@@ -11,15 +11,15 @@ transports
     routed      each link by its own transport
 
 layers in front of any of them (base.TransportLayer)
-    conditioned link conditions injected
-    bounded     few messages under way, as in other frameworks; acknowledgements for gloo, which has none
+    link_conditions   late, lossy and dead links, injected
+    bounded           few messages under way, as in other frameworks; acknowledgements for gloo, which has none
 
 what goes on when a network dies
-    failover    all groups of a process change over to another interface
-    heartbeats  whom can be reached by which interface; what ranks tell one another while they change over
+    failover        all groups of a process change over to another interface
+    heartbeats      who can be reached by which interface; what ranks tell one another while they change over
     retried_group   one group's collective ops, done again on the next group
 
-wiring      which messages an op receives and sends         channel    how messages are told apart and kept in order
-wire_format a payload as one flat buffer and a header       inbox      where a rank sleeps until something comes
-shared_sums sums over the ranks of a host                   transfer_record   the times of a message: links' measures
+wiring           which messages an op receives and sends       channel       messages told apart, and kept in order
+transfer_record  the times of a message, to measure links      wire_format   a payload as one flat buffer, a header
+inbox            where a rank sleeps until something comes     shared_sums   sums over the ranks of a host
 """

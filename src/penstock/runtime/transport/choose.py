@@ -17,11 +17,11 @@ from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.base import Transport, layers_of
 from penstock.runtime.transport.bounded import DEPTH, Acknowledgements, BoundedTransport, require_depth
 from penstock.runtime.transport.channel import Tags
-from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions, clocks_ahead
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.transport import HOST_MEMORY
 from penstock.runtime.transport.failover import Failover
 from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, clocks_ahead
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.nccl import CudaLineStreams, DeviceLines, lines_of, require_queues
 from penstock.runtime.transport.routed import RoutedTransport

@@ -11,7 +11,7 @@
 
 cutting       `split`, its checks and its table; a list       layers    which modules are layers, and which are opened
 recorder      a forward run once, and written down            proxies   stand-ins for values while a forward is traced
-program       the steps, each stage's part, other forms       place     the user's line that an error names
+program       the steps, each stage's part, other forms       source_line   the user's line in an error
 traced_stage  the module that runs one part of the steps
 """
 

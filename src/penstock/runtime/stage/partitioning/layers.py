@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import nn
 
-from penstock.runtime.stage.partitioning.place import Untraceable
+from penstock.runtime.stage.partitioning.source_line import Untraceable
 
 LARGE = 1 / 8
 """The share of the model's parameters from which on a module is worth opening."""

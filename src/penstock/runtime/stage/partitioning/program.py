@@ -25,8 +25,8 @@ from torch import Tensor, fx, nn
 
 from penstock.cost.cut import PartitionError
 from penstock.runtime.stage.partitioning.layers import why_closed
-from penstock.runtime.stage.partitioning.place import SourceLine, Untraceable
 from penstock.runtime.stage.partitioning.recorder import MODEL, Recorder, attribute_of
+from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, flatten, unflatten
 from penstock.runtime.tensors.rng import restored

@@ -27,7 +27,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.stage.partitioning.place import SourceLine, is_users, line_of
+from penstock.runtime.stage.partitioning.source_line import SourceLine, is_users, line_of
 
 if TYPE_CHECKING:
     from penstock.runtime.stage.partitioning.recorder import Recorder

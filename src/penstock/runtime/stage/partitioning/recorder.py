@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.runtime.stage.partitioning.place import SourceLine, Untraceable, here, line_of_error
 from penstock.runtime.stage.partitioning.proxies import A_TENSOR, TestAnswers, TracedProxy, watching
+from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable, here, line_of_error
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, unflatten
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.stage.partitioning.place import Untraceable
 from penstock.runtime.stage.partitioning.program import ModelTracer, TracedProgram, TracedStep, fill, kind_of
 from penstock.runtime.stage.partitioning.recorder import contents_of, own_lists
+from penstock.runtime.stage.partitioning.source_line import Untraceable
 from penstock.runtime.stage.stage import Stage, holder_of
 from penstock.runtime.tensors.pytree import DTYPES, flatten
 from penstock.runtime.tensors.rng import mix, seed_generators
