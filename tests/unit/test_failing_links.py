@@ -205,7 +205,7 @@ def test_a_rank_that_waited_for_room_goes_on_by_delegates_where_the_bound_stays(
     base.is_full = True
     assert not bounded.send(forward(0), PEER, payload())
     assert delegates.depths == []
-    guard.number = 1  # another rank says that links have failed; `BaseTransport.end_waits` ends this one's wait
+    guard.number = 1  # another rank says that links have failed; `GlooTransport.end_waits` ends this one's wait
     assert bounded.wait([], str) == []
     assert bounded.send(forward(0), PEER, payload())
     assert (base.sent, delegates.sent, delegates.depths) == ([], [(1, forward(0))], [3])

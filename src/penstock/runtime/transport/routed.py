@@ -19,70 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import ExpectedMessages
-from penstock.runtime.transport.gloo import LeftMessages
-from penstock.runtime.transport.inbox import Inbox
+from penstock.runtime.transport.delegate.transport import DelegateTransport
+from penstock.runtime.transport.failover import Failover
+from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.transfer_record import TransferRecord
 
 T = TypeVar("T")
-
-
-class DelegatedTransport(Transport, Protocol):
-    """A transport that processes of their own carry for."""
-
-    @property
-    def counters(self) -> Any:
-        """What they count."""
-
-    def also_watch(self, descriptor: int) -> None:
-        """Lets `wait` return, too, when this descriptor is ready to be read."""
-
-    def link_events(self) -> list[Any]:
-        """Links whose interfaces died or came back since the last call."""
-
-    def prepare(self, links: Collection[tuple[int, int]]) -> None:
-        """Starts the delegates of links before they are needed; any thread may call it."""
-
-    def skip(self) -> None:
-        """A step begins in which nothing goes by delegates."""
-
-    def begin_within(self, expected: Sequence[ExpectedMessages], signatures: Sequence[str], digest: int) -> None:
-        """The step that began goes on by delegates, `expected` too; what else of it comes has come in another way."""
-
-
-class BaseTransport(Transport, Protocol):
-    """A transport whose links may be delegated, or fail.
-
-    Attributes:
-        inbox: where its threads report.
-    """
-
-    inbox: Inbox
-
-    def leave(self) -> LeftMessages:
-        """Gives up in the middle of a step; see `GlooTransport.leave`."""
-
-    def end_waits(self) -> None:
-        """Ends this rank's waits for what does not come this way any more; any thread may call it."""
-
-
-class LinkGuard(Protocol):
-    """What knows whether a link that failed has another way, and is told when links fail elsewhere."""
-
-    number: int
-
-    def lost(self, number: int, error: Exception) -> None:
-        """Returns when all ranks go another way. Raises RuntimeFailure where there is none."""
-
-    def at_change(self, hook: Callable[[], None], wake: Callable[[], None]) -> None:
-        """Has `hook` called in the rank's own thread when ranks go another way; `wake`, by another thread, ends its
-        wait for what does not come any more.
-        """
 
 
 class RoutedTransport:
@@ -100,14 +47,14 @@ class RoutedTransport:
 
     def __init__(
         self,
-        base: BaseTransport,
-        delegates: DelegatedTransport,
+        base: GlooTransport,
+        delegates: DelegateTransport,
         delegated: Collection[tuple[int, int]] = (),
-        guard: LinkGuard | None = None,
+        guard: Failover | None = None,
     ) -> None:
         self.rank = base.rank
         self._base, self._delegates, self._guard = base, delegates, guard
-        self._source: dict[Edge, BaseTransport | DelegatedTransport] = {}
+        self._source: dict[Edge, GlooTransport | DelegateTransport] = {}
         self._both = self._watches = self._left = False
         self._came: list[Edge] = []
         self._step: tuple[Sequence[ExpectedMessages], Sequence[str], int] = ((), (), 0)
@@ -279,5 +226,5 @@ class RoutedTransport:
         self._delegates.close()
         self._base.close()
 
-    def _carrier(self, peer: int) -> BaseTransport | DelegatedTransport:
+    def _carrier(self, peer: int) -> GlooTransport | DelegateTransport:
         return self._delegates if self._left or peer in self._delegated else self._base
