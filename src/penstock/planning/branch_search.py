@@ -1,15 +1,15 @@
-"""Searching the layouts of branches side by side: how many devices each has, and how it lies over them.
+"""Searches the layouts of branches side by side: how many devices each branch has, and how it is placed on them.
 
-Each tower of a model (CLIP's, say) is a branch. A branch has several ways to lie: over more or fewer ranks, in more
-or fewer replicas, with smaller or larger microbatches, with one or more stages per rank. A layout has a way for each,
-which together take all devices:
+Each tower of a model (such as CLIP) is a branch. A branch has several possible layouts: over more or fewer ranks, in
+more or fewer replicas, with smaller or larger microbatches, with one or more stages per rank. A layout of the whole
+model has one for each branch, which together take all devices:
 
     ways of `audio`     least 180 ms, 16 devices     least 190 ms, 32 devices     ...
     ways of `text`      least  90 ms,  8 devices     least 200 ms, 24 devices     ...
     layouts             190 ms (32 + 8)     200 ms (16 + 24)     ...      by the larger of their bounds
 
-Layouts go by what they take at least, the shortest first. The search ends at the first that takes at least as long as
-the best layout takes, so it finds what trying all of them would find.
+Layouts are simulated in the order of their lower bounds, the smallest first. The search ends at the first whose bound
+is no less than the best time so far. So it finds the same as if it tried all of them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from penstock.simulation.lister import Lister
 __all__ = ["BranchLayout", "FoundLayout", "rank_branches", "search_branches"]
 
 OpsOf = Callable[[Mapping[str, "BranchLayout"]], Sequence[NewOp]]
-"""Ops besides those of the branches, for the ways that were chosen."""
+"""Gives the ops besides those of the branches, for the chosen layouts of the branches."""
 
 AlsoOf = Callable[[Mapping[str, "BranchLayout"]], Mapping[str, "BranchLayout"]]
-"""Branches on ranks of the others, for the ways that were chosen."""
+"""Gives the branches that run on the ranks of others, for the chosen layouts."""
 
 Way = TypeVar("Way", bound="BranchLayout")
 
@@ -47,7 +47,7 @@ class BranchLayout:
     Attributes:
         branch: placement, microbatches and rules of one replica of it.
         costs: of its stages.
-        num_devices: that it takes: its ranks in all of its replicas. A branch on ranks of others, which its `ranks`
+        num_devices: how many it takes: its ranks in all replicas. A branch on ranks of others, which its `ranks`
             name, takes none.
         links: between its ranks, counted from 0.
         tail: ms that each of its ranks works after its last op, for reducing gradients and the update.
@@ -277,7 +277,7 @@ def ascending(
 def _fill(
     seen: Mapping[str, Mapping[int, Sequence[Way]]], names: Sequence[str], num_devices: int
 ) -> Iterator[dict[str, Way]]:
-    """Ways of some branches that take so many devices."""
+    """Layouts of some branches that take so many devices."""
     if not names:
         if num_devices == 0:
             yield {}
@@ -310,7 +310,7 @@ def _built(
     memory_limit: float | None,
     below: float,
 ) -> FoundLayout | None:
-    """The layout with its schedule, checked; None where it does not fit, or takes too long with its tails."""
+    """The layout with its schedule, checked; None if it does not fit, or takes too long with its tails."""
     schedule = program.build()
     timeline = simulate(schedule, program.all_costs, links=program.links)
     of_ranks = [way for way in chosen.values() for _ in range(way.num_ranks)]
@@ -327,9 +327,9 @@ def _built(
 
 
 def joined_costs(costs: Sequence[Costs]) -> Costs:
-    """Of several branches, stages numbered branch by branch.
+    """The costs of several branches, with stages numbered branch by branch.
 
-    Raises CostError where I frees another share of activations in one than in another.
+    Raises CostError if I frees another share of activations in one than in another.
     """
     freed = {each.freed_by_input for each in costs}
     if len(freed) > 1:
@@ -351,7 +351,7 @@ def joined_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def _joined_links(ways: Sequence[BranchLayout]) -> Links:
-    """Between all ranks, numbered branch by branch; between branches as `Links()` has it."""
+    """Links between all ranks, numbered branch by branch; between branches those of `Links()`."""
     firsts = accumulate((way.num_ranks for way in ways), initial=0)
     delays: dict[tuple[int, int], float] = {}
     for way, first in zip(ways, firsts, strict=False):

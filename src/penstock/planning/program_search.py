@@ -1,17 +1,18 @@
-"""Searching the space of programs: every placement, rule and traversal, each with its gradients separated.
+"""Searches the space of programs: every placement, rule and traversal, each with its gradients separated.
 
-This is FlexPipe's search (sections 5.2, 6 and 7.1): (placement, kinds, forward traversal, backward traversal),
-the values from its Table 2, the interval equal to the number of ranks where the placement is circular. Here
-each point is run through time by the compiled decision core over the real costs and under the memory cap,
-with I before W in every bubble, and the one with the shortest makespan wins.
+This is FlexPipe's search (sections 5.2, 6 and 7.1) over (placement, kinds, forward traversal, backward traversal).
+The values are those of its Table 2, and the interval is the number of ranks if the placement is circular. Here the
+compiled decision core simulates each point over the real costs and under the memory cap, with I before W in every
+bubble. The point with the shortest makespan wins.
 
-Beyond the paper: wave and combined placements; warm-ups of the zero-bubble kind; the order in which work became
-ready, or in which microbatches come, as traversals; where memory is short on a V, caps on each stage in
-proportion to how long its activations live, and the library's own constructions for such memory.
+The space has more than the paper's: wave and combined placements; warm-ups of the zero-bubble kind; and, as
+traversals, the order in which work became ready and the order of microbatches. If memory is short on a V,
+there are also caps on each stage in proportion to how long its activations live, and the library's own
+schedules for such memory.
 
 A limit of bytes counts all that a rank holds. Weights, gradients and the optimizer's state follow from the placement,
-and what they leave is the cap for activations. Messages are known once a program has run: where the fastest one holds
-more with them, the placement is searched again with as much less room.
+and the rest of the limit is the cap for activations. How much messages take is known only when a program has run. If
+the fastest program exceeds the limit with them, the placement is searched again with that much less room.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ from penstock.simulation.lister import Lister, rows_of
 from penstock.simulation.memory_footprint import in_bytes
 
 COMPILE_ABOVE = 100_000
-"""Ops of a whole search above which loading compiled code pays for itself."""
+"""Ops of a whole search from which on it pays to load compiled code."""
 LOOKED_AT = 4
-"""Programs of a placement whose messages are counted, beside those that are wanted, before it is searched again."""
+"""Additional programs of a placement whose messages are counted before it is searched again."""
 V = "v-shape"
 SHOWN = 8
-"""Numbers that a name shows all of."""
+"""Most numbers that a name shows completely."""
 CONSTRUCTED = ("zb-v", "v-half", "v-min")
-"""Library schedules of the V that hold less than rules alone find a way to."""
+"""Library schedules of the V that hold less than any schedule that rules alone find."""
 
 RulesOf = Callable[[str, Placement, int], Iterable[Rules]]
-"""Rules to try on a placement: from its name, itself, and the number of microbatches."""
+"""Gives the rules to try on a placement, from its name, the placement and the number of microbatches."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ class Found:
 
     Attributes:
         placement: its name.
-        program: what to build; where `constructed` is there, only its placement and costs count.
+        program: what to build. If `constructed` is given, only its placement and costs count.
         constructed: the library schedule that this is, or None.
         makespan: ms.
-        number: counts programs of one placement whose rules differ in what their names do not say; 1 for the first.
+        number: distinguishes programs of one placement whose names would be the same; 1 for the first.
 
     Examples:
         >>> import penstock as ps
@@ -87,7 +88,7 @@ class Found:
 
     @property
     def name(self) -> str:
-        """What to call it: the placement and the rules, or the library's name. No other of an outcome has it."""
+        """Its name: the placement and the rules, or the library's name. It is unique in an outcome."""
         if self.constructed is not None:
             return self.constructed.name
         rules = self.program.rules
@@ -113,7 +114,7 @@ class Found:
 
     @cached_property
     def footprint(self) -> Footprint:
-        """What each rank holds in all, in bytes. Raises CostError where the costs do not say what weights take."""
+        """What each rank holds in all, in bytes. Raises CostError if the costs do not say what weights take."""
         return footprint(self.schedule, self.program.all_costs, self.program.links)
 
 
@@ -122,10 +123,10 @@ class Outcome:
     """What a search found.
 
     Attributes:
-        found: the best of each placement, the shortest makespan first; none where none takes less than was asked.
-        num_tried: points that were run.
-        num_stuck: those among them in which no rank could go on, as under a cap that its traversal cannot meet.
-        left_out: placements of which nothing was found, by name, each with the reason.
+        found: the best of each placement, the shortest makespan first; empty if no program is shorter than asked.
+        num_tried: points that were simulated.
+        num_stuck: how many of them deadlocked, for example under a cap that their traversal cannot keep.
+        left_out: placements for which nothing was found, by name, each with the reason.
 
     Examples:
         >>> import penstock as ps
@@ -169,7 +170,7 @@ def search_space(
     Args:
         num_ranks: devices of the pipeline.
         num_microbatches: of a step.
-        links: delays (ms); messages arrive at once where not given.
+        links: delays (ms); by default messages arrive at once.
         shared_ends: whether all ranks share the first and the last part.
         split: whether backwards are split into I and W.
         costs: of the model in `k * num_ranks` equal parts, from which stages are made by adding consecutive
@@ -261,7 +262,7 @@ def search_space(
 def _nothing(
     left_out: dict[str, str], num_ranks: int, caps: Sequence[float] | None, totals: Sequence[float] | None
 ) -> ScheduleError:
-    """Of the placements the first says why."""
+    """The reason that the first of the placements gives."""
     (name, why), *others = left_out.items()
     likewise = f", and nothing runs on {len(others)} other placement{'s' * (len(others) > 1)}" if others else ""
     if caps is not None:
@@ -277,7 +278,9 @@ def _nothing(
 
 
 def _costs_of(costs: Costs | Callable[[int], Costs], num_stages: int, shared_ends: bool) -> Costs:
-    """Costs of the stages of a placement. Raises CostError for uneven ones, and where the model can't be cut so."""
+    """Costs of the stages of a placement. Raises CostError for uneven ones, and if the model can't be
+    cut in this way.
+    """
     given = costs if isinstance(costs, Costs) else costs(num_stages)
     if given.factors:
         raise CostError(
@@ -289,7 +292,7 @@ def _costs_of(costs: Costs | Callable[[int], Costs], num_stages: int, shared_end
 
 @dataclass
 class _Counts:
-    """Points that have run. tried: of all, so far as is known."""
+    """Counts points that have been simulated. tried: of all, as far as is known."""
 
     tried: int
     progress: Callable[[int, int], None] | None
@@ -322,7 +325,7 @@ class _Space:
     excess: list[float] = field(default_factory=list)
 
     def rules_under(self, room: Sequence[float] | None) -> Iterator[Rules]:
-        """The rules to try, which keep to caps of activations."""
+        """The rules to try, with limits that keep to caps of activations."""
         limit = room if room is None or len(set(room)) > 1 else room[0]
         placement, count = self.first.placement, self.first.num_microbatches
         if self.given is not None:
@@ -331,7 +334,7 @@ class _Space:
         return rules_of(self.name, placement, num_ranks, count, limit, self.first.all_costs, self.forward_first)
 
     def search(self, keep: int, below: float, counts: _Counts) -> list[Found]:
-        """The best that run within the limits, the fastest first."""
+        """The best programs within the limits, the fastest first."""
         best: list[Found] = []
         if self.totals is None:
             for each in self._run(self.room, below, counts):
@@ -359,7 +362,7 @@ class _Space:
         return best
 
     def why_nothing(self) -> str:
-        """What keeps the placement from running within the limits."""
+        """Why the placement has no program within the limits."""
         placement, costs, room = self.first.placement, self.first.all_costs, self.room
         if room is None:
             return "under each of the rules some rank can't go on"
@@ -391,7 +394,7 @@ class _Space:
         return all(held <= most for held, most in zip(found.footprint.totals, self.totals, strict=True))
 
     def _run(self, room: Sequence[float] | None, below: float, counts: _Counts) -> list[Found]:
-        """All programs that end sooner than `below` under caps of activations, the fastest first."""
+        """All programs that are shorter than `below` under caps of activations, the fastest first."""
         programs = [replace(self.first, rules=each) for each in self.rules_under(room)]
         graph = self.first.queues()
         lister = Lister(graph, compile=True if graph.num_ops * counts.tried > COMPILE_ABOVE else None)
@@ -419,7 +422,7 @@ class _Space:
     def _constructed(
         self, graph: QueueGraph, room: Sequence[float], below: float, counts: _Counts
     ) -> Iterator[Found]:
-        """The library's constructions that hold no more than the caps."""
+        """The library's schedules that hold no more than the caps."""
         lister = Lister(graph)
         for name in CONSTRUCTED:
             try:
@@ -436,7 +439,7 @@ class _Space:
 
 
 def _numbered(found: Iterable[Found]) -> Iterator[Found]:
-    """The same, with numbers where names would be alike."""
+    """The same, with numbers for those whose names would be equal."""
     seen: Counter[str] = Counter()
     for each in found:
         seen[each.name] += 1
@@ -444,7 +447,7 @@ def _numbered(found: Iterable[Found]) -> Iterator[Found]:
 
 
 def _keep(best: list[Found], found: Found, keep: int) -> None:
-    """Puts a point among the best of its placement; of equal ones the first stays."""
+    """Puts a point among the best of its placement. Of equal ones, the first is kept."""
     if all(found.makespan != other.makespan for other in best):
         insort(best, found, key=lambda each: each.makespan)
         del best[keep:]
@@ -458,7 +461,7 @@ def _peaks(graph: QueueGraph, rows: list[list[int]]) -> Sequence[float]:
 
 
 def _numbers(values: float | Iterable[float]) -> str:
-    """Numbers in a name: one where all are alike, and of many the first two and the last."""
+    """Numbers in a name: one if all are equal; of many, the first two and the last."""
     each = [f"{value:g}" for value in (values if isinstance(values, Iterable) else [values])]
     if len(set(each)) == 1:
         return each[0]

@@ -1,10 +1,10 @@
-"""The space of programs that a search tries: placements by name, rules on each, and stages made of a model's parts.
+"""The space of programs that a search tries: placements by name, rules for each, and stages made of a model's parts.
 
     eight parts, two ranks      0 1 2 3 4 5 6 7
     one-to-one                 [0 1 2 3|4 5 6 7]      on ranks 0 1
     v-shape                    [0 1|2 3|4 5|6 7]      on ranks 0 1 1 0
 
-The values are those of FlexPipe's Table 2, and some besides (see `program_search`).
+The values are those of FlexPipe's Table 2, and some more (see `program_search`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from penstock.schedule import Placement, ScheduleError
 from penstock.schedule.op import UPDATE
 
 NUM_STAGE_CAPS = 4
-"""How many sets of caps on single stages are tried under a limit of memory."""
+"""Number of sets of caps on single stages that are tried under a memory limit."""
 
 
 def placements_of(num_ranks: int, num_parts: int, shared_ends: bool = False) -> dict[str, Placement]:
-    """The placements by name over a model of `num_parts` equal parts, as far as they divide it.
+    """The placements by name for a model of `num_parts` equal parts, if its parts can be divided among their stages.
 
     one-to-one, circular (2 or more stages per rank), v-shape, wave, and each of them in both directions.
     """
@@ -42,7 +42,7 @@ def placements_of(num_ranks: int, num_parts: int, shared_ends: bool = False) -> 
 
 
 def check_names(names: Sequence[str], layouts: dict[str, Placement], num_ranks: int, num_parts: int) -> None:
-    """Raises ScheduleError for a name of no placement, or of one that these ranks and parts don't give."""
+    """Raises ScheduleError for a name that is no placement, or none for this number of ranks and parts."""
     for name in names:
         placements.named(name, max(2, num_ranks))
         if name in layouts:
@@ -69,7 +69,7 @@ def rules_of(
     costs: Costs,
     forward_first: bool,
 ) -> Iterator[Rules]:
-    """The rules to try on one placement, whose stages the costs are of."""
+    """The rules to try on one placement; the costs are those of its stages."""
     alone = len(placement.stages_of(0)) == 1
     plain: list[tuple[Traversal, Traversal]] = [(breadth_first(), breadth_first())]
     if not alone:
@@ -97,8 +97,9 @@ def rules_of(
 def _stage_caps(
     placement: Placement, num_ranks: int, num_microbatches: int, room: Sequence[float], costs: Costs
 ) -> Iterator[dict[int, float]]:
-    """In-flight limits by stage, in proportion to the life of its activations: from its F down to the loss and
-    back up to its W. The largest that fit under the limit on every rank, and some that leave room."""
+    """In-flight limits by stage, in proportion to the life of its activations: from its F down to the loss and back
+    up to its W. They are the largest that fit under the limit on every rank, and some that leave room.
+    """
     ranks = range(num_ranks)
     rate = max(sum(costs.f[s] + costs.i[s] + costs.w[s] for s in placement.stages_of(r)) for r in ranks)
     life = [sum(costs.f[s:]) + sum(costs.i[s:]) + costs.w[s] for s in range(placement.num_stages)]
@@ -118,14 +119,14 @@ def _stage_caps(
 
 
 def _warmups(placement: Placement, num_ranks: int, num_microbatches: int) -> list[list[int] | None]:
-    """No warm-up counts, and where one pipeline runs, those of ZB-H2 and (with several stages per rank) ZB-V."""
+    """No warm-up counts and, for a single pipeline, those of ZB-H2 and (with several stages per rank) ZB-V."""
     if placement.num_pipelines > 1 or placement.shared:
         return [None]
     return [None, [min(num_microbatches, 2 * (num_ranks - rank) - 1) for rank in range(num_ranks)]]
 
 
 def work_of(program: Program) -> float:
-    """No schedule of a program ends sooner: the work of the rank that has most of it (ms)."""
+    """A lower bound (ms) for every schedule of a program: the work of the busiest rank."""
     costs, placement = program.all_costs, program.placement
     busy = [0.0] * program.num_ranks
     for pipeline in range(placement.num_pipelines):
@@ -138,7 +139,9 @@ def work_of(program: Program) -> float:
 
 
 def least_of(program: Program) -> float:
-    """No schedule of one pipeline ends sooner: a rank's own work after the first forward has come to it (ms)."""
+    """A lower bound (ms) for every schedule of one pipeline: a rank's own work, after the first forward
+    has reached it.
+    """
     costs, placement = program.all_costs, program.placement
     return max(
         sum(costs.f[: stages[0]])
@@ -148,9 +151,9 @@ def least_of(program: Program) -> float:
 
 
 def fold(costs: Costs, num_stages: int, shared_ends: bool = False) -> Costs:
-    """Costs of `num_stages` stages, each of as many consecutive parts; shared ends stay as they are.
+    """Costs of `num_stages` stages, each made of equally many consecutive parts. Shared ends stay as they are.
 
-    Raises CostError where the parts do not divide.
+    Raises CostError if the parts can't be divided evenly.
     """
     inner, outer = (num_stages - 2, 1) if shared_ends else (num_stages, 0)
     parts = costs.num_stages - 2 * outer

@@ -1,6 +1,6 @@
 """The search for a plan, the cheapest step first: bound, greedy, justification, local search, exact solving.
 
-Each step keeps the best orders so far and stops as soon as they are proved good enough or the time is spent.
+Each step keeps the best orders so far. It stops as soon as they are proved good enough or the time is spent.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Search(Incumbent[Problem]):
 
     @property
     def shift(self) -> float:
-        """ms that value and bound are above those of the objective (see `span_objective`)."""
+        """By how many ms value and bound are above those of the objective (see `span_objective`)."""
         return 0.0 if self.span is None else self.span.shift
 
     @property
     def bounded(self) -> Problem:
-        """The problem whose makespan no order's value is below."""
+        """The problem whose makespan is a lower bound for the value of every order."""
         return self.problem if self.span is None else self.span.bounded
 
     def schedule(self, name: str, max_in_flight: float | None) -> Schedule:
@@ -64,7 +64,7 @@ class Search(Incumbent[Problem]):
         """Keeps an order if it is the best so far; `value` is its makespan.
 
         Raises:
-            ScheduleError: its value is below the bound, so that one of the two is wrong.
+            ScheduleError: its value is below the bound, so one of the two is wrong.
         """
         if self.span is not None and not self.span.fixed:
             start = np.empty(self.problem.queues.num_ops)
@@ -81,14 +81,16 @@ class Search(Incumbent[Problem]):
 
 
 def class_rows(problem: Problem) -> Array:
-    """Orders of kinds to start from: backward, forward, weight gradients; and with the last two exchanged."""
+    """Orders of kinds to start from: backward, forward, weight gradients; and the same with the last two
+    exchanged.
+    """
     classes = problem.priority_class
     swapped = np.where(classes == BACKWARD_CLASS, classes, 3 - classes)
     return np.stack([classes, swapped])
 
 
 def list_by_class(problem: Problem, classes: Array, space: ListSpace) -> float:
-    """List scheduling by class, then by microbatch; the row is left in `space.row`."""
+    """List scheduling by class, then by microbatch. The result is in `space.row`."""
     queues = problem.queues
     class_value = classes * (queues.size.max(initial=0) + 1)
     space.values[:] = np.arange(queues.num_ops) + np.repeat(class_value - queues.op_first[:-1], queues.size)
@@ -98,8 +100,9 @@ def list_by_class(problem: Problem, classes: Array, space: ListSpace) -> float:
 
 
 def greedy(search: Search, space: ListSpace) -> None:
-    """Step 1: backward before forward before weight gradients; microbatches in step where that gets stuck, and where
-    it would take too long without machine code."""
+    """Step 1: backward before forward before weight gradients. Microbatches go in step if that gets stuck, or if it
+    would take too long without machine code.
+    """
     problem = search.problem
     listed = -1.0
     if is_quick(list_by_values, problem.queues.num_ops):
@@ -112,7 +115,9 @@ def greedy(search: Search, space: ListSpace) -> None:
 
 
 def stepwise(search: Search) -> None:
-    """Takes orders in which microbatches begin at even intervals; the first however little time is left."""
+    """Takes orders in which microbatches begin at even intervals, and the first of them however little time is
+    left.
+    """
     for row in in_step(search.problem):
         search.take(time_of(search.problem, row), row, "in step")
         if search.closed or search.left <= 0:
@@ -120,7 +125,7 @@ def stepwise(search: Search) -> None:
 
 
 def time_of(problem: Problem, row: Array, start: Array | None = None) -> float:
-    """The makespan of fixed orders, started as soon as possible; -1 where they deadlock."""
+    """The makespan of fixed orders in which ops start as soon as possible; -1 if they deadlock."""
     queues = problem.queues
     num_ranks = queues.num_ranks
     start = np.empty(queues.num_ops) if start is None else start
@@ -131,7 +136,7 @@ def time_of(problem: Problem, row: Array, start: Array | None = None) -> float:
 
 
 class Trials:
-    """One thread's trials: its best order, and working space."""
+    """The trials of one thread: its best order, and working space."""
 
     def __init__(self, search: Search, number: int) -> None:
         self._problem, self._classes = search.problem, class_rows(search.problem)
@@ -144,7 +149,7 @@ class Trials:
         self.best, self.best_row = time_of(search.problem, search.row), search.row.copy()
 
     def go(self, target: float, stop: Array) -> None:
-        """Makes some trials, about as many as a slice of time holds, or until `stop` is no longer 0."""
+        """Makes as many trials as about fit into a slice of time, or stops when `stop` is no longer 0."""
         before = time.perf_counter()
         self._module.seed(int(self._random.integers(2**31)))
         self.best = self._module.trials(
@@ -172,7 +177,7 @@ def justified(search: Search, until: float, num_threads: int | None = None) -> N
 
 
 class PerturbationSearch(Annealer[Search]):
-    """One thread's shaking of the best order so far. Temperatures are shares of the makespan."""
+    """One thread's random changes of the best order so far. Temperatures are shares of the makespan."""
 
     HOT, COLD = 0.004, 0.00016
 
@@ -201,7 +206,9 @@ class PerturbationSearch(Annealer[Search]):
 
 
 def justified_again(search: Search, until: float, num_threads: int | None = None) -> None:
-    """Justifies the best order so far, its ends shaken, until `until` (seconds since the search began)."""
+    """Justifies the best order so far with random changes at its ends, until `until` (seconds since the
+    search began).
+    """
     num_ops = search.problem.queues.num_ops
     if search.closed or num_ops == 0 or not awaited(forward_backward, num_ops, until - search.seconds):
         return
