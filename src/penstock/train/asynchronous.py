@@ -1,5 +1,6 @@
-"""Defaults of each asynchronous schedule: the window of its updates, and an optimizer for which its rule
-has a formula.
+"""What runs of asynchronous schedules need: the window of updates and an optimizer for which the rule has a formula.
+
+And updates in words: how often they come, and how many fall between a microbatch's forward and its backward.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from penstock.schedule import Schedule, count_mismatch
 from penstock.schedule.staleness import PREDICTING
 from penstock.train.checks import SettingsError, is_schedule_file, refuse_options
 from penstock.train.passes import usual_steps
@@ -127,3 +129,18 @@ def check_updates(settings: RunSettings) -> None:
             f"({passes.steps} steps with {passes.microbatches} each) nor is a multiple of them; give --window "
             f"{' or '.join(map(str, best))}, or another --drain-every"
         )
+
+
+def bound(most: int) -> str:
+    """`at most 1 update between F and B`."""
+    return f"at most {most} update{'' if most == 1 else 's'} between F and B" if most else "no update between F and B"
+
+
+def one_every(window: int) -> str:
+    """`one every 4 microbatches`: how often updates come."""
+    return "one every microbatch" if window == 1 else f"one every {window} microbatches"
+
+
+def proved_mismatch(schedule: Schedule) -> int:
+    """The most updates between any microbatch's forward and backward; 0 where the schedule has none."""
+    return max(count_mismatch(schedule).values(), default=0) if schedule.updates is not None else 0

@@ -1,9 +1,21 @@
-"""What a run was asked to do: its settings, its folder, and whether it prints JSON."""
+"""What a run was asked to do, and how its parent hands that to its ranks: in a folder, read and checked once.
+
+order.json      the settings and what to do with them
+corpus.json     what the corpus is; absent for a .bin/.idx pair, which every rank maps by itself, and without text
+train.npy  validation.npy
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from penstock.data import Corpus
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.run_settings import RunSettings
 from penstock.train.settings import Settings
@@ -47,3 +59,35 @@ class TrainJob(RunJob):
     fallback: bool = False
     checkpoint: str | None = None
     damaged: tuple[str, ...] = ()
+
+
+ROWS = ("train", "validation", "train_starts", "validation_starts")
+
+
+def hand_over(folder: Path, order: RunJob, corpus: Corpus | None) -> None:
+    """Writes what `take_over` reads."""
+    (folder / "order.json").write_text(json.dumps(dataclasses.asdict(order)), encoding="utf-8")
+    if corpus is None or any(isinstance(getattr(corpus, name), np.memmap) for name in ROWS):
+        return
+    plain = {f.name: getattr(corpus, f.name) for f in dataclasses.fields(corpus) if f.name not in ROWS}
+    (folder / "corpus.json").write_text(json.dumps(plain), encoding="utf-8")
+    for name in ROWS:
+        np.save(folder / f"{name}.npy", getattr(corpus, name), allow_pickle=False)
+
+
+def take_over(folder: Path) -> tuple[TrainJob | EmulatedJob, Corpus | None]:
+    """The order, and the corpus as mapped files; None for a corpus that a rank opens by itself.
+
+    The folder may be removed once every rank has taken over. Mapped files stay readable.
+    """
+    value: dict[str, Any] = json.loads((folder / "order.json").read_text(encoding="utf-8"))
+    settings = value.pop("settings")
+    if settings["device"] == "emulated":
+        return EmulatedJob(settings=EmulatedSettings.from_mapping(settings), **value), None
+    value |= {name: tuple(value[name]) for name in ("notices", "damaged")}
+    order = TrainJob(settings=Settings.from_mapping(settings), **value)
+    if not (folder / "corpus.json").exists():
+        return order, None
+    plain = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+    rows = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ROWS}
+    return order, Corpus(**plain, **rows)

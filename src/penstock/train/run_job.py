@@ -20,18 +20,17 @@ import torch.distributed as dist
 from penstock.data import Corpus
 from penstock.runtime.checkpoint import UNWRITTEN, CheckpointError
 from penstock.runtime.launch import WaitingServer, init_process, watch
-from penstock.train.bounds import bound, one_every, proved_mismatch
+from penstock.train.asynchronous import bound, one_every, proved_mismatch
 from penstock.train.emulated.run import CheckedEmulation
 from penstock.train.folder import RunFolder, check_place, is_folder
 from penstock.train.inputs import Inputs, gather_inputs
-from penstock.train.job import EmulatedJob, RunJob, TrainJob
+from penstock.train.job import EmulatedJob, RunJob, TrainJob, hand_over, take_over
 from penstock.train.kinds import is_hugging_face
 from penstock.train.malloc_warmup import warm_up_malloc
 from penstock.train.mesh_sizes import mesh_words
 from penstock.train.rank import RankRun
 from penstock.train.report import Report
 from penstock.train.resume_checks import ResumePoint, check_resume
-from penstock.train.run_inputs import hand_over, take_over
 from penstock.train.run_report import RunReport
 from penstock.train.settings import SettingsError
 from penstock.train.start import INTERRUPTED, RunFailed, check_interfaces, check_port, check_store, start_ranks

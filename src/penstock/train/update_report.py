@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.runtime import Pipeline
 from penstock.schedule import Schedule, count_versions
-from penstock.train.bounds import bound, one_every, proved_mismatch
+from penstock.train.asynchronous import bound, one_every, proved_mismatch
 from penstock.train.settings import Settings
 
 

@@ -12,7 +12,7 @@ from penstock.schedule.op import UPDATE
 from penstock.schedule.updates import OWNER
 from penstock.simulation import Timeline, simulate
 from penstock.simulation.memory_footprint import footprint
-from penstock.train.bounds import proved_mismatch
+from penstock.train.asynchronous import proved_mismatch
 from penstock.train.settings import Settings
 
 Costing = Callable[[Schedule], Costs]

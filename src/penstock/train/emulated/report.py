@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, Self
 
 from penstock.simulation import Timeline
-from penstock.train.bounds import bound, one_every
+from penstock.train.asynchronous import bound, one_every
 from penstock.train.run_report import RunReport
 
 

@@ -17,7 +17,7 @@ from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
 from penstock.train.adaptation_summary import read_adaptation
-from penstock.train.bounds import bound, proved_mismatch
+from penstock.train.asynchronous import bound, proved_mismatch
 from penstock.train.emulated.report import EmulatedIteration, EmulatedReport, medians
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder
