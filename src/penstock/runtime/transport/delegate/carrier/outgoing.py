@@ -73,7 +73,7 @@ class OutLane:
         self._messages: deque[Descriptor] = deque()  # all that is not answered
         self._path: Path | None = None
         self._stream: SocketStream | None = None
-        self._trial: ConnectAttempt | None = None
+        self._attempt: ConnectAttempt | None = None
         self._drained: ConnectAttempt | None = None  # a connection over a better path, waiting for this one to drain
         self._came = bytearray()
         self._heard = self._deadline = 0
@@ -90,11 +90,11 @@ class OutLane:
         self._paths = self._paths.interface(ours, up, now)
         if not up and self._path is not None and self._path.ours == ours:
             self._cut(CloseReason.INTERFACE_DOWN, now)
-        for trial in (self._trial, self._drained):
-            if not up and trial is not None and trial.path.ours == ours:
-                trial.close()
-                self._trial = self._trial if trial is not self._trial else None
-                self._drained = self._drained if trial is not self._drained else None
+        for attempt in (self._attempt, self._drained):
+            if not up and attempt is not None and attempt.path.ours == ours:
+                attempt.close()
+                self._attempt = self._attempt if attempt is not self._attempt else None
+                self._drained = self._drained if attempt is not self._drained else None
 
     def theirs_down(self, theirs: int, now: int) -> None:
         """The other rank says that an interface of its own is down."""
@@ -120,20 +120,20 @@ class OutLane:
     # Connecting.
 
     def _seek(self, now: int) -> int:
-        if self._trial is None:
+        if self._attempt is None:
             path, when = self._paths.choose(now)
             if path is None:
                 if not self._lost and self._paths.all_failed:
                     self._lost = True
                     self._tell(DescriptorKind.NO_WAY, self._paths.order[0], CloseReason.INTERFACE_DOWN)
                 return when
-            self._trial = self._try(path, now)
-            if self._trial is None:
+            self._attempt = self._try(path, now)
+            if self._attempt is None:
                 return now
-        if now >= self._trial.deadline:
-            self._failed(self._trial, CloseReason.TIMED_OUT, now)
+        if now >= self._attempt.deadline:
+            self._failed(self._attempt, CloseReason.TIMED_OUT, now)
             return now
-        return self._trial.deadline
+        return self._attempt.deadline
 
     def _try(self, path: Path, now: int) -> ConnectAttempt | None:
         failures = self._paths.backoffs[path].failures if path in self._paths.backoffs else 0
@@ -142,27 +142,27 @@ class OutLane:
         if made is None:
             self._missed(path, sockets.meaning(error), now)
             return None
-        trial = ConnectAttempt(self._loop, path, made, now + patience(CONNECT, failures))
-        self._loop.watch(made.fileno(), WRITE, lambda mask: self._tried(trial))
-        return trial
+        attempt = ConnectAttempt(self._loop, path, made, now + patience(CONNECT, failures))
+        self._loop.watch(made.fileno(), WRITE, lambda mask: self._tried(attempt))
+        return attempt
 
-    def _tried(self, trial: ConnectAttempt) -> None:
+    def _tried(self, attempt: ConnectAttempt) -> None:
         now = time.perf_counter_ns()
-        error = trial.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        error = attempt.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            self._failed(trial, sockets.meaning(error), now)
+            self._failed(attempt, sockets.meaning(error), now)
             return
-        trial.release()
-        self._trial = None
+        attempt.release()
+        self._attempt = None
         if self._stream is None:
-            self._greet(trial, now)
+            self._greet(attempt, now)
         else:
-            self._drained = trial
+            self._drained = attempt
 
-    def _failed(self, trial: ConnectAttempt, why: CloseReason, now: int) -> None:
-        trial.close()
-        self._trial = None
-        self._missed(trial.path, why, now)
+    def _failed(self, attempt: ConnectAttempt, why: CloseReason, now: int) -> None:
+        attempt.close()
+        self._attempt = None
+        self._missed(attempt.path, why, now)
 
     def _missed(self, path: Path, why: CloseReason, now: int) -> None:
         self._paths = self._paths.failed(path, now)
@@ -175,14 +175,14 @@ class OutLane:
             self._lost = True
             self._tell(DescriptorKind.NO_WAY, path, why)
 
-    def _greet(self, trial: ConnectAttempt, now: int) -> None:
+    def _greet(self, attempt: ConnectAttempt, now: int) -> None:
         """A connection over a path stands: says which lane and epoch it is."""
-        failures = self._paths.backoffs[trial.path].failures if trial.path in self._paths.backoffs else 0
-        self._path = trial.path
+        failures = self._paths.backoffs[attempt.path].failures if attempt.path in self._paths.backoffs else 0
+        self._path = attempt.path
         self._state = self._state.connect()
         self._deadline = now + patience(WELCOME, failures)
         self._came.clear()
-        self._stream = SocketStream(self._loop, trial.socket, self._on_ready)
+        self._stream = SocketStream(self._loop, attempt.socket, self._on_ready)
         self._put(pack(Frame(FrameKind.HELLO, self.lane, self._state.epoch, self._sender.orders.key)))
 
     def _welcomed(self, last: int, now: int) -> None:
@@ -224,25 +224,25 @@ class OutLane:
                 return now + LONGEST  # woken by the answer
             self._move(self._drained, now)
             return now
-        if self._trial is not None:
-            if now >= self._trial.deadline:
-                self._failed(self._trial, CloseReason.TIMED_OUT, now)
+        if self._attempt is not None:
+            if now >= self._attempt.deadline:
+                self._failed(self._attempt, CloseReason.TIMED_OUT, now)
                 return now
-            return self._trial.deadline
+            return self._attempt.deadline
         path, when = self._paths.better(self._path, now)
         if path is None:
             return when
-        self._trial = self._try(path, now)
-        return now + BEAT if self._trial is None else self._trial.deadline
+        self._attempt = self._try(path, now)
+        return now + BEAT if self._attempt is None else self._attempt.deadline
 
-    def _move(self, trial: ConnectAttempt, now: int) -> None:
+    def _move(self, attempt: ConnectAttempt, now: int) -> None:
         assert self._stream is not None
         assert self._path is not None
         self._tell(DescriptorKind.CUT, self._path, CloseReason.BETTER_PATH)
         self._stream.close()
         self._drained = None
         self._state = self._state.cut()
-        self._greet(trial, now)
+        self._greet(attempt, now)
 
     # Sending.
 
