@@ -36,7 +36,7 @@ from penstock.report.run_story import (
     TitledTimeline,
     spells_of,
 )
-from penstock.report.what_if import Hindsight, ObservedIteration, picked
+from penstock.report.what_if import ObservedIteration, WhatIfSimulator, picked
 from penstock.schedule import Op
 from penstock.simulation import TimedOp, Timeline
 
@@ -89,11 +89,11 @@ def read_story(
     recorded = list(json_lines(timelines, "timelines.jsonl"))
     if not contents.seen:
         raise ControlError("the log has no iteration that ended: there is nothing to report yet")
-    hindsight = Hindsight(contents.job)
+    simulator = WhatIfSimulator(contents.job)
     rows = [contents.seen[number] for number in sorted(contents.seen)]
     links = tuple(sorted({link for row in rows for link in row.times}, key=lambda link: (undirected(link), link)))
-    ran = _simulated(contents, hindsight, rows, most)
-    kept = _kept(contents, hindsight, rows, most)
+    ran = _simulated(contents, simulator, rows, most)
+    kept = _kept(contents, simulator, rows, most)
     found = tuple(
         Iteration(
             row.number,
@@ -106,7 +106,7 @@ def read_story(
         for row in rows
     )
     least = _least(contents.job, rows)
-    undisturbed, source = _undisturbed(contents, hindsight, found, least)
+    undisturbed, source = _undisturbed(contents, simulator, found, least)
     found = with_baselines(contents, found, undisturbed, least)
     decided = tuple(_decided(contents, contents.chosen[number], found) for number in sorted(contents.chosen))
     return RunStory(
@@ -146,7 +146,7 @@ def _least(job: Job, rows: Sequence[ObservedIteration]) -> float:
 
 
 def _simulated(
-    contents: LogContents, hindsight: Hindsight, rows: Sequence[ObservedIteration], most: int
+    contents: LogContents, simulator: WhatIfSimulator, rows: Sequence[ObservedIteration], most: int
 ) -> dict[int, Timeline]:
     """What ran, simulated, by iteration: picked evenly, and every iteration around a switch."""
     measured = [row for row in rows if row.times]
@@ -157,27 +157,27 @@ def _simulated(
     for row in measured:
         if row.number in wanted:
             configuration = contents.configuration(row.decision)
-            timeline = hindsight.run(configuration, row, configuration)
+            timeline = simulator.run(configuration, row, configuration)
             if timeline is not None:
                 found[row.number] = timeline
     return found
 
 
 def _kept(
-    contents: LogContents, hindsight: Hindsight, rows: Sequence[ObservedIteration], most: int
+    contents: LogContents, simulator: WhatIfSimulator, rows: Sequence[ObservedIteration], most: int
 ) -> dict[int, float]:
     """The first configuration, simulated, by iteration that ran another."""
     other = [row for row in rows if row.decision and row.times]
     found = {}
     for row in (other[place] for place in picked(len(other), most)):
-        timeline = hindsight.run(contents.job.start, row, contents.configuration(row.decision))
+        timeline = simulator.run(contents.job.start, row, contents.configuration(row.decision))
         if timeline is not None:
             found[row.number] = timeline.makespan
     return found
 
 
 def _undisturbed(
-    contents: LogContents, hindsight: Hindsight, iterations: Sequence[Iteration], least: float
+    contents: LogContents, simulator: WhatIfSimulator, iterations: Sequence[Iteration], least: float
 ) -> tuple[float, str]:
     """How long an iteration of the first configuration takes with no link late, and how that is known."""
     calm = [
@@ -185,7 +185,7 @@ def _undisturbed(
     ]
     if len(calm) >= 3:
         return median(calm), f"median of the {len(calm)} iterations of the first configuration with no link late"
-    return hindsight.healthy(contents.job.start).makespan, "simulated with no link late"
+    return simulator.healthy(contents.job.start).makespan, "simulated with no link late"
 
 
 def with_baselines(

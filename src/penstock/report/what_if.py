@@ -55,7 +55,7 @@ class ObservedIteration:
         return median(self.times[link]) if self.times.get(link) else None
 
 
-class Hindsight:
+class WhatIfSimulator:
     """Simulates configurations of a job under the links of iterations, each that is the same only once."""
 
     def __init__(self, job: Job) -> None:
