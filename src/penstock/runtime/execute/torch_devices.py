@@ -19,6 +19,7 @@ from penstock.runtime.execute.update_ops import UpdatingOps
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
 from penstock.runtime.stage.branches import end_of, has_many_ends
+from penstock.runtime.stage.first_step import FirstStep
 from penstock.runtime.stage.host_memory import HostMemory
 from penstock.runtime.stage.microbatches import LossFn, Microbatches
 from penstock.runtime.stage.ops import StageRunner, StepSettings
@@ -65,11 +66,13 @@ class TorchDevices:
         self._lanes: tuple[Schedule | None, Mapping[int, int]] = None, {}
         """Of the stages of the schedule that ran last."""
         self.host = HostMemory(model.device)
+        # Updates in the middle of a step change parameters, and replicas that keep parts put others in their place.
+        watched = updating is None and model.sharded is None and schedule.num_microbatches > 1
         self.runners: dict[Copy, StageRunner] = {
             key: StageRunner(
                 stage, key[1], key[1] == end and not by_ops, model.device, loss_fn, autocast,
                 len(schedule.graph.targets[key[1]]), model.tied.note_casts if model.ties else None,
-                self.host,
+                self.host, FirstStep(stage, key[1]) if watched else None,
             )
             for key, stage in model.copies.here.items()
         }  # fmt: skip
@@ -106,6 +109,8 @@ class TorchDevices:
             for runner in self.runners.values():
                 runner.begin(settings)
             yield
+            for runner in self.runners.values():
+                runner.require_seen()
         finally:
             for runner in self.runners.values():
                 runner.end()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.autograd import GraphInputs, exits, run_backward
+from penstock.runtime.stage.first_step import FirstStep
 from penstock.runtime.stage.host_memory import HostMemory, OffloadStatistics, SavedTensors, copied_to
 from penstock.runtime.stage.microbatches import LossFn, Microbatches, Signature
 from penstock.runtime.stage.recompute import BufferHistory, copy_of, dropping_activations
@@ -103,6 +104,7 @@ class StageRunner:
         num_targets: how many stages it feeds.
         host: the host memory to which activations are moved.
         note_casts: called inside autocast, to record what a forward of (stage, microbatch, its output) has cast.
+        first_step: refuses state that forwards change and that no order of ops makes right; None: nothing is watched.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class StageRunner:
         num_targets: int = 1,
         note_casts: Callable[[int, int, Any], None] | None = None,
         host: HostMemory | None = None,
+        first_step: FirstStep | None = None,
     ) -> None:
         self.stage = stage
         self.index = index
@@ -143,6 +146,7 @@ class StageRunner:
         self._saved: dict[int, SavedTensors] = {}
         """What forwards saved, for microbatches whose activations go to host memory."""
         self._buffers = BufferHistory(stage)
+        self._first_step = first_step
         # Microbatches of which nothing was found worth deferring, while none of another kind was: no tape for them.
         self._plain: set[Signature] = set()
         self._defers = False
@@ -186,6 +190,9 @@ class StageRunner:
         self._first = settings.first(self.index)
         if self._split is not None:
             self._split.begin(self)
+        if self._first_step is not None:
+            repeats = any(stage == self.index for stage, _ in settings.recomputed)
+            self._first_step.begin(settings.training, repeats)
         self.offload_statistics = OffloadStatistics()
         self._own = None
         self._let_go()
@@ -194,6 +201,11 @@ class StageRunner:
         self.has_gradient = False
         if self._is_last and self._loss_fn is not None:
             _ = settings.microbatches.scales  # what the user's loss says of them is no part of an op
+
+    def require_seen(self) -> None:
+        """After the ops of a step. Raises RuntimeFailure where forwards changed what a backward needs, unseen."""
+        if self._first_step is not None:
+            self._first_step.require_none()
 
     def end(self) -> None:
         """Ends a step, however it went: releases the batch and everything that was held."""
@@ -224,8 +236,10 @@ class StageRunner:
 
     def recompute(self, m: int) -> None:
         """Runs R: the forward of a microbatch again, which now keeps what its backward needs."""
+        if self._first_step is not None:
+            self._first_step.begin_again(m)
         with self._buffers.as_found(m):
-            self._forward_keeping_all(m, self._kept.pop(m))
+            self._forward_keeping_all(m, self._kept.pop(m), again=True)
 
     def _forward_keeping_input(self, m: int, received: Payload | None) -> Payload:
         value, _, kept = self._input(m, received, copied=True)
@@ -233,11 +247,13 @@ class StageRunner:
             output = self._call(value, m)
             if self._is_last:
                 output = self._loss(m, output)
+        if self._first_step is not None:
+            self._first_step.ran(m, output)
         kept.require_same(self.index)
         self._kept[m] = received
         return self._outgoing(output)[0]
 
-    def _forward_keeping_all(self, m: int, received: Payload | None) -> Payload:
+    def _forward_keeping_all(self, m: int, received: Payload | None, again: bool = False) -> Payload:
         value, entry, kept = self._input(m, received)
         tape = None if self._split is None else self._tape(self._split, m)
         away = self.settings.away
@@ -254,6 +270,8 @@ class StageRunner:
                     output = self._loss(m, output)
                 if self._note_casts is not None:
                     self._note_casts(self.index, m, output)
+        if again and self._first_step is not None:
+            self._first_step.ran_again(m, output)
         if tape is not None:
             self._note(tape, m)
         if kept is not _NO_READ_ONLY_INPUTS:

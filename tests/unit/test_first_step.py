@@ -1,0 +1,129 @@
+"""State that forwards change and that no order of ops makes right: the first step refuses it by name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.runtime import RuntimeFailure
+from plain_loop import differences, gradients
+from recomputed import with_recompute
+
+pytestmark = pytest.mark.unit
+
+
+class Codebook(nn.Module):
+    """Scales by a moving average of its inputs, which it changes before it is used."""
+
+    def __init__(self, change: Callable[[Codebook, Tensor], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.ones(4))
+        self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.change(self, 0.9 * self.mean + 0.1 * x.mean(0))
+        return self.linear(x) * self.mean * self.weight
+
+
+def assign(it: Codebook, new: Tensor) -> None:
+    it.mean = new
+
+
+def copy_to_data(it: Codebook, new: Tensor) -> None:
+    it.mean.data.copy_(new)
+
+
+def assign_data(it: Codebook, new: Tensor) -> None:
+    it.mean.data = new
+
+
+def scale_data_of_weight(it: Codebook, new: Tensor) -> None:
+    it.weight.data.mul_(0.9)
+
+
+def scale_data_of_linear(it: Codebook, new: Tensor) -> None:
+    it.linear.weight.data.mul_(0.9)
+
+
+def scale_weight(it: Codebook, new: Tensor) -> None:
+    it.weight.mul_(0.9)
+
+
+def count(it: Codebook, new: Tensor) -> None:
+    it.count = getattr(it, "count", 1) + 1  # type: ignore[assignment]
+    it.mean = it.mean * it.count
+
+
+def draw(it: Codebook, new: Tensor) -> None:
+    it.mean = torch.full((4,), random.random())
+
+
+def nothing(it: Codebook, new: Tensor) -> None:
+    pass
+
+
+def differing(change: Callable[[Codebook, Tensor], None], repeats: bool) -> list[str]:
+    """What differs from the plain loop after two steps."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(4, 4), Codebook(change), nn.Tanh(), Codebook(change)))
+    piped, plain = models
+    schedule = ps.build("1f1b", 2, 4)
+    x, loss_fn = torch.randn(8, 4), nn.MSELoss()
+    with ps.Pipeline(piped, with_recompute(schedule) if repeats else schedule, loss_fn=loss_fn) as pipe:
+        for _ in range(2):
+            pipe.step(x, x, update=False)
+            for part in x.chunk(4):
+                (loss_fn(plain(part), part) / 4).backward()
+    found = differences(gradients(list(plain)), gradients(list(piped)))
+    return found + [name for name, b in piped.named_buffers() if not torch.equal(b, plain.get_buffer(name))]
+
+
+@pytest.mark.parametrize(
+    ("change", "repeats", "said"),
+    [
+        (assign, False, ""),
+        (assign, True, ""),
+        (copy_to_data, True, ""),
+        (nothing, True, ""),
+        (copy_to_data, False, "the forward of Codebook changes its buffer 'mean' through .data, which autograd does"),
+        (assign_data, False, "changes its buffer 'mean' through .data"),
+        (scale_data_of_weight, False, "changes its parameter 'weight' through .data"),
+        (scale_data_of_linear, False, "the forward of Linear changes its parameter 'weight' through .data"),
+        (scale_data_of_weight, True, r"was run again \(R\) and computed something else"),
+        (scale_weight, True, r"changes its parameter 'weight', so that it can't be run again \(R\) as it was"),
+        (count, True, r"was run again \(R\) and computed something else"),
+        (draw, True, r"was run again \(R\) and computed something else: it draws from a random generator of its own"),
+    ],
+)
+def test_state_that_forwards_changed_gave_wrong_gradients(
+    change: Callable[[Codebook, Tensor], None], repeats: bool, said: str
+) -> None:
+    """Changes through `.data` between a forward and its backward, and state that R found changed, went unseen."""
+    if not said:
+        assert not differing(change, repeats)
+        return
+    with pytest.raises(RuntimeFailure, match=said):
+        differing(change, repeats)
+
+
+def test_a_weight_that_a_second_run_leaves_as_it_is() -> None:
+    """An embedding with a largest norm shortens its rows in place, once."""
+    model, plain = (nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Linear(4, 4)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    tokens, y, loss_fn = torch.randint(0, 9, (8,)), torch.randn(8, 4), nn.MSELoss()
+    with ps.Pipeline(model, with_recompute(ps.build("1f1b", 2, 4)), loss_fn=loss_fn) as pipe:
+        pipe.step(tokens, y, update=False)
+    for part, target in zip(tokens.chunk(4), y.chunk(4), strict=True):
+        (loss_fn(plain(part), target) / 4).backward()
+    assert not differences(gradients(list(plain)), gradients(list(model)))
+    assert torch.equal(model[0].weight, plain[0].weight)
