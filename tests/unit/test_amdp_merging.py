@@ -13,6 +13,7 @@ from experiments.amdp.convergence import MODELS, ROWS
 from experiments.amdp.learning import Method, Passes, Task
 from experiments.amdp.merging import merged
 from penstock.schedule import count_mismatch
+from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
 
@@ -46,7 +47,7 @@ def test_each_microbatch_is_in_one_group_of_its_window_and_the_order_is_still_ri
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", others_nightly(MODELS, ["GPT"]))
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_run_of_merged_microbatches_learns_the_same(model: str, name: str) -> None:
     method = replace(WINDOWED[name], peak=3e-3)

@@ -26,9 +26,9 @@ def tasks(model: str, *seeds: int) -> list[Task]:
     ("model", "method"),
     [
         ("GPT", Method("synchronous", "1f1b", optimizer="SGD", peak=0.05)),
-        ("GPT", Method("amdp", "amdp")),
+        pytest.param("GPT", Method("amdp", "amdp"), marks=pytest.mark.nightly),
         ("BERT", Method("amdp, Muon", "amdp", optimizer="Muon")),
-        ("BERT", Method("xpipe", "xpipe", optimizer="Adam")),
+        pytest.param("BERT", Method("xpipe", "xpipe", optimizer="Adam"), marks=pytest.mark.nightly),
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )

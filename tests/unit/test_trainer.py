@@ -88,7 +88,7 @@ def adapted() -> Any:
         pytest.param(
             {"optim": "sgd", "gradient_accumulation_steps": 3, "bf16": True}, {}, tiny, marks=pytest.mark.nightly
         ),
-        ({}, {"compute_loss_func": own_loss}, tiny),
+        pytest.param({}, {"compute_loss_func": own_loss}, tiny, marks=pytest.mark.nightly),
         ({"lr_scheduler_type": "linear", "warmup_steps": 2}, {}, adapted),
     ],
     ids=["smoothed", "three microbatches in bfloat16", "own loss", "lora"],

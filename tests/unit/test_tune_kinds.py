@@ -15,6 +15,7 @@ from penstock.train.settings import Settings
 from penstock.tune.layers import NO_LAYER, RankShare, measure_layers
 from penstock.tune.profile import KINDS
 from penstock.tune.tuned_model import tuned_model
+from tiers import others_nightly
 from train_runs import penstock
 
 pytestmark = pytest.mark.unit
@@ -93,7 +94,7 @@ def test_an_estimate_by_the_sizes_of_a_gpt_is_refused(folder: Path, capsys: pyte
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-@pytest.mark.parametrize("model", ["bert", "hf", "clip"])
+@pytest.mark.parametrize("model", others_nightly(["bert", "hf", "clip"], ["bert"]))
 def test_the_closing_line_trains(folder: Path, model: str) -> None:
     """With the best verified; then the line itself, word for word, over as many processes as it says."""
     chain = "--data text.txt --batch 4 --ranks 2 --pp 2 --microbatch-size 1 --schedule chimera"
