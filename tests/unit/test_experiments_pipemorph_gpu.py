@@ -87,7 +87,7 @@ def test_figures_10_to_12_run_without_a_gpu(
     assert "recorded nothing of a GPU" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_figure_21_trains_to_the_same_losses_by_both_transports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -215,8 +215,8 @@ def make_batches():
 LORA = json.dumps({"r": 4, "target_modules": ["q_proj", "v_proj"]})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", others_nightly(TOWERS, ["llava"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TOWERS)
 def test_at_the_prompt_a_cut_inside_a_tower_goes_with_all_else(name: str, tmp_path: Path) -> None:
     model_of(name).save_pretrained(tmp_path / "model")
     (tmp_path / "own.py").write_text(OWN)

@@ -582,7 +582,7 @@ def test_the_event_loop_is_compiled_ahead(options: dict[str, bool]) -> None:
     assert run.signatures == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_for_each_core_leave_nothing_to_compile(tmp_path: Path) -> None:
     """What one process would compile in turn several compile at once, and a second call finds it all done."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}

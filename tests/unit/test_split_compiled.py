@@ -212,13 +212,10 @@ def test_compiled_as_one_graph() -> None:
     assert_same(Block(), lambda module: torch.compile(module, backend="aot_eager", fullgraph=True), 2, 5, 16)  # type: ignore[arg-type, return-value]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)),
-        pytest.param(Block, marks=pytest.mark.nightly),
-    ],
+    [lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)), Block],
     ids=["few kernels", "block"],
 )
 def test_by_the_compiler_that_writes_kernels(make: Callable[[], nn.Module]) -> None:
