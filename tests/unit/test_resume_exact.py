@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, R
 import penstock as ps
 from packed import packed
 from penstock.runtime.checkpoint import CheckpointError, DamagedCheckpointError, Reader, pack, write
-from penstock.runtime.checkpoint.plain import unpack
+from penstock.runtime.checkpoint.codec import unpack
 
 pytestmark = pytest.mark.unit
 

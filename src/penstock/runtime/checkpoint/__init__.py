@@ -9,13 +9,13 @@ kill at any moment keeps the last good one; checksums find what a disk did to it
 saving           a pipeline's, all ranks or none      training_state   a pipeline's state as plain named tensors
 state_transfer   from pipeline to pipeline, no disk   user_state       what else has a `state_dict`
 format           the files: shards and their index    writer, reader    of such files
-folder           names of checkpoints, and renames    plain, optimizer  values as named tensors
+folder           names of checkpoints, and renames    codec, optimizer  values as named tensors
 """
 
+from penstock.runtime.checkpoint.codec import AS_JSON, digests_of, names_by_base, pack
 from penstock.runtime.checkpoint.folder import candidates, complete, latest, set_aside, step_of
 from penstock.runtime.checkpoint.format import JSON, VERSION
 from penstock.runtime.checkpoint.optimizer import optimizer_tensors, stage_optimizer
-from penstock.runtime.checkpoint.plain import AS_JSON, digests_of, names_by_base, pack
 from penstock.runtime.checkpoint.reader import Kind, Reader, TensorSource, load_packed, match
 from penstock.runtime.checkpoint.writer import UNWRITTEN, export, write
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from penstock.runtime.checkpoint.codec import pack
 from penstock.runtime.checkpoint.format import JSON
-from penstock.runtime.checkpoint.plain import pack
 from penstock.runtime.checkpoint.reader import TensorSource, load_packed
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.tensors.dtensor import local, own_shard

@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.runtime.checkpoint.codec import unpack
 from penstock.runtime.checkpoint.format import DTYPES, INDEX, JSON, STEP, Index, IndexEntry, checksum, read_regular
-from penstock.runtime.checkpoint.plain import unpack
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 
 __all__ = ["Kind", "Reader", "TensorSource", "load_packed", "match", "problem_of"]
@@ -45,7 +45,7 @@ class TensorSource(Protocol):
 
 
 def load_packed(source: TensorSource, base: str, names: Iterable[str], device: torch.device | None = None) -> Any:
-    """The value that was packed under a base, from the tensors with these names; see `plain.unpack`.
+    """The value that was packed under a base, from the tensors with these names; see `codec.unpack`.
 
     Raises `CheckpointError`.
     """
