@@ -32,12 +32,17 @@ TRAINED = "*Trained* is a loss of real training on a CPU, of models made small."
 
 STATES = """\
 An audit once listed {} capabilities, figures and tables of the three papers. Each row says what it found then, how it
-stands now, and what shows it: a test, a file of results, a page. A row that is not simply done has its reason.
+stands now, and what shows it: a test, a file of results, a page. A row that is not simply done has its reason."""
 
-*Emulated* means simulated, and run by the clock on devices that sleep through their ops. *Simulated* means the
-simulator alone. *Host half* means all but the copies from and to a device. *On one GPU* means measured with all ranks
-on a single GPU, which is less than the paper's one for each rank. *Open* means that this machine could do it and that
-it has not been done."""
+MEANINGS = {
+    "emulated": "simulated, and run by the clock on devices that sleep through their ops",
+    "simulated": "run by the simulator alone",
+    "on one GPU": "measured with all ranks on a single GPU, which is less than the paper's one for each rank",
+    "differently": "done in another way than in the paper",
+    "host half": "all but the copies from and to a device",
+    "open": "this machine could do it, and it has not been done",
+}
+"""Of the states of rows, those that the page explains where a row has them."""
 
 COMPUTED = """\
 On emulated devices an op takes the time that the costs say, so a run by the clock proves dispatch and transport, not
@@ -169,6 +174,8 @@ def audit() -> str:
         "# The papers, row by row",
         "",
         STATES.format(len(rows)),
+        "",
+        *(f"- *{state[0].upper()}{state[1:]}*: {text}." for state, text in MEANINGS.items() if state in counts),
         "",
         "| state | rows |",
         "|---|---:|",

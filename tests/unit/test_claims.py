@@ -74,6 +74,14 @@ def test_the_audit_has_every_row_with_evidence_that_is_there() -> None:
             assert not test or f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), each
 
 
+def test_the_readme_calls_rows_of_the_audit_open_only_where_some_are() -> None:
+    states = {row["state"] for row in pages.audited()}
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert ("still open](docs/papers/audit.md)" in text) == ("open" in states)
+    assert ("only emulated or simulated](docs/papers/audit.md)" in text) == bool(states & {"emulated", "simulated"})
+    assert states <= {"done", *pages.MEANINGS}
+
+
 FROM_HISTORY = {
     "amdp": "figure7 mismatch",
     "pipemorph": "figure10-gpu figure21-processes figure21_gpu-2ranks figure21_gpu-4ranks",
