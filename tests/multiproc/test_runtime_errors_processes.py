@@ -194,6 +194,8 @@ def given_different_things(rank: int) -> dict[str, str]:
     deep, deeper = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(n))) for n in (8, 9))
     tell("model", lambda: pipeline(model=deeper if rank == 1 else deep))
     tell("loss_fn", lambda: made(None if rank == 0 else nn.MSELoss()))
+    tell("name of loss_fn", lambda: made(nn.L1Loss() if rank == 3 else nn.MSELoss()))
+    tell("autocast", lambda: pipeline(autocast=torch.bfloat16 if rank == 1 else None))
     sgd, adam = torch.optim.SGD, torch.optim.AdamW
     tell("optimizer", lambda: made(optimizer=adam if rank == 2 else sgd))
     tell("lr", lambda: made(optimizer=partial(sgd, lr=0.1 * (rank + 1))))
@@ -226,6 +228,8 @@ def test_ranks_given_different_things() -> None:
         assert "ranks 1, 2 and 3 were given another seed than rank 0" in told["seed"]
         assert "rank 1 was given another model than rank 0" in told["model"], told
         assert "ranks 1, 2 and 3 were given another loss_fn than rank 0" in told["loss_fn"], told
+        assert "another loss_fn than rank 0 (rank 3 has 'L1Loss', rank 0 has 'MSELoss')" in told["name of loss_fn"]
+        assert "rank 1 was given another autocast than rank 0 (rank 1 has 'torch.bfloat16'" in told["autocast"]
         assert "rank 2 was given another optimizer than rank 0" in told["optimizer"], told
         assert "ranks 1, 2 and 3 were given another lr of the optimizer than rank 0" in told["lr"], told
         assert "rank 3 was given another batch than rank 0" in told["inputs"], told

@@ -113,9 +113,10 @@ class LocalPipeline:
             "schedule": schedule_digest(schedule),
             "model": _form_of(given.model),
             "number of stages in its list": None if isinstance(given.model, nn.Module) else len(given.model),
-            "loss_fn": given.loss_fn is not None,
+            "loss_fn": _name_of(given.loss_fn),
             "dispatch": str(dispatch),
             "seed": given.seed,
+            "autocast": str(given.precision.autocast),
             "clip_norm": given.precision.clip_norm,
             "tied": [list(group) for group in parallel.tied],
             "ops": sorted(given.ops),
@@ -373,6 +374,12 @@ class LocalPipeline:
     def _end_failover(self, failover: Failover | None) -> None:
         if failover is not None:
             failover.close(parts=not self._life.is_broken)
+
+
+def _name_of(function: Any) -> str | None:
+    """What a function is called, or the class of an object that is called."""
+    known = getattr(function, "func", function)  # of a partial
+    return None if known is None else getattr(known, "__qualname__", type(known).__qualname__)
 
 
 def _form_of(model: nn.Module | Sequence[StageSource]) -> str | None:
