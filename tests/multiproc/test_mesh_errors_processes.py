@@ -154,3 +154,31 @@ def test_what_gloo_cannot_gather_on_a_gpu_is_refused_where_two_interfaces_are_na
         assert "name one" in refused
         assert before == []
         assert "replicas sum gradients by gloo, through host memory" in after[0]
+
+
+def frozen_in_one_replica(rank: int) -> list[str]:
+    """What is said where one of two replicas freezes a parameter, or has a longer buffer."""
+    told = []
+    for what in ("nothing", "a parameter", "a buffer"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        model[1].register_buffer("table", torch.zeros(3 if what == "a buffer" and rank == 1 else 2))
+        model[0].bias.requires_grad_(what != "a parameter" or rank != 1)
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+        try:
+            pipe = ps.Pipeline(model, ps.build("1f1b", 1, 2), loss_fn=nn.MSELoss(), mesh=mesh, timeout=20)
+            pipe.step(torch.ones(8, 4), torch.ones(8, 4))
+            told.append("")
+        except RuntimeFailure as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_parameter_frozen_in_one_replica_ended_the_other_processes() -> None:
+    """gloo ended a process where sums of gradients were of other lengths."""
+    outcomes = run_ranks(2, frozen_in_one_replica)
+    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
+    assert outcomes[0].value == outcomes[1].value
+    alike, parameter, buffer = outcomes[0].value
+    assert not alike
+    assert "state of stage 0 than rank 0; rank 0 has 0.bias trained, and rank 1 has 0.bias frozen" in parameter
+    assert "has buffer 1.table of shape [2], torch.float32, and rank 1 has buffer 1.table of shape [3]" in buffer

@@ -64,10 +64,14 @@ def build_alike(sources: Sequence[Stage | StageSource], placement: Placement, me
 
 
 def _forms_of(sources: Sequence[Stage | StageSource], stages: Mapping[int, Stage]) -> dict[str, list[str]]:
-    """By subject the forms that this process knows. Buffers may grow where a stage runs, so those are of its own."""
+    """By subject the forms that this process knows. Where a stage runs, buffers may grow and parameters may be frozen
+    between two pipelines, so processes that run it compare these alone.
+    """
     forms = {f"stage {index}": form_of(stage) for index, stage in stages.items()}
     for index, stage in stages.items():
-        forms[f"stage {index}, in its buffers,"] = [_line(f"buffer {n}", b) for n, b in stage.named_buffers()]
+        running = [_line(f"buffer {name}", buffer) for name, buffer in stage.named_buffers()]
+        running += [f"{name} {'trained' if p.requires_grad else 'frozen'}" for name, p in stage.named_parameters()]
+        forms[f"state of stage {index}"] = running
     for index, source in enumerate(sources):
         if isinstance(source, nn.Module) and index not in stages:
             form = form_of(source, "" if isinstance(source, Stage) else str(index))
