@@ -2,11 +2,14 @@
 
     (x, {"mask": m, "scale": 2})  ->  [x, m],  ["tuple", [0, ["dict", [["mask", 1], ["scale", ["const", 2]]]]]]
 
-The skeleton is JSON, so that it can travel in a message header, and holds an index for each tensor.
+The skeleton is JSON, so that it can travel in a message header, and holds an index for each tensor. A named tuple is
+one again where it comes in: of its own class if that can be found there, else of one with the same name and fields.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import namedtuple
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.dtensor import whole
 
 Skeleton = Any
-"""An int (index of a tensor) or a list ["tuple" | "list" | "dict" | "const", ...]."""
+"""An int (index of a tensor) or a list ["tuple" | "tuple MODULE NAME FIELD ..." | "list" | "dict" | "const", ...]."""
 
 _CONSTANTS = (bool, int, float, str, type(None))
 
@@ -40,7 +43,7 @@ def _flatten(value: Any, leaves: list[Tensor]) -> Skeleton:
         leaves.append(value)
         return len(leaves) - 1
     if isinstance(value, tuple):
-        return ["tuple", [_flatten(v, leaves) for v in value]]
+        return [_kind_of(type(value)), [_flatten(v, leaves) for v in value]]
     if isinstance(value, list):
         return ["list", [_flatten(v, leaves) for v in value]]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -63,7 +66,37 @@ def unflatten(leaves: list[Tensor], skeleton: Skeleton) -> Any:
     if kind == "dict":
         return {key: unflatten(leaves, v) for key, v in inside}
     items = [unflatten(leaves, v) for v in inside]
-    return tuple(items) if kind == "tuple" else items
+    if kind == "list":
+        return items
+    return tuple(items) if kind == "tuple" else _named_tuple(kind)._make(items)
+
+
+def _kind_of(of: type[tuple[Any, ...]]) -> str:
+    """ "tuple", or of a named tuple: "tuple MODULE NAME FIELD FIELD ..."."""
+    fields = getattr(of, "_fields", None)
+    if fields is None or not hasattr(of, "_make"):
+        return "tuple"
+    kind = f"tuple {' '.join((of.__module__, of.__qualname__, *fields))}"
+    _NAMED_TUPLES[kind] = of
+    return kind
+
+
+def _named_tuple(kind: str) -> Any:
+    """The class of a named tuple."""
+    if kind not in _NAMED_TUPLES:
+        make: Any = namedtuple
+        _, module, name, *fields = kind.split(" ")
+        found: Any = sys.modules.get(module)
+        for each in name.split("."):
+            found = getattr(found, each, None)
+        if getattr(found, "_fields", None) != tuple(fields):
+            found = make(name.rpartition(".")[2], fields)
+        _NAMED_TUPLES[kind] = found
+    return _NAMED_TUPLES[kind]
+
+
+_NAMED_TUPLES: dict[str, Any] = {}
+"""By its kind in a skeleton the class of a named tuple."""
 
 
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}

@@ -395,6 +395,7 @@ def _require_fits(model: nn.Module, skeleton: Skeleton) -> None:
     except ValueError:  # of what is not written in Python
         return
     kind, inside = ("tensor", ()) if isinstance(skeleton, int) else skeleton
+    kind = kind.partition(" ")[0]  # of a named tuple
     named = [name for name, _ in inside] if kind == "dict" else []
     places = {"tuple": len(inside), "dict": 0}.get(kind, 1)
     try:
