@@ -186,6 +186,31 @@ def test_unknown_keywords_of_options_were_plain_type_errors(call: Any, error: ty
         call()
 
 
+class Weighted(nn.Module):
+    """A loss with a weight to be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_of_all = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.weight_of_all * MSE(output, target)
+
+
+def test_parameters_of_the_loss_were_never_updated() -> None:
+    schedule, sgd, loss = ps.build("1f1b", 2, 4), torch.optim.SGD, Weighted()
+    said = r"loss_fn \(Weighted\) has 1 parameters that are not in the model, the first is weight_of_all"
+    for given in (loss, loss.forward, partial(loss)):
+        with pytest.raises(RuntimeFailure, match=said):
+            ps.Pipeline([lin(), lin()], schedule, loss_fn=given, optimizer=sgd)
+    ps.Pipeline([lin(), lin()], schedule, loss_fn=loss).close()  # who gives no optimizer updates all of it
+    last = nn.Sequential(lin())
+    last.loss = loss
+    ps.Pipeline([lin(), last], schedule, loss_fn=loss, optimizer=sgd).close()
+    loss.requires_grad_(False)
+    ps.Pipeline([lin(), lin()], schedule, loss_fn=loss, optimizer=sgd).close()
+
+
 @pytest.mark.parametrize("why", ["detached", "frozen", "no_grad"])
 def test_a_step_without_any_gradient_trained_nothing_and_said_nothing(why: str) -> None:
     layers = [lin(), lin()]

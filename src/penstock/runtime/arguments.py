@@ -200,6 +200,8 @@ def require_arguments(
         _require(callable(optimizer), "optimizer", optimizer, "an optimizer, or a function from parameters to one")
     require_steps_alone(optimizer)
     _require_its_parameters(optimizer, [model] if isinstance(model, nn.Module) else model)
+    if optimizer is not None:
+        _require_no_others(loss_fn, [model] if isinstance(model, nn.Module) else model)
     _require(_is_number(timeout) and 0 < timeout < math.inf, "timeout", timeout, "seconds, above 0")
     _require(isinstance(seed, Integral) and not isinstance(seed, bool), "seed", seed, "an integer")
     fits = ops is None or isinstance(ops, Mapping)
@@ -229,6 +231,21 @@ def _require_its_parameters(optimizer: Any, sources: Sequence[Any]) -> None:
             f"the optimizer ({type(optimizer).__name__}) has {len(strange)} parameters that are not in the model, "
             f"the first of shape {tuple(strange[0].shape)}; make it of the modules that ps.Pipeline is given, or "
             "give a function that makes one"
+        )
+
+
+def _require_no_others(loss_fn: Any, sources: Sequence[Any]) -> None:
+    """Raises RuntimeFailure if the loss has parameters to be trained that no stage has; they would not be updated."""
+    loss = getattr(loss_fn, "__self__", getattr(loss_fn, "func", loss_fn))
+    if not isinstance(loss, nn.Module) or not all(isinstance(source, nn.Module) for source in sources):
+        return
+    known = {id(p) for source in sources for p in source.parameters()}
+    others = [name for name, p in loss.named_parameters() if p.requires_grad and id(p) not in known]
+    if others:
+        raise RuntimeFailure(
+            f"loss_fn ({type(loss).__name__}) has {len(others)} parameters that are not in the model, the first is "
+            f"{others[0]}, and the optimizer would not update them; put them into the last stage, which can return "
+            "what the loss needs of them, or freeze them (requires_grad_(False))"
         )
 
 
