@@ -72,25 +72,22 @@ class DelegateInbox:
             RuntimeFailure: what came is not of this step.
         """
         self._post_enough()
-        self._step, self._digest = step, digest
-        self._edges = {(one.peer, tag): edge for one in expected for edge, tag in one.messages}
-        for one in expected:
-            for place in range(num_lanes):
-                self.expect(Lane(one.peer, self._delegates.rank, kind_of(one), place))
-        return self._take_early()
+        self._step, self._digest, self._edges = step, digest, {}
+        return self._expect_all(expected, num_lanes)
 
     def begin_within(
         self, step: int, digest: int, expected: Sequence[ExpectedMessages], num_lanes: int
     ) -> list[Edge]:
         """A step that began in another way goes on by delegates; returns as `begin`."""
         self._step, self._digest, self._taken_over = step, digest, step
+        return self._expect_all(expected, num_lanes)
+
+    def _expect_all(self, expected: Sequence[ExpectedMessages], num_lanes: int) -> list[Edge]:
+        """Messages are to come; returns those that did already."""
         self._edges |= {(one.peer, tag): edge for one in expected for edge, tag in one.messages}
         for one in expected:
             for place in range(num_lanes):
                 self.expect(Lane(one.peer, self._delegates.rank, kind_of(one), place))
-        return self._take_early()
-
-    def _take_early(self) -> list[Edge]:
         early, self._early = self._early, []
         return [edge for held in early if (edge := self.came(*held)) is not None]
 

@@ -35,12 +35,7 @@ class AddressState(NamedTuple):
 
 def read(data: bytes) -> Iterator[LinkState | AddressState]:
     """What a datagram of the kernel's says, as far as it concerns us."""
-    at = 0
-    while at + _MESSAGE.size <= len(data):
-        length, what, *_ = _MESSAGE.unpack_from(data, at)
-        if length < _MESSAGE.size:
-            return
-        body, end = at + _MESSAGE.size, at + length
+    for what, body, end in _messages(data):
         if what in (_NEWLINK, _DELLINK):
             _, _, index, flags, _ = _LINK.unpack_from(data, body)
             yield LinkState(index, what == _NEWLINK and flags & (_UP | _RUNNING) == _UP | _RUNNING)
@@ -50,6 +45,16 @@ def read(data: bytes) -> Iterator[LinkState | AddressState]:
             raw = found.get(_IFA_LOCAL, found.get(_IFA_ADDRESS))
             if raw is not None and family in (socket.AF_INET, socket.AF_INET6):
                 yield AddressState(index, socket.inet_ntop(family, raw), what == _NEWADDR)
+
+
+def _messages(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Of each message in a datagram its kind, and where its body begins and ends."""
+    at = 0
+    while at + _MESSAGE.size <= len(data):
+        length, what, *_ = _MESSAGE.unpack_from(data, at)
+        if length < _MESSAGE.size:
+            return
+        yield what, at + _MESSAGE.size, at + length
         at += -(-length // 4) * 4
 
 
@@ -117,7 +122,7 @@ class InterfaceMonitor:
     def _dumped(self, data: bytes) -> bool:
         for state in read(data):
             self.interfaces.learn(state)
-        return any(what == _DONE for what in _kinds(data))
+        return any(what == _DONE for what, *_ in _messages(data))
 
     def changes(self) -> list[tuple[int, bool]]:
         """What changed since the last call."""
@@ -132,13 +137,3 @@ class InterfaceMonitor:
             for state in read(data):
                 found += self.interfaces.learn(state)
         return found
-
-
-def _kinds(data: bytes) -> Iterator[int]:
-    at = 0
-    while at + _MESSAGE.size <= len(data):
-        length, what, *_ = _MESSAGE.unpack_from(data, at)
-        if length < _MESSAGE.size:
-            return
-        yield what
-        at += -(-length // 4) * 4

@@ -130,10 +130,14 @@ class OutLane:
             self._attempt = self._try(path, now)
             if self._attempt is None:
                 return now
-        if now >= self._attempt.deadline:
-            self._failed(self._attempt, CloseReason.TIMED_OUT, now)
+        return self._await(self._attempt, now)
+
+    def _await(self, attempt: ConnectAttempt, now: int) -> int:
+        """Gives an attempt up at its deadline; returns when to be called again."""
+        if now >= attempt.deadline:
+            self._failed(attempt, CloseReason.TIMED_OUT, now)
             return now
-        return self._attempt.deadline
+        return attempt.deadline
 
     def _try(self, path: Path, now: int) -> ConnectAttempt | None:
         failures = self._paths.backoffs[path].failures if path in self._paths.backoffs else 0
@@ -225,10 +229,7 @@ class OutLane:
             self._move(self._drained, now)
             return now
         if self._attempt is not None:
-            if now >= self._attempt.deadline:
-                self._failed(self._attempt, CloseReason.TIMED_OUT, now)
-                return now
-            return self._attempt.deadline
+            return self._await(self._attempt, now)
         path, when = self._paths.better(self._path, now)
         if path is None:
             return when
