@@ -6,9 +6,9 @@
     [training]                                            --microbatches 8
     local_batch_size = 8                                  ...
 
-What a file leaves out is as TorchTitan has it. What is not known here and may change a number, or how many devices
-there are, is refused by its name. What changes neither is named and left aside. An option at the prompt stands before
-what the file says of it, so it settles what can't be taken over, too.
+What a file leaves out has TorchTitan's default. An unknown key that may change a number, or the number of devices, is
+refused by its name. Other unknown keys are named and ignored. An option on the command line overrides the file, so it
+also settles what can't be taken over.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.train.own_file import is_own
 
 CONSTANT, FULL = "constant", "full"
 SECTIONS_ASIDE = ("job", "profiling", "metrics", "comm", "compile", "float8", "mx", "quantize", "memory_estimation")
-"""Sections that change no number; that of float8 is for a converter, which is refused."""
+"""Sections that change no number. That of float8 is for a converter, which is refused."""
 ASIDE = {
     "parallelism": (
         "fsdp_reshard_after_forward", "enable_async_tensor_parallel", "disable_loss_parallel",
@@ -48,7 +48,7 @@ ASIDE = {
     ),
     "debug": ("print_config",),
 }  # fmt: skip
-"""Other keys that change no number: the cut is by cost here, and checkpoints have a form of their own."""
+"""Other keys that change no number: here the cut follows from costs, and checkpoints have a format of their own."""
 OFF: dict[str, dict[str, Any]] = {
     "parallelism": {
         "context_parallel_degree": 1, "expert_parallel_degree": 1, "expert_tensor_parallel_degree": 1,
@@ -59,9 +59,9 @@ OFF: dict[str, dict[str, Any]] = {
     "experimental": {"custom_import": "", "custom_args_module": ""},
     "debug": {"deterministic": False},
 }  # fmt: skip
-"""What is not there, with the values that ask for nothing."""
+"""Features that we lack, with the values that do not ask for them."""
 SWITCHED = ("validation", "fault_tolerance")
-"""Sections of which nothing is there, and which count where they are enabled."""
+"""Sections of features that we lack. They matter only if they are enabled."""
 
 
 class TorchTitanConfig(NamedTuple):
@@ -76,7 +76,7 @@ class TorchTitanConfig(NamedTuple):
     aside: list[str]
 
     def line(self) -> str:
-        """The options as they are typed."""
+        """The options as one would type them."""
         words = []
         for name, value in self.options.items():
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
@@ -84,7 +84,7 @@ class TorchTitanConfig(NamedTuple):
 
 
 def titan_options(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a file, which are told on the first process of a machine. See `read_titan`."""
+    """The options of a file. The first process of a machine prints them. See `read_titan`."""
     if given.get("device") == "emulated":
         raise SettingsError("--torchtitan is for training; emulated devices learn nothing, so leave it out")
     titan = read_titan(path, given)
@@ -132,7 +132,7 @@ def read_titan(path: str, given: Mapping[str, Any]) -> TorchTitanConfig:
 
 
 class _ConfigReader:
-    """What has been read of a file, and what stands in the way."""
+    """What has been read from a file, and what prevents taking it over."""
 
     def __init__(self, content: Mapping[str, Any], given: set[str]) -> None:
         self.content, self.given = content, given
@@ -142,7 +142,7 @@ class _ConfigReader:
         self._read: set[tuple[str, str]] = set()
 
     def get(self, section: str, *names: str, default: Any) -> Any:
-        """The value under one of the names that a key has had, of the kind of the default."""
+        """The value under one of the names that a key has had, of the same type as the default."""
         value = default
         table = self.content.get(section, {})
         for name in names:
@@ -159,7 +159,7 @@ class _ConfigReader:
         return isinstance(self.content.get(section), Mapping) and name in self.content[section]
 
     def set(self, option: str, value: Any) -> None:
-        """An option, unless the prompt says otherwise."""
+        """Sets an option, unless the command line sets it."""
         if option not in self.given:
             self.options[option] = value
 
@@ -167,7 +167,9 @@ class _ConfigReader:
         self.problems.append(_problem(section, name, value, why))
 
     def unknown(self) -> list[str]:
-        """What nobody has read: refused where it may change a number, else noted as left aside."""
+        """Handles what has not been read: refuses it if it may change a number, otherwise notes that it is
+        ignored.
+        """
         found = []
         for section, table in self.content.items():
             if section in SECTIONS_ASIDE:
@@ -283,7 +285,7 @@ def _read_batch(reading: _ConfigReader, given: Mapping[str, Any]) -> None:
 
 
 def _read_training(reading: _ConfigReader, given: Mapping[str, Any]) -> None:
-    """Model and data, which are the prompt's; steps, rates, clipping, precision and checkpoints."""
+    """Model and data, which the command line gives; steps, rates, clipping, precision and checkpoints."""
     get = reading.get
     if not {"model", "preset"} & reading.given:
         name = reading.content.get("model", {}).get("name", "llama3")

@@ -21,7 +21,7 @@ from penstock.train.tasks.task import VALIDATION_BATCHES, Example, StepBatches, 
 from penstock.train.tasks.text import tokenizer_of
 
 NUM_SPECIAL = 3
-"""Tokens that `MaskedText` puts behind the vocabulary."""
+"""Tokens that `MaskedText` adds behind the vocabulary."""
 LEAST = 5
 """Tokens of its shortest sample."""
 

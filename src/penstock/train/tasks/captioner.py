@@ -31,7 +31,7 @@ from penstock.train.tasks.sizes import changed, kept_sizes, preset_of, require_s
 from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, TaskData
 
 FRESH = 1 << 40
-"""From here on samples are never trained on."""
+"""Samples from this number on are never trained on."""
 LOOKED_AT = 256
 """Samples over which sizes are averaged, for the cut into stages."""
 
@@ -95,7 +95,7 @@ class CaptionerTask:
         return TaskData("generated images and texts on them", digest, images, validation, documents=images)
 
     def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
-        """How many words on images it has never seen are right, where it is told the words before them."""
+        """How many words on images that it has never seen are right, given the words before them."""
         example = next(iter(data.validation))
         right = total = 0
         for logits, targets in zip(pipe.predict(example.inputs), example.targets, strict=True):
@@ -116,7 +116,7 @@ class CaptionerTask:
 
 
 class CaptionedSamples:
-    """See `PackedDocuments`. As batches they are packed as they arrive."""
+    """See `PackedDocuments`. As batches, they are packed in the order in which they arrive."""
 
     def __init__(
         self, samples: CaptionedImages, batch: int, num_replicas: int, num_microbatches: int, costs: CostsByLength
@@ -159,7 +159,8 @@ class CaptionedSamples:
 def tower_parts(
     costs: Sequence[float], num_image_layers: int, schedule: Schedule, cut: Sequence[int] | None
 ) -> list[range]:
-    """The layers of each stage, of one tower each: as many stages of either as make the dearest stage cheapest.
+    """The layers of each stage. Each stage has layers of one tower. The stages are divided between the towers so that
+    the costliest stage costs least.
 
         costs 2 2 2 2 | 4 4 4, 3 stages     [0 1 2 3] [4] [5 6]
 

@@ -28,7 +28,9 @@ from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, TaskDa
 from penstock.train.towers import CONTRAST
 
 SEEN = 152
-"""Of the 216 combinations of factors those that are trained on; the other 64 tell whether it has understood them."""
+"""How many of the 216 combinations of factors are trained on. The other 64 show whether it has
+understood the factors.
+"""
 
 
 class CLIPTask:
@@ -78,7 +80,7 @@ class CLIPTask:
         return TaskData(f"generated samples of {names}", f"paired-{settings.seed}", told, fresh)
 
     def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
-        """How many samples of combinations never seen find their partner among so many."""
+        """How many samples of combinations that it has never seen find their partner among so many."""
         assert isinstance(data.batches, CLIPBatches)
         num = self._counts[CONTRAST]
         each = math.lcm(*(max(1, count // num) for count in self._counts.values()))  # of a tower's for one of it
@@ -99,7 +101,7 @@ class CLIPTask:
 
 
 class CLIPBatches:
-    """Batches of generated samples, by the stages that they go into; some combinations are never trained on."""
+    """Batches of generated samples, by the stages that take them. Some combinations are never trained on."""
 
     def __init__(self, samples: PairedSamples, cut: CLIPStages, batch: int, seed: int) -> None:
         self._samples, self._cut, self._batch, self._seed = samples, cut, batch, seed
@@ -119,7 +121,7 @@ class CLIPBatches:
         return self._example(numbers)
 
     def fresh(self, first: int, count: int) -> Example:
-        """Samples of combinations never trained on, in turn, so that as many one after another all differ."""
+        """Samples of combinations that are never trained on, in turn, so that successive ones all differ."""
         total = self._samples.num_combinations
         turns = (divmod(number, self.num_fresh) for number in range(first, first + count))
         return self._example([(FRESH + turn) * total + SEEN + place for turn, place in turns])
@@ -130,7 +132,7 @@ class CLIPBatches:
 
 
 FRESH = 1 << 20
-"""The round of the generator from which samples are new: far beyond those of training."""
+"""The round of the generator from which new samples come, far beyond those of training."""
 
 
 def clip_config(settings: Settings) -> CLIPConfig:

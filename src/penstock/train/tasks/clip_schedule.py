@@ -1,7 +1,7 @@
 """The schedule of a CLIP: which ranks each tower gets, and by which rules they run.
 
-Ranks go to the towers by their work, at least one each; where there are fewer ranks than towers, neighbouring towers
-share one. The contrast, which all towers feed, is a stage of a rank that has one already.
+Ranks are divided among the towers by their work, at least one each. If there are fewer ranks than towers,
+neighbouring towers share one. The contrast, which all towers feed, is a stage on a rank that has one already.
 
     5 ranks, mixed     audio   0  |  text   1  |  video   2 3 4, two stages on each, interleaved; the contrast on 1
     2 ranks            audio and text  0  |  video  1, and the contrast
@@ -26,7 +26,7 @@ from penstock.train.tasks.layers import require_one_end
 from penstock.train.towers import CONTRAST, MIXED, STYLES, TowerOptions, check_towers, read_towers
 
 INTERLEAVED = 2
-"""Stages per rank of an interleaved tower, where its layers are enough."""
+"""Stages per rank of an interleaved tower, if it has enough layers."""
 
 
 @dataclass(frozen=True)
@@ -166,14 +166,14 @@ def branches_of(towers: Mapping[str, Tower], count: int) -> tuple[dict[str, Bran
 
 
 def _program(config: CLIPConfig, towers: Mapping[str, Tower], count: int, name: str) -> Schedule:
-    """Raises ValueError for microbatches that do not match, ScheduleError for rules that lock up."""
+    """Raises ValueError for numbers of microbatches that do not match, ScheduleError for rules that deadlock."""
     branches, contrast = branches_of(towers, count)
     program = clip_program(config, branches, contrast, costs=_costs(config, towers), name=name)
     return program.build()
 
 
 def _rules(tower: Tower, count: int) -> Rules:
-    """A tower holds all the forwards of one microbatch of the contrast, `each` of them, before any backward."""
+    """Rules with room for all forwards of one microbatch of the contrast, `each` of them, before any backward."""
     each, ranks = max(1, tower.microbatches // count), len(tower.ranks)
     if tower.style == "gpipe":
         return Rules("forward-first")
@@ -191,13 +191,13 @@ def _rules(tower: Tower, count: int) -> Rules:
 
 
 def _host(towers: Mapping[str, Tower]) -> str:
-    """The tower on whose last rank the contrast lies: the last that is not interleaved, if there is one."""
+    """The tower on whose last rank the contrast runs: the last that is not interleaved, if there is one."""
     plain = [name for name, tower in towers.items() if tower.style != "interleaved-1f1b"]
     return (plain or list(towers))[-1]
 
 
 def _costs(config: CLIPConfig, towers: Mapping[str, Tower]) -> Costs:
-    """By which the order is built: FLOPs of each stage's microbatch, the mean of them 1 ms."""
+    """Costs by which the order is built: FLOPs of each stage's microbatch, scaled to a mean of 1 ms."""
     work: list[float] = []
     for name, tower in towers.items():
         layers = tower_costs(config, name)
@@ -208,11 +208,11 @@ def _costs(config: CLIPConfig, towers: Mapping[str, Tower]) -> Costs:
 
 
 SMALL = 0.01
-"""Milliseconds of the contrast: products of a few rows, beside towers."""
+"""Milliseconds of the contrast. It multiplies only a few rows, which is little beside the towers."""
 
 
 def _check_batch(settings: Settings, counts: Mapping[str, int]) -> None:
-    """Raises SettingsError for a batch that towers would cut at different samples."""
+    """Raises SettingsError for a batch that towers would cut between different samples."""
     elsewhere = settings.dp // settings.replicas_here
     unit = lcm(*counts.values()) * elsewhere
     uneven = len(set(counts.values())) > 1 and settings.batch % unit

@@ -1,4 +1,6 @@
-"""Whole documents as a decoder trains on them: several in one row of each microbatch, none of which sees another."""
+"""Whole documents for a decoder: each microbatch has several in one row, and each document is hidden from the
+others.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from penstock.train.settings import Settings
 from penstock.train.tasks.task import VALIDATION_BATCHES, Example, TaskData
 
 Form = Callable[[Tensor, Tensor], Any]
-"""What a model takes of tokens[1, T] and the lengths[n] of the sequences that they are."""
+"""Makes a model's input of tokens[1, T] and the lengths[n] of the sequences in them."""
 
 
 def as_gpt_takes_it(tokens: Tensor, lengths: Tensor) -> dict[str, Tensor]:
@@ -27,7 +29,7 @@ def as_gpt_takes_it(tokens: Tensor, lengths: Tensor) -> dict[str, Tensor]:
 
 
 class Documents:
-    """See `PackedDocuments`. As batches they are packed as they arrive."""
+    """See `PackedDocuments`. As batches, they are packed in the order in which they arrive."""
 
     def __init__(
         self, sequences: Sequences, num_replicas: int, num_microbatches: int, costs: CostsByLength, form: Form
@@ -78,8 +80,8 @@ def packed_documents(
 
     Args:
         context: tokens beyond which a document is cut.
-        corpus: the text, where it is open already.
-        sizes: costs by length, where settings name no others.
+        corpus: the text, if it is open already.
+        sizes: costs by length, if settings name no others.
         form: how rows are given to the model.
 
     Raises:
@@ -105,7 +107,7 @@ def packed_documents(
 
 
 def _validation(settings: Settings, corpus: Corpus, context: int, form: Form) -> list[Example]:
-    """Up to four fixed batches, packed as they come; fewer microbatches where the text is too short for as many."""
+    """Up to four fixed batches, packed in order of arrival; with fewer microbatches if the text is too short."""
     whole = Sequences(corpus.validation, corpus.validation_starts, context, context, 0, corpus.vocab_size)
     size = min(settings.batch * context, whole.num_tokens)
     count = max(1, min(VALIDATION_BATCHES, whole.num_tokens // size))
@@ -128,7 +130,7 @@ def _validation(settings: Settings, corpus: Corpus, context: int, form: Form) ->
 
 
 def costs_by_length(settings: Settings, sizes: CostsByLength) -> CostsByLength:
-    """Those of a file, where one is named. Raises SettingsError."""
+    """Those of a file, if one is named. Raises SettingsError."""
     if settings.length_costs in (SIZES, MEASURED):
         return sizes
     path = Path(settings.length_costs)

@@ -1,4 +1,4 @@
-"""A GPT on text: what `penstock train` trains unless told otherwise."""
+"""A GPT on text: what `penstock train` trains by default."""
 
 from __future__ import annotations
 

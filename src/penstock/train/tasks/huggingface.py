@@ -1,4 +1,4 @@
-"""A model of Hugging Face's on text or on batches of a person's own: with the weights of a folder, or fresh ones."""
+"""A model of Hugging Face's on text or on the user's own batches, with the weights of a folder or fresh ones."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ BY_HAND = (
     "the list of them"
 )
 MOST = 300
-"""Letters of a reason that are told."""
+"""Most letters of a reason that are shown."""
 UNREAD = ("pytorch_model*.bin", "*.pt", "*.pth", "*.gguf", "tf_model*.h5", "*.msgpack")
 """Files that hold weights in other forms than safetensors."""
 USUAL_CONTEXT = 128
-"""Tokens a sample, where nothing is said and the model takes as many."""
+"""Default tokens of a sample, if the model takes as many."""
 UNREAD_TOKENIZERS = (
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "vocab.json", "vocab.txt",
     "source.spm", "tokenizer_config.json",
@@ -56,8 +56,8 @@ UNREAD_TOKENIZERS = (
 
 
 class OwnBatches(NamedTuple):
-    """A person's own data, in words what it is evaluated on, and what a sample has: tokens that are read, tokens that
-    are written, and pictures.
+    """The user's own data, what it is evaluated on in words, and the sizes of a sample: tokens that are read, tokens
+    that are written, and pictures.
     """
 
     data: TaskData
@@ -115,7 +115,7 @@ class DecoderTask:
         require_shards(settings, schedule, config, config.vocab_size)
 
     def _take_text(self, folder: Path) -> None:
-        """Finds out how text, or where there is none pictures, become samples for the model."""
+        """Decides how text, or pictures if there is no text, become samples for the model."""
         settings, decoder, config, tokenizer = self._settings, self.decoder, self.config, self._tokenizer
         # Of a decoder the targets of text are the tokens that follow already.
         self.loss = WithRouterLoss(CrossEntropy()) if decoder.has_router_loss else CrossEntropy()
@@ -147,7 +147,7 @@ class DecoderTask:
 
     @cached_property
     def _own(self) -> OwnBatches:
-        """The batches of a person's own, with the lengths of the first one."""
+        """The user's own batches, with the lengths of the first one."""
         data, unit = own_data(self._settings, TokenBatchReader(self.decoder, self._settings.model))
         inputs, labels = data.batches[0]
         if isinstance(inputs, list):  # of several replicas, cut already
@@ -167,7 +167,7 @@ class DecoderTask:
 
     @property
     def _num_seen(self) -> float:
-        """Positions in a tower for images that the pictures of a sample take; none where text alone is trained on."""
+        """Positions that the pictures of a sample take in a tower for images; None if only text is trained on."""
         tower = self.decoder.anatomy.tower
         if tower is None:
             return 0.0
@@ -204,8 +204,8 @@ class DecoderTask:
         return sent
 
     def _bytes_of_both(self, read: int, written: int) -> list[float]:
-        """Hidden states, behind the encoder those of both; up to the bridge the tokens of the decoder, which count as
-        two numbers each; and the biases by pairs of places that a T5 passes on.
+        """Bytes of a message. Behind the encoder, these are the hidden states of both parts. Up to the bridge, they
+        include the decoder's tokens, which count as two numbers each, and the position biases that a T5 passes on.
         """
         anatomy, heads = self.decoder.anatomy, getattr(self.config, "num_attention_heads", 0)
         width = self.config.hidden_size
@@ -265,7 +265,7 @@ class DecoderTask:
 
 
 def picture_lesson(decoder: Decoder, tokenizer: Tokenizer, settings: Settings, most: int | None) -> GeneratedPictures:
-    """Generated pictures for a model that sees. Raises SettingsError for one that takes other ones."""
+    """Generated pictures for a model that sees. Raises SettingsError for a model that takes other pictures."""
     refuse_options(
         settings, ("context",), "pictures and their words are as long as they are; or give --data for text alone"
     )
@@ -278,7 +278,7 @@ def picture_lesson(decoder: Decoder, tokenizer: Tokenizer, settings: Settings, m
 
 
 def require_readable_tokenizer(folder: Path, settings: Settings) -> None:
-    """Raises SettingsError where a folder has a tokenizer that is not read, so that text would be bytes to it."""
+    """Raises SettingsError if a folder has a tokenizer that can't be read, so that text would be read as bytes."""
     if settings.tokenizer is not None or (folder / "tokenizer.json").is_file():
         return
     found = next((name for name in UNREAD_TOKENIZERS if (folder / name).is_file()), None)
@@ -311,7 +311,7 @@ def find(model: str) -> tuple[Path, bool]:
 
 
 def sizes_in(folder: Path) -> dict[str, Any]:
-    """What the config says, but for what says nothing of the model's shape. Raises SettingsError."""
+    """The sizes in the config, without entries that say nothing about the model's shape. Raises SettingsError."""
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -323,7 +323,9 @@ def sizes_in(folder: Path) -> dict[str, Any]:
 
 
 def decoder_of(folder: Path, has_weights: bool, settings: Settings) -> Decoder:
-    """The decoder, with nothing built. Raises SettingsError; of an architecture, with what was looked for."""
+    """The decoder, with nothing built. Raises SettingsError; for an unknown architecture, it says what
+    was looked for.
+    """
     sizes_in(folder)
     try:
         from transformers import AutoConfig
@@ -351,7 +353,7 @@ def decoder_of(folder: Path, has_weights: bool, settings: Settings) -> Decoder:
 
 
 def _refused(settings: Settings, error: DecoderError) -> SettingsError:
-    """In a line or two, where transformers names all that it knows."""
+    """The error in a line or two, since transformers would list everything that it knows."""
     reason = " ".join(str(error).split())
     if len(reason) > MOST:
         reason = reason[:MOST].rsplit(" ", 1)[0] + " ..."
@@ -363,7 +365,7 @@ def _refused(settings: Settings, error: DecoderError) -> SettingsError:
 
 
 def _linear_layers(settings: Settings) -> str:
-    """What adapters can be put into, as peft names it, which itself says what is not there alone."""
+    """The layers that can have adapters, by the names that peft uses. peft itself reports names that do not exist."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:

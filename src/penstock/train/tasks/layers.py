@@ -1,4 +1,6 @@
-"""Layers into stages: by cost, by a given cut, alone where several ranks share the stage; what these send."""
+"""Divides layers into stages: by cost, by a given cut, or alone if several ranks share the stage. Also
+what stages send.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ def recomputed(layer: nn.Module) -> nn.Module:
 def stage_layers(costs: Sequence[float], schedule: Schedule, cut: Sequence[int] | None = None) -> list[range]:
     """The layers of each stage of a chain.
 
-    Without a cut they are of about equal cost, embedding and head included; but a stage that several ranks share
-    holds the embedding or the head alone, which is what they can share out.
+    Without a cut, stages are of about equal cost, embedding and head included. But a stage that several ranks share
+    holds only the embedding or the head, since these can be divided among them.
 
     Args:
         cut: how many layers each stage holds.
@@ -64,7 +66,7 @@ def cut_layers(costs: Sequence[float], num_stages: int, shared_ends: bool) -> li
     """The layers of each stage, of about equal cost.
 
     Args:
-        shared_ends: whether the first stage is to be the first layer alone, and the last one the last.
+        shared_ends: whether the first stage is only the first layer, and the last stage only the last.
 
     Raises:
         PartitionError: more stages than layers.
@@ -76,21 +78,21 @@ def cut_layers(costs: Sequence[float], num_stages: int, shared_ends: bool) -> li
 
 
 def chain_bytes(settings: Settings, num_stages: int, numbers: int) -> list[float]:
-    """Bytes of a message of each stage of a chain: the last one sends nothing.
+    """Bytes of a message of each stage of a chain. The last one sends nothing.
 
     Args:
-        numbers: of a sample, between any two layers.
+        numbers: how many numbers of a sample pass between any two layers.
     """
     size = float(BYTES * numbers * math.ceil(settings.batch / (settings.dp * settings.microbatches)))
     return [size] * (num_stages - 1) + [0.0]
 
 
 class ChainTask:
-    """What tasks have in common whose model is one of ours, a chain of layers over samples of `context` tokens.
+    """The common part of tasks whose model is one of ours, a chain of layers over samples of `context` tokens.
 
     Args:
         config: of the model. costs: of its layers. loss, tied: see `Task`.
-        make_stage: of some layers, as `gpt_stage` takes them.
+        make_stage: makes a stage of some layers, like `gpt_stage`.
     """
 
     def __init__(
@@ -119,13 +121,13 @@ class ChainTask:
 def stage_makers(
     make: Callable[..., nn.Module], config: Any, parts: Sequence[Sequence[int]], settings: Settings
 ) -> list[Callable[[], nn.Module]]:
-    """What makes each stage of a model of ours, of the layers that are its part."""
+    """For each stage of a model of ours, the function that makes it of its layers."""
     wrap = recomputed if settings.recompute else None
     return [partial(make, config, list(part), settings.seed, wrap=wrap) for part in parts]
 
 
 def require_chain(schedule: Schedule) -> None:
-    """Raises SettingsError unless every stage feeds the next one alone, microbatch by microbatch."""
+    """Raises SettingsError unless every stage feeds only the next one, microbatch by microbatch."""
     require_one_end(schedule.graph, schedule.name)
     if not is_plain(schedule):
         raise SettingsError(
@@ -135,7 +137,7 @@ def require_chain(schedule: Schedule) -> None:
 
 
 def refuse_shared(schedule: Schedule, why: str) -> None:
-    """Raises SettingsError where several ranks share a stage; `why` says what the model has that can't be shared."""
+    """Raises SettingsError if several ranks share a stage; `why` says what in the model can't be shared."""
     if schedule.placement.shared:
         raise SettingsError(
             f"{schedule.name} has stages that several ranks share, which must be the embedding of words and the head "

@@ -1,4 +1,4 @@
-"""Text for a model that sees all tokens at once: some are masked, and it says which they were."""
+"""Text for a model that sees all tokens at once: some tokens are masked, and the model guesses them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from penstock.train.quality import ModelQuality
 from penstock.train.tasks.task import Draws, Example, TaskData, redrawn
 
 SHARE = 0.15
-"""Of the tokens that are to be guessed: of ten, eight are masked, one becomes another, one stays."""
+"""Of ten tokens that are to be guessed, eight are masked, one is replaced by another, and one stays."""
 MASKS = ("[MASK]", "<mask>")
 COUNTED = 1 << 26
 """Tokens of the text whose frequencies are counted."""
 
 
 def mask_token(tokenizer: Tokenizer, vocab_size: int, model: str) -> int:
-    """The number of the token that stands for a masked one: the tokenizer's, for bytes the one behind them.
+    """The number of the token that replaces a masked one: the tokenizer's or, for bytes, the one behind them.
 
-    Raises SettingsError where there is none.
+    Raises SettingsError if there is none.
     """
     if isinstance(tokenizer, FileTokenizer):
         found = next((number for word in MASKS if (number := tokenizer.number_of(word)) is not None), None)
@@ -71,11 +71,11 @@ def judge_masked(
     of_tokens: Callable[[Any], torch.Tensor] = lambda value: value,
     coin: float = 0.0,
 ) -> ModelQuality:
-    """Beside a guess of each masked token by its frequency in the text. Every rank must call it.
+    """Compares the model with guessing each masked token by its frequency in the text. Every rank must call it.
 
     Args:
-        unit: of the loss, in words. of_tokens: takes from targets, and from outputs, what is about tokens.
-        coin: nats of what else the model guesses, by a coin; 0 where it guesses nothing else.
+        unit: of the loss, in words. of_tokens: selects from targets, and from outputs, what is about tokens.
+        coin: nats of the model's other guess, with two equally likely answers; 0 if it makes no other guess.
     """
     assert data.corpus is not None
     counts = np.bincount(data.corpus.train[:COUNTED], minlength=data.corpus.vocab_size)
@@ -92,10 +92,10 @@ def judge_guesses(
     of_tokens: Callable[[Any], torch.Tensor] = lambda value: value,
     coin: float = 0.0,
 ) -> ModelQuality:
-    """Beside a guess of each token by how often it was counted. Every rank must call it.
+    """Compares the model with guessing each token by how often it was counted. Every rank must call it.
 
     Args:
-        counts: of each token, in what is trained on. right: in words, what of the tokens the model has right.
+        counts: of each token, in the training data. right: in words, which tokens the model guesses.
         unit, of_tokens, coin: as in `judge_masked`.
     """
     shares = (counts + 1.0) / (counts + 1.0).sum()

@@ -17,10 +17,10 @@ if TYPE_CHECKING:  # which loads torch
 
 
 def schedule_of(settings: Settings) -> Schedule:
-    """The schedule that a run trains by, checked; of a model of several towers, theirs. Loads torch for these alone.
+    """The schedule of a run, checked. For a model of several towers it combines theirs; only this loads torch.
 
     Raises:
-        SettingsError, ScheduleError: what the settings ask for cannot be.
+        SettingsError, ScheduleError: the settings ask for something impossible.
     """
     if settings.model == CLIP:
         from penstock.train.tasks.clip import clip_config
@@ -36,7 +36,7 @@ def schedule_of(settings: Settings) -> Schedule:
 
 
 def open_task(settings: Settings, schedule: Schedule) -> Task:
-    """The task, checked; nothing of the model is built. Raises what the tasks raise."""
+    """The task, checked, with nothing of the model built. Raises the errors of the tasks."""
     if settings.model == "gpt":
         from penstock.train.tasks.gpt import GPTTask
 

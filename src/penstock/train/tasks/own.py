@@ -1,4 +1,6 @@
-"""A model of a person's own, from `--model FILE.py:NAME`: built, tried on its first microbatch, and cut as it is."""
+"""A model of the user's own, from `--model FILE.py:NAME`: built, tried on its first microbatch, and cut
+without changes.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,16 @@ from penstock.train.tasks.task import Example, TaskData
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 
 USUAL_CONTEXT = 128
-"""Tokens of a sample of text, where nothing is said."""
+"""Default tokens of a sample of text."""
 LOSS = "loss_fn"
-"""What a file calls its loss."""
+"""The name of the loss in a file."""
 
 _BUILT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The models that functions have returned in this process."""
 
 
 class ModelTrial(NamedTuple):
-    """A model of one's own with its data, and the microbatch that it was run on."""
+    """A model of the user's own with its data, and the microbatch that it was run on."""
 
     model: nn.Module
     data: TaskData
@@ -90,7 +92,7 @@ class OwnTask:
         return found
 
     def build(self) -> nn.Module:
-        """The model, with the weights that its seed draws."""
+        """The model, with weights drawn from its seed."""
         model = built(self._settings.model, self._settings.model_options, self._settings.seed)
         if self._settings.recompute and (norm := next((m for m in model.modules() if isinstance(m, GATHERS)), None)):
             raise SettingsError(
@@ -113,7 +115,7 @@ class OwnTask:
 
     @property
     def _rank(self) -> int:
-        """Of the pipeline, that of this process."""
+        """The rank of this process in the pipeline."""
         settings = self._settings
         return int(os.environ.get("RANK", "0")) // (settings.dp * settings.tp)  # as `mesh_of` has them
 
@@ -123,9 +125,9 @@ class OwnTask:
         return [float(each) for each in self._split.sent]
 
     def read(self, corpus: Corpus | None) -> TaskData:
-        """The data; and the model, which is tried and cut on the first microbatch.
+        """Reads the data, and builds the model, which is tried on the first microbatch and cut.
 
-        A process that runs some of the stages alone has the others' weights in a file.
+        If a process runs only some of the stages, the weights of the others are in a file.
         """
         settings, paged = self._settings, self._paged
         tried = self.tried(corpus, paged)
@@ -135,10 +137,10 @@ class OwnTask:
         return tried.data
 
     def tried(self, corpus: Corpus | None = None, paged: PagedWeights | None = None) -> ModelTrial:
-        """The model and its data, run on the first microbatch.
+        """The model and its data, after a run on the first microbatch.
 
         Args:
-            paged: where its weights shall lie; None: in memory.
+            paged: the file for its weights; None for memory.
         """
         settings = self._settings
         with contextlib.nullcontext() if paged is None else paged.making():
@@ -153,7 +155,9 @@ class OwnTask:
             return ModelTrial(model, data, *self._try(model, data.batches[0], data.is_dealt))
 
     def _try(self, model: nn.Module, first: Example, part: bool) -> Example:
-        """Runs forward and loss on the first microbatch of a batch, or of a replica's part, and returns that."""
+        """Runs forward and loss on the first microbatch of a batch, or of a replica's part, and returns
+        this microbatch.
+        """
         settings = self._settings
         dealt = settings.microbatches if part else settings.microbatches * settings.dp
         num = len(first.inputs) if isinstance(first.inputs, list) else dealt
@@ -173,7 +177,7 @@ class OwnTask:
         return Example(inputs, targets)
 
     def _loss_hint(self, forward: str) -> str:
-        """What may be meant where a forward that is to return its loss fails: a loss under another name."""
+        """A hint if a forward that is to return its loss fails: perhaps the file has a loss under another name."""
         return (
             f"{forward} gets the whole batch and returns the loss, as neither the model's file nor that of the data "
             f"has a {LOSS}; name the loss {LOSS} if there is one, and the forward gets the inputs alone"
@@ -188,10 +192,10 @@ class OwnTask:
 
 
 def built(text: str, options: Mapping[str, Any], seed: int) -> nn.Module:
-    """A fresh model of one's own.
+    """A new model of the user's own.
 
     Args:
-        seed: of its weights, where a class or function makes it.
+        seed: of its weights, if a class or function makes it.
 
     Raises:
         SettingsError: it is no module, needs other arguments or fails, with the line.
@@ -239,11 +243,11 @@ class ModelLoss:
 
 
 class BatchReader:
-    """From a batch as a person's data gives it to inputs and targets, as the model's forward takes them.
+    """Turns a batch of the user's data into inputs and targets, in the form that the model's forward takes.
 
-    (inputs, targets), (a, b, targets)    with a loss_fn: what is last are the targets
-    (a, b, ...)                           without: all goes into the forward, which returns its loss
-    {"x": ..., "y": ...}                  what the forward names goes in; the rest are the targets
+    (inputs, targets), (a, b, targets)    with a loss_fn: the last entry is the targets
+    (a, b, ...)                           without a loss_fn: all goes into the forward, which returns its loss
+    {"x": ..., "y": ...}                  entries that the forward names go in; the others are the targets
     """
 
     def __init__(self, model: nn.Module, name: str, has_targets: bool) -> None:

@@ -1,9 +1,9 @@
-"""Batches of a person's own, from `--data FILE.py:NAME`: of a dataset's samples, or as any iterable gives them.
+"""Batches of the user's own, from `--data FILE.py:NAME`: made of a dataset's samples, or as any iterable gives them.
 
 a Dataset                      samples, put into batches of --batch in an order that follows from seed and step
-a DataLoader, any iterable     batches as they come, pass after pass; where it stands is in the checkpoint
-a function or class            makes one of these; it gets what it names of batch, seed, train, replica and
-                               num_replicas
+a DataLoader, any iterable     batches as they come, pass after pass; the position is in the checkpoint
+a function or class            makes one of these; it gets those of batch, seed, train, replica and num_replicas
+                               that it takes
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from penstock.train.tasks.task import Example, TaskData
 
 OPTION = "--data"
 SEEN_AGAIN = 4
-"""Batches of training that a run is evaluated on, where there are no others."""
+"""Batches of training that a run is evaluated on if there are no others."""
 HELD_OUT = 10
-"""Of a dataset one sample in so many is never trained on, where the function makes no other data for that."""
+"""One sample of a dataset in so many is never trained on, unless the function makes other data for evaluation."""
 
 Reader = Callable[[Any, str], Example]
-"""Makes inputs and targets of a batch; the text says in errors which."""
+"""Makes inputs and targets of a batch. The text names the batch in errors."""
 
 
 class OwnSource:
-    """What `--data FILE.py:NAME` names, for one replica of the pipeline.
+    """The data that `--data FILE.py:NAME` names, for one replica of the pipeline.
 
     Args:
-        batch: samples of a step of this replica, for a function that asks.
+        batch: samples of a step of this replica, for a function that takes it.
 
     Raises:
-        SettingsError: what find and made raise; data that is neither samples nor batches.
+        SettingsError: the errors of find and made; data that is neither samples nor batches.
     """
 
     def __init__(self, text: str, batch: int, seed: int, replica: int = 0, num_replicas: int = 1) -> None:
@@ -94,12 +94,12 @@ def is_samples(found: Any) -> bool:
 
 
 def is_stateful(found: Any) -> bool:
-    """Whether it knows where it stands, and can go on from there."""
+    """Whether it can save its position, and continue from it."""
     return all(callable(getattr(found, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def parameters_of(found: Any) -> frozenset[str]:
-    """The names of what a function or class takes."""
+    """The names of the arguments that a function or class takes."""
     try:
         return frozenset(inspect.signature(found).parameters)
     except (TypeError, ValueError):
@@ -107,8 +107,8 @@ def parameters_of(found: Any) -> frozenset[str]:
 
 
 def own_batch(text: str, seed: int, dp: int) -> int | None:
-    """The samples of a step where the data has its own number: those of the first batch, times the replicas that have
-    a part of their own; None where `--batch` says it.
+    """The samples of a step if the data determines their number: those of the first batch, times the replicas that
+    have a part of their own. None if `--batch` determines it.
     """
     source = OwnSource(text, 1, seed, 0, dp)
     found = source.make()
@@ -122,7 +122,7 @@ def own_batch(text: str, seed: int, dp: int) -> int | None:
 
 
 def tensors_of(value: Any) -> Any:
-    """A batch with tensors for arrays, tuples for lists and dicts for other mappings."""
+    """A batch in which arrays are tensors, lists are tuples, and other mappings are dicts."""
     if isinstance(value, Mapping):
         return {key: tensors_of(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -146,7 +146,7 @@ def require_samples(inputs: Any, targets: Any, what: str) -> None:
 
 
 class _Pass:
-    """The batches of one pass over an iterable, the random draws of each seeded by its number."""
+    """The batches of one pass over an iterable. The random draws of each are seeded by its number."""
 
     def __init__(self, source: OwnSource, found: Any, number: int) -> None:
         self._source, self._found, self._number = source, found, number
@@ -173,10 +173,10 @@ _END = object()
 
 
 class IteratedBatches:
-    """Batches as an iterable gives them, by step; only ever onwards.
+    """Batches as an iterable gives them, by step. Steps can only go forward.
 
-    Its state for a checkpoint is where it stands: the pass, the batch in it, and the iterable's own state where it
-    has one. Without one, a resumed run draws the batches of the pass again up to there.
+    Its state for a checkpoint is its position: the pass, the batch in it, and the iterable's own state if it has one.
+    Without one, a resumed run draws the batches of the pass again up to there.
     """
 
     def __init__(self, source: OwnSource, read: Reader) -> None:
@@ -230,7 +230,7 @@ class IteratedBatches:
 
 
 class DatasetBatches:
-    """Batches of a dataset's samples, by step: shuffled by the seed in each pass, whole batches alone."""
+    """Batches of a dataset's samples, by step. Each pass is shuffled by the seed, and has only whole batches."""
 
     def __init__(self, source: OwnSource, found: Any, numbers: Sequence[int], batch: int, read: Reader) -> None:
         self._source, self._found, self._read = source, found, read
@@ -252,7 +252,7 @@ class DatasetBatches:
         return self.of([self._numbers[k] for k in order[within * self._batch : (within + 1) * self._batch]], step)
 
     def of(self, numbers: Sequence[int], step: int) -> Example:
-        """A batch of some samples; `step` seeds what is drawn for them."""
+        """A batch of some samples; `step` seeds the random numbers drawn for them."""
         own = self._source.own
 
         def collated() -> Any:
@@ -290,7 +290,7 @@ class ConcatenatedBatches:
 
 
 class OwnData(NamedTuple):
-    """A person's own data as a run trains on it, and in words what it is evaluated on."""
+    """The user's own data as a run trains on it, and what it is evaluated on, in words."""
 
     data: TaskData
     unit: str
@@ -303,7 +303,7 @@ def own_data(settings: Settings, read: Reader) -> OwnData:
         read: makes inputs and targets of a batch.
 
     Raises:
-        SettingsError: with the line where a person's own code fails; what `read` raises.
+        SettingsError: with the line where the user's own code fails; the errors of `read`.
     """
     text = str(settings.data)
     source = OwnSource(text, settings.batch, settings.seed)
@@ -315,7 +315,9 @@ def own_data(settings: Settings, read: Reader) -> OwnData:
 
 
 def _dealt(settings: Settings, text: str, read: Reader) -> OwnData:
-    """Of data of which each replica loads its own part this one's; in one process all, one after another."""
+    """If each replica loads its own part of the data, the part of this one; in a single process all parts, one
+    after another.
+    """
     dp, num = settings.dp, settings.microbatches
     if settings.is_asynchronous:
         raise SettingsError(
@@ -347,7 +349,7 @@ class OpenedData(NamedTuple):
     unit: str
     digest: str
     form: str
-    """The same but for values: what all replicas' parts have in common."""
+    """The properties that all replicas' parts have in common."""
 
     @property
     def stateful(self) -> dict[str, Any]:
@@ -359,10 +361,10 @@ def opened(source: OwnSource, batch: int, least: int, read: Reader) -> OpenedDat
     """The data of one replica.
 
     Args:
-        batch: samples of its part of a step. least: fewest samples that can be cut into its microbatches.
+        batch: samples of its part of a step. least: the fewest samples that can be cut into its microbatches.
 
     Raises:
-        SettingsError: with the line where a person's own code fails; batches of other sizes.
+        SettingsError: with the line where the user's own code fails; batches of other sizes.
     """
     found, own = source.make(), source.own
     if is_samples(found):
@@ -384,7 +386,7 @@ def opened(source: OwnSource, batch: int, least: int, read: Reader) -> OpenedDat
 
 
 def _check_last(own: OwnName, found: Any, least: int) -> None:
-    """Raises SettingsError where the last batch of a pass is known to be too small."""
+    """Raises SettingsError if it is known that the last batch of a pass is too small."""
     if not isinstance(found, DataLoader) or found.batch_size is None or found.drop_last:
         return
     if isinstance(found.dataset, IterableDataset):
@@ -398,7 +400,7 @@ def _check_last(own: OwnName, found: Any, least: int) -> None:
 
 
 class Validation(Iterable[Example]):
-    """Batches that a run is evaluated on, drawn anew each time."""
+    """Batches that a run is evaluated on. They are drawn again each time."""
 
     def __init__(self, draw: Callable[[], Iterator[Example]]) -> None:
         self._draw = draw

@@ -1,16 +1,16 @@
-"""Weights of a model of one's own in a file, so that a rank need not hold the whole model in memory.
+"""Weights of a model of the user's own in a file, so that a rank need not hold the whole model in memory.
 
-A person's constructor may do anything: draw, copy, initialise once more at its end, read what it has drawn. So it
-runs as it is, and draws what it would draw. What changes is where its parameters and buffers lie: each that is large
-enough moves, when a module gets it, into a file that is mapped into memory. The system keeps the file's pages, and
-the process lets go of them whenever a few tens of megabytes were used, while the model is made, tried and cut. Then a
-rank takes the weights of its own stages back into memory.
+A user's constructor may do anything: draw, copy, initialise again at its end, read what it has drawn. So it runs
+unchanged, and draws what it would draw. Only the place of its parameters and buffers changes: when a module gets one
+that is large enough, it moves into a file that is mapped into memory. The system keeps the file's pages. While the
+model is made, tried and cut, the process releases them whenever a few tens of megabytes were used. Then a rank takes
+the weights of its own stages back into memory.
 
-    the constructor, as it is       the model on a batch, as it is        a rank's own stages
+    the constructor, unchanged      the model on a batch, unchanged       a rank's own stages
     p0 p1 p2 p3 ... drawn      ->   p0 p1 p2 p3 ... read             ->   p2 p3 in memory
     resident: 32 MiB of them        resident: 32 MiB, and a layer         and the rest in the file
 
-The file has no name, and is gone with the process. It lies in TMPDIR, or in /var/tmp, which is not in memory.
+The file has no name, and is gone with the process. It is in TMPDIR, or in /var/tmp, which is not in memory.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from torch.overrides import TorchFunctionMode
 SMALLEST = 1 << 16
 """Bytes of the smallest tensor that moves into the file."""
 MOST_RESIDENT = 1 << 25
-"""Bytes that are used between two times that the process lets go of the file's pages."""
+"""Bytes that are used before the process releases the file's pages again."""
 ARENA = 1 << 26
-"""Bytes of the file that are mapped at once, or more for a larger tensor."""
+"""Bytes of the file that are mapped at once; more for a larger tensor."""
 ALIGNED = 64
-"""Tensors begin at multiples of so many bytes, as torch's own do."""
+"""Tensors begin at multiples of this number of bytes, as torch's own do."""
 IS_POSSIBLE = sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
-"""Elsewhere a process that lets go of mapped pages might lose what is in them."""
+"""On other systems, a process that releases mapped pages might lose their content."""
 
 
 class PagedWeights:
     """A file that holds the weights of a model which is being made, tried and cut.
 
     Args:
-        most_resident: bytes of them that are used before their pages are let go of.
+        most_resident: bytes of them that are used before their pages are released.
     """
 
     def __init__(self, most_resident: int = MOST_RESIDENT) -> None:
@@ -65,12 +65,12 @@ class PagedWeights:
 
     @property
     def num_bytes(self) -> int:
-        """What the file has room for."""
+        """The size of the file."""
         return self._size
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """What modules get inside moves into the file."""
+        """Inside, what modules get moves into the file."""
         with contextlib.ExitStack() as stack:
             for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
                 stack.callback(register(self._registered).remove)
@@ -80,7 +80,7 @@ class PagedWeights:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Pages are let go of while the model runs inside."""
+        """Inside, pages are released while the model runs."""
         handle = register_module_forward_hook(self._called)
         try:
             yield
@@ -89,14 +89,14 @@ class PagedWeights:
             self.let_go()
 
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Brings these into memory, where they are trained."""
+        """Brings these into memory, to be trained there."""
         for tensor in tensors:
             if self.holds(tensor):
                 tensor.data = tensor.data.clone()
                 self.count(tensor.nbytes)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the file."""
+        """Whether a tensor is in the file."""
         if not self._begins or type(tensor) not in (Tensor, nn.Parameter) or is_lazy(tensor):
             return False
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
@@ -106,7 +106,7 @@ class PagedWeights:
         return place >= 0 and where < self._begins[place][0] + self._begins[place][1]
 
     def move(self, tensor: Tensor) -> None:
-        """Has a tensor lie in the file, where it is large enough and nothing else has its memory."""
+        """Moves a tensor into the file if it is large enough and nothing else uses its memory."""
         if self._is_full or type(tensor) not in (Tensor, nn.Parameter) or is_lazy(tensor) or tensor.is_meta:
             return
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.nbytes < SMALLEST:
@@ -122,13 +122,13 @@ class PagedWeights:
             tensor.data = room
 
     def count(self, num_bytes: int) -> None:
-        """So many bytes of the file were used."""
+        """Counts that so many bytes of the file were used."""
         self._used += num_bytes
         if self._used > self._most:
             self.let_go()
 
     def let_go(self) -> None:
-        """The process lets go of the pages; what they hold stays in the file."""
+        """Releases the pages of this process. Their content stays in the file."""
         self._used = 0
         for arena, _ in self._arenas:
             arena.madvise(mmap.MADV_DONTNEED)
@@ -146,7 +146,7 @@ class PagedWeights:
         self.count(sum(tensor.nbytes for tensor in own if tensor is not None and self.holds(tensor)))
 
     def _room(self, like: Tensor) -> Tensor | None:
-        """An empty tensor in the file; None where the disk is full."""
+        """An empty tensor in the file; None if the disk is full."""
         size = like.nbytes
         arena, taken = self._arenas[-1] if self._arenas else (None, 0)
         if arena is None or taken + size > len(arena):
@@ -161,7 +161,7 @@ class PagedWeights:
         return flat.view(like.shape)
 
     def _new_arena(self, size: int) -> mmap.mmap:
-        """Raises OSError where the disk has no room: a page without room would end the process when it is written."""
+        """Raises OSError if the disk has no room: to write to a page without room would end the process."""
         if self._file is None:
             folder = os.environ.get("TMPDIR") or ("/var/tmp" if os.access("/var/tmp", os.W_OK) else None)
             self._file, path = tempfile.mkstemp(prefix="penstock-", dir=folder)
@@ -177,14 +177,15 @@ class PagedWeights:
 
 
 def _trim() -> None:
-    """Has the C library give back what tensors had that moved: it keeps freed memory for what comes next."""
+    """Makes the C library give back the memory of tensors that have moved, which it would keep for later."""
     with contextlib.suppress(AttributeError, OSError):  # which glibc has
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class _FileUseWatcher(TorchFunctionMode):
-    """Counts what is used of the file while a constructor runs, and has copies lie there too: `copy.deepcopy` of a
-    layer, of which some modules make all of theirs, registers nothing."""
+    """Counts how much of the file is used while a constructor runs, and moves copies into it, too: `copy.deepcopy` of
+    a layer, by which some modules make all of theirs, registers nothing.
+    """
 
     def __init__(self, weights: PagedWeights) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Pictures for a model that sees and writes: it says what is on them.
+"""Pictures for a model that sees and writes: it writes what is on them.
 
-A sample is a row of tokens: those whose place the picture takes, then words.
+A sample is a row of tokens: those that the picture replaces, then words.
 
     <image> <image> <image> <image> red blue green white <end>
-                                    ^ what is learnt begins here
+                                    ^ the model learns from here on
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class GeneratedPictures:
         return Example({"input_ids": torch.from_numpy(tokens), IMAGES: pictures}, torch.from_numpy(targets))
 
     def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
-        """How often it says all that is on a picture. Every rank must call it."""
+        """How often it names everything on a picture. Every rank must call it."""
         wanted = torch.cat([example.targets for example in data.validation])
         blind = self._tiles.nats * len(wanted) / int((wanted != IGNORED).sum())
         first = next(iter(data.validation))

@@ -1,4 +1,4 @@
-"""The sizes of a model: a preset with what the options change in it, and whether it can be shared out."""
+"""The sizes of a model: a preset with the changes of the options, and whether processes can share it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def preset_of(settings: Settings, presets: Mapping[str, Config]) -> Config:
 
 
 def changed(config: Any, settings: Settings, **more: Any) -> Any:
-    """A config with the sizes that the options name in place of its own. Raises SettingsError."""
+    """A config in which the sizes that the options name are replaced. Raises SettingsError."""
     given = {name: getattr(settings, name) for name in OPTIONS if getattr(settings, name) is not None}
     if "heads" in given:
         given["num_heads"] = given.pop("heads")
@@ -41,10 +41,10 @@ def changed(config: Any, settings: Settings, **more: Any) -> Any:
 
 
 def words_of_sizes(settings: Settings, preset: object = None) -> str:
-    """`tiny`, or `tiny with depth 3, width 32` where options change its sizes.
+    """`tiny`, or `tiny with depth 3, width 32` if options change its sizes.
 
     Args:
-        preset: the config of that name, whose own sizes change nothing; None where it has several.
+        preset: the config of that name, whose own sizes are no changes; None if it has several.
     """
     given = {name: getattr(settings, name) for name in OPTIONS if getattr(settings, name) is not None}
     own = {name: getattr(preset, "num_heads" if name == "heads" else name, None) for name in given}
@@ -57,12 +57,12 @@ def words_of_sizes(settings: Settings, preset: object = None) -> str:
 
 
 def kept_sizes(config: Any) -> dict[str, Any]:
-    """Of a config what a resumed run must share: all but dropout."""
+    """The sizes in a config that a resumed run must share: all except dropout."""
     return {name: value for name, value in dataclasses.asdict(config).items() if name != "dropout"}
 
 
 def require_shards(settings: Settings, schedule: Schedule, config: Any, vocab_size: int | None = None) -> None:
-    """Raises SettingsError for a model that processes cannot share: each has whole heads, and a word at least.
+    """Raises SettingsError for a model that processes cannot share. Each needs whole heads, and at least one word.
 
     Args:
         vocab_size: of the stages that several ranks of the schedule share.

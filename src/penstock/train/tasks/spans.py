@@ -71,7 +71,9 @@ class SpanForm:
         return self.length if self.writes_all else self.num_cut + self.num_spans + 1
 
     def cut(self, text: Any, draw: np.random.Generator) -> tuple[Any, Any]:
-        """Of a text[length] what is read, [num_read], and what is written, [num_written]; both of whole numbers."""
+        """Cuts a text[length] into what is read, [num_read], and what is written, [num_written]; both of
+        whole numbers.
+        """
         kept = _parts(self.length - self.num_cut, self.num_spans, draw)
         gone = _parts(self.num_cut, self.num_spans, draw)
         read: list[Any] = []
@@ -144,7 +146,7 @@ def _cut(example: Example, form: SpanForm, decoder: Decoder, draws: Draws) -> Ex
 
 
 def judge_spans(pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
-    """Beside a guess of each token to write by its frequency in what is written. Every rank must call it."""
+    """Compares the model with guessing each token by its frequency in what is written. Every rank must call it."""
     told = torch.cat([data.batches[step].targets.flatten() for step in range(COUNTED)])
     most = max(int(example.targets.max()) for example in data.validation)
     counts = np.bincount(told.numpy(), minlength=most + 1)

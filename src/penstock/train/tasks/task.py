@@ -19,12 +19,12 @@ from penstock.schedule import Schedule
 from penstock.train.quality import ModelQuality
 
 BYTES = 4
-"""Of a number that passes between stages: sums along the model are kept in float32."""
+"""Bytes of a number that passes between stages. Sums along the model are kept in float32."""
 VALIDATION_BATCHES = 4
 
 
 class Example(NamedTuple):
-    """A batch as `ps.Pipeline.step` takes it."""
+    """A batch in the form that `ps.Pipeline.step` takes."""
 
     inputs: Any
     targets: Any
@@ -37,7 +37,7 @@ class TaskBatches(Protocol):
 
 
 class StepBatches:
-    """The batch of each step as a function of the step's number makes it."""
+    """Batches made by a function of the step's number."""
 
     def __init__(self, make: Callable[[int], Example]) -> None:
         self._make = make
@@ -47,11 +47,13 @@ class StepBatches:
 
 
 Draws = tuple[int, ...]
-"""What a batch's random draws follow from."""
+"""What determines a batch's random draws."""
 
 
 def redrawn(data: TaskData, make: Callable[[Example, Draws], Example], seed: int) -> TaskData:
-    """Data each batch of which is made into another, by draws that follow from the seed and its number alone."""
+    """Data in which each batch is turned into another, by draws that depend only on the seed and the batch's
+    number.
+    """
     batches = StepBatches(lambda step: make(data.batches[step], (seed, 0, step)))
     fixed = [make(each, (seed, 1, number)) for number, each in enumerate(data.validation)]
     return replace(data, batches=batches, validation=fixed)
@@ -97,19 +99,19 @@ class PackedDocuments(Protocol):
         ...
 
     def lengths(self, sequences: Sequence[int]) -> Lengths:
-        """Tokens of each; of a model of several towers, by tower."""
+        """Tokens of each sequence; for a model of several towers, by tower."""
         ...
 
     def num_tokens(self, sequences: Sequence[int]) -> int:
-        """Tokens of all of them together, as speed is counted."""
+        """Tokens of all of them together, as counted for the speed."""
         ...
 
     def stage_lengths(self, stage: int, sequences: Sequence[int]) -> list[int]:
-        """The lengths that an op of a stage takes where they are its microbatch, as `LengthSample` has them."""
+        """The lengths that an op of a stage has if they are its microbatch, in the form of `LengthSample`."""
         ...
 
     def example(self, microbatches: Sequence[Sequence[int]]) -> Example:
-        """A batch of microbatches, each of so many sequences in one row."""
+        """A batch whose microbatches have so many sequences each, in one row."""
         ...
 
 
@@ -144,19 +146,19 @@ class Task(Protocol):
     def tied(self) -> Sequence[Sequence[str]]: ...
 
     def stages(self) -> list[Callable[[], nn.Module]]:
-        """For each stage the function that builds it, so that a rank holds just its own layers."""
+        """For each stage, the function that builds it, so that a rank holds only its own layers."""
         ...
 
     def message_bytes(self, schedule: Schedule) -> list[float]:
-        """By stage, what one of its microbatches sends on."""
+        """By stage, the bytes that one of its microbatches sends on."""
         ...
 
     def read(self, corpus: Corpus | None) -> TaskData:
-        """The data; `corpus`, if given, is not read again. Raises DataError."""
+        """The data. If `corpus` is given, it is not read again. Raises DataError."""
         ...
 
     def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
-        """How good the model is, whose loss on the validation data is known. Every rank must call it."""
+        """How good the model is, given its loss on the validation data. Every rank must call it."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What tasks on text have in common: the tokenizer, the corpus; for decoders the next token and what they write."""
+"""The common part of tasks on text: the tokenizer, the corpus; for decoders, the next token and what they write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.train.settings import Settings
 from penstock.train.tasks.task import VALIDATION_BATCHES, Example, StepBatches, TaskData
 
 ENTROPY_TOKENS = 1 << 26
-"""Tokens of either side from which the report's entropies are counted."""
+"""Tokens of training and of validation text from which the report's entropies are counted."""
 
 
 def tokenizer_of(settings: Settings) -> Tokenizer:
@@ -33,14 +33,16 @@ def tokenizer_of(settings: Settings) -> Tokenizer:
 
 
 def check_tokens(corpus: Corpus) -> None:
-    """Raises DataError where the data has a token outside the vocabulary, in what the entropies will count."""
+    """Raises DataError if the data has a token outside the vocabulary, in the part from which entropies are
+    counted.
+    """
     for tokens in (corpus.train, corpus.validation):
         if np.iinfo(tokens.dtype).max >= corpus.vocab_size:
             entropies(tokens[:ENTROPY_TOKENS], tokens[:2], corpus.vocab_size)
 
 
 def next_tokens(settings: Settings, tokenizer: Tokenizer, context: int, corpus: Corpus | None) -> TaskData:
-    """Text for a decoder of some context: the targets are the inputs one token on. Raises DataError."""
+    """Text for a decoder of some context. The targets are the inputs shifted by one token. Raises DataError."""
     corpus = corpus or open_corpus(settings.data, tokenizer)
     batches = Batches(corpus.train, settings.batch, context, settings.seed, corpus.vocab_size)
     _ = batches[0]
@@ -53,7 +55,7 @@ def next_tokens(settings: Settings, tokenizer: Tokenizer, context: int, corpus: 
 def judge_decoder(
     settings: Settings, tokenizer: Tokenizer, context: int, pipe: Pipeline, data: TaskData, loss: float
 ) -> ModelQuality:
-    """A decoder beside what counting tokens and pairs of them gives, and what it writes. Every rank must call it."""
+    """Compares a decoder with counting tokens and pairs of tokens, and lets it write. Every rank must call it."""
     text = write(settings, tokenizer, context, pipe)
     assert data.corpus is not None
     corpus = data.corpus
@@ -72,7 +74,7 @@ def judge_decoder(
 
 
 def write(settings: Settings, tokenizer: Tokenizer, context: int, pipe: Pipeline) -> str:
-    """Text that the model writes; every rank draws the same."""
+    """Text that the model writes. Every rank draws the same."""
     if settings.sample == 0:
         return ""
     end = tokenizer.end_of_document

@@ -1,9 +1,9 @@
-"""Batches of a person's own for a model of Hugging Face's, as the collators of transformers make them.
+"""Batches of the user's own for a model of Hugging Face's, as the collators of transformers make them.
 
     {"input_ids": [B, T], "attention_mask": [B, T], "labels": [B, T], ...}
 
-Labels are as the models' own losses take them: of a decoder the tokens themselves, which are not shifted, and -100
-where a token does not count. A model with an encoder has labels of their own length.
+Labels are as the models' own losses take them. For a decoder they are the tokens themselves, not shifted, and -100
+for a token that does not count. A model with an encoder has labels of their own length.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from penstock.train.tasks.task import Example
 TOKENS, LABELS = "input_ids", "labels"
 IGNORED = -100
 NOT_TAKEN = ("inputs_embeds", "decoder_inputs_embeds", "past_key_values")
-"""What a forward names in place of tokens, or for writing one token after another."""
+"""Arguments of a forward in place of tokens, or for writing one token after another."""
 
 
 class TokenBatchReader:
-    """From a batch as a person's data gives it to inputs and labels; whatever a stage could not run is refused here.
+    """Turns a batch of the user's data into inputs and labels. It refuses whatever a stage could not run.
 
     Args:
         model: as it was given, for errors.
@@ -107,7 +107,7 @@ class TokenBatchReader:
     def _check_tokens(
         self, tokens: Tensor, name: str, vocab_size: int, what: str, counted: Tensor | None = None
     ) -> None:
-        """Whole numbers [B, T] within the vocabulary; of labels those that count."""
+        """Checks whole numbers [B, T] within the vocabulary; for labels, those that count."""
         if tokens.dim() != 2 or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
             raise SettingsError(
                 f"{OPTION}: {name} in {what} are {str(tokens.dtype).removeprefix('torch.')}{list(tokens.shape)}; "
