@@ -495,3 +495,31 @@ def test_tensors_and_arrays_inside_plain_data() -> None:
     assert np.array_equal(found["a"], value["a"])
     assert found["a"].dtype == value["a"].dtype
     assert found["b"].shape == ()
+
+
+class Rotated(nn.Module):
+    """Multiplies by complex numbers in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex128) / 2)
+        self.register_buffer("shift", torch.randn(WIDTH, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.complex128) @ self.weight + self.shift
+
+
+def test_parameters_of_complex128_could_not_be_saved(tmp_path: Path) -> None:
+    def made(schedule: str, ranks: int) -> ps.Pipeline:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(Rotated() for _ in range(4)))
+        return pipeline(layers, schedule, ranks, loss_fn=lambda output, target: (output.abs() - target).pow(2).mean())
+
+    with made("1f1b", 2) as pipe:
+        train(pipe, range(2))
+        pipe.save(tmp_path)
+        want = train(pipe, range(2, 5))
+    for schedule, ranks in (("1f1b", 2), ("zb-v", 2), ("1f1b", 4)):
+        with made(schedule, ranks) as pipe:
+            pipe.load(tmp_path)
+            assert all(map(torch.equal, train(pipe, range(2, 5)), want))

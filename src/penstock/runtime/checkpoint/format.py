@@ -6,6 +6,8 @@ A shard is a safetensors file, written tensor by tensor, with a checksum of each
 
 It is written here and not by `safetensors.torch.save_file`, because that wants every tensor contiguous, unshared
 and in memory at once, and gives no checksum. Here a tied, strided or CUDA tensor is copied when its turn comes.
+safetensors has no code for complex128. A shard has such a tensor as F64 with a last dimension of 2, its two parts,
+and the header's metadata lists its name under "complex128". The index has its own shape, and C128.
 
 The index, `index.json`, says also what each tensor must look like:
 
@@ -73,12 +75,14 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "C64": torch.complex64,
+    "C128": torch.complex128,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
+"""The codes of safetensors, and C128."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -96,7 +100,7 @@ def num_bytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def dtype_code(name: str, dtype: torch.dtype) -> str:
-    """safetensors' code of a dtype. Raises `CheckpointError` for one it has no code for."""
+    """The code of a dtype. Raises `CheckpointError` for one that has none."""
     if dtype not in CODES:
         raise CheckpointError(f"{name} has dtype {dtype}, which safetensors cannot hold: store it in another")
     return CODES[dtype]
@@ -121,10 +125,13 @@ def write_file(
     Returns the file's size and each tensor's CRC-32. Raises `OSError` as the disk does, and leaves no file then.
     """
     header: dict[str, object] = {}
+    if pairs := [spec.name for spec in specs if spec.dtype == "C128"]:
+        header["__metadata__"] = {"complex128": json.dumps(pairs)}
     end = 0
     for spec in specs:
         begin, end = end, end + num_bytes_of(spec.shape, DTYPES[spec.dtype])
-        header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
+        dtype, shape = ("F64", [*spec.shape, 2]) if spec.dtype == "C128" else (spec.dtype, list(spec.shape))
+        header[spec.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "strict")
     text += b" " * (-len(text) % 8)
     sums: dict[str, int] = {}

@@ -149,6 +149,7 @@ class Reader:
         entry = self._entry(name)
         try:
             tensor = file.get_tensor(name).clone()
+            tensor = torch.view_as_complex(tensor) if entry.dtype == "C128" else tensor
         except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
             raise DamagedCheckpointError(f"{name} in shard {path} is damaged: {error}") from error
         if (
