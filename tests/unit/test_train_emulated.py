@@ -13,7 +13,7 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.train.adaptation_summary import read_adaptation
-from penstock.train.emulated.report import EmulatedReport
+from penstock.train.emulated.report import EmulatedIteration, EmulatedReport, lost_pace
 from penstock.train.emulated.settings import EmulatedSettings
 
 pytestmark = pytest.mark.unit
@@ -247,3 +247,12 @@ def test_a_redis_that_refuses(place: Path, capfd: Any) -> None:
     assert "--store" in err
     assert address.removeprefix("redis://") in err
     assert not (place / "run").exists()
+
+
+def test_a_run_in_which_the_machine_lost_the_pace_says_so() -> None:
+    kept = [EmulatedIteration(104.0, 100.0, 0.1, 0.1, 0)] * 3
+    assert lost_pace(kept) == []
+    (notice,) = lost_pace([*kept[:1], *[EmulatedIteration(560.0, 85.0, 0.1, 0.1, 0)] * 2])
+    assert notice.startswith(
+        "an iteration took 560 ms where 85 ms were simulated: this machine did not keep the pace"
+    )

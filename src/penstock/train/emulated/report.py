@@ -34,6 +34,25 @@ class EmulatedIteration:
         return abs(self.measured / self.simulated - 1) if self.simulated else 0.0
 
 
+PACE = 1.1
+"""How many times as long as simulated an iteration may take before the machine has lost the pace."""
+
+
+def lost_pace(iterations: Sequence[EmulatedIteration]) -> list[str]:
+    """A notice if iterations took longer than simulated. Emulated ops take their time whatever else runs, so this is
+    the machine's doing, and the times say nothing about the devices.
+    """
+    measured = median(each.measured for each in iterations)
+    simulated = median(each.simulated for each in iterations)
+    if measured <= PACE * simulated:
+        return []
+    return [
+        f"an iteration took {measured:.0f} ms where {simulated:.0f} ms were simulated: this machine did not keep the "
+        "pace of the emulated devices, so do not take its times for theirs; let nothing else run, or slow all down "
+        "with a larger --stretch"
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class EmulatedReport(RunReport):
     """The result of a run. Times are ms as if the stretch were 1, and medians over iterations.

@@ -18,7 +18,7 @@ from penstock.schedule import Schedule
 from penstock.simulation import Timeline
 from penstock.train.adaptation_summary import read_adaptation
 from penstock.train.asynchronous import bound, proved_mismatch
-from penstock.train.emulated.report import EmulatedIteration, EmulatedReport, medians
+from penstock.train.emulated.report import EmulatedIteration, EmulatedReport, lost_pace, medians
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder
 from penstock.train.job import EmulatedJob
@@ -155,7 +155,13 @@ class EmulatedRun:
             late=(median(late), max(late)) if late else (0.0, 0.0),
             peaks=peaks,
             steered=read_adaptation(folder.path),
-            notices=[*settings.injected(), *self._cut(), *self._crowded(iterations), *notices],
+            notices=[
+                *settings.injected(),
+                *self._cut(),
+                *self._crowded(iterations),
+                *lost_pace(iterations),
+                *notices,
+            ],
             files={
                 "schedule": str(folder.file("schedule.svg")),
                 "timeline": str(folder.file("timeline.html")),
@@ -173,6 +179,9 @@ class EmulatedRun:
         if not self.settings.is_cut(self.schedule):
             return []
         return [f"messages of more than {self.settings.message_cap} were sent, and simulated, as so many"]
+
+    def _pace(self, iterations: list[EmulatedIteration]) -> list[str]:
+        return [*self._crowded(iterations), *lost_pace(iterations)]
 
     def _crowded(self, iterations: list[EmulatedIteration]) -> list[str]:
         """Why iterations may be longer than simulated: more bytes per second than the cores can send."""
