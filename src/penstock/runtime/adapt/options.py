@@ -49,8 +49,8 @@ class AdaptOptions:
     Examples:
         >>> import penstock as ps
         >>> options = ps.AdaptOptions(least_gain=0.05, may_move=False)
-        >>> options.dispatches, options.may_change
-        ((<Dispatch.FROZEN: 'frozen'>, <Dispatch.DYNAMIC: 'dynamic'>), True)
+        >>> options.dispatches
+        (<Dispatch.FROZEN: 'frozen'>, <Dispatch.DYNAMIC: 'dynamic'>)
 
     References:
         PipeMorph (NSDI 2026), sections 4 to 6: answering and detecting slow links.
@@ -78,11 +78,6 @@ class AdaptOptions:
     def __post_init__(self) -> None:
         if not 0 < self.patience < math.inf:
             raise RuntimeFailure(f"a patience of {self.patience:g} s: give a number above 0")
-
-    @property
-    def may_change(self) -> bool:
-        """Whether any remedy may be chosen. If not, links are only measured, and records written."""
-        return bool(self.dispatches) or self.may_replan or self.may_delegate or self.may_move
 
     def job(
         self, costs: Costs, start: Configuration, depth: int, has_delegates: bool, mesh: Mesh | None = None
