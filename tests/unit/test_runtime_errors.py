@@ -90,6 +90,19 @@ def test_a_batch_that_can_not_be_cut(inputs: Any, said: str) -> None:
         pipeline([lin(), lin()]).step(inputs, torch.zeros(4, 8))
 
 
+def test_a_microbatch_without_samples_made_every_gradient_nan() -> None:
+    model, schedule = [nn.Linear(4, 4), nn.Linear(4, 4)], ps.build("1f1b", 2, 4)
+    xs = [torch.randn(size, 4) for size in (2, 0, 3, 2)]
+    with ps.Pipeline(model, schedule, loss_fn=nn.MSELoss()) as pipe:
+        for call in (pipe.step, pipe.evaluate):
+            with pytest.raises(RuntimeFailure, match="microbatch 1 of the inputs has no samples"):
+                call(xs, xs)
+        assert len(pipe.predict(xs)) == 4
+    with ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(reduction="sum")) as pipe:
+        assert pipe.step(xs, xs, update=False).losses[1] == 0
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in pipe.parameters())
+
+
 @pytest.mark.parametrize(
     ("inputs", "targets", "said"),
     [

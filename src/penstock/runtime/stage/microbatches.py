@@ -303,6 +303,8 @@ def cut_batch(
     cut_inputs = cut[first]
     if starts[first] != num_microbatches:
         cut_inputs = split(given[first], num_microbatches, "inputs")
+    if isinstance(given[first], list):
+        _require_samples(cut_inputs, loss_fn)
     cut_targets = [None] * num_microbatches if targets is None else split(targets, num_microbatches, "targets")
     if targets is not None:
         _require_matching(given[first], cut_inputs, targets, cut_targets)
@@ -312,6 +314,18 @@ def cut_batch(
     if not digested or len(windows) > 1:
         _ = batch.scales  # before the step, on every rank: some window may weigh nothing
     return batch
+
+
+def _require_samples(cut: Sequence[Any], loss_fn: LossFn) -> None:
+    """Raises RuntimeFailure for a microbatch without samples, of which a loss that is a mean makes no number."""
+    if loss_fn is None or adds_up(loss_fn) or callable(getattr(loss_fn, "weight", None)):
+        return
+    for m, size in enumerate(sizes_of(cut)):
+        if not size:
+            raise RuntimeFailure(
+                f"microbatch {m} of the inputs has no samples, and the mean of no loss is no number; give each at "
+                'least one sample, or a loss that adds up (reduction="sum")'
+            )
 
 
 def _signatures(cut: Sequence[Sequence[Any]]) -> list[Signature]:
