@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -205,3 +206,41 @@ def test_a_loss_that_needs_no_targets_goes_without() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     pipe = ps.Pipeline(layers, ps.build("1f1b", 2, 2), loss_fn=lambda output, _: output.square().mean())
     assert pipe.step(torch.ones(4, 4)).loss > 0
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x))
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Two])
+def test_a_layer_that_is_replaced_later_was_left_out_in_silence(make: Callable[[], nn.Module]) -> None:
+    model, x = make(), torch.randn(8, 4)
+    layers = model.layers if isinstance(model, Two) else model
+    with ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss()) as pipe:
+        pipe.step(x, x)
+        first, layers[0] = layers[0], nn.Linear(4, 4)
+        for call in (lambda: pipe.step(x, x), lambda: pipe.evaluate(x, x), lambda: pipe.predict(x)):
+            with pytest.raises(RuntimeFailure, match=r"layer (layers\.)?0 of the model has been replaced by"):
+                call()
+        layers[0] = first
+        pipe.step(x, x)
+
+
+def test_a_step_within_a_step_named_an_attribute_of_ours() -> None:
+    """And one in another thread gave gradients of both batches."""
+    x = torch.randn(8, 4)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        (pipe.step if target[0, 0] > 0 else pipe.evaluate)(x, x)
+        return nn.functional.mse_loss(output, target)
+
+    with ps.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], ps.build("1f1b", 2, 4), loss_fn=loss) as pipe:
+        for target in (torch.ones(8, 4), -torch.ones(8, 4)):
+            with pytest.raises(RuntimeFailure, match="in the middle of another call, which a stage, loss_fn"):
+                pipe.step(x, target)
+        assert len(pipe.predict(x)) == 4

@@ -10,8 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
+from threading import Lock
+from typing import Any, ParamSpec, TypeVar
 
 from penstock.runtime.errors import RuntimeFailure
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Lifetime:
@@ -23,6 +29,7 @@ class Lifetime:
         self._what = what
         self._undo = ExitStack()
         self._ended: str | None = None
+        self._lock = Lock()
 
     @contextmanager
     def making(self) -> Iterator[Callable[[Callable[[], object]], object]]:
@@ -50,6 +57,19 @@ class Lifetime:
             )
             raise
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around a call in which no other one may begin. Raises RuntimeFailure if this one is in such a call."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeFailure(
+                f"{self._what} is in the middle of another call, which a stage, loss_fn or another thread made this "
+                "one in; call it after that one has returned, from one thread at a time"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
     @property
     def is_broken(self) -> bool:
         """Whether processes are at different places for good."""
@@ -65,3 +85,15 @@ class Lifetime:
         if not self.is_broken:
             self._ended = f"{self._what} was closed; make a new one"
         self._undo.close()
+
+
+def one_at_a_time(method: Callable[P, R]) -> Callable[P, R]:
+    """Makes a method of what has a `_life` refuse to begin while another such method of it runs."""
+
+    @wraps(method)
+    def called(*args: P.args, **given: P.kwargs) -> R:
+        owner: Any = args[0]
+        with owner._life.alone():
+            return method(*args, **given)
+
+    return called

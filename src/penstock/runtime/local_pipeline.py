@@ -148,6 +148,7 @@ class LocalPipeline:
         moving = functions_for(self._saved) if self.offloads else {}
         self._functions = functions_of(self._schedule, {**given.ops, **reducing, **moving})
         self._sources = stages_of(given.model, schedule.num_stages, parallel.costs)
+        self._layers = _layers_of(given.model, self._sources)
         self.notices = Notices(self.peers)
         self.transport: Transport | None = None
         self.failover: Failover | None = None
@@ -335,6 +336,15 @@ class LocalPipeline:
         pipeline = self.running.schedule.microbatch_pipeline[microbatch]
         return self.devices.runners[pipeline, stage].saved(microbatch)
 
+    def require_own_layers(self) -> None:
+        """Raises RuntimeFailure where a layer of the model has been replaced since: stages have the one before."""
+        for path, holder, name, layer in self._layers:
+            if (now := holder.get(name)) is not layer and now is not None:
+                raise RuntimeFailure(
+                    f"layer {path} of the model has been replaced by another {type(now).__name__} since ps.Pipeline "
+                    "was made, whose stages have the one before; make a new pipeline, or change the layer itself"
+                )
+
     # Batches.
 
     def cut(
@@ -374,6 +384,20 @@ class LocalPipeline:
     def _end_failover(self, failover: Failover | None) -> None:
         if failover is not None:
             failover.close(parts=not self._life.is_broken)
+
+
+def _layers_of(model: Any, sources: Sequence[Any]) -> list[tuple[str, dict[str, Any], str, nn.Module]]:
+    """The path of each layer that stages took from a model, the dict that holds it there, its name in it, and it."""
+    if not isinstance(model, nn.Module):
+        return []
+    taken = {id(one) for source in sources if isinstance(source, nn.Module) for one in source.modules()}
+    return [
+        (f"{path}.{name}" if path else name, holder._modules, name, layer)
+        for path, holder in model.named_modules()
+        if id(holder) not in taken
+        for name, layer in holder._modules.items()
+        if layer is not None and id(layer) in taken
+    ]
 
 
 def _name_of(function: Any) -> str | None:

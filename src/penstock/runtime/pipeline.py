@@ -35,7 +35,7 @@ from penstock.runtime.execute.enable_split import deferred_shares, little_deferr
 from penstock.runtime.execute.plan import ActivePlan, require_free
 from penstock.runtime.execute.step_result import StepEnd, StepResult
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
-from penstock.runtime.lifetime import Lifetime
+from penstock.runtime.lifetime import Lifetime, one_at_a_time
 from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.mesh.peers import require_same
 from penstock.runtime.mesh.process_mesh import device_mesh_of, end_groups
@@ -358,6 +358,7 @@ class Pipeline:
 
     # Stepping.
 
+    @one_at_a_time
     def step(
         self, inputs: Any, targets: Any = None, *, update: bool = True, rates: Sequence[float] | None = None
     ) -> StepResult:
@@ -384,6 +385,7 @@ class Pipeline:
                 processes the pipeline is broken, and every later call says so.
         """
         self._life.require_open()
+        self._local.require_own_layers()
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to train")
         if self._moving_to is not None:
@@ -466,6 +468,7 @@ class Pipeline:
                 norm()
         return result
 
+    @one_at_a_time
     def update(self) -> Tensor | None:
         """Clips, runs the optimizer and clears the gradients. Returns the norm if clipping is on.
 
@@ -476,6 +479,7 @@ class Pipeline:
         with self._local.mesh.waiting():
             return self._local.optimizer_state.update()
 
+    @one_at_a_time
     def clip(self, max_norm: float) -> Tensor:
         """Scales the gradients so that the norm of the whole model's is at most `max_norm`. Returns the norm before.
 
@@ -523,6 +527,7 @@ class Pipeline:
     def zero_grad(self) -> None:
         self._local.optimizer_state.zero_grad()
 
+    @one_at_a_time
     def evaluate(self, inputs: Any, targets: Any = None) -> StepResult:
         """Computes the loss of a batch without gradients, in evaluation mode. The model does not change.
 
@@ -532,6 +537,7 @@ class Pipeline:
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to evaluate")
         return self._result(self._run_forward(inputs, targets, Purpose.EVALUATE))
 
+    @one_at_a_time
     def predict(self, inputs: Any) -> list[Any]:
         """The model's output for each microbatch, in evaluation mode. Every rank gets all outputs."""
         batch = self._run_forward(inputs, None, Purpose.PREDICT)
@@ -542,6 +548,7 @@ class Pipeline:
 
     def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> Microbatches:
         self._life.require_open()
+        self._local.require_own_layers()
         if has_many_ends(self.schedule.graph):
             raise RuntimeFailure(
                 f"several stages of {self.schedule.name} feed no other, and what compares them are ops, which run in "
@@ -575,6 +582,7 @@ class Pipeline:
             self._switch(following)
         return result
 
+    @one_at_a_time
     def save(
         self,
         directory: str | Path,
@@ -599,6 +607,7 @@ class Pipeline:
         with place.waiting():
             return saving.save(directory, state, place, counters, meta or {}, stateful or {}, keep, number)
 
+    @one_at_a_time
     def load(
         self,
         directory: str | Path,
