@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from statistics import fmean
 
-from experiments.amdp import convergence, defaults, delay, table1, table3, table4, table5
+from experiments.amdp import convergence, defaults, delay, own_rates, table1, table3, table4, table5
 from experiments.amdp.command import simulated_row
 from experiments.amdp.methods import trial_of
 from experiments.amdp.setups import Setup
@@ -80,6 +80,22 @@ def by_protocol(model: str, method: str) -> Value:
     def value(rows: Sequence[Row], how: str) -> float | None:
         of_row = [row for row in rows if (row["part"], row["model"], row["name"]) == ("table 1", model, method)]
         return None if how == "simulated" or not of_row else convergence.over_synchronous(rows, model, of_row)
+
+    return value
+
+
+def at_own_rate(name: str, best: bool = False) -> Value:
+    """The last loss over that of 1f1b, each at its own rate, a mean over seeds, by training.
+
+    Args:
+        best: whether 1f1b has the best optimizer, instead of the same.
+    """
+
+    def value(rows: Sequence[Row], how: str) -> float | None:
+        if how == "simulated":
+            return None
+        like = own_rates.best_synchronous(rows) if best else own_rates.SYSTEMS[name].like
+        return fmean(own_rates.over(rows, name, like))
 
     return value
 
@@ -176,6 +192,21 @@ CLAIMS = (
         for model in ("GPT", "BERT")
         for method in ("amdp", "amdp, predicting", "amdp, Muon", "pipedream-2bw", "xpipe", "pipedream", "vnag")
     ),
+    *(
+        Claim(
+            "Own rates",
+            f"last loss over 1f1b's with {optimizer}, each at its own rate, {name}, three seeds",
+            None,
+            "amdp/own_rates",
+            at_own_rate(name, best),
+            trained="amdp/own_rates",
+            digits=4,
+            show="{:+.2%}",
+        )
+        for optimizer, best in (("the same optimizer", False), ("the best optimizer", True))
+        for name in own_rates.SYSTEMS
+        if "amdp" in name and not (best and "Muon" in name)  # the best is Muon, and with it both are the same
+    ),
 )
 
 
@@ -223,6 +254,41 @@ def by_default(name: str, steps: int) -> str:
     return f"{fmean(defaults.over(rows_of('amdp/defaults'), name, steps)):+.2%}"
 
 
+def own_rate_over(name: str, best: bool = False) -> str:
+    """A share of `own_rates.py`."""
+    found = at_own_rate(name, best)(rows_of("amdp/own_rates"), "trained")
+    assert found is not None
+    return f"{found:+.2%}"
+
+
+def own_rate_seeds(name: str) -> str:
+    """The shares of `own_rates.py` by seed, over 1f1b with the same optimizer."""
+    each = own_rates.over(rows_of("amdp/own_rates"), name, own_rates.SYSTEMS[name].like)
+    return f"{min(each):+.2%} to {max(each):+.2%}"
+
+
+def own_rate_of(name: str) -> str:
+    return f"{own_rates.own_rate(rows_of('amdp/own_rates'), name):g}"
+
+
+def muon_below_adamw() -> str:
+    """How far 1f1b with Muon ends below 1f1b with AdamW, each at its own rate."""
+    return f"{-fmean(own_rates.over(rows_of('amdp/own_rates'), own_rates.SYNC_MUON, own_rates.SYNC)):.0%}"
+
+
+def mismatch_alone(optimizer: str) -> str:
+    """By how much AMDP with a mismatch of one ends over AMDP without, each at its own rate, with updates as ops."""
+    with_one, without = (f"amdp, mismatch {most}{optimizer}" for most in (1, 0))
+    return f"{fmean(own_rates.over(rows_of('amdp/own_rates'), with_one, without)):+.2%}"
+
+
+def held_out_over(which: str) -> str:
+    """What a mismatch of one costs Muon on the seed that chooses rates, both at one rate."""
+    rows, name = rows_of("amdp/own_rates"), "amdp, mismatch 1, Muon"
+    rate = own_rates.GRID[1] if which == "the default rate" else own_rates.own_rate(rows, name)
+    return f"{own_rates.by_rate(rows, name)[rate] / own_rates.by_rate(rows, own_rates.SYNC_MUON)[rate] - 1:+.1%}"
+
+
 FASTEST = "synchronous, the fastest of the paper's four"
 NEAREST = "Rotated, late, predicted, slower by stage"
 BEST_RATE = 0.004
@@ -268,6 +334,28 @@ NUMBERS: Mapping[str, Callable[[], str]] = {
     },
     "Defaults, mismatch 1": partial(by_default, "amdp, mismatch 1", 400),
     "Defaults, mismatch 1, Muon": partial(by_default, "amdp, mismatch 1, Muon", 200),
+    "Own rates, default": partial(own_rate_over, own_rates.DEFAULT),
+    "Own rates, default, seeds": partial(own_rate_seeds, own_rates.DEFAULT),
+    "Own rates, default, over the best": partial(own_rate_over, own_rates.DEFAULT, best=True),
+    **{
+        f"Own rates, {name}": partial(own_rate_over, f"amdp, {name}")
+        for name in ("mismatch 0", "mismatch 0, Muon", "mismatch 1", "mismatch 1, Muon")
+    },
+    **{
+        f"Own rates, {name}, seeds": partial(own_rate_seeds, f"amdp, {name}")
+        for name in ("mismatch 0", "mismatch 0, Muon")
+    },
+    **{
+        f"Own rates, mismatch 1 over 0{optimizer}": partial(mismatch_alone, optimizer) for optimizer in ("", ", Muon")
+    },
+    "Own rates, the rate of mismatch 1": partial(own_rate_of, "amdp, mismatch 1"),
+    "Own rates, AdamW's rate": partial(own_rate_of, own_rates.SYNC),
+    "Own rates, Muon's rate": partial(own_rate_of, own_rates.SYNC_MUON),
+    "Own rates, Muon below AdamW": muon_below_adamw,
+    **{
+        f"Own rates, held out, mismatch 1, Muon, at {which}": partial(held_out_over, which)
+        for which in ("the default rate", "its own")
+    },
 }
 """What stands for the names in braces in `amdp.toml`."""
 

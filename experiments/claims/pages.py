@@ -1,6 +1,6 @@
 """The pages of the site on the papers, made out of committed results.
 
-python -m experiments.claims.pages      a second; writes docs/papers/
+python -m experiments.claims.pages      a second; writes docs/papers/, and a table of the tutorial on AMDP
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from experiments.amdp import own_rates
 from experiments.claims import amdp, flexpipe, pipemorph
 from experiments.claims.claim import ROOT, Claim, Item, Paper, facts_of, rows_of
+from penstock.bench.readme import write_between
 
 FOLDER = ROOT / "docs" / "papers"
 PAPERS = (pipemorph.PAPER, flexpipe.PAPER, amdp.PAPER)
+TUTORIAL = ROOT / "docs" / "tutorials" / "asynchronous.md"
 AUDIT = ROOT / "experiments" / "claims" / "audit.json"
 NAMES = {"PM": "PipeMorph", "FP": "FlexPipe", "AM": "AMDP"}
+PAPER_OF = dict(zip(NAMES, PAPERS, strict=True))
+"""By what the audit calls it."""
 REAL = ROOT / "benchmarks" / "tune" / "results.json"
 MADE = "<!-- made by: python -m experiments.claims.pages -->"
 
@@ -153,12 +158,22 @@ def _commit(of: Mapping[str, Any]) -> str:
 
 
 def audited() -> list[dict[str, Any]]:
-    """The rows of the audit. One may say in `once` what it becomes when the results in its evidence are there."""
-    rows: list[dict[str, Any]] = json.loads(AUDIT.read_text(encoding="utf-8"))
+    """The rows of the audit. One may say in `once` what it becomes when the results in its evidence are there.
+
+    A name in braces in a reason stands for the number of that name of the row's paper.
+    """
+    rows = audit_as_written()
     for row in rows:
         then = row.pop("once", None)
         if then and all((ROOT / path).exists() for path in then["evidence"] if path.endswith(".json")):
             row.update(then)
+        row["why"] = PAPER_OF[row["paper"]].filled(row["why"])
+    return rows
+
+
+def audit_as_written() -> list[dict[str, Any]]:
+    """The rows of the audit's file."""
+    rows: list[dict[str, Any]] = json.loads(AUDIT.read_text(encoding="utf-8"))
     return rows
 
 
@@ -242,6 +257,7 @@ def main() -> None:
     for name, text in pages().items():
         (FOLDER / name).write_text(text, encoding="utf-8")
         print(f"docs/papers/{name}")
+    write_between(TUTORIAL, "own rates", own_rates.markdown(rows_of("amdp/own_rates")))
 
 
 if __name__ == "__main__":

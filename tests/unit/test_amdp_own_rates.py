@@ -8,21 +8,29 @@ from typing import Any
 
 import pytest
 
+from experiments.amdp import RESULTS
 from experiments.amdp.own_rates import (
     DEFAULT,
     GRID,
     HELD_OUT,
     SEEDS,
+    STEPS,
     SYNC,
     SYNC_MUON,
     SYSTEMS,
     Job,
     best_synchronous,
     lines,
+    markdown,
     next_job,
     over,
     own_rate,
 )
+from experiments.claims.amdp import NUMBERS
+from experiments.claims.claim import ROOT
+from experiments.claims.pages import TUTORIAL
+from experiments.common.results import load
+from penstock.bench.readme import between
 
 pytestmark = pytest.mark.unit
 
@@ -81,3 +89,39 @@ def test_a_system_is_compared_with_its_own_optimizer_and_with_the_best() -> None
     text = "\n".join(lines(rows))
     assert "the protocol is done" in text
     assert "the best in the last column is 1f1b, Muon" in text
+
+
+@pytest.mark.results
+def test_the_committed_runs_are_those_that_the_protocol_asks_for() -> None:
+    rows = load(RESULTS, "own_rates")
+    for done, row in enumerate(rows):
+        asked = next_job(rows[:done])
+        assert asked is not None
+        assert {name: row[name] for name in asdict(asked)} == asdict(asked)
+    assert next_job(rows) is None
+
+
+@pytest.mark.results
+def test_the_tutorial_has_the_table_of_the_results() -> None:
+    page = TUTORIAL.read_text(encoding="utf-8")
+    made = "".join(f"{line}\n" for line in markdown(load(RESULTS, "own_rates")))
+    assert between(page, "own rates") == made, "run python -m experiments.claims.pages"
+
+
+@pytest.mark.results
+def test_the_pages_on_training_say_what_was_found() -> None:
+    number = {name: found() for name, found in NUMBERS.items() if name.startswith("Own rates")}
+    page = " ".join((ROOT / "docs/train/asynchronous.md").read_text(encoding="utf-8").split())
+    adamw, muon = (number[f"Own rates, mismatch 1{optimizer}"].lstrip("+") for optimizer in ("", ", Muon"))
+    assert f"AMDP with a mismatch of one ended {adamw} above `1f1b` with AdamW, and {muon} above it with Muon" in page
+    adamw, muon = (number[f"Own rates, mismatch 0{optimizer}"] for optimizer in ("", ", Muon"))
+    assert f"Without a mismatch the difference was {adamw} and {muon}." in page
+    below, rate = number["Own rates, Muon below AdamW"], number["Own rates, Muon's rate"]
+    assert f"`1f1b` with it {below} below `1f1b` with AdamW" in page
+    assert f"`--optimizer muon` with `--lr {rate}`" in page
+    assert float(rate) == 4 * GRID[1]
+    options = " ".join((ROOT / "docs/train.md").read_text(encoding="utf-8").split())
+    assert (
+        f"`--optimizer muon --lr {rate}` ended {STEPS} steps of `1f1b` {below} below AdamW at its best rate"
+        in options
+    )
