@@ -63,7 +63,10 @@ def differ(rank: int) -> str:
 
 def test_other_conditions_on_other_ranks_are_refused() -> None:
     outcomes = run_ranks(2, differ)
-    said = "rank 1 was given another link condition than rank 0; every rank must make the same ps.emulate(...)"
+    said = (
+        "rank 1 was given another link condition than rank 0 (rank 1 has '0:1=latency:20ms', rank 0 has "
+        "'0:1=latency:30ms'); every rank must make the same ps.emulate(...)"
+    )
     assert [o.value for o in outcomes] == [said, said], outcomes[0].text
 
 

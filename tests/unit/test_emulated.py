@@ -146,7 +146,7 @@ def test_what_can_not_be_is_said() -> None:
         ps.emulate(schedule, uniform(schedule), links=Links.parse("0:5=20"))
     with pytest.raises(ps.CostError, match="costs are for 3 stages, the schedule has 2"):
         ps.emulate(schedule, ps.Costs.uniform(3))
-    with pytest.raises(ps.CostError, match="0 steps"):
+    with pytest.raises(ps.CostError, match="num_steps is 0"):
         ps.emulate(schedule, uniform(schedule), num_steps=0)
     with pytest.raises(ps.CostError, match="stretched by 0"):
         ps.emulate(schedule, uniform(schedule), stretch=0.0)

@@ -289,3 +289,19 @@ def test_a_name_alone_stands_for_a_transport() -> None:
         ps.TransportOptions(links={(0, 1): 3})
     with pytest.raises(RuntimeFailure, match="given as links="):
         ps.emulate(ps.build("1f1b", 2, 4), ps.Costs.uniform(2), transport=ps.TransportOptions(links=ps.Links()))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda s, c: ps.emulate(s, c, num_steps="3"), ps.CostError, "num_steps is '3': give a whole number"),
+        (lambda s, c: ps.emulate(s, c, mesh=3), RuntimeFailure, "mesh is 3; give a process group that"),
+        (lambda s, c: ps.Pipeline([lin(), lin()], s, mesh=ps.Mesh(2, 2)), RuntimeFailure, "mesh is .*device_mesh"),
+        (lambda s, c: ps.plan(c, 2, 4, progress=3), ps.ScheduleError, "progress is 3: give a function"),
+        (lambda s, c: ps.split(None, 2), ps.runtime.PartitionError, "the model is NoneType; give a module"),
+        (lambda s, c: ps.split(nn.Sequential(lin(), lin()), at="1"), ps.runtime.PartitionError, "at is the text '1'"),
+    ],
+)
+def test_values_of_other_types_were_errors_of_python(call: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        call(ps.build("1f1b", 2, 4), ps.Costs.uniform(2))

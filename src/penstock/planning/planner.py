@@ -181,6 +181,8 @@ def plan(
         each.check_ranks(num_ranks)
     if not _is_number(time_limit) or not float(time_limit) > 0:
         raise ScheduleError(f"time_limit is {time_limit!r}: give seconds above 0", rule="options")
+    if progress is not None and not callable(progress):
+        raise ScheduleError(f"progress is {progress!r}: give a function of a Progress", rule="options")
     if not _is_number(stop_at_gap) or not float(stop_at_gap) >= 0:
         raise ScheduleError(f"stop_at_gap is {stop_at_gap!r}: give a share of at least 0", rule="options")
     check_options(split, recompute)

@@ -340,7 +340,7 @@ class Pipeline:
         require_free(self._agent is not None)
         then = self._local.ready(configuration)
         told = [{"configuration": digest} for digest in self._local.peers.gather(configuration.digest)]
-        require_same(told, "every rank must switch to the same")
+        require_same(told, "every rank must switch to the same", shown=False)
         self._switch(then)
 
     @property

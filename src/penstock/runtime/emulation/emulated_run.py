@@ -149,8 +149,8 @@ def emulate(
         >>> found.timelines[0].source, found.simulated[0].makespan
         ('measured', 30.0)
     """
-    if num_steps < 1:
-        raise CostError(f"{num_steps} steps: give at least 1")
+    if not isinstance(num_steps, int) or num_steps < 1:
+        raise CostError(f"num_steps is {num_steps!r}: give a whole number of at least 1")
     with EmulatedPipeline(
         schedule,
         costs,

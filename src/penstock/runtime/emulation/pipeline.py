@@ -281,7 +281,7 @@ class EmulatedPipeline:
         require_free(self._agent is not None)
         plan = self._ready(configuration)
         told = self._peers.gather({"configuration": configuration.digest})
-        require_same(told, "every rank must switch to the same")
+        require_same(told, "every rank must switch to the same", shown=False)
         self._plan, self.number = plan, self.number + 1
         self.configuration = configuration
 

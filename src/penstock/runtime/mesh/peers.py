@@ -296,6 +296,11 @@ def peers_of(mesh: Any, num_ranks: int, timeout: float) -> Peers:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return LocalPeers(num_ranks)
         group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise RuntimeFailure(
+            f"mesh is {mesh!r:.60}; give a process group that this process is in, a device mesh, which "
+            "ps.runtime.device_mesh(ps.Mesh(...)) makes, or None for all of torch.distributed"
+        )
     size = dist.get_world_size(group)
     if size != num_ranks:
         raise RuntimeFailure(

@@ -148,6 +148,10 @@ def split(
         >>> len(cut), [len(list(stage.parameters())) for stage in cut]
         (2, [4, 4])
     """
+    if not isinstance(model, nn.Module):
+        raise PartitionError(f"the model is {type(model).__name__}; give a module")
+    if isinstance(at, str):
+        raise PartitionError(f"at is the text {at!r}; give a list of paths, at=[{at!r}]")
     require_stage(model, "the model")
     try:
         opened = opened_modules(model, [_known(model, name) for name in at])
