@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.passes import recompute
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.stage.recompute import keeping_to_the_end
 from plain_loop import differences, gradients, plain_step
 from recomputed import with_recompute
 from runtime_cases import CASES, compare
@@ -144,20 +146,89 @@ def test_no_more_is_held_than_the_limit(name: str, limit: int) -> None:
     assert max(ps.simulate(schedule, costs).peak_activations) > limit
 
 
-class Differentiating(nn.Module):
-    """Takes a gradient inside its forward."""
+class Force(nn.Module):
+    """Adds the gradient of an energy by its input, as models of molecules do."""
+
+    def __init__(self, creates_graph: bool) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.creates_graph = creates_graph
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.sin().sum()
-        (slope,) = torch.autograd.grad(y, x, create_graph=True)
-        return slope
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=self.creates_graph)
+        return x + force
 
 
-def test_a_forward_that_differentiates_is_refused() -> None:
-    stages = [nn.Linear(4, 4), nn.Sequential(Differentiating(), nn.Linear(4, 4))]
+@pytest.mark.parametrize("creates_graph", [False, True])
+def test_a_forward_that_asks_for_a_gradient_of_its_own_is_recomputed(creates_graph: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Force(creates_graph) for _ in range(4)))
+    plain, x, y = copy.deepcopy(model), torch.randn(8, 6), torch.randn(8, 6)
+    with ps.Pipeline(model, with_recompute(ps.build("1f1b", 2, 4)), loss_fn=nn.MSELoss()) as pipe:
+        result = pipe.step(x, y, update=False)
+    losses = []
+    for x_m, y_m in zip(x.chunk(4), y.chunk(4), strict=True):
+        loss = nn.MSELoss()(plain(x_m), y_m) / 4
+        loss.backward()
+        losses.append(loss.detach())
+    assert torch.equal(result.losses, torch.stack(losses))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_forward_that_calls_backward_is_refused() -> None:
+    class Backward(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.layer(x.detach()).square().sum().backward()
+            return self.layer(x)
+
+    stages = [nn.Linear(4, 4), Backward()]
     pipe = ps.Pipeline(stages, with_recompute(ps.build("1f1b", 2, 2)), loss_fn=nn.MSELoss())
-    with pytest.raises(RuntimeFailure, match="use a schedule without R"):
+    with pytest.raises(RuntimeFailure, match=r"calls backward.*use a schedule without R"):
         pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+
+
+def test_buffers_are_as_they_were_where_a_forward_asks_for_a_gradient_of_its_own() -> None:
+    class Counted(nn.Module):
+        """Changes a buffer in place, and another one by replacing it, before it asks for a gradient."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.mean = 0.5 * self.mean + x.detach().mean(0)
+            (force,) = torch.autograd.grad(self.layer(x).square().sum(), x, create_graph=True)
+            return x + force * self.mean / self.calls
+
+    torch.manual_seed(0)
+    stages = [nn.Linear(4, 4), Counted()]
+    plain = copy.deepcopy(stages)
+    pipe = ps.Pipeline(stages, with_recompute(ps.build("1f1b", 2, 4)), loss_fn=nn.MSELoss())
+    for step in (1, 2):
+        x, y = torch.randn(8, 4), torch.randn(8, 4)
+        want = plain_step(plain, x, y, 4, nn.MSELoss(), step=step)
+        assert torch.equal(want, pipe.step(x, y, update=False).loss)
+    assert not differences(gradients(plain), gradients(stages))
+    assert all(map(torch.equal, plain[1].buffers(), stages[1].buffers()))
+    assert stages[1].calls == 8
+
+
+def test_a_gradient_through_a_forward_that_has_ended_is_refused() -> None:
+    layer = nn.Linear(6, 6)
+    with keeping_to_the_end(layer):
+        loss = layer(torch.randn(2, 6)).tanh().sum()
+    with pytest.raises(RuntimeFailure, match="after that forward had ended"):
+        torch.autograd.grad(loss, layer.weight)
 
 
 class ChangingLater(nn.Module):

@@ -22,7 +22,13 @@ from penstock.runtime.stage.autograd import GraphInputs, exits, run_backward
 from penstock.runtime.stage.first_step import FirstStep
 from penstock.runtime.stage.host_memory import HostMemory, OffloadStatistics, SavedTensors, copied_to
 from penstock.runtime.stage.microbatches import LossFn, Microbatches, Signature
-from penstock.runtime.stage.recompute import BufferHistory, copy_of, dropping_activations
+from penstock.runtime.stage.recompute import (
+    BufferHistory,
+    GradientAskedFor,
+    copy_of,
+    keeping_nothing,
+    keeping_to_the_end,
+)
 from penstock.runtime.stage.split_backward import DeferredShare, SplitStage, Tape
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.aliases import (
@@ -154,6 +160,8 @@ class StageRunner:
         self._first = 0
         self._num_targets = num_targets
         self._own: frozenset[int] | None = None
+        self._differentiates = False
+        """Whether its forward asks for gradients of its own, as far as one that is run again has shown."""
 
     def may_split(self, shared: SplitStage | None, reason: str = "") -> None:
         """Sets, between two steps, whether I and W can run separately from now on.
@@ -242,8 +250,16 @@ class StageRunner:
             self._forward_keeping_all(m, self._kept.pop(m), again=True)
 
     def _forward_keeping_input(self, m: int, received: Payload | None) -> Payload:
+        if not self._differentiates:
+            try:
+                return self._first_run(m, received, keeping_nothing())
+            except GradientAskedFor:
+                self._differentiates = True
+        return self._first_run(m, received, keeping_to_the_end(self.stage))
+
+    def _first_run(self, m: int, received: Payload | None, keeping: AbstractContextManager[None]) -> Payload:
         value, _, kept = self._input(m, received, copied=True)
-        with self._buffers.noted(m), self._casting(), dropping_activations():
+        with self._buffers.noted(m), self._casting(), keeping:
             output = self._call(value, m)
             if self._is_last:
                 output = self._loss(m, output)

@@ -7,14 +7,15 @@ needs. Both must compute the same, to the bit:
 - random draws: each layer draws from the seed of this step, microbatch and layer, both times;
 - buffers (BatchNorm's statistics): the second run finds them as the first run did. Its changes to them are thrown
   away, so they are updated once;
-- gradients are switched on in the first run, so that no layer takes another path. What it saves for a backward is
-  dropped at its end.
+- gradients are switched on in the first run, so that no layer takes another path. What it would keep is dropped; if
+  it asks for gradients of its own, only at its end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +31,33 @@ def copy_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-@contextmanager
-def dropping_activations() -> Iterator[None]:
-    """Forwards in here have gradients switched on, and what they save for a backward is dropped at the end.
+class GradientAskedFor(RuntimeFailure):
+    """A forward asked for a gradient of what it computed, and nothing was kept for that."""
 
-    Until then it is there, since a forward may ask for gradients of its own.
+
+@contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """Forwards in here have gradients switched on, yet hold no activation for a backward.
+
+    A forward that asks for gradients of its own fails with GradientAskedFor.
+    """
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _asked_for):
+        yield
+
+
+def _asked_for(nothing: Any) -> Tensor:
+    raise GradientAskedFor("a forward that is to be recomputed asked for a gradient of its own")
+
+
+@contextmanager
+def keeping_to_the_end(stage: nn.Module) -> Iterator[None]:
+    """As `keeping_nothing`, for forwards that ask for gradients of their own: what they save is dropped at the end.
+
+    Raises:
+        RuntimeFailure: the forward added to the gradients of parameters, which the second run would do again.
     """
     saved: list[Tensor] = []
+    before = [(p, p.grad, None if p.grad is None else p.grad._version) for p in stage.parameters()]
 
     def save(tensor: Tensor) -> int:
         saved.append(tensor)
@@ -55,6 +76,12 @@ def dropping_activations() -> Iterator[None]:
             yield
         finally:
             saved.clear()
+    if any(p.grad is not grad or (grad is not None and grad._version != version) for p, grad, version in before):
+        raise RuntimeFailure(
+            "a forward that is to be recomputed calls backward(), which adds to the gradients of its parameters, and "
+            "would add to them twice; take gradients within a forward by torch.autograd.grad, or use a schedule "
+            "without R for this model"
+        )
 
 
 Place = tuple[nn.Module, str]
@@ -80,7 +107,7 @@ class BufferHistory:
 
     @contextmanager
     def noted(self, m: int) -> Iterator[None]:
-        """Around the first run of microbatch `m`."""
+        """Around the first run of microbatch `m`. If it fails with GradientAskedFor, buffers are as they were."""
         before = {
             (module, name): (buffer, None if buffer is None else buffer._version)
             for module in self._stage.modules()
@@ -91,7 +118,14 @@ class BufferHistory:
             for place, (buffer, _) in before.items()
             if self._changing is None or place in self._changing
         }
-        yield
+        try:
+            yield
+        except GradientAskedFor:
+            for (module, name), copied in copies.items():
+                module._buffers[name] = buffer = before[module, name][0]
+                if buffer is not None and copied is not None:
+                    buffer.data.copy_(copied)
+            raise
         if self._changing is None:
             self._changing = {place for place, copied in copies.items() if _changed(place, before[place], copied)}
         found = {place: copy for place, copy in copies.items() if place in self._changing}
