@@ -128,6 +128,10 @@ _SHARE = 1e-2
 """The share by which sums of a forward's results may differ when it runs again: rounding, and not other numbers."""
 
 
+_PIECE = 7 << 17
+"""Numbers that are summed at a time: a multiple of the weights' period."""
+
+
 def _is_plain(tensor: Tensor) -> bool:
     strided = tensor.layout is torch.strided and not is_sharded(tensor) and not tensor.is_meta
     return strided and not tensor.is_quantized and tensor.dtype.itemsize <= 16
@@ -135,8 +139,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _sum_of(tensor: Tensor) -> Tensor:
     """A number that another value of any element changes."""
-    plain = tensor.detach()
-    flat = (torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain).contiguous().reshape(-1)
+    flat = _numbers_of(tensor).contiguous().reshape(-1)
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.dtype.itemsize]
     return flat.view(words).sum(dtype=torch.int64)
 
@@ -147,10 +150,16 @@ def _measured(result: Any) -> tuple[float, float]:
     for leaf in flatten(result)[0]:
         if not _is_plain(leaf) or not leaf.numel():
             continue
-        plain = leaf.detach()
-        values = (torch.view_as_real(plain) if plain.is_complex() else plain).reshape(-1).double()
-        values = torch.where(values.isfinite(), values, 0.0)
-        weights = 1 + torch.arange(values.numel(), device=values.device) % 7
-        sums = torch.stack([values.abs().sum(), (values * weights).sum()]).tolist()
-        size, weighed = size + sums[0], weighed + sums[1]
+        weights = 1 + torch.arange(min(2 * leaf.numel(), _PIECE), device=leaf.device) % 7
+        for piece in _numbers_of(leaf).reshape(-1).split(_PIECE):  # so that little memory is needed
+            values = piece.double()
+            values = torch.where(values.isfinite(), values, 0.0)
+            sums = torch.stack([values.abs().sum(), (values * weights[: values.numel()]).sum()]).tolist()
+            size, weighed = size + sums[0], weighed + sums[1]
     return size, weighed
+
+
+def _numbers_of(tensor: Tensor) -> Tensor:
+    """The tensor, or the real and imaginary parts of a complex one."""
+    plain = tensor.detach()
+    return torch.view_as_real(plain.resolve_conj().resolve_neg()) if plain.is_complex() else plain
