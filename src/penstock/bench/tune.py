@@ -149,6 +149,8 @@ def _round(setting: Setting, told: Settings, model: TunedModel, steps: int, seco
         "predicted_ms": prediction.step,
         "predicted_makespan_ms": prediction.makespan,
         "predicted_update_ms": prediction.update,
+        "predicted_work_ms": prediction.work,
+        "measured_work_ms": measured.work,
         "measured_ms": measured.step,
         "measured_makespan_ms": measured.makespan,
         "ratio": prediction.step / measured.step,
@@ -191,6 +193,7 @@ def _row(setting: Setting, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "ratio": median(each["ratio"] for each in counted),
         "off": median(abs(each["ratio"] - 1) for each in counted),
         "worst": max(abs(each["ratio"] - 1) for each in counted),
+        "work_ratio": median(each["predicted_work_ms"] / each["measured_work_ms"] for each in counted),
         "predicted_bytes": median(max(each["predicted_bytes"]) for each in counted),
         "measured_bytes": median(max(each["measured_bytes"]) for each in counted),
         "raw": rounds,
@@ -199,17 +202,19 @@ def _row(setting: Setting, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The medians, as Markdown."""
+    has_work = all("work_ratio" in row for row in rows)
     lines = [
         "| schedule | pp x dp | microbatches | predicted ms | measured ms | ratio | off, median | worst "
-        "| predicted MiB | measured MiB | quiet rounds |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        f"|{' processor time, ratio |' if has_work else ''} predicted MiB | measured MiB | quiet rounds |",
+        f"|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|{'---:|' if has_work else ''}",
     ]
     for row in rows:
         lines.append(
             f"| {row['schedule']} | {row['pp']} x {row['dp']} "
             f"| {row['num_microbatches']} of {row['microbatch_size']} "
             f"| {row['predicted_ms']:.1f} | {row['measured_ms']:.1f} | {row['ratio']:.3f} | {row['off']:.1%} "
-            f"| {row['worst']:.1%} | {row['predicted_bytes'] / 2**20:.1f} | {row['measured_bytes'] / 2**20:.1f} "
+            f"| {row['worst']:.1%} {'| {:.3f} '.format(row['work_ratio']) if has_work else ''}"
+            f"| {row['predicted_bytes'] / 2**20:.1f} | {row['measured_bytes'] / 2**20:.1f} "
             f"| {row['num_quiet']} of {row['num_rounds']} |"
         )
     return "\n".join(lines)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from penstock.cost import Costs, Links
 from penstock.dispatch import Dispatch, Policy
@@ -39,6 +40,8 @@ class Prediction:
         update: of the slowest rank. reduce: time to sum gradients over copies of stages and of the pipeline, and to
             give copies of stages the values of their owners.
         bubble_ratio: of the simulated ops. memory: by rank of one pipeline.
+        work: milliseconds that a rank works, the mean of the ranks: ops with their messages, the update, and what a
+            step costs besides. On a CPU that is processor time, without reducing gradients.
     """
 
     step: float
@@ -47,6 +50,7 @@ class Prediction:
     reduce: float
     bubble_ratio: float
     memory: tuple[RankMemory, ...]
+    work: float
 
     @property
     def peak_bytes(self) -> float:
@@ -144,17 +148,19 @@ def predict(
     if num_devices is not None:
         makespan = max(makespan, num_copies * sum(timeline.busy) / num_devices)
     memory = memory_of(schedule, cut, profile)
-    update = max(
+    updates = [
         sum(profile.total("update", cut[stage]) for stage in owned_by(schedule.placement, rank))
         for rank in range(schedule.num_ranks)
-    )
+    ]
+    update = max(updates)
     reduce = reduce_time(schedule, cut, profile, transfer, num_copies)
     alone = schedule.num_ranks * num_copies == 1
     around = transfer.step_alone if alone else transfer.step
+    work = around + profile.step + fmean(timeline.busy) + fmean(updates)
     if profile.tied and _apart(schedule):
         around += transfer.at("delay", profile.tied)  # the sum goes back to the other copy
     step = around + profile.step + makespan + reduce + update
-    return Prediction(step, makespan, update, reduce, timeline.bubble_ratio, tuple(memory))
+    return Prediction(step, makespan, update, reduce, timeline.bubble_ratio, tuple(memory), work)
 
 
 def reduce_time(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.formats.native import to_json
 from penstock.planning.threads import num_cores
@@ -36,6 +36,7 @@ class MeasuredCandidate:
         steps: every step.
         peak_bytes: for each rank of a replica, the most bytes of tensors that it held in a step; the highest
             of all replicas.
+        work: processor time of a step in a rank's process (ms), the mean of the ranks; the median of the same steps.
     """
 
     step: float
@@ -44,6 +45,7 @@ class MeasuredCandidate:
     others: float | None
     steps: tuple[float, ...]
     peak_bytes: tuple[float, ...] = ()
+    work: float = 0.0
 
     @property
     def quiet(self) -> bool:
@@ -108,23 +110,36 @@ def _peaks(told: Sequence[WorkerAnswer]) -> tuple[float, ...]:
     return tuple(highest[place] for place in sorted(highest))
 
 
+class TrialStep(NamedTuple):
+    """One step of a run: its time, makespan and processor time (ms), and cores that other programs kept busy."""
+
+    step: float
+    makespan: float
+    work: float
+    others: float | None
+    undisturbed: bool
+
+
 def measured_of(told: Sequence[WorkerAnswer]) -> MeasuredCandidate:
     """One value from the answers of all rounds."""
-    found: list[tuple[float, float, float | None, bool]] = []
+    found: list[TrialStep] = []
     for answer in told:
         spare = max(0, num_cores() - len(answer.ranks))
-        for number, span in enumerate(answer.ranks[0]["makespans"]):
-            busy = others([rank["clocks"][number] for rank in answer.ranks])
+        for number, makespan in enumerate(answer.ranks[0]["makespans"]):
+            clocks = [rank["clocks"][number] for rank in answer.ranks]
+            busy = others(clocks)
             step = max(rank["steps"][number] for rank in answer.ranks)
-            found.append((step, span, busy, busy is None or busy <= spare + DISTURBED))
-    undisturbed = [each for each in found if each[3]]
+            work = fmean(clock["own"] for clock in clocks) * 1e3
+            found.append(TrialStep(step, makespan, work, busy, busy is None or busy <= spare + DISTURBED))
+    undisturbed = [each for each in found if each.undisturbed]
     counted = undisturbed if len(undisturbed) >= FEWEST else found
-    known = [busy for _, _, busy, _ in counted if busy is not None]
+    known = [each.others for each in counted if each.others is not None]
     return MeasuredCandidate(
-        median(step for step, _, _, _ in counted),
-        median(span for _, span, _, _ in counted),
+        median(each.step for each in counted),
+        median(each.makespan for each in counted),
         len(undisturbed),
         fmean(known) if known else None,
-        tuple(step for step, _, _, _ in found),
+        tuple(each.step for each in found),
         _peaks(told),
+        median(each.work for each in counted),
     )
