@@ -297,8 +297,6 @@ NUMBERS: Mapping[str, Callable[[], str]] = {
     "Figure 7, AMDP over synchronous": lambda: (
         f"{figure_7('amdp')['final'] / figure_7('synchronous')['final'] - 1:.2%}"
     ),
-    "Figure 7, AMDP": lambda: f"{figure_7('amdp')['final']:.4f}",
-    "Rates, AMDP at the rate of Figure 7": lambda: f"{by_rate('amdp', figure_7('amdp')['peak']):.4f}",
     "Rates, over synchronous at the rate of Figure 7": lambda: over_at(figure_7("amdp")["peak"]),
     "Rates, over synchronous at the best rate": lambda: over_at(BEST_RATE),
     **{

@@ -85,8 +85,8 @@ def test_the_readme_calls_rows_of_the_audit_open_only_where_some_are() -> None:
 
 
 FROM_HISTORY = {
-    "amdp": "figure7 mismatch",
-    "pipemorph": "figure10-gpu figure21-processes figure21_gpu-2ranks figure21_gpu-4ranks",
+    "amdp": "mismatch",
+    "pipemorph": "figure10-gpu figure21_gpu-2ranks figure21_gpu-4ranks",
 }
 """Results from before each had its record, which was put down afterwards. One that is run again leaves this list."""
 NO_LOAD = "emulated real"

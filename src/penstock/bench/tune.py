@@ -202,18 +202,17 @@ def _row(setting: Setting, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The medians, as Markdown."""
-    has_work = all("work_ratio" in row for row in rows)
     lines = [
         "| schedule | pp x dp | microbatches | predicted ms | measured ms | ratio | off, median | worst "
-        f"|{' processor time, ratio |' if has_work else ''} predicted MiB | measured MiB | quiet rounds |",
-        f"|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|{'---:|' if has_work else ''}",
+        "| processor time, ratio | predicted MiB | measured MiB | quiet rounds |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         lines.append(
             f"| {row['schedule']} | {row['pp']} x {row['dp']} "
             f"| {row['num_microbatches']} of {row['microbatch_size']} "
             f"| {row['predicted_ms']:.1f} | {row['measured_ms']:.1f} | {row['ratio']:.3f} | {row['off']:.1%} "
-            f"| {row['worst']:.1%} {'| {:.3f} '.format(row['work_ratio']) if has_work else ''}"
+            f"| {row['worst']:.1%} | {row['work_ratio']:.3f} "
             f"| {row['predicted_bytes'] / 2**20:.1f} | {row['measured_bytes'] / 2**20:.1f} "
             f"| {row['num_quiet']} of {row['num_rounds']} |"
         )
