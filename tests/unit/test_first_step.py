@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 
@@ -95,10 +96,10 @@ def differing(change: Callable[[Codebook, Tensor], None], repeats: bool) -> list
         (assign, True, ""),
         (copy_to_data, True, ""),
         (nothing, True, ""),
-        (copy_to_data, False, "the forward of Codebook changes its buffer 'mean' through .data, which autograd does"),
-        (assign_data, False, "changes its buffer 'mean' through .data"),
-        (scale_data_of_weight, False, "changes its parameter 'weight' through .data"),
-        (scale_data_of_linear, False, "the forward of Linear changes its parameter 'weight' through .data"),
+        (copy_to_data, False, "a forward changed buffer 'mean' of Codebook through .data, which autograd does"),
+        (assign_data, False, "changed buffer 'mean' of Codebook through .data"),
+        (scale_data_of_weight, False, "changed parameter 'weight' of"),
+        (scale_data_of_linear, False, "changed parameter 'weight' of Linear through .data"),
         (scale_data_of_weight, True, r"was run again \(R\) and computed something else"),
         (scale_weight, True, r"changes its parameter 'weight', so that it can't be run again \(R\) as it was"),
         (count, True, r"was run again \(R\) and computed something else"),
@@ -127,3 +128,33 @@ def test_a_weight_that_a_second_run_leaves_as_it_is() -> None:
         (loss_fn(plain(part), target) / 4).backward()
     assert not differences(gradients(list(plain)), gradients(list(model)))
     assert torch.equal(model[0].weight, plain[0].weight)
+
+
+class Teacher(nn.Module):
+    """Follows a student by a moving average of its weights, which autograd sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(6, 6)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                own.mul_(0.9).add_(other, alpha=0.1)
+            target = self.teacher(x)
+        return self.student(x) - target
+
+
+def test_a_moving_average_in_place_is_that_of_the_plain_loop() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Teacher(), nn.Linear(6, 6))
+    plain, x, y = copy.deepcopy(model), torch.randn(8, 6), torch.randn(8, 6)
+    with ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss()) as pipe:
+        pipe.step(x, y, update=False)
+    for x_m, y_m in zip(x.chunk(4), y.chunk(4), strict=True):
+        (nn.MSELoss()(plain(x_m), y_m) / 4).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)

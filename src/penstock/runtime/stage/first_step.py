@@ -70,9 +70,10 @@ class FirstStep:
             is_same = known.now is known.tensor and known.tensor._version == known.version
             if is_same and not torch.equal(_sum_of(known.tensor), known.sum):
                 raise RuntimeFailure(
-                    f"stage {self._index}: the forward of {type(known.module).__name__} changes its {known.kind} "
-                    f"{known.name!r} through .data, which autograd does not see, so that backwards of earlier "
-                    "microbatches would compute with the changed values; make it a buffer and assign a new tensor "
+                    f"stage {self._index}: a forward changed {known.kind} {known.name!r} of "
+                    f"{type(known.module).__name__} through .data, which autograd does not see, so that backwards of "
+                    "earlier microbatches may compute with the changed values; change it in place under "
+                    "torch.no_grad(), which autograd sees, or assign a new tensor to a buffer "
                     f"(self.{known.name} = ...), or change it between steps"
                 )
         self._before, self._changed = [], []
