@@ -48,7 +48,7 @@ def test_each_microbatch_is_in_one_group_of_its_window_and_the_order_is_still_ri
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", others_nightly(MODELS, ["GPT"]))
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", others_nightly(SAMPLE, ["amdp, Muon"]))
 def test_a_run_of_merged_microbatches_learns_the_same(model: str, name: str) -> None:
     method = replace(WINDOWED[name], peak=3e-3)
     config: Any = replace(MODELS[model], width=16, num_heads=2)

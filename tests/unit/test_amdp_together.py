@@ -12,6 +12,7 @@ from torch import nn
 from experiments.amdp.convergence import HELD_OUT, MODELS, Job, ready_jobs, row_of, run, together
 from experiments.amdp.learning import Method, Task, goes_together, train, train_together
 from experiments.amdp.together import RunByRun, stacked
+from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
 
@@ -45,7 +46,7 @@ def test_runs_of_several_seeds_are_each_what_they_are_alone(model: str, method: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+@pytest.mark.parametrize("optimizer", others_nightly(["AdamW", "Muon"], ["AdamW"]))
 def test_each_run_has_its_own_rate_and_one_that_diverges_ends_alone(optimizer: str) -> None:
     method = Method("amdp", "amdp", optimizer=optimizer)
     methods = [replace(method, peak=peak) for peak in (0.02, 0.005, 1e30)]

@@ -186,7 +186,7 @@ def test_a_profile_and_a_comparison(net: Path) -> None:
     assert found[0]["simulated"]["tokens_per_second"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.multiproc
 def test_the_closing_line_trains(net: Path) -> None:
     """With the best verified, which ranks in processes of their own ran."""
