@@ -25,7 +25,7 @@ from penstock.runtime import partition
 from penstock.runtime.launch import init_process, launch
 from penstock.train.batch_planner import BatchPlanner
 from penstock.train.planning_process import BatchProblem
-from penstock.train.tasks.documents import packed_example
+from penstock.train.tasks.documents import as_gpt_takes_it, packed_example
 from penstock.train.tasks.task import Example
 
 SETTING = protocol.REAL
@@ -50,7 +50,7 @@ class Documents:
 
     def planned(self, step: int, microbatches: tuple[tuple[int, ...], ...]) -> Example:
         own = self.sequences.of_step(step)
-        return packed_example(self.sequences, [own[list(each)] for each in microbatches])
+        return packed_example(self.sequences, [own[list(each)] for each in microbatches], as_gpt_takes_it)
 
     def padded(self, step: int) -> Example:
         """A row for each document, all as long as the longest of the step."""

@@ -1,6 +1,9 @@
 """A lab that exists as long as its block, or until it is removed.
 
-    with Lab(num_hosts=2) as lab: lab.link(0, 1, "latency:30ms") process = lab.start(0, ["python", "server.py"]) ...
+    with Lab(num_hosts=2) as lab:
+        lab.link(0, 1, "latency:30ms")
+        process = lab.start(0, ["python", "server.py"])
+        ...
         lab.interface_down(0, 1)
 
 A separate process, the keeper, carries the hosts' packets. It holds one end of a pipe, and this process the other. So
@@ -12,9 +15,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import IO, Any
@@ -116,12 +119,13 @@ def end(name: str) -> None:
     if name not in names():
         raise LabError(f"there is no lab {name}; `penstock lab list` shows those that are there")
     if folder.alive():
-        ask(folder.control, {"do": "end"})
-        limit = time.monotonic() + PATIENCE
-        while folder.alive():
-            if time.monotonic() > limit:
+        keeper = os.pidfd_open(int(name))
+        try:
+            ask(folder.control, {"do": "end"})
+            if not select.select([keeper], [], [], PATIENCE)[0]:
                 raise LabError(f"lab {name} did not end within {PATIENCE:g} s; its keeper is process {name}")
-            time.sleep(0.02)
+        finally:
+            os.close(keeper)
     if name in names():
         remove(name)
 
