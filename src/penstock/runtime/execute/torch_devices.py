@@ -19,7 +19,6 @@ from penstock.runtime.execute.update_ops import UpdatingOps
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
 from penstock.runtime.stage.branches import end_of, has_many_ends
-from penstock.runtime.stage.first_step import FirstStep
 from penstock.runtime.stage.host_memory import HostMemory
 from penstock.runtime.stage.microbatches import LossFn, Microbatches
 from penstock.runtime.stage.ops import StageRunner, StepSettings
@@ -72,7 +71,7 @@ class TorchDevices:
             key: StageRunner(
                 stage, key[1], key[1] == end and not by_ops, model.device, loss_fn, autocast,
                 len(schedule.graph.targets[key[1]]), model.tied.note_casts if model.ties else None,
-                self.host, FirstStep(stage, key[1]) if watched else None,
+                self.host, watched,
             )
             for key, stage in model.copies.here.items()
         }  # fmt: skip

@@ -18,18 +18,19 @@ from torch import Tensor, nn
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.stage import GATHERS
+from penstock.runtime.tensors.digest import hash_of
 from penstock.runtime.tensors.dtensor import is_sharded
 from penstock.runtime.tensors.pytree import flatten
 
 
 class WatchedTensor(NamedTuple):
-    """A parameter or buffer as it was."""
+    """A parameter or buffer as it was, with a hash of its elements."""
 
     module: nn.Module
     name: str
     tensor: Tensor
     version: int
-    sum: Tensor
+    hash: int
 
     @property
     def kind(self) -> str:
@@ -46,21 +47,23 @@ class FirstStep:
 
     Args:
         stage, index: the stage and its number.
+        watches: False for stages of which nothing is to be refused.
     """
 
-    def __init__(self, stage: nn.Module, index: int) -> None:
-        self._stage, self._index = stage, index
+    def __init__(self, stage: nn.Module, index: int, watches: bool = True) -> None:
+        self._stage, self._index, self._watches = stage, index, watches
         self._ended = {False: False, True: False}
         self._repeats = False
         self._before: list[WatchedTensor] = []
         self._outputs: dict[int, tuple[float, float]] = {}
-        self._changed: list[tuple[WatchedTensor, Tensor]] = []
+        self._changed: list[tuple[WatchedTensor, int]] = []
 
     def begin(self, training: bool, repeats: bool) -> None:
         """A step begins; `repeats`: some forwards of the stage are run again."""
         self._outputs.clear()
         self._repeats = repeats
-        self._before = [] if not training or self._ended[repeats] else list(self._watched())
+        begins = self._watches and training and not self._ended[repeats]
+        self._before = list(self._watched()) if begins else []
 
     def require_none(self) -> None:
         """At the end of a training step. Raises RuntimeFailure where a forward changed something through `.data`."""
@@ -68,7 +71,7 @@ class FirstStep:
             return
         for known in self._before:
             is_same = known.now is known.tensor and known.tensor._version == known.version
-            if is_same and not torch.equal(_sum_of(known.tensor), known.sum):
+            if is_same and hash_of(known.tensor) != known.hash:
                 raise RuntimeFailure(
                     f"stage {self._index}: a forward changed {known.kind} {known.name!r} of "
                     f"{type(known.module).__name__} through .data, which autograd does not see, so that backwards of "
@@ -87,14 +90,14 @@ class FirstStep:
     def begin_again(self, m: int) -> None:
         """Before the second run: takes note of the parameters that the first one has changed."""
         changed = self._changed_parameters() if m in self._outputs else []
-        self._changed = [(known, _sum_of(known.now)) for known in changed if known.now is not None]
+        self._changed = [(known, hash_of(known.now)) for known in changed if known.now is not None]
 
     def ran_again(self, m: int, result: Any) -> None:
         """Raises RuntimeFailure where the second run changed a parameter once more, or computed something else."""
         if m not in self._outputs:
             return
         for known, before in self._changed:
-            if known.now is None or not torch.equal(_sum_of(known.now), before):
+            if known.now is None or hash_of(known.now) != before:
                 raise RuntimeFailure(
                     f"stage {self._index}: the forward of {type(known.module).__name__} changes its parameter "
                     f"{known.name!r}, so that it can't be run again (R) as it was; make it a buffer, or use a "
@@ -122,12 +125,11 @@ class FirstStep:
                 if tensor is None or id(tensor) in seen or not _is_plain(tensor):
                     continue
                 seen.add(id(tensor))
-                yield WatchedTensor(module, name, tensor, tensor._version, _sum_of(tensor))
+                yield WatchedTensor(module, name, tensor, tensor._version, hash_of(tensor))
 
 
 _SHARE = 1e-2
 """The share by which sums of a forward's results may differ when it runs again: rounding, and not other numbers."""
-
 
 _PIECE = 7 << 17
 """Numbers that are summed at a time: a multiple of the weights' period."""
@@ -136,13 +138,6 @@ _PIECE = 7 << 17
 def _is_plain(tensor: Tensor) -> bool:
     strided = tensor.layout is torch.strided and not is_sharded(tensor) and not tensor.is_meta
     return strided and not tensor.is_quantized and tensor.dtype.itemsize <= 16
-
-
-def _sum_of(tensor: Tensor) -> Tensor:
-    """A number that another value of any element changes."""
-    flat = _numbers_of(tensor).contiguous().reshape(-1)
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.dtype.itemsize]
-    return flat.view(words).sum(dtype=torch.int64)
 
 
 def _measured(result: Any) -> tuple[float, float]:

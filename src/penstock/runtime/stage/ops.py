@@ -110,7 +110,7 @@ class StageRunner:
         num_targets: how many stages it feeds.
         host: the host memory to which activations are moved.
         note_casts: called inside autocast, to record what a forward of (stage, microbatch, its output) has cast.
-        first_step: refuses state that forwards change and that no order of ops makes right; None: nothing is watched.
+        watched: whether the first step refuses state that forwards change and that no order of ops makes right.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class StageRunner:
         num_targets: int = 1,
         note_casts: Callable[[int, int, Any], None] | None = None,
         host: HostMemory | None = None,
-        first_step: FirstStep | None = None,
+        watched: bool = False,
     ) -> None:
         self.stage = stage
         self.index = index
@@ -152,7 +152,7 @@ class StageRunner:
         self._saved: dict[int, SavedTensors] = {}
         """What forwards saved, for microbatches whose activations go to host memory."""
         self._buffers = BufferHistory(stage)
-        self._first_step = first_step
+        self._first_step = FirstStep(stage, index, watched)
         # Microbatches of which nothing was found worth deferring, while none of another kind was: no tape for them.
         self._plain: set[Signature] = set()
         self._defers = False
@@ -198,9 +198,8 @@ class StageRunner:
         self._first = settings.first(self.index)
         if self._split is not None:
             self._split.begin(self)
-        if self._first_step is not None:
-            repeats = any(stage == self.index for stage, _ in settings.recomputed)
-            self._first_step.begin(settings.training, repeats)
+        repeats = any(stage == self.index for stage, _ in settings.recomputed)
+        self._first_step.begin(settings.training, repeats)
         self.offload_statistics = OffloadStatistics()
         self._own = None
         self._let_go()
@@ -212,8 +211,7 @@ class StageRunner:
 
     def require_seen(self) -> None:
         """After the ops of a step. Raises RuntimeFailure where forwards changed what a backward needs, unseen."""
-        if self._first_step is not None:
-            self._first_step.require_none()
+        self._first_step.require_none()
 
     def end(self) -> None:
         """Ends a step, however it went: releases the batch and everything that was held."""
@@ -244,8 +242,7 @@ class StageRunner:
 
     def recompute(self, m: int) -> None:
         """Runs R: the forward of a microbatch again, which now keeps what its backward needs."""
-        if self._first_step is not None:
-            self._first_step.begin_again(m)
+        self._first_step.begin_again(m)
         with self._buffers.as_found(m):
             self._forward_keeping_all(m, self._kept.pop(m), again=True)
 
@@ -263,8 +260,7 @@ class StageRunner:
             output = self._call(value, m)
             if self._is_last:
                 output = self._loss(m, output)
-        if self._first_step is not None:
-            self._first_step.ran(m, output)
+        self._first_step.ran(m, output)
         kept.require_same(self.index)
         self._kept[m] = received
         return self._outgoing(output)[0]
@@ -286,7 +282,7 @@ class StageRunner:
                     output = self._loss(m, output)
                 if self._note_casts is not None:
                     self._note_casts(self.index, m, output)
-        if again and self._first_step is not None:
+        if again:
             self._first_step.ran_again(m, output)
         if tape is not None:
             self._note(tape, m)
