@@ -219,7 +219,7 @@ def _measured(settings: Settings, database: Path, seconds: float, fresh: bool, q
     """What the model's layers take here, one rank at a time."""
     from penstock.train.compare.run import CostSource
     from penstock.train.tasks.layers import stage_layers
-    from penstock.tune.compared import costs_of
+    from penstock.tune.predict import costs_of
     from penstock.tune.session import MeasuredSource, measure
 
     size = math.ceil(settings.batch / settings.microbatches)
