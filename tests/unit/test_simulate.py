@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -268,3 +269,15 @@ def test_arguments_stand_alike_in_plan_and_simulate() -> None:
             (ps.ScheduleError, ps.RuntimeFailure), match=r"max_held= is gone since 0\.2; give memory_limit="
         ):
             call(schedule, costs, max_held=3)
+
+
+@pytest.mark.parametrize(("dispatch", "in_flight"), [("frozen", 1), ("hinted", 1), ("dynamic", None)])
+def test_what_ran_has_the_schedules_own_limit_only_where_it_kept_to_it(dispatch: str, in_flight: int | None) -> None:
+    """An I that frees all memory lets a dynamic rank run F1 before W0, which is two in flight, counted to the W."""
+    schedule = replace(ps.parse("rank 0 | F0 I0 W0 F1 I1 W1"), max_in_flight=1)
+    costs = ps.Costs(f=[1], i=[1], w=[1], freed_by_input=1.0)
+    ran = ps.simulate(schedule, costs, dispatch=dispatch)
+    assert ran.peak_activations == (1,)
+    ps.check(ran.executed())
+    assert ran.executed().max_in_flight == in_flight
+    assert ps.passes.retime(schedule, costs).max_in_flight == 1

@@ -70,20 +70,23 @@ class StoreServer:
 
 @dataclass(frozen=True)
 class FaultTargets:
-    """What a fault may touch: the lab, the ranks' processes by host, the store if there is one, and chance."""
+    """What a fault may touch: the lab, the ranks' processes by host, the store if there is one, and chance. A fault
+    calls `begun` as soon as it is in force: ranks wait for that before their last step."""
 
     lab: Lab
     ranks: Sequence[HostProcess]
     store: StoreServer | None
     chance: random.Random
+    begun: Callable[[], None]
 
 
 Fault = Callable[[FaultTargets], dict[str, Any]]
-"""Does it, waits as long as it lasts, undoes it; tells what it did. `at` is when it began, in ns."""
+"""Does it, says `begun`, waits as long as it lasts, undoes it; tells what it did. `at` is when it began, in ns."""
 
 
 def nothing(targets: FaultTargets) -> dict[str, Any]:
     """No fault, for comparison."""
+    targets.begun()
     return {}
 
 
@@ -93,6 +96,7 @@ def interface(targets: FaultTargets) -> dict[str, Any]:
     at = time.perf_counter_ns()
     targets.lab.interface_down(host, DATA)
     done = time.perf_counter_ns()
+    targets.begun()
     back = targets.chance.choice([None, 1.0])
     if back is not None:
         time.sleep(back)
@@ -104,6 +108,7 @@ def cut(targets: FaultTargets) -> dict[str, Any]:
     """The data network carries nothing any more, and no host is told."""
     at = time.perf_counter_ns()
     targets.lab.link(0, 1, "down", nic=DATA)
+    targets.begun()
     return {"at": at}
 
 
@@ -111,6 +116,7 @@ def loss(targets: FaultTargets) -> dict[str, Any]:
     """1% of packets get lost from here on."""
     at = time.perf_counter_ns()
     targets.lab.link(0, 1, "bandwidth:1Gbit/s+loss:1%", nic=DATA)
+    targets.begun()
     return {"at": at}
 
 
@@ -119,6 +125,7 @@ def stopped(targets: FaultTargets) -> dict[str, Any]:
     host = targets.chance.randrange(2)
     at = time.perf_counter_ns()
     os.kill(targets.ranks[host].pid, signal.SIGSTOP)
+    targets.begun()
     time.sleep(5.0)
     os.kill(targets.ranks[host].pid, signal.SIGCONT)
     return {"at": at, "host": host, "lasted_s": 5.0}
@@ -130,6 +137,7 @@ def still(targets: FaultTargets) -> dict[str, Any]:
     victim = targets.chance.choice(delegates_of(targets.ranks[host].pid))
     at = time.perf_counter_ns()
     os.kill(victim, signal.SIGSTOP)
+    targets.begun()
     time.sleep(5.0)
     os.kill(victim, signal.SIGCONT)
     return {"at": at, "host": host, "lasted_s": 5.0}
@@ -142,6 +150,7 @@ def killed(targets: FaultTargets) -> dict[str, Any]:
     victim = targets.chance.choice(found)
     at = time.perf_counter_ns()
     os.kill(victim, signal.SIGKILL)
+    targets.begun()
     return {"at": at, "host": host, "num_delegates": len(found)}
 
 
@@ -149,6 +158,7 @@ def silence(targets: FaultTargets) -> dict[str, Any]:
     """The network over which ranks agree, and where the store is, carries nothing for 2 s."""
     at = time.perf_counter_ns()
     targets.lab.link(0, 1, "down", nic=AGREED)
+    targets.begun()
     time.sleep(2.0)
     targets.lab.link(0, 1, "up", nic=AGREED)
     return {"at": at, "lasted_s": 2.0}
@@ -159,6 +169,7 @@ def store(targets: FaultTargets) -> dict[str, Any]:
     assert targets.store is not None
     at = time.perf_counter_ns()
     targets.store.kill()
+    targets.begun()
     time.sleep(2.0)
     targets.store.start()
     return {"at": at, "lasted_s": 2.0}
@@ -275,12 +286,12 @@ def run(
         for number, name in enumerate(names):
             chance = random.Random(f"{seed} {number}")
             training.job.go(number).touch()
-            # Connections stand after the first step; the last one is all to come, so that the fault is seen.
+            # Connections stand after the first step; ranks wait with the last one until the fault is there.
             training.hear(number, f"step {chance.randrange(num_steps - 2)}")
             if name != "none":
                 time.sleep(chance.uniform(0.0, 0.7 * usual))
                 await_transfer(lab, chance)
-            fault = FAULTS[name](FaultTargets(lab, training.ranks, server, chance))
+            fault = FAULTS[name](FaultTargets(lab, training.ranks, server, chance, training.job.begun(number).touch))
             told = training.hear(number, "equal")
             _restore(lab)
             rows.append(row_of(name, fault, told, rows[0] if rows else None))

@@ -1,7 +1,7 @@
 """One rank of the runs that faults hit: the same short training again and again, told in lines of JSON.
 
 Messages of 16 MB over a chain of two stages, one a host, by delegates. Before each run it waits for a file that says
-go; it tells of each step when it has ended.
+go, and before its last step for one that says that the fault has begun; it tells of each step when it has ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ WAIT = 300.0
 @dataclass(frozen=True)
 class FaultJob:
     """Attributes:
-    folder: where files say go; num_runs: how often to train; num_steps: each time; timeout: of any wait, s.
+    folder: where files say go, and that a fault has begun.
+    num_runs: how often to train; num_steps: each time; timeout: of any wait, s.
     store: by which the runs are steered, see `ps.AdaptOptions`; None: they are not.
     """
 
@@ -47,6 +48,10 @@ class FaultJob:
     def go(self, run: int) -> Path:
         """The file whose being there starts a run."""
         return Path(self.folder) / f"go-{run}"
+
+    def begun(self, run: int) -> Path:
+        """The file that is there once the run's fault has begun."""
+        return Path(self.folder) / f"begun-{run}"
 
 
 def main(argv: list[str]) -> int:
@@ -91,6 +96,8 @@ def train(
     steps, losses, crossings = [], [], []
     try:
         for step in range(job.num_steps):
+            if step == job.num_steps - 1:
+                _wait_for(job.begun(run))
             begin = time.perf_counter_ns()
             losses.append(pipe.step(inputs, targets).loss.item())
             steps.append([begin, time.perf_counter_ns()])

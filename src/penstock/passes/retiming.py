@@ -69,9 +69,7 @@ def retime(
     for _ in range(_ROUNDS):
         found = best
         for candidate in _candidates(best, costs, links, caps):
-            try:
-                check(candidate)
-            except ScheduleError:  # the run knows caps in the units of the costs, not the schedule's own limit
+            if not _keeps(schedule.max_in_flight, candidate):
                 continue
             _, reached = network(candidate, costs, links).earliest_frozen()
             if reached < makespan - slack(makespan):
@@ -80,6 +78,15 @@ def retime(
             break
         best = found
     return best
+
+
+def _keeps(limit: float | None, candidate: Schedule) -> bool:
+    """Whether an order is right and keeps to a schedule's own limit: caps are in the unit of the costs."""
+    try:
+        check(candidate, max_in_flight=limit)
+    except ScheduleError:
+        return False
+    return True
 
 
 def _measured(

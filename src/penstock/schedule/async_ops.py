@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 from penstock.engine.memory import levels_at_most
-from penstock.engine.tolerance import EPSILON
+from penstock.engine.tolerance import EPSILON, is_within
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Op
@@ -155,6 +155,12 @@ def walk_memory(
     room = math.inf if limit is None else limit * (1 + EPSILON)
     levels, waits = levels_at_most(changes, [op in number for op in row], awaited, room)
     return levels, [(stream[index - 1], row[place]) for place, index in waits]
+
+
+def keeps_to(schedule: Schedule, limit: float) -> bool:
+    """Whether no rank ever holds more than `limit` stage activations in its order."""
+    rows = (walk_memory(schedule, row, schedule.max_in_flight)[0] for row in schedule.order)
+    return all(is_within(max(levels, default=0.0), limit) for levels in rows)
 
 
 def require_no_streams(schedule: Schedule, what: str) -> None:

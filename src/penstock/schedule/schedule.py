@@ -36,7 +36,8 @@ class Schedule:
         placement: which rank hosts which stage.
         order: `order[rank]` lists that rank's ops, first to last.
         microbatch_pipeline: the pipeline of each microbatch. Its length is the number of microbatches.
-        max_in_flight: most stage activations that a rank may hold (B or W frees one). None: no limit.
+        max_in_flight: most stage activations that a rank may hold in this order (B or W frees one). None: no limit.
+            A rank that picks among ready ops is held to the memory of this order instead, in the unit of the costs.
         stage_graph: how the stages depend on one another, and which ops are registered. None: a chain.
         updates: the window of the optimizer's updates, if these are ops (U) of the order. None: they are not.
         microbatch_orders: the order of microbatches in each queue of ops that does not run them in ascending order;

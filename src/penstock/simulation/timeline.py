@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.dispatch import Graph
 from penstock.schedule import Op, Schedule, picture
-from penstock.schedule.async_ops import with_launches
+from penstock.schedule.async_ops import keeps_to, with_launches
 
 T = TypeVar("T")
 
@@ -212,10 +212,14 @@ class Timeline:
     def executed(self) -> Schedule:
         """The schedule with each rank's ops in the order in which they ran.
 
-        Asynchronous ops stand where the rank came to them.
+        Asynchronous ops stand where the rank came to them. A dynamic run keeps to memory in the unit of its costs, in
+        which an I can give back what `max_in_flight` counts until the W. Where more were in flight than the
+        schedule's own `max_in_flight`, the schedule returned has none.
         """
         rows = tuple(tuple(t.op for t in row) for row in self.rows)
-        return replace(self.schedule, order=with_launches(self.schedule, rows))
+        ran = replace(self.schedule, order=with_launches(self.schedule, rows))
+        limit = ran.max_in_flight
+        return ran if limit is None or keeps_to(ran, limit) else replace(ran, max_in_flight=None)
 
 
 def timeline_of(
