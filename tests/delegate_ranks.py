@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.schedule import Op
@@ -127,7 +128,7 @@ class Chain:
         return found
 
     def begin(self, transport: DelegateTransport, rank: int, digest: int = 7) -> None:
-        transport.begin(self.expected(rank), ["s"] * self.num_microbatches, digest, True, {})
+        transport.begin(StepMessages(self.expected(rank), ["s"] * self.num_microbatches, digest))
 
 
 def payload_of(edge: Edge, step: int, shape: Sequence[int]) -> Payload:

@@ -10,7 +10,7 @@ import penstock as ps
 from emulated_ranks import Ran, ran, start_worker
 from penstock.runtime.execute.executors import run_rank
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.base import StepMessages, Transport
 from penstock.runtime.transport.channel import Tags, expected_by_channel
 from penstock.runtime.transport.wiring import Wiring, num_indices
 from penstock.schedule import Schedule
@@ -40,7 +40,8 @@ def step(
     schedule = wiring.schedule
     edges = ((edge, wiring.rank_of(edge.producer)) for edge in wiring.expected(rank))
     signatures = ["emulated"] * num_indices(schedule)
-    transport.begin(expected_by_channel(edges, tags_of(schedule)), signatures, DIGEST, threaded, {})
+    expected = expected_by_channel(edges, tags_of(schedule))
+    transport.begin(StepMessages(expected, signatures, DIGEST, threaded))
     worker = start_worker(wiring, rank, costs, dispatch, transport)
     run_rank(worker)
     transport.end()

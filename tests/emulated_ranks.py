@@ -13,7 +13,7 @@ from penstock.runtime.emulation.backend import EmulatedBackend
 from penstock.runtime.execute.executors import run_rank
 from penstock.runtime.execute.timeline import measured_timeline
 from penstock.runtime.execute.worker import Worker
-from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.base import StepMessages, Transport
 from penstock.runtime.transport.bounded import BoundedTransport
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.link_conditions import Conditions
@@ -86,7 +86,7 @@ def run_threads(
                 worker = start_worker(wiring, rank, costs, dispatch, transport)
                 if isinstance(transport, BoundedTransport):
                     transport.route(links_by_delegate)
-                transport.begin((), (), 0, True, {})
+                transport.begin(StepMessages())
                 run_rank(worker)
                 transport.end()
                 found[rank].append((worker.recorder.times, worker.peak_held, transport.crossings()))

@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from penstock.bench.record import record
 from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.wire_format import Packet, WireSpec
@@ -159,7 +160,7 @@ class Delegates:
     def begin(self, count: int) -> None:
         messages = tuple((edge, self._tags.message(edge)) for edge in self._edges[:count])
         expected = [ExpectedMessages(ChannelKey.of(self._edges[0]), 0, messages)] if self._rank else []
-        self.transport.begin(expected, ["s"] * MAX_MESSAGES, 0, True, {})
+        self.transport.begin(StepMessages(expected, ["s"] * MAX_MESSAGES))
 
     def send(self, number: int, payload: Payload) -> None:
         while not self.transport.send(self._edges[number], 1, payload):

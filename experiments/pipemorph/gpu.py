@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.schedule import Op
@@ -245,7 +246,7 @@ class DelegatedLink:
         if edges:
             messages = tuple((edge, self._tags.message(edge)) for edge in edges)
             expected = [ExpectedMessages(ChannelKey.of(edges[0]), self._other, messages)]
-        self.transport.begin(expected, [str(num_bytes)] * self._most, 0, True, {})
+        self.transport.begin(StepMessages(expected, [str(num_bytes)] * self._most))
 
     def send(self, number: int, leaf: Tensor) -> None:
         payload = Payload([leaf], 0, [False])

@@ -12,7 +12,7 @@ from emulated_processes import tags_of, world
 from penstock.cost import Links
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.base import StepMessages, Transport
 from penstock.runtime.transport.bounded import Acknowledgements, BoundedTransport
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.gloo import GlooTransport
@@ -52,7 +52,7 @@ def woken(rank: int) -> dict[str, str]:
     """By transport, what went wrong with a rank that was woken after it looked, and before it waited."""
     made, wrong = transports(rank), {}
     for name, transport in made.items():
-        transport.begin((), (), 0, True, {})
+        transport.begin(StepMessages())
         try:
             for _ in range(2):
                 assert transport.arrivals() == []

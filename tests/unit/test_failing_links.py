@@ -16,6 +16,7 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.collective import AllReduce, Reduce
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport import choose
+from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.bounded import BoundedTransport
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.gloo import LeftMessages
@@ -116,8 +117,8 @@ class CarryingDelegates:
     def begin(self, *_: Any) -> None:
         self.steps += 1
 
-    def begin_within(self, expected: Sequence[ExpectedMessages], *_: Any) -> None:
-        self.within.append((self.steps, [edge for one in expected for edge, _ in one.messages]))
+    def begin_within(self, step: StepMessages) -> None:
+        self.within.append((self.steps, [edge for one in step.expected for edge, _ in one.messages]))
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
         if self.is_full:
@@ -154,7 +155,7 @@ def make() -> tuple[RoutedTransport, FailingBase, CarryingDelegates, Guard]:
 
 
 def begin(transport: RoutedTransport) -> None:
-    transport.begin(EXPECTED, [""] * 3, 0, False, {})
+    transport.begin(StepMessages(EXPECTED, [""] * 3, threaded=False))
 
 
 def test_what_is_left_of_a_step_goes_by_delegates() -> None:
@@ -201,7 +202,7 @@ def test_while_delegates_have_no_room_for_what_is_sent_again_what_comes_in_is_ke
 def test_a_rank_that_waited_for_room_goes_on_by_delegates_where_the_bound_stays() -> None:
     transport, base, delegates, guard = make()
     bounded = BoundedTransport(transport, depth=3)
-    bounded.begin(EXPECTED, [""] * 3)
+    bounded.begin(StepMessages(EXPECTED, [""] * 3))
     base.is_full = True
     assert not bounded.send(forward(0), PEER, payload())
     assert delegates.depths == []

@@ -15,6 +15,7 @@ from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded
 from penstock.runtime.errors import PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.link_conditions import Conditions, local_transports
 from penstock.runtime.transport.loopback import Mailbox
 from penstock.runtime.transport.transfer_record import KEPT, CrossingLog, TransferRecord
@@ -151,15 +152,15 @@ def test_a_rank_that_fails_ends_one_that_stands_still() -> None:
 
 def test_a_quick_rank_s_next_step_is_not_taken_for_this_one() -> None:
     one, other = two()
-    one.begin()
-    other.begin()
+    one.begin(StepMessages())
+    other.begin(StepMessages())
     one.send(edge(0), 1, Payload([]))
-    one.begin()
+    one.begin(StepMessages())
     one.send(edge(0), 1, Payload([]))
     assert other.wait([], str) == [edge(0)]
     assert other.arrivals() == []
     other.take(edge(0))
-    other.begin()
+    other.begin(StepMessages())
     assert other.wait([], str) == [edge(0)]
 
 

@@ -16,6 +16,7 @@ import torch
 from delegate_ranks import Chain, exchange, payload_of
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.transport import shared_memory
+from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.shared_memory import OwnMemory, SharedMemoryTransport, open_shared_memory
 
 pytestmark = pytest.mark.unit
@@ -224,7 +225,7 @@ def test_a_full_channel_is_sent_to_again_once_a_message_is_taken() -> None:
     made = ends(2, chain)
     edges = chain.forward(0)
     for rank, one in enumerate(made):
-        one.begin(chain.expected(rank), ["s"] * 6, 7, True, {0: 2})
+        one.begin(StepMessages(chain.expected(rank), ["s"] * 6, 7, window={0: 2}))
 
     def send(one: SharedMemoryTransport) -> int:
         waits = 0

@@ -23,7 +23,7 @@ from penstock.runtime.execute.gang import Gang, ThreadBarrier
 from penstock.runtime.execute.lockstep import Lockstep
 from penstock.runtime.execute.plan import ActivePlan, StepPlan
 from penstock.runtime.execute.worker import Worker
-from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.base import StepMessages, Transport
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.link_conditions import Conditions, local_transports, nothing_comes
 from penstock.runtime.transport.loopback import Mailbox
@@ -95,9 +95,10 @@ class StepExecutor:
         else:
             signatures, digest = self._devices.signatures
             threaded = dispatch.is_dynamic or graph.has_streams or self._devices.runs_ahead
+            step = StepMessages(plan.expected, signatures, digest, threaded, plan.window)
             for worker in workers:
                 self._choice.route(worker.transport, running.configuration.delegated)
-                worker.transport.begin(plan.expected, signatures, digest, threaded, plan.window)
+                worker.transport.begin(step)
             if threads is not None:
                 threads.run(workers)
             else:

@@ -12,11 +12,33 @@ A `TransportLayer` stands in front of another transport, and forwards all calls 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.channel import ExpectedMessages
 from penstock.runtime.transport.transfer_record import TransferRecord
+
+
+@dataclass(frozen=True)
+class StepMessages:
+    """What a transport is told of a step's messages before it begins.
+
+    Attributes:
+        expected: see `expected_by_channel`; the edges in the order in which this rank's frozen order needs them.
+        signatures: one per microbatch. Equal signatures promise equal specs.
+        digest: a digest of the step's shapes. Ranks with different digests don't take each other's messages.
+        threaded: whether arrivals are reported as they come. Dynamic ranks need it, and all that measure their links.
+            If not, a rank may learn only of the messages that it waits for.
+        window: slot -> most messages of a channel under way, for channels that bring no answers. A slot that is
+            missing has no bound.
+    """
+
+    expected: Sequence[ExpectedMessages] = ()
+    signatures: Sequence[str] = ()
+    digest: int = 0
+    threaded: bool = True
+    window: Mapping[int, int] = field(default_factory=dict)
 
 
 class Transport(Protocol):
@@ -26,25 +48,8 @@ class Transport(Protocol):
     def rank(self) -> int:
         """The rank whose end it is."""
 
-    def begin(
-        self,
-        expected: Sequence[ExpectedMessages],
-        signatures: Sequence[str],
-        digest: int,
-        threaded: bool,
-        window: Mapping[int, int],
-    ) -> None:
-        """Starts a step.
-
-        Args:
-            expected: see `expected_by_channel`; the edges in the order in which this rank's frozen order needs them.
-            signatures: one per microbatch. Equal signatures promise equal specs.
-            digest: a digest of the step's shapes. Ranks with different digests don't take each other's messages.
-            threaded: whether arrivals are reported as they come. Dynamic ranks need it, and all that measure their
-                links. If not, a rank may learn only of the messages that it waits for.
-            window: slot -> most messages of a channel under way, for channels that bring no answers. A slot that is
-                missing has no bound.
-        """
+    def begin(self, step: StepMessages) -> None:
+        """Starts a step."""
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
         """Sends a message. Returns False if the channel is full: try again after a wait."""
@@ -102,15 +107,8 @@ class TransportLayer:
     def rank(self) -> int:
         return self.inner.rank
 
-    def begin(
-        self,
-        expected: Sequence[ExpectedMessages] = (),
-        signatures: Sequence[str] = (),
-        digest: int = 0,
-        threaded: bool = True,
-        window: Mapping[int, int] | None = None,
-    ) -> None:
-        self.inner.begin(expected, signatures, digest, True, window or {})
+    def begin(self, step: StepMessages) -> None:
+        self.inner.begin(replace(step, threaded=True))
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
         return self.inner.send(edge, target, payload)

@@ -29,6 +29,7 @@ from torch import Tensor
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.collective import WeakGroup, explain
 from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.bounded import Acknowledgements
 from penstock.runtime.transport.channel import (
     ChannelKey,
@@ -122,37 +123,30 @@ class GlooTransport:
         self._log = CrossingLog()
         self._ahead = AHEAD if acknowledgements is None else max(AHEAD, acknowledgements.depth)
 
-    def begin(
-        self,
-        expected: Sequence[ExpectedMessages],
-        signatures: Sequence[str],
-        digest: int,
-        threaded: bool,
-        window: Mapping[int, int],
-    ) -> None:
-        """Starts a step and posts its first receives; see `Transport.begin`. Where a window is full, `send` waits for
-        the oldest message to be taken.
+    def begin(self, step: StepMessages) -> None:
+        """Starts a step and posts its first receives. Where a window is full, `send` waits for the oldest message to
+        be taken.
         """
         self._step += 1
-        self._tag_shift = self._tags.shift(digest)
-        self._signatures, self._threaded, self._window = signatures, threaded, window
-        self._arrival_limit = self._limit * THREADS_WAIT if threaded else self._limit
-        self._channels = self._channels_of(expected)
-        self._expected = expected
+        self._tag_shift = self._tags.shift(step.digest)
+        self._expected, self._signatures = step.expected, step.signatures
+        self._threaded, self._window = step.threaded, step.window
+        self._arrival_limit = self._limit * THREADS_WAIT if step.threaded else self._limit
+        self._channels = self._channels_of(step.expected)
         for incoming in self._incoming.values():
             incoming.received = 0
         if self._keeps:
             self._let_go()
-        for key, _, messages in expected:
+        for key, _, messages in step.expected:
             channel = self._incoming[key]
             channel.waiting.extend(messages)
-            used = {signatures[edge.consumer.microbatch] for edge, _ in messages}
+            used = {step.signatures[edge.consumer.microbatch] for edge, _ in messages}
             channel.headers_due = sum(signature not in channel.pools for signature in used)
             channel.received = 0
             channel.ahead = max(self._ahead, channel.ahead - 1)
-            bound = window.get(key.slot) if key.slot == 0 else None
+            bound = step.window.get(key.slot) if key.slot == 0 else None
             channel.room = None if bound is None else threading.Semaphore(bound)
-            if threaded:
+            if step.threaded:
                 thread = threading.Thread(target=self._receive_all, args=(channel, len(messages)), daemon=True)
                 self._threads.append(thread)
                 thread.start()

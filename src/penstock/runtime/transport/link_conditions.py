@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,8 +25,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.clock import ahead_of_first, clock_name
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import Transport, TransportLayer
-from penstock.runtime.transport.channel import ExpectedMessages
+from penstock.runtime.transport.base import StepMessages, Transport, TransportLayer
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.transfer_record import CrossingLog, TransferRecord
 
@@ -137,16 +136,9 @@ class ConditionedTransport(TransportLayer):
         self._known: dict[int, deque[tuple[int, int, int]]] = {}
         self._log = CrossingLog()
 
-    def begin(
-        self,
-        expected: Sequence[ExpectedMessages] = (),
-        signatures: Sequence[str] = (),
-        digest: int = 0,
-        threaded: bool = True,
-        window: Mapping[int, int] | None = None,
-    ) -> None:
+    def begin(self, step: StepMessages) -> None:
         self._watched = self._refused = None
-        super().begin(expected, signatures, digest, threaded, window)
+        super().begin(step)
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
         """Sends. What finds a channel full that carries it took up the link when it was first to be sent."""

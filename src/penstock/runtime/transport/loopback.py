@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.channel import ExpectedMessages
+from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.transfer_record import TransferRecord
 
 
@@ -68,15 +68,8 @@ class LoopbackTransport:
         self._came: dict[Edge, Payload] = {}
         self._early: list[Envelope] = []
 
-    def begin(
-        self,
-        expected: Sequence[ExpectedMessages] = (),
-        signatures: Sequence[str] = (),
-        digest: int = 0,
-        threaded: bool = True,
-        window: Mapping[int, int] | None = None,
-    ) -> None:
-        """Starts a step: what others sent for it meanwhile is let in. All else makes no difference here."""
+    def begin(self, step: StepMessages) -> None:
+        """Starts a step: what others sent for it meanwhile is let in. What it expects makes no difference here."""
         self._step += 1
         self._own.waiting.extendleft(reversed(self._early))
         self._early.clear()

@@ -17,13 +17,14 @@ A message is identified by its step and edge, so it counts once, whichever way i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.channel import ExpectedMessages
+from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.delegate.transport import DelegateTransport
 from penstock.runtime.transport.failover import Failover
 from penstock.runtime.transport.gloo import GlooTransport
@@ -57,7 +58,7 @@ class RoutedTransport:
         self._source: dict[Edge, GlooTransport | DelegateTransport] = {}
         self._both = self._watches = self._left = False
         self._came: list[Edge] = []
-        self._step: tuple[Sequence[ExpectedMessages], Sequence[str], int] = ((), (), 0)
+        self._step = StepMessages()
         self.route(delegated)
         if guard is not None:
             guard.at_change(self._go_over, self._base.end_waits)
@@ -70,32 +71,25 @@ class RoutedTransport:
         """Starts the delegates of links that are to be delegated, before they are needed. Any thread may call it."""
         self._delegates.prepare(links)
 
-    def begin(
-        self,
-        expected: Sequence[ExpectedMessages],
-        signatures: Sequence[str],
-        digest: int,
-        threaded: bool,
-        window: Mapping[int, int],
-    ) -> None:
+    def begin(self, step: StepMessages) -> None:
         """Starts a step on both, or on the only one that carries anything."""
         if self._failed_elsewhere:
             self._go_over()  # with what is left of the step before
-        self._step = expected, signatures, digest
-        self._source = {edge: self._carrier(peer) for _, peer, messages in expected for edge, _ in messages}
+        self._step = step = replace(step, threaded=True)
+        self._source = {edge: self._carrier(peer) for _, peer, messages in step.expected for edge, _ in messages}
         self._both = not self._left and (self._guard is None or bool(self._delegated))
         if self._left:
-            self._delegates.begin(expected, signatures, digest, True, window)
+            self._delegates.begin(step)
             return
         if not self._both:
             self._delegates.skip()
-            self._retried(lambda: self._base.begin(expected, signatures, digest, True, window))
+            self._retried(lambda: self._base.begin(step))
             return
         self._watch()
-        by_delegates = [channel for channel in expected if channel.peer in self._delegated]
-        by_base = [channel for channel in expected if channel.peer not in self._delegated]
-        self._delegates.begin(by_delegates, signatures, digest, True, window)
-        self._retried(lambda: self._base.begin(by_base, signatures, digest, True, window))
+        by_delegates = [channel for channel in step.expected if channel.peer in self._delegated]
+        by_base = [channel for channel in step.expected if channel.peer not in self._delegated]
+        self._delegates.begin(replace(step, expected=by_delegates))
+        self._retried(lambda: self._base.begin(replace(step, expected=by_base)))
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
         if self._left or target in self._delegated:
@@ -189,15 +183,14 @@ class RoutedTransport:
             return
         self._left = True
         left = self._base.leave()
-        expected, signatures, digest = self._step
         rest = [
             channel._replace(messages=tuple(each for each in channel.messages if each[0] not in left.received))
-            for channel in expected
+            for channel in self._step.expected
             if channel.peer not in self._delegated
         ]
         self._source |= {edge: self._delegates for one in rest for edge, _ in one.messages}
         self._came += left.came
-        self._delegates.begin_within([one for one in rest if one.messages], signatures, digest)
+        self._delegates.begin_within(replace(self._step, expected=[one for one in rest if one.messages]))
         for edge, target, payload in left.sent:
             who = f"rank {self.rank} sends the message of {edge} to rank {target} once more"
             while not self._delegates.send(edge, target, payload):

@@ -31,6 +31,7 @@ import torch
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.interfaces import network_name
 from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
 from penstock.runtime.transport.shared_sums import LOOK, SUM_WORDS, SharedSums
@@ -257,22 +258,15 @@ class SharedMemoryTransport:
 
     # Steps.
 
-    def begin(
-        self,
-        expected: Sequence[ExpectedMessages],
-        signatures: Sequence[str],
-        digest: int,
-        threaded: bool,
-        window: Mapping[int, int],
-    ) -> None:
-        """Starts a step; see `Transport.begin`. `threaded` makes no difference: arrivals are seen as they come.
+    def begin(self, step: StepMessages) -> None:
+        """Starts a step. `threaded` makes no difference: arrivals are seen as they come.
 
         Raises:
             RuntimeFailure: messages came that are not of this step.
         """
         self._step += 1
-        self._now, self._signatures, self._window = _step_word(self._step, digest), signatures, window
-        self._full = None
+        self._now, self._signatures, self._window = _step_word(self._step, step.digest), step.signatures, step.window
+        self._full, expected = None, step.expected
         plan = self._plans.get(id(expected))
         if plan is None or plan[0] is not expected:
             if len(self._plans) > KEPT_PLANS:

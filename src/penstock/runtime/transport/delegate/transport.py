@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any
@@ -23,7 +23,8 @@ import torch
 from penstock.control.events import LinkDown, LinkUp
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
+from penstock.runtime.transport.base import StepMessages
+from penstock.runtime.transport.channel import ChannelKey, Tags
 from penstock.runtime.transport.delegate.carrier.frame import Lane, body_bytes, spec_room
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
 from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates, Supervisor
@@ -123,39 +124,32 @@ class DelegateTransport:
                         self._inbox.expect(Lane(peer, self.rank, kind, place))
                     self._outbox.connect(peer, kind)
 
-    def begin(
-        self,
-        expected: Sequence[ExpectedMessages],
-        signatures: Sequence[str],
-        digest: int,
-        threaded: bool,
-        window: Mapping[int, int],
-    ) -> None:
-        """Starts a step; see `Transport.begin`. `threaded` and `window` make no difference here: all arrivals
-        are told as they come, and host memory bounds what is under way.
+    def begin(self, step: StepMessages) -> None:
+        """Starts a step. `threaded` and `window` make no difference here: all arrivals are told as they come, and
+        host memory bounds what is under way.
 
         Raises:
             RuntimeFailure: messages came that are not of this step.
         """
         self._step += 1
-        self._digest, self._signatures = digest & 0xFFFFFFFF, signatures
+        self._digest, self._signatures = step.digest & 0xFFFFFFFF, step.signatures
         with self._lock:
             self._listen()
             self._outbox.grow()
-            self._arrived = self._inbox.begin(self._step, self._digest, expected, self._num_lanes)
+            self._arrived = self._inbox.begin(self._step, self._digest, step.expected, self._num_lanes)
 
     def skip(self) -> None:
         """A step begins in which this transport carries nothing, unless `begin_within` says otherwise."""
         self._step += 1
 
-    def begin_within(self, expected: Sequence[ExpectedMessages], signatures: Sequence[str], digest: int) -> None:
+    def begin_within(self, step: StepMessages) -> None:
         """The step that began goes on here: `expected` is still to come too. What else there is of it, or of steps
         before, has come in another way, and is dropped where it comes once more.
         """
-        self._digest, self._signatures = digest & 0xFFFFFFFF, signatures
+        self._digest, self._signatures = step.digest & 0xFFFFFFFF, step.signatures
         with self._lock:
             self._listen()
-            self._arrived += self._inbox.begin_within(self._step, self._digest, expected, self._num_lanes)
+            self._arrived += self._inbox.begin_within(self._step, self._digest, step.expected, self._num_lanes)
 
     def end(self) -> None:
         """Ends a step. What was sent goes on its way: its slots are kept until it is there."""
