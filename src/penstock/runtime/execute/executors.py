@@ -20,7 +20,7 @@ from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime.errors import PeerLost, RuntimeFailure
 from penstock.runtime.execute.backend import Backend
 from penstock.runtime.execute.gang import Gang, ThreadBarrier
-from penstock.runtime.execute.lockstep import Lockstep
+from penstock.runtime.execute.lockstep import Lockstep, LockstepDispatcher
 from penstock.runtime.execute.plan import ActivePlan, StepPlan
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.base import StepMessages, Transport
@@ -82,7 +82,7 @@ class StepExecutor:
         is_free = training and not (takes_turns and self._together is not None)
         dispatch = running.dispatch if is_free else Dispatch.FROZEN
         together = self._together if dispatch.is_dynamic else None
-        decides = Dispatcher if together is None else together.dispatcher
+        decides = Dispatcher if together is None else partial(LockstepDispatcher, together)
         gang = Gang(graph) if takes_turns and graph.gang_ops else None
         end_of, pause = self._ends(plan.wiring.schedule.num_ranks, transport)
         workers: list[Worker] = []

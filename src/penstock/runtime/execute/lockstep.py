@@ -104,13 +104,6 @@ class Lockstep:
             wait_for(self._sent.popleft()[0], self._rank, None, "decisions to be taken", self._timeout)
         self._heard = None
 
-    def dispatcher(
-        self, graph: Graph, rank: int, dispatch: Dispatch, memory_change: Sequence[float], cap: float
-    ) -> Dispatcher:
-        """One rank's decisions, in this process."""
-        kind = LeadingDispatcher if self.is_first else FollowingDispatcher
-        return kind(self, graph, rank, dispatch, memory_change, cap)
-
 
 def lockstep_of(mesh: ProcessMesh, has_updates: bool, timeout: float) -> Lockstep | None:
     """The processes that decide together with this one; None where it decides alone. All of the mesh must call it.
@@ -128,12 +121,14 @@ def lockstep_of(mesh: ProcessMesh, has_updates: bool, timeout: float) -> Lockste
     return Lockstep(group, timeout)
 
 
-class LeadingDispatcher(Dispatcher):
-    """Decides, and tells."""
+class LockstepDispatcher(Dispatcher):
+    """One rank's decisions in this process: made and told to the others, or those of the first one, each run once all
+    that it needs is here.
+    """
 
     def __init__(
         self,
-        shards: Lockstep,
+        lockstep: Lockstep,
         graph: Graph,
         rank: int,
         dispatch: Dispatch,
@@ -141,35 +136,20 @@ class LeadingDispatcher(Dispatcher):
         cap: float,
     ) -> None:
         super().__init__(graph, rank, dispatch, memory_change, cap)
-        self._shards = shards
-
-    def next(self) -> int | None:
-        op = super().next()
-        if op is not None:
-            self._shards.tell(op)
-        return op
-
-
-class FollowingDispatcher(LeadingDispatcher):
-    """Runs what the first one decided, once all that it needs is here."""
-
-    def __init__(
-        self,
-        shards: Lockstep,
-        graph: Graph,
-        rank: int,
-        dispatch: Dispatch,
-        memory_change: Sequence[float],
-        cap: float,
-    ) -> None:
-        super().__init__(shards, graph, rank, dispatch, memory_change, cap)
+        self._lockstep = lockstep
         self._due: int | None = None
-        self._undecided = graph.first[rank + 1] - graph.first[rank]
-        """Ops of the rank, asynchronous ones left out, of which no decision is known."""
+        """What was decided and can't run yet."""
+        self._undecided = 0 if lockstep.is_first else graph.first[rank + 1] - graph.first[rank]
+        """Ops of the rank, asynchronous ones left out, of which no decision has come in."""
 
     def next(self) -> int | None:
+        if self._lockstep.is_first:
+            op = super().next()
+            if op is not None:
+                self._lockstep.tell(op)
+            return op
         if self._due is None and self._undecided:
-            self._due = self._shards.follow()
+            self._due = self._lockstep.follow()
             self._undecided -= self._due is not None
         if self._due is None or self._missing[self._due]:
             return None
