@@ -7,7 +7,7 @@
                                   |                   F, B, I, W, R: torch_ops, on a stage here    U: update_ops
                                   |                   a kind of the user's: torch_ops, the function given for it
                                   |
-                    gang, lockstep: ranks that run an op together, or decide alike
+                    gang: ranks that run an op together, or decide alike
 
     the step's last collective: step_result (losses, notices, what runs next); timeline (what was measured)
 

@@ -19,8 +19,7 @@ from typing import Protocol
 from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime.errors import PeerLost, RuntimeFailure
 from penstock.runtime.execute.backend import Backend
-from penstock.runtime.execute.gang import Gang, ThreadBarrier
-from penstock.runtime.execute.lockstep import Lockstep, LockstepDispatcher
+from penstock.runtime.execute.gang import Gang, Lockstep, LockstepDispatcher, ThreadBarrier
 from penstock.runtime.execute.plan import ActivePlan, StepPlan
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.base import StepMessages, Transport
