@@ -34,8 +34,8 @@ from penstock.runtime.execute.enable_split import split_stages
 from penstock.runtime.execute.executors import StepExecutor
 from penstock.runtime.execute.gang import lockstep_of
 from penstock.runtime.execute.launched_ops import AHEAD
-from penstock.runtime.execute.notices import Notices
 from penstock.runtime.execute.plan import ActivePlan, StepPlan, dispatch_of, require_switchable, running, start_of
+from penstock.runtime.execute.step_result import Notices
 from penstock.runtime.execute.torch_devices import TorchDevices
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.lifetime import Lifetime

@@ -26,8 +26,8 @@ from penstock.runtime.emulation.backend import EmulatedDevices, Ended
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.executors import RankThreads, StepExecutor
 from penstock.runtime.execute.gang import ProcessBarrier
-from penstock.runtime.execute.notices import Notices
 from penstock.runtime.execute.plan import ActivePlan, dispatch_of, require_free, require_switchable, running
+from penstock.runtime.execute.step_result import Notices
 from penstock.runtime.execute.timeline import measured_of, measured_timeline
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.mesh.peers import (

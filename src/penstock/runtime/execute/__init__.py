@@ -7,12 +7,10 @@
                                   |                   F, B, I, W, R: torch_ops, on a stage here    U: update_ops
                                   |                   a kind of the user's: torch_ops, the function given for it
                                   |
-                    gang: ranks that run an op together, or decide alike
-
     the step's last collective: step_result (losses, notices, what runs next); timeline (what was measured)
 
 worker         one rank at work                          async_ops   ops that run beside others
-executors      ranks as processes, threads, or in turn   notices     messages for the user, each of them once
+executors      ranks as processes, threads, or in turn   gang        who runs an op together, or decides alike
 backend        the table of handlers                     plan        the ops of a step, and what is in force
 torch_devices  the stages here, and their handlers       torch_ops   handlers of ops that compute
 update_ops     the same with the right weights, and U    enable_split   which stages defer W, and how much

@@ -13,7 +13,7 @@ together. Votes are in the row too: all replicas and shards switch to a new plan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -23,9 +23,8 @@ from torch import Tensor
 
 from penstock.runtime.adapt import Agent, Vote
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.notices import Notices
 from penstock.runtime.execute.plan import ActivePlan
-from penstock.runtime.mesh.peers import MeshPeers, require_same
+from penstock.runtime.mesh.peers import MeshPeers, Peers, require_same
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.ops import StageRunner
@@ -33,7 +32,48 @@ from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 from penstock.runtime.transport.shared_sums import ROW
 from penstock.schedule.short_repr import short_repr
 
+
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Notices:
+    """Messages for the user about a run, from all ranks. Every process has the same list, with each message once.
+
+    At the end of a step ranks tell each other what they found by themselves. The number of new notices travels with
+    the losses, and ranks gather notices only if there are any.
+
+    Args:
+        peers: the ranks that share them.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._all: list[str] = []
+        self._new: list[str] = []
+
+    def note(self, notices: Iterable[str]) -> None:
+        """Takes down what this process has to say, as far as it is new."""
+        self._new += [notice for notice in dict.fromkeys(notices) if notice not in [*self._all, *self._new]]
+
+    def move_to(self, peers: Peers, known: Iterable[str]) -> None:
+        """From now on others share them, who have `known` in common."""
+        self._peers = peers
+        self._all += [notice for notice in known if notice not in self._all]
+
+    @property
+    def num_new(self) -> int:
+        """Notices of this process that the others do not have yet."""
+        return len(self._new)
+
+    def share(self) -> None:
+        """Tells all ranks. Every rank must call it. Raises DeadlineExceeded, PeerLost."""
+        for part in self._peers.gather(self._new):
+            self._all += [notice for notice in part if notice not in self._all]
+        self._new = []
+
+    def known(self) -> list[str]:
+        """Those of all ranks, and what this process alone has noted since."""
+        return [*self._all, *self._new]
 
 
 @dataclass(frozen=True)
