@@ -12,7 +12,7 @@ from torch import nn
 import penstock as ps
 from device_queues import LateLines, LateQueue
 from packed import packed
-from penstock.runtime.execute import torch_devices
+from penstock.runtime.execute import torch_backend
 from penstock.runtime.transport import choose, nccl
 from penstock.runtime.transport.gloo import GlooTransport
 from plain_loop import plain_step
@@ -64,7 +64,7 @@ def late_lines(group: Any, timeout: float, wiring: Any, device: torch.device) ->
 
 
 def train(rank: int) -> list[tuple[dict[str, Any], int, int]]:
-    torch_devices.queue_of = late_queue
+    torch_backend.queue_of = late_queue
     choose._lines = late_lines
     found = []
     for name, options in CASES:
@@ -107,7 +107,7 @@ MESHES = (
 
 def train_in_a_mesh(rank: int) -> tuple[list[float], list[int]]:
     """Replicas, whose gradients are summed by asynchronous ops; and shards, whose collectives the host waits for."""
-    torch_devices.queue_of = late_queue
+    torch_backend.queue_of = late_queue
     choose._lines = late_lines
     losses, most = [], []
     for shape, sharding, transport in MESHES:
@@ -150,7 +150,7 @@ def test_meshes_train_and_wait_for_each_op_where_its_collectives_stop_the_host()
 
 def frozen_gloo_is_woken(rank: int) -> bool:
     """Threads wait for messages, though dispatch is frozen: a wait of gloo's own would end for no mark."""
-    torch_devices.queue_of = late_queue
+    torch_backend.queue_of = late_queue
     with ps.Pipeline(build_model(), ps.build("1f1b", 2, 4), **packed(loss_fn=nn.MSELoss(), transport="gloo")) as pipe:
         pipe.step(*build_batch(), update=False)
         transport = pipe._local.transport

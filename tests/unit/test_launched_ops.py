@@ -16,7 +16,7 @@ from device_queues import LateQueue
 from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute import launched_ops, torch_devices
+from penstock.runtime.execute import launched_ops, torch_backend
 from penstock.runtime.execute.backend import OpTable
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.launched_ops import (
@@ -146,7 +146,7 @@ def test_ops_of_ranks_that_share_a_device_never_overlap(monkeypatch: pytest.Monk
         seen.append(max(seen[-1], now))
         return seen[-1]
 
-    monkeypatch.setattr(torch_devices, "queue_of", lambda device: queue)
+    monkeypatch.setattr(torch_backend, "queue_of", lambda device: queue)
     monkeypatch.setattr(launched_ops, "perf_counter_ns", busy)
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
     with ps.Pipeline(model, ps.build("1f1b", 4, 8), loss_fn=nn.MSELoss()) as pipe:
@@ -250,7 +250,7 @@ def test_training_through_a_queue_is_training(name: str, dispatch: str, monkeypa
     x, y = torch.randn(17, 6), torch.randn(17, 6)
     found = []
     for queue in (None, LateQueue()):
-        monkeypatch.setattr(torch_devices, "queue_of", lambda device, queue=queue: queue)
+        monkeypatch.setattr(torch_backend, "queue_of", lambda device, queue=queue: queue)
         model = build_model()
         split = nn.Sequential(*model, *(nn.Identity() for _ in range(16)))
         schedule = ps.build(name, 4, 8)
@@ -267,7 +267,7 @@ def test_training_through_a_queue_is_training(name: str, dispatch: str, monkeypa
 
 
 def test_gradients_through_a_queue_are_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_devices, "queue_of", lambda device: LateQueue())
+    monkeypatch.setattr(torch_backend, "queue_of", lambda device: LateQueue())
     torch.manual_seed(1)
     x, y = torch.randn(17, 6), torch.randn(17, 6)
     plain = build_model()

@@ -17,7 +17,7 @@ from offload_programs import offloaded
 from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.passes import overlap_pairs, separate_pairs
-from penstock.runtime.execute import torch_devices
+from penstock.runtime.execute import torch_backend
 from penstock.runtime.execute.backend import OpTable
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.launched_ops import AHEAD, LaunchedOps, lanes_of
@@ -324,7 +324,7 @@ def trained(name: str, clocks: LaneClocks, dispatch: str = "frozen") -> tuple[Ra
 @pytest.mark.parametrize("name", CASES)
 def test_training_needs_no_wait_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = LaneClocks()
-    monkeypatch.setattr(torch_devices, "queue_of", lambda device: clocks)
+    monkeypatch.setattr(torch_backend, "queue_of", lambda device: clocks)
     detector, same = trained(name, clocks)
     assert detector.races == []
     assert same
@@ -334,7 +334,7 @@ def test_training_needs_no_wait_that_is_not_there(name: str, monkeypatch: pytest
 @pytest.mark.slow
 def test_training_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = LaneClocks()
-    monkeypatch.setattr(torch_devices, "queue_of", lambda device: clocks)
+    monkeypatch.setattr(torch_backend, "queue_of", lambda device: clocks)
     detector, same = trained("dualpipe-v", clocks, "dynamic")
     assert (detector.races, same) == ([], True)
     assert detector.beside > 100
@@ -356,7 +356,7 @@ class Forgetful(LaneClocks):
 @pytest.mark.parametrize("lane", [0, 1])
 def test_a_lane_that_does_not_wait_is_found_out(lane: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Forgetful(lane)
-    monkeypatch.setattr(torch_devices, "queue_of", lambda device: clocks)
+    monkeypatch.setattr(torch_backend, "queue_of", lambda device: clocks)
     detector, _ = trained("dualpipe-v", clocks)
     assert any("may not have written yet" in race for race in detector.races)
 
@@ -378,10 +378,10 @@ class Unpacking(LoopbackTransport):
 def test_memory_let_go_of_too_soon_is_found_out(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a forward takes in, and what its stage keeps: where a pair holds no references to it."""
     clocks = LaneClocks()
-    monkeypatch.setattr(torch_devices, "queue_of", lambda device: clocks)
+    monkeypatch.setattr(torch_backend, "queue_of", lambda device: clocks)
     monkeypatch.setattr(link_conditions, "LoopbackTransport", Unpacking)
     if forgotten == "inputs":
-        monkeypatch.setattr(torch_devices, "LaunchedOps", ForgetsInputs)
+        monkeypatch.setattr(torch_backend, "LaunchedOps", ForgetsInputs)
     elif forgotten == "state":
         monkeypatch.setattr(StageRunner, "state", lambda self: [])
     detector, same = trained("dualpipe-v", clocks)
@@ -395,7 +395,7 @@ def test_memory_let_go_of_too_soon_is_found_out(forgotten: str, monkeypatch: pyt
 def test_pairs_that_run_one_after_the_other(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a stage may replay graphs of CUDA, or ops are waited for one by one, both lie in one lane."""
     clocks = LaneClocks()
-    monkeypatch.setattr(torch_devices, "queue_of", lambda device: clocks)
+    monkeypatch.setattr(torch_backend, "queue_of", lambda device: clocks)
     lanes = []
     monkeypatch.setattr(LaneClocks, "lane", lambda self, number: lanes.append(number))
     model = build_model()

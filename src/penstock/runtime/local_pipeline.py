@@ -30,13 +30,12 @@ from penstock.runtime.compatibility import (
     why_nodes_stay,
 )
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.enable_split import split_stages
 from penstock.runtime.execute.executors import StepExecutor
 from penstock.runtime.execute.gang import lockstep_of
 from penstock.runtime.execute.launched_ops import AHEAD
 from penstock.runtime.execute.plan import ActivePlan, StepPlan, dispatch_of, require_switchable, running, start_of
 from penstock.runtime.execute.step_result import Notices
-from penstock.runtime.execute.torch_devices import TorchDevices
+from penstock.runtime.execute.torch_backend import TorchDevices
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.mesh.peers import GroupPeers, require_same, schedule_digest
@@ -300,7 +299,7 @@ class LocalPipeline:
     def switch(self, then: ActivePlan) -> None:
         """Runs something else from the next step on."""
         self.running = then
-        self.notices.note(split_stages(self.devices.runners, then))
+        self.notices.note(self.devices.split_stages(then))
 
     def movable_nodes(self) -> Nodes | None:
         """The nodes that may change places; None where none may, which a notice explains. All processes call it."""

@@ -31,7 +31,6 @@ from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import state_of
 from penstock.runtime.checkpoint.user_state import Stateful
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
-from penstock.runtime.execute.enable_split import deferred_shares, little_deferred, stay_on_device
 from penstock.runtime.execute.plan import ActivePlan, require_free
 from penstock.runtime.execute.step_result import StepEnd, StepResult
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
@@ -433,9 +432,9 @@ class Pipeline:
         if self._agent is not None:
             seen = local.choice.link_events(local.transport), local.choice.counters(local.transport)
             self._agent.ended([measured_of(worker, begin, end, *seen) for worker in workers])
-        local.notices.note(little_deferred(local.devices.runners))
+        local.notices.note(local.devices.little_deferred())
         if away and not self._told_of_stays:
-            local.notices.note(stay_on_device(local.devices.runners))
+            local.notices.note(local.devices.staying())
             self._told_of_stays = True
 
     def _end_schedule(self, batch: Microbatches, update: bool) -> tuple[StepResult, Callable[[], Tensor] | None]:
@@ -520,7 +519,7 @@ class Pipeline:
         The result is by stage. Stages whose backward is not split are left out. Every rank must call it.
         """
         found: dict[int, DeferredShare] = {}
-        for part in self._local.peers.gather(deferred_shares(self._local.devices.runners)):
+        for part in self._local.peers.gather(self._local.devices.deferred_shares()):
             found |= part
         return dict(sorted(found.items()))
 

@@ -32,7 +32,6 @@ from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 from penstock.runtime.transport.shared_sums import ROW
 from penstock.schedule.short_repr import short_repr
 
-
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
