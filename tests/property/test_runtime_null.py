@@ -10,10 +10,10 @@ import pytest
 
 import penstock as ps
 from mutations import BASES, bases, mutants
+from null_backend import NullBackend
 from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.backend import NullBackend
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.tensors.message import Edge, Payload

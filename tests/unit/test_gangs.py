@@ -13,13 +13,13 @@ from torch import nn
 
 import gang_runs as runs
 import penstock as ps
+from null_backend import NullBackend
 from penstock import passes
 from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.formats.native import from_json, to_json
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.execute.async_ops import AwaitableOpHandle
-from penstock.runtime.execute.backend import NullBackend
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.worker import Worker

@@ -11,12 +11,12 @@ from torch import nn
 
 import penstock as ps
 import penstock.runtime.stage.split_backward.prepared_module as slot_module
+from null_backend import NullBackend
 from packed import packed
 from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.draw import to_svg
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.execute.backend import NullBackend
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.execute.worker import Worker

@@ -1,11 +1,7 @@
-"""A backend: a table of op handlers, and what starts asynchronous ops. And the one that computes nothing.
-
-`NullBackend` keeps the real order and has no tensors: it proves that what reaches an op is what the op needs.
-"""
+"""A backend: a table of op handlers, and what starts asynchronous ops."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -69,31 +65,3 @@ class OpTable:
 
     def waited(self, start: int, end: int) -> None:
         """Real ops take their time whenever they start."""
-
-
-class NullBackend:
-    """Runs nothing; keeps the order in which ops ran. Every kind has the same handler."""
-
-    began: int | None = None
-    launched = None
-
-    def __init__(self) -> None:
-        self.ran: list[Op] = []
-        self.handlers: dict[str, Handler] = defaultdict(lambda: self.run)
-
-    def run(self, wired: WiredOp, inputs: Sequence[Payload]) -> list[Payload]:
-        for payload in inputs:
-            edge = payload.skeleton
-            if edge.consumer != wired.op:
-                raise RuntimeFailure(f"{wired.op} received what was meant for {edge.consumer}")
-        self.ran.append(wired.op)
-        return [Payload([], edge) for edge in wired.given]
-
-    def begin(self) -> None:
-        """There is nothing to wait for."""
-
-    def waited(self, start: int, end: int) -> None:
-        """Nothing here takes time."""
-
-    def start(self, op: Op, received: Sequence[Payload]) -> AsyncOpHandle:
-        raise RuntimeFailure(f"{op} is asynchronous, and nothing here starts such ops")
