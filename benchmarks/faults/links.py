@@ -19,8 +19,9 @@ A cell is
 In each cell one training is run `count` + 1 times by the same processes: first without a fault, then each time with
 one at a random moment after its first step, while a message is on its way (more than 20 kB crossed that cell's
 network within 5 ms; where that network carries no messages, at any moment). Networks carry 200 Mbit/s; a message from
-stage to stage is 2 MiB and takes 84 ms, and a step has 8 of them in each pipeline. A run has 4 steps. The network
-comes back when the run has ended.
+stage to stage is 2 MiB and takes 84 ms, and a step has 8 of them in each pipeline. A run has 4 steps. Its ranks wait
+with the last one until the network is cut, so that no cut comes after the end. The network comes back when the run
+has ended.
 
 A run is right if it ended on every rank with losses and parameters that are bitwise those of the run without a fault.
 Told besides: the longest step beside the median of the run without faults, and in how many runs the fault came before
@@ -85,6 +86,10 @@ class LinkJob:
         """The file whose being there starts a run."""
         return Path(self.folder) / f"go-{run}"
 
+    def cut(self, run: int) -> Path:
+        """The file that is there once the run's network is cut, or is to stay whole."""
+        return Path(self.folder) / f"cut-{run}"
+
 
 # A rank.
 
@@ -106,11 +111,7 @@ def rank_main(job: LinkJob) -> int:
     rank, _ = init_process(TIMEOUT)
     reference: Any = None
     for run in range(job.num_runs):
-        end = time.monotonic() + PATIENCE
-        while not job.go(run).exists():
-            if time.monotonic() > end:
-                raise SystemExit(f"go-{run} did not come")
-            time.sleep(0.01)
+        wait_for(job.go(run))
         told, state = train(job, run, rank)
         if reference is None:
             reference = state
@@ -118,11 +119,18 @@ def rank_main(job: LinkJob) -> int:
             torch.equal(state[name], reference[name]) for name in state
         )
         say(told)
-    end = time.monotonic() + PATIENCE
-    while not job.go(job.num_runs).exists() and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_for(job.go(job.num_runs))
     dist.destroy_process_group()
     return 0
+
+
+def wait_for(path: Path) -> None:
+    """Returns once a file is there; ends the process where it does not come."""
+    end = time.monotonic() + PATIENCE
+    while not path.exists():
+        if time.monotonic() > end:
+            raise SystemExit(f"{path.name} did not come")
+        time.sleep(0.01)
 
 
 def train(job: LinkJob, run: int, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -154,6 +162,8 @@ def train(job: LinkJob, run: int, rank: int) -> tuple[dict[str, Any], dict[str, 
         parallel=ps.ParallelOptions(device=device),
     ) as pipe:
         for step in range(NUM_STEPS):
+            if step == NUM_STEPS - 1:
+                wait_for(job.cut(run))
             begin = time.perf_counter_ns()
             losses.append(pipe.step(inputs, targets).losses)
             steps.append([begin, time.perf_counter_ns()])
@@ -245,6 +255,7 @@ def cell(transport: str, mesh: str, network: int, how: str, count: int, seed: in
                     time.sleep(chance.uniform(0.0, 0.7 * usual))
                     moving = CARRYING[transport] == network and await_transfer(lab, network, 2 * usual)
                     at = cut(lab, network, how, chance.randrange(2))
+                training.job.cut(run).touch()
                 told = training.hear(run, "equal")
             except RuntimeError as failed:
                 error = str(failed)

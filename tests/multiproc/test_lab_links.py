@@ -31,7 +31,7 @@ def links() -> ModuleType:
     ("transport", "mesh", "network", "how", "count"),
     [
         ("gloo", "pp", 0, "interface", 1),
-        pytest.param("delegate", "pp x dp", 0, "interface", 1, marks=pytest.mark.nightly),  # the cut may be too late
+        pytest.param("delegate", "pp x dp", 0, "interface", 1, marks=pytest.mark.nightly),
         pytest.param("gloo", "pp x dp", 0, "silent", 1, marks=pytest.mark.nightly),
         ("direct", "pp", 0, "silent", 1),
         pytest.param("direct", "pp x dp", 0, "interface", 1, marks=pytest.mark.nightly),
