@@ -19,6 +19,7 @@ from penstock.cli.failure import Misuse
 from penstock.cli.options import Json
 from penstock.cli.output import plural, print_json
 from penstock.cli.tune import Tokenizer
+from penstock.formats.files import write_whole
 
 data = typer.Typer(
     help="Prepare text for training, and show or draw lengths of documents.",
@@ -146,7 +147,7 @@ def generate(
         raise Misuse(f"{num} lengths: give at most {MOST:,}")
     found = long_tailed(num, mean, seed, (given[0], given[1], given[2]), longest).tolist()
     if out is not None:
-        Path(out).write_text(dumps(found) + "\n", encoding="utf-8")
+        write_whole(Path(out), dumps(found) + "\n")
     _show_lengths(found, "lengths", json, out)
 
 
@@ -185,7 +186,7 @@ def draw_images(
     patches, lengths = [length for each in sizes for length in each.patches], [each.length for each in sizes]
     if out is not None:
         by_tower = {"images": [each.patches for each in sizes], "words": lengths}
-        Path(out).write_text(dumps(by_tower) + "\n", encoding="utf-8")
+        write_whole(Path(out), dumps(by_tower) + "\n")
     if json:
         images = _histogram(patches, "images") if patches else None
         print_json({"images": images, "samples": _histogram(lengths, "samples"), "out": out})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,11 @@ from penstock.extras import what_to_install
 from penstock.schedule import ScheduleError
 
 INVALID, MISUSE = 1, 2
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_OF = "what is written and for temporary files (in TMPDIR, where that is set)"
+_NO_TEMPORARY = "No usable temporary directory"
+"""How tempfile begins what it says."""
 
 _MISUSE_RULES = ("name", "options", "dispatch", "file")
 """Rules broken by what the user typed. The others are broken by a schedule."""
@@ -63,4 +69,8 @@ def failure_of(error: Exception) -> Failure | None:
         return Failure(MISUSE, needed, "install")
     if isinstance(error, OSError) and error.filename is not None:
         return Failure(MISUSE, f"{error.filename}: {error.strerror or error}", "file")
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return Failure(INVALID, f"a file could not be written: {error.strerror}; make room for {_FULL_OF}", "file")
+    if isinstance(error, OSError) and str(error.strerror).startswith(_NO_TEMPORARY):
+        return Failure(INVALID, f"{error.strerror}; set TMPDIR to a folder that can be written to", "file")
     return None

@@ -14,6 +14,7 @@ from penstock.cli import tune as options
 from penstock.cli.app import app
 from penstock.cli.options import Json, counts
 from penstock.cli.output import print_json
+from penstock.formats.files import write_whole
 
 
 @app.command(short_help="Measure a model's layers and messages here.")
@@ -66,7 +67,6 @@ def profile(
     json: Json = False,
 ) -> None:
     """Measure F, B, I, W, the update and the memory of every layer, and messages. What the database has is reused."""
-    from penstock.train.folder import write_whole
     from penstock.train.settings import Settings
     from penstock.tune import costs_file, report
     from penstock.tune.session import MeasuredSource, measure

@@ -16,6 +16,7 @@ the `.bin` does. A wrong byte in the header, the lengths or the offsets is then 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -187,7 +188,9 @@ class IndexedWriter:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._bin = open(self._partial[0], "wb")
         except OSError as error:
-            raise DataError(f"{self.prefix}: cannot be written ({error.strerror or error}).") from None
+            raise DataError(
+                f"{self.prefix}: cannot be written ({error.strerror or error}). Give a place that can be."
+            ) from None
         self._open = True
         return self
 
@@ -203,7 +206,8 @@ class IndexedWriter:
             raise DataError(f"token {wrong} outside the vocabulary of {self.vocab_size} tokens.")
         if array.size >= 2**31:
             raise DataError(f"a document of {array.size} tokens; the format holds at most 2**31 - 1. Split it.")
-        self._bin.write(array.astype(self.dtype).tobytes())
+        with self._writing():
+            self._bin.write(array.astype(self.dtype).tobytes())
         self._lengths.append(int(array.size))
         self._boundaries.append(len(self._lengths))
 
@@ -215,11 +219,24 @@ class IndexedWriter:
             if kind is None:
                 if not self.num_tokens:
                     raise DataError(f"{self.prefix}: no tokens to write. Give a source with text in it.")
-                self._commit()
+                with self._writing():
+                    self._commit()
         finally:
-            self._bin.close()
+            with contextlib.suppress(OSError):  # what could not be written is still in its buffer
+                self._bin.close()
             for path in self._partial:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"{self.prefix}: cannot be written ({error.strerror or error}). What was there before is untouched; "
+                "make room, or give another place."
+            ) from None
 
     def _commit(self) -> None:
         _sync(self._bin)

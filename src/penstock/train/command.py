@@ -328,6 +328,13 @@ def _over_ranks(forks: bool, preload: str, run: Callable[[WaitingServer | None],
             ahead.discard()
 
 
+def _is_reported() -> bool:
+    """Whether this process is one of several ranks, whose error is reported once for all of them."""
+    from penstock.runtime.launch.child import Reporter
+
+    return isinstance(sys.excepthook, Reporter)
+
+
 LET_SPEAK = 5.0
 """Seconds that the other ranks of a host leave the first one to report an error. torchrun ends all ranks when one
 has ended, so a rank that ended sooner would end the first one before its message. If the first finds no error, the
@@ -345,12 +352,12 @@ def run_command(argv: list[str]) -> int:
         known = type(error).__module__.startswith("penstock.")
         if isinstance(error, typer.BadParameter.__mro__[1]):
             message = f"{error.format_message()}\nsee python -m penstock.train --help"  # type: ignore[attr-defined]
-        elif known and "penstock.runtime" not in type(error).__module__:
+        elif known and not ("penstock.runtime" in type(error).__module__ and _is_reported()):
             message = str(error)
         else:
             raise
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(LET_SPEAK)
         print(f"penstock: {message}", file=sys.stderr, flush=True)
-        return 2
+        return getattr(error, "exit_code", 2)
     return code if isinstance(code, int) else 0

@@ -89,10 +89,38 @@ def free_folder(parent: Path, name: str) -> RunFolder:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a new file and renames it, so that a kill leaves either the old file or the new one."""
+    """Writes a new file and renames it, so that a kill leaves either the old file or the new one.
+
+    Raises RuntimeFailure if the disk refuses. The old file is then as it was.
+    """
     beside = path.with_name(f".{path.name}.writing")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    with writing(path):
+        try:
+            beside.write_text(text, encoding="utf-8")
+            os.replace(beside, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            raise
+
+
+@contextlib.contextmanager
+def writing(path: Path, what: str = "") -> Iterator[None]:
+    """Around the writing of a file: RuntimeFailure if the disk refuses, as most of its own errors name no file.
+
+    Args:
+        what: what could not be written to the file; it as a whole if that is not said.
+    """
+    try:
+        yield
+    except OSError as error:
+        from penstock.runtime.errors import RuntimeFailure  # loads torch, which checks of options do without
+
+        could_not = f"{what} could not be written to {path}" if what else f"{path} could not be written"
+        raise RuntimeFailure(
+            f"{could_not}: {error.strerror or error}; make room there if it is full, see to it that the folder is "
+            "there and can be written to, and start the run again, with --resume if it has a checkpoint"
+        ) from None
 
 
 def is_folder(path: Path) -> bool:

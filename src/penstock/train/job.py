@@ -65,7 +65,19 @@ ROWS = ("train", "validation", "train_starts", "validation_starts")
 
 
 def hand_over(folder: Path, order: RunJob, corpus: Corpus | None) -> None:
-    """Writes what `take_over` reads."""
+    """Writes what `take_over` reads. Raises RuntimeFailure if the disk refuses."""
+    try:
+        _write_job(folder, order, corpus)
+    except OSError as error:
+        from penstock.runtime.errors import RuntimeFailure  # loads torch, which checks of options do without
+
+        raise RuntimeFailure(
+            f"what ranks need could not be written to {folder}: {error.strerror or error}; make room there, or set "
+            "TMPDIR to a folder on another disk"
+        ) from None
+
+
+def _write_job(folder: Path, order: RunJob, corpus: Corpus | None) -> None:
     (folder / "order.json").write_text(json.dumps(dataclasses.asdict(order)), encoding="utf-8")
     if corpus is None or any(isinstance(getattr(corpus, name), np.memmap) for name in ROWS):
         return

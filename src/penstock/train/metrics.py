@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.runtime.errors import RuntimeFailure
-from penstock.train.folder import write_whole
+from penstock.train.folder import write_whole, writing
 
 if TYPE_CHECKING:
     from penstock.train.training import PassResult
@@ -17,25 +16,21 @@ if TYPE_CHECKING:
 class Metrics:
     """Appends lines to metrics.jsonl. In a resumed run, lines from its first step on are dropped first.
 
-    `write` raises RuntimeFailure if the disk is full: a run without its losses could not be compared with another.
+    A full disk is a RuntimeFailure: a run without its losses could not be compared with another.
     """
 
     def __init__(self, path: Path, first_step: int, tensorboard: Path | None = None) -> None:
         if path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) < first_step]
-            write_whole(path, "".join(line + "\n" for line in kept))
-        self._file = path.open("a", encoding="utf-8")
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            write_whole(path, "".join(line + "\n" for line in lines if _step_of(line) < first_step))
+        with writing(path):
+            self._file = path.open("a", encoding="utf-8")
         self._board = _board(tensorboard, first_step) if tensorboard is not None else None
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        try:
+        with writing(Path(self._file.name), f"step {step}"):
             self._file.write(json.dumps({"step": step, **values}) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise RuntimeFailure(
-                f"step {step} could not be written to {self._file.name}: {error.strerror}; make room there, and go "
-                "on with --resume from the last checkpoint"
-            ) from None
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)

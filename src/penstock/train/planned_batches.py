@@ -20,7 +20,7 @@ from penstock.planning.batches import BatchPlan
 from penstock.simulation import Timeline
 from penstock.train.batch_planner import BatchPlanner
 from penstock.train.checks import SettingsError
-from penstock.train.folder import write_whole
+from penstock.train.folder import write_whole, writing
 from penstock.train.tasks.task import Example, PackedDocuments
 
 Microbatches = list[list[list[int]]]
@@ -70,7 +70,7 @@ class BatchRecord:
 
     def write(self, step: int, batch: StepBatch, values: dict[str, Any]) -> None:
         self._steps[step] = batch
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path, f"the batch of step {step}"), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **batch._asdict(), **values}) + "\n")
 
 

@@ -26,7 +26,7 @@ from penstock.simulation import Timeline
 from penstock.simulation.simulator import AUTO
 from penstock.train.adaptation_summary import read_adaptation
 from penstock.train.batch_planner import BatchPlanner
-from penstock.train.folder import RunFolder, is_folder
+from penstock.train.folder import RunFolder, is_folder, write_whole
 from penstock.train.inputs import Inputs, build_pipeline, device_of
 from penstock.train.measured_dispatch import MeasuredDispatch
 from penstock.train.metrics import Metrics
@@ -324,7 +324,7 @@ class RankRun:
         inputs, folder = self.inputs, self.folder
         settings = inputs.settings
         timing, pictures = self._timing(profile)
-        folder.file("sample.txt").write_text(ending.quality.text + "\n", encoding="utf-8")
+        write_whole(folder.file("sample.txt"), ending.quality.text + "\n")
         report = Report(
             schedule=inputs.schedule.name,
             dispatch=self._dispatch,

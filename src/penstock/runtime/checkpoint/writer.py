@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -128,6 +129,16 @@ class ShardGathering:
             raise
 
 
+_MAKE_ROOM, _ELSEWHERE = "; make room there, or save to another folder", "; save to a folder that can be written to"
+_WAYS: dict[int | None, str] = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _MAKE_ROOM),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR), _ELSEWHERE),
+    errno.EFBIG: "; raise the limit of this process (ulimit -f) or of the file system",
+    errno.EMFILE: "; raise the limit of this process (ulimit -n)",
+}
+"""What to do, by the disk's error."""
+
+
 class WriteFailure:
     """The first error of this rank, kept until the last barrier is passed."""
 
@@ -145,8 +156,9 @@ class WriteFailure:
             self.error = error
         except Exception as error:  # whatever it is, the other ranks wait at the barrier
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".splitlines()[0]
+            way = _WAYS.get(getattr(error, "errno", None), "")
             self.error = CheckpointError(
-                f"{self.what} {UNWRITTEN}: {reason}. Nothing of it is left; older ones are untouched"
+                f"{self.what} {UNWRITTEN}: {reason}. Nothing of it is left; older ones are untouched{way}"
             )
             self.error.__cause__ = error
         return None

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -135,13 +135,14 @@ class ReportSink(Protocol):
 
 
 class FolderReportSink:
-    """Under our launcher: a file for the parent, and not a word here."""
+    """Under our launcher: a file for the parent, and not a word here, unless the disk refuses the file."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
     def take(self, report: FailureReport) -> None:
-        report.save(self._folder)
+        if not report.save(self._folder) and report.final:
+            _print(report, details(report))
 
 
 class StoreReportSink:
@@ -164,7 +165,7 @@ class StoreReportSink:
         root = found[0] if found else None
         if root is None or root == report:
             shown = [] if report.kind is FailureKind.LOST else details(report)
-            print("\n".join([f"penstock: {one_line(report)}", *shown]), file=sys.stderr, flush=True)
+            _print(report, shown)
         else:
             print(f"penstock: rank {report.rank} ended because rank {root.rank} failed", file=sys.stderr, flush=True)
 
@@ -181,6 +182,10 @@ class StoreReportSink:
                 return None
             time.sleep(0.05)
         return FailureReport.parse(self._store.get(KEY).decode())
+
+
+def _print(report: FailureReport, lines: Sequence[str]) -> None:
+    print("\n".join([f"penstock: {one_line(report)}", *lines]), file=sys.stderr, flush=True)
 
 
 class Reporter:

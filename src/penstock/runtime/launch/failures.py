@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -139,12 +138,15 @@ class FailureReport:
         """`ValueError: what it said`."""
         return f"{self.type}: {self.message}" if self.message else self.type
 
-    def save(self, folder: str) -> None:
-        """Writes the report, whole or not at all; a full disk costs the report and nothing more."""
+    def save(self, folder: str) -> bool:
+        """Writes the report, whole or not at all; whether it is written, which a full disk refuses."""
         path = Path(folder, f"rank-{self.rank}.json")
-        with contextlib.suppress(OSError):
+        try:
             path.with_suffix(".writing").write_text(self.text())
             os.replace(path.with_suffix(".writing"), path)
+        except OSError:
+            return False
+        return True
 
     @classmethod
     def load(cls, folder: str, rank: int) -> FailureReport | None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from penstock.draw.chart import Axis, Bars, Figure, Line, bar_chart, line_chart, save_chart
 from penstock.draw.report_page import PageNumber, inline, section, table, timelines, whole_page
 from penstock.draw.scale import percent, short
+from penstock.formats.files import write_whole
 from penstock.train.compare.result import MIB, Comparison, ComparisonRow
-from penstock.train.folder import write_whole
 
 MOST_POINTS = 80
 """Most points of a line. If there are more steps, neighbours are averaged."""

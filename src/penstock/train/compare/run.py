@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.cost import Costs
+from penstock.formats.files import write_whole
 from penstock.schedule import Schedule
 from penstock.simulation.simulator import untimed_kinds
 from penstock.train.checks import SettingsError
@@ -18,7 +19,6 @@ from penstock.train.compare.page import write_page
 from penstock.train.compare.result import Comparison, ComparisonRow
 from penstock.train.compare.simulated import AS_PLANNED, Costing, SimulatedRun, simulated
 from penstock.train.compare.trained import trained
-from penstock.train.folder import write_whole
 from penstock.train.inputs import Inputs, gather_inputs
 from penstock.train.settings import Settings
 from penstock.train.tasks.open import schedule_of

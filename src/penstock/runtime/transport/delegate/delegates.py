@@ -204,6 +204,12 @@ def cannot(error: OSError) -> RuntimeFailure:
             f"delegates need more file descriptors than the {soft} that a process may have here; raise the limit "
             "(ulimit -n), or give fewer lanes or interfaces"
         )
+    if error.errno == errno.EFBIG:
+        soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        return RuntimeFailure(
+            f"delegates need more shared memory than the {soft} bytes that a process may write to a file here, which "
+            "counts for memory too; raise the limit (ulimit -f)"
+        )
     if error.errno == errno.EAGAIN:
         return RuntimeFailure("delegates need more processes than may run here; raise the limit (ulimit -u)")
     return RuntimeFailure(f"a delegate cannot be started: {error.strerror}")

@@ -27,7 +27,7 @@ from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.channel import ChannelKey, Tags
 from penstock.runtime.transport.delegate.carrier.frame import Lane, body_bytes, spec_room
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
-from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates, Supervisor
+from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates, Supervisor, cannot
 from penstock.runtime.transport.delegate.health import ConnectionHealth, Counters
 from penstock.runtime.transport.delegate.inbox import DelegateInbox
 from penstock.runtime.transport.delegate.memory import PayloadCopier, SlotPacket, SpecCache, copying_for
@@ -108,7 +108,11 @@ class DelegateTransport:
         self._lock = threading.RLock()
         self._copying: PayloadCopier = copying_for(place, self._lock)
         self._supervisor = Supervisor(self._delegates, self._lock, self._restart)
-        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            self._delegates.close()
+            raise cannot(error) from None
         self._delegates.also_watch(self._waker)
 
     # Steps.
