@@ -88,6 +88,16 @@ def batches(batch=8):
     return rows
 '''
 
+APART = """from masked import *
+
+class Apart(Masked):
+    def forward(self, *, ids, mask=None):
+        return super().forward(ids=ids, mask=mask)
+
+def loss_fn(output, labels):
+    return nn.functional.cross_entropy(output["logits"].flatten(0, 1), labels.flatten())
+"""
+
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -187,6 +197,19 @@ def test_the_loss_of_a_model_s_own_output_is_taken(train: Train, tmp_path: Path)
     batches = [(each, None) for each in find("masked.py:batches", "--data")[1](batch=8)]
     options = "--model masked.py:Masked --data masked.py:batches --schedule 1f1b --batch 8"
     same_as_plain(train, tmp_path, options, "masked.py:Masked", batches, lambda output, _: output["loss"])
+
+
+@pytest.mark.slow
+def test_a_model_that_returns_its_loss_trains_under_an_asynchronous_schedule(
+    train: Train, place: Path, tmp_path: Path
+) -> None:
+    """It has no targets to cut. Losses are those of the same model with a loss_fn beside it."""
+    (place / "apart.py").write_text(APART)
+    options = "--batch 8 --schedule pipedream-2bw --microbatches 4 --ranks 2 --steps 4"
+    own = train("own", f"--model masked.py:Masked --data masked.py:batches {options}")
+    apart = train("apart", f"--model apart.py:Apart --data masked.py:batches {options}")
+    assert losses(tmp_path / "own") == losses(tmp_path / "apart")
+    assert own["loss"] == apart["loss"]
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ class Training:
         """The loss of a batch, cut like the batch of a step."""
         inputs, targets = batch
         if self._proved is not None:  # a pass would cut it into all its microbatches
-            inputs, targets = (list(split(part, self._of_all.microbatches, "samples")) for part in batch)
+            inputs, targets = map(self._microbatches, batch)
         # Where several passes fill a window, a loss is a part of one.
         return float(self.pipe.evaluate(inputs, targets).loss) * self.passes.passes_a_window
 
@@ -127,8 +127,13 @@ class Training:
         targets: list[Any] = []
         for step in steps:
             for cut, batch in zip((inputs, targets), self._batches[step], strict=True):
-                cut += split(batch, self._of_all.microbatches, "samples")
+                cut += self._microbatches(batch)
         return inputs, targets
+
+    def _microbatches(self, part: Any) -> list[Any]:
+        """The inputs or the targets of a batch, cut; None where a model that returns its loss takes no targets."""
+        num = self._of_all.microbatches
+        return [None] * num if part is None else list(split(part, num, "samples"))
 
     def _check_mismatch(self) -> None:
         """Compares the mismatch counted during the pass with the one proved before. Raises RuntimeFailure."""
