@@ -371,6 +371,89 @@ def test_a_microbatch_that_would_take_another_branch_is_refused() -> None:
         pipe.step(torch.randn(4, 12), torch.randn(4, 1))
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_that_torch_computes_in_one_piece_have_their_operations(training: bool) -> None:
+    """An LSTM cost nothing, and an attention in evaluation mode neither, so the other layers made all of the cut."""
+    before = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
+    for kind in (nn.LSTM, nn.GRU):
+        layers = [Recurrent(kind(16, 16, batch_first=True)) for _ in range(4)]
+        model = nn.Sequential(*layers, nn.Linear(16, 16)).train(training)
+        shares = ps.split(model, 5, example=torch.randn(4, 6, 16)).shares
+        gates = 4 if kind is nn.LSTM else 3  # each has one matrix for the input and one for the state
+        assert shares == pytest.approx([2 * gates / (8 * gates + 1)] * 4 + [1 / (8 * gates + 1)])
+    encoder = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)))
+    cut = ps.split(nn.Sequential(encoder, nn.Linear(16, 16)).train(training), 4, example=torch.randn(4, 6, 16))
+    assert cut.shares[0] == cut.shares[2] > 5 * cut.shares[3]
+    assert before == (torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled())
+
+
+class Recurrent(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]  # type: ignore[no-any-return]
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x))
+
+
+class Routed(nn.Module):
+    """Each row goes to one of four experts, and an expert without enough rows is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(12, 4)
+        self.experts = nn.ModuleList(Expert() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.router(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            (rows,) = (chosen == index).nonzero(as_tuple=True)
+            if len(rows) > 1:
+                out = out.index_add(0, rows, expert(x[rows]))
+        return x + out.reshape(out.shape[0], -1)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed() for _ in range(3))
+        self.head = nn.Linear(12, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_a_block_that_asks_how_many_rows_an_expert_gets_is_kept_whole_with_an_example() -> None:
+    """It was opened, and then refused every microbatch that was routed in another way than the example."""
+    torch.manual_seed(3)
+    model = Mixture()
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(32, 12), torch.randn(32, 1)
+    counts = {len(each[model.blocks[0].router(each).argmax(-1) == 0]) for each in x.chunk(8)}
+    assert len(counts) > 2
+    split = ps.split(model, 4, example=x[:4])
+    assert split.layers == [["blocks.0"], ["blocks.1"], ["blocks.2"], ["head"]]
+    assert "blocks.1 is kept whole: the forward asks for the length of the values of a tensor" in str(split)
+    ps.Pipeline(split, ps.build("zb-h1", 4, 8), loss_fn=F.mse_loss).step(x, y, update=False)
+    for x_m, y_m in zip(x.chunk(8), y.chunk(8), strict=True):
+        (F.mse_loss(plain(x_m), y_m) / 8).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+
+
 class Scale(Chain):
     def between(self, x: Tensor) -> Tensor:
         return x * self.scale

@@ -244,12 +244,27 @@ def _operations(tracing: ModelTracer, calls: Sequence[LayerCall]) -> list[float]
     """Of each call the layer's floating-point operations for the example, at least 1."""
     counter = FlopCounterMode(display=False)
     device = flatten(tracing.example)[0][0].device
-    with untouched(tracing.model), restored(device), torch.no_grad(), counter:
+    with untouched(tracing.model), restored(device), torch.no_grad(), _in_single_operations(), counter:
         tracing.outputs()
     counts = {path: sum(found.values()) for path, found in counter.get_flop_counts().items()}
     name = type(tracing.model).__name__
     times = {path: sum(call.path == path for call in calls) for path in {call.path for call in calls}}
     return [max(1.0, counts.get(f"{name}.{call.path}", 0) / times[call.path]) for call in calls]
+
+
+@contextmanager
+def _in_single_operations() -> Iterator[None]:
+    """Inside, torch computes recurrent and attention layers by matmuls, which its counter knows. Otherwise oneDNN,
+    cuDNN or torch's fast path would compute such a layer in one piece, which counts as nothing."""
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    one_dnn, *_ = torch.backends.mkldnn.set_flags(False)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.backends.cudnn.flags(enabled=False):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        torch.backends.mkldnn.set_flags(one_dnn)
 
 
 def _stages(tracing: ModelTracer, program: TracedProgram) -> list[Stage]:

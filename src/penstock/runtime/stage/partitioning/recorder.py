@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.runtime.stage.partitioning.proxies import A_TENSOR, TestAnswers, TracedProxy, watching
+from penstock.runtime.stage.partitioning.proxies import A_TENSOR, IN_PLACE, TestAnswers, TracedProxy, watching
 from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable, here, line_of_error
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, unflatten
@@ -45,6 +46,12 @@ _ABOUT_TENSORS = frozenset(
 )  # fmt: skip
 """What says how a tensor is, and nothing of its values."""
 
+_KEEP_SIZE = frozenset(
+    {"index_add", "index_copy", "index_fill", "index_put", "index_reduce", "scatter", "scatter_add", "scatter_reduce",
+     "masked_scatter", "slice_scatter", "select_scatter", "zeros_like", "ones_like", "empty_like", "setitem"}
+)  # fmt: skip
+"""Functions whose output has the size of their first argument, whatever the others are."""
+
 _AT_ONCE = frozenset({"__get__", "__hash__", "__repr__", "__format__", "__len__", "__reduce_ex__", "__deepcopy__"})
 """What is never recorded of tensors that are there."""
 
@@ -66,7 +73,8 @@ class ExampleGuard:
         if _number(value) != self.expected:
             raise Untraceable(
                 f"a microbatch gives {_number(value)!r} where the example gave {self.expected!r}, and the forward "
-                "may go another way; give an example like the microbatches, ps.split(model, ..., example=...)",
+                "may go another way; give an example like the microbatches, ps.split(model, ..., example=...), or move "
+                "the line into one of the model's layers, which may do anything",
                 self.line,
             )
 
@@ -104,6 +112,7 @@ class Recorder(fx.Tracer):
         self._opened = set(opened)
         self._example = example
         self._concrete = 0
+        self._inside: list[nn.Module] = []
         self._thread = threading.get_ident()
 
     def record(self, model: nn.Module, skeleton: Skeleton, num_leaves: int) -> tuple[fx.Graph, EntryModule]:
@@ -155,12 +164,15 @@ class Recorder(fx.Tracer):
         if self._is_not_meant():
             return forward(*args, **kwargs)
         if m in self._opened:
+            self._inside.append(m)
             try:
                 return super().call_module(m, forward, args, kwargs)
             except Exception:
                 if self.failed_in is None:
                     self.failed_in = m
                 raise
+            finally:
+                self._inside.pop()
         try:
             self.path_of_module(m)
         except NameError:
@@ -228,6 +240,11 @@ class Recorder(fx.Tracer):
         found = node.meta["value"]
         if node.meta["data"] and not (kind is len and isinstance(found, Tensor | tuple | list)):
             self.refuse(f"{doing} the values of a tensor, which tracing would freeze")
+        # A size that follows from values, such as how many tokens an expert gets, differs among microbatches. A block
+        # that asks for one is kept whole. The model itself can't be, so its microbatches are held to the example.
+        about_dimensions = kind is len and not isinstance(found, Tensor)
+        if node.meta["sized_by_values"] and not about_dimensions and len(self._inside) > 1:
+            self.refuse(f"{doing} the values of a tensor, which tracing would freeze")
         if not node.meta["constant"]:
             with self.suspended():
                 checked = super().create_node("call_function", len, (node,), {}) if kind is len else node
@@ -282,11 +299,13 @@ class Recorder(fx.Tracer):
 
     def _work_out(self, node: fx.Node) -> None:
         """Notes the value that a node has for the example, whether it is made of values of tensors or only of how
-        they are, and whether it follows from no input at all."""
+        they are, whether its size depends on such values, and whether it follows from no input at all."""
         inputs = node.all_input_nodes
         if node.op == "placeholder":
             if self._example is not None:
-                node.meta.update(value=list(self._example), data=True, constant=False)
+                node.meta.update(
+                    value=list(self._example), data=True, constant=False, sized_by_values=False
+                )
             return
         if node.op == "output" or any("value" not in each.meta for each in inputs):
             return
@@ -294,15 +313,22 @@ class Recorder(fx.Tracer):
             return
         if self._example is None and (node.op == "call_module" or not _about(node)) and node.op != "get_attr":
             return
+        sizes = _SizesByValues()
         with self.suspended():
-            value = self._run(node)
+            if node.op == "call_module":
+                value = self._run(node)
+            else:
+                with sizes:
+                    value = self._run(node)
         of_values = any(each.meta["data"] and not isinstance(each.meta["value"], Tensor) for each in inputs)
         of_values = of_values and not (_is_getitem(node) and isinstance(value, Tensor))
         about = _about(node)
         has_tensors = any(isinstance(each.meta["value"], Tensor) for each in inputs)
         data = isinstance(value, Tensor) or node.op == "call_module" or of_values or (has_tensors and not about)
         constant = node.op == "get_attr" or (bool(inputs) and about and all(i.meta["constant"] for i in inputs))
-        node.meta.update(value=value, data=data, constant=constant)
+        numbers = any(each.meta["data"] and _is_numbers(each.meta["value"]) for each in inputs)
+        sized_by_values = sizes.found or numbers or any(each.meta["sized_by_values"] for each in _that_size(node))
+        node.meta.update(value=value, data=data, constant=constant, sized_by_values=sized_by_values)
 
     def _run(self, node: fx.Node) -> Any:
         args = fx.node.map_arg(node.args, _value_of)
@@ -391,6 +417,24 @@ class _NamedFunction:
         return self._function(*args, **kwargs)
 
 
+class _SizesByValues(TorchDispatchMode):
+    """Notes whether an op of torch ran whose output has a size that depends on values, such as nonzero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.dynamic_output_shape in func.tags:
+            # An index by numbers has the size of the index; torch tags them all, for the sake of masks.
+            masks = (torch.bool, torch.uint8)
+            by_numbers = func is torch.ops.aten.index.Tensor and not any(
+                isinstance(each, Tensor) and each.dtype in masks for each in args[1]
+            )
+            self.found = self.found or not by_numbers
+        return func(*args, **(kwargs or {}))
+
+
 class _RecordingMode(TorchFunctionMode):
     """Records calls of torch in which no traced value takes part: draws of random numbers, uses of other tensors."""
 
@@ -430,6 +474,21 @@ def _value_of(node: fx.Node) -> Any:
 
 def _number(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | type(None)) else str(value)
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether a value is a number of Python, or a list of them; a truth value counts as one."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(map(_is_numbers, value))
+    return isinstance(value, bool | int | float)
+
+
+def _that_size(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a node that the size of its output may follow from."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    own_size = name.endswith("_") or name in _KEEP_SIZE or node.target in IN_PLACE
+    return [first] if own_size and first is not None else node.all_input_nodes
 
 
 def _is_getitem(node: fx.Node) -> bool:
