@@ -60,7 +60,7 @@ def test_a_schedule_that_is_not_valid() -> None:
             "must return one number as a tensor, it returned a tensor of shape",
         ),
         (lambda out, target: 3.0, "it returned float"),
-        (None, "has no loss_fn"),
+        (None, r"has no loss_fn.*loss_fn=lambda output, targets: output\[.loss.\]"),
     ],
 )
 def test_a_loss_that_is_no_number(loss_fn: Any, said: str) -> None:

@@ -42,7 +42,7 @@ from penstock.runtime.parameters.data_parallel import probed_besides
 from penstock.runtime.parameters.given_optimizer import goes_on_as, kept_groups, require_alike
 from penstock.runtime.parameters.optimizer_state import GivenOptimizer, gradient_bytes
 from penstock.runtime.stage.branches import has_many_ends, is_plain
-from penstock.runtime.stage.microbatches import Microbatches
+from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches
 from penstock.runtime.stage.ops import Purpose, StepSettings
 from penstock.runtime.stage.partitioning.cutting import evaluating
 from penstock.runtime.stage.registered_ops import OpFunction
@@ -71,6 +71,7 @@ class Pipeline:
         schedule: the schedule to run. It is checked here. Messages in it are ignored, because the transport places
             its own. With one rank per process, all processes must give the same schedule.
         loss_fn: `(output, targets) -> loss`, a mean over the samples, or over what `loss_fn.weight(targets)` counts.
+            If the model returns its loss, this says where, and a step needs no targets.
             With the attribute `adds_up = True` or `reduction="sum"`, it returns each microbatch's share of the loss
             instead, and the shares are added up as they are.
         optimizer: a function from parameters to a torch optimizer, such as `torch.optim.AdamW` or a partial of it.
@@ -386,7 +387,7 @@ class Pipeline:
         self._life.require_open()
         self._local.require_own_layers()
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
-            raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to train")
+            raise RuntimeFailure(NO_LOSS.format("train"))
         if self._moving_to is not None:
             with self._local.sharing("a move of nodes"):
                 self._move(self._moving_to)
@@ -533,7 +534,7 @@ class Pipeline:
         If the batch has fewer samples than the schedule has microbatches, fewer microbatches run.
         """
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
-            raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to evaluate")
+            raise RuntimeFailure(NO_LOSS.format("evaluate"))
         return self._result(self._run_forward(inputs, targets, Purpose.EVALUATE))
 
     @one_at_a_time

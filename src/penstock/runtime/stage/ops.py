@@ -21,7 +21,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.autograd import GraphInputs, exits, run_backward
 from penstock.runtime.stage.first_step import FirstStep
 from penstock.runtime.stage.host_memory import HostMemory, OffloadStatistics, SavedTensors, copied_to
-from penstock.runtime.stage.microbatches import LossFn, Microbatches, Signature
+from penstock.runtime.stage.microbatches import NO_LOSS, LossFn, Microbatches, Signature
 from penstock.runtime.stage.recompute import (
     BufferHistory,
     GradientAskedFor,
@@ -372,7 +372,7 @@ class StageRunner:
 
     def _loss(self, m: int, output: Any) -> Tensor:
         if self._loss_fn is None:
-            raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to train")
+            raise RuntimeFailure(NO_LOSS.format("train"))
         target = self.settings.microbatches.targets[m]
         try:
             loss = self._loss_fn(output, self._on_device(target))

@@ -73,8 +73,8 @@ class ExampleGuard:
         if _number(value) != self.expected:
             raise Untraceable(
                 f"a microbatch gives {_number(value)!r} where the example gave {self.expected!r}, and the forward "
-                "may go another way; give an example like the microbatches, ps.split(model, ..., example=...), or move "
-                "the line into one of the model's layers, which may do anything",
+                "may go another way; give an example like the microbatches, ps.split(model, ..., example=...), or "
+                "move the line into one of the model's layers, which may do anything",
                 self.line,
             )
 
@@ -303,9 +303,7 @@ class Recorder(fx.Tracer):
         inputs = node.all_input_nodes
         if node.op == "placeholder":
             if self._example is not None:
-                node.meta.update(
-                    value=list(self._example), data=True, constant=False, sized_by_values=False
-                )
+                node.meta.update(value=list(self._example), data=True, constant=False, sized_by_values=False)
             return
         if node.op == "output" or any("value" not in each.meta for each in inputs):
             return
