@@ -31,7 +31,7 @@ from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt.coordinator import COUNT, FIRST, MeasuredCosts, RunLog
 from penstock.runtime.adapt.report import MeasuredStep, RankReport, ReportCollector, lines_of, report_of
 from penstock.runtime.adapt.vote import REFUSED, STOPPED, Vote, VoteResult, agree, short_digest
-from penstock.runtime.mesh.clock import ClockSample, clock_offset
+from penstock.runtime.mesh.probe import ClockSample, clock_offset
 from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.schedule import Op
 

@@ -22,7 +22,7 @@ from typing import Any
 import penstock as ps
 from penstock.bench.record import record
 from penstock.cost.presets import PRESETS
-from penstock.runtime.emulation.emulated_run import Emulation, emulate_processes
+from penstock.runtime.emulation.pipeline import Emulation, emulate_processes
 from penstock.runtime.transport.choose import TransportOptions
 
 NORMAL_14 = 368.0

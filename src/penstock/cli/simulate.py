@@ -157,7 +157,7 @@ def _emulate(ranks: str) -> Callable[..., Emulation]:
     if ranks == "threads":
         return ps.emulate
     if ranks == "processes":
-        from penstock.runtime.emulation.emulated_run import emulate_processes
+        from penstock.runtime.emulation.pipeline import emulate_processes
 
         return emulate_processes
     raise Misuse(f"--emulate {ranks}: write threads or processes")

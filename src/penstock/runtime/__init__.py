@@ -20,9 +20,8 @@ errors           what can go wrong                         lifetime         open
 from penstock.cost.cut import PartitionError, partition
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
-from penstock.runtime.emulation.emulated_run import Emulation, emulate
 from penstock.runtime.emulation.mesh import EmulatedMesh
-from penstock.runtime.emulation.pipeline import EmulatedPipeline
+from penstock.runtime.emulation.pipeline import EmulatedPipeline, Emulation, emulate
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.step_result import StepResult
 from penstock.runtime.mesh.process_mesh import device_mesh

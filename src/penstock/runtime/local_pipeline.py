@@ -42,9 +42,9 @@ from penstock.runtime.mesh.peers import GroupPeers, require_same, schedule_diges
 from penstock.runtime.mesh.process_mesh import Nodes, read_mesh, require_order
 from penstock.runtime.parameters.data_parallel import LateRing, reductions_of, with_reductions, without_reductions
 from penstock.runtime.parameters.given_optimizer import facts_of
-from penstock.runtime.parameters.given_stages import digest_of, form_of
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
+from penstock.runtime.parameters.pipeline_copies import digest_of, form_of
 from penstock.runtime.stage.host_memory import SavedTensors
 from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cut_for, num_entries
 from penstock.runtime.stage.ops import StepSettings

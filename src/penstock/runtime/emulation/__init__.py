@@ -5,9 +5,6 @@
     pipeline: the step executor of `execute/` over them, ranks as threads or processes; it steps, switches and adapts
     mesh: replicas of that pipeline, and rings that add up their gradients by the clock
 
-backend     what an op takes: handlers and costs       emulated_run   one call for a whole run
-mesh        replicas, and the rings of their sums      pipeline       it steps, switches, adapts
-
 What a rank decides, how its messages travel, where ranks meet and how a run is measured and adapts is the runtime's
 own (`execute/`, `transport/`, `adapt/`). What is here besides the handlers, and why:
 

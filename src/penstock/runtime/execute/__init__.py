@@ -8,9 +8,9 @@
                                   |                   a kind of the user's: torch_backend, its function
     the step's last collective: step_result (losses, notices, what runs next); timeline (what was measured)
 
-worker         one rank at work                          async_ops   ops that run beside others
+worker         one rank at work                          plan        the ops of a step, and what is in force
 executors      ranks as processes, threads, or in turn   gang        who runs an op together, or decides alike
-backend        the table of handlers                     plan        the ops of a step, and what is in force
+backend        the table of handlers; ops beside others
 torch_backend  the stages here, and their handlers       update_ops  the same with the right weights, and U
 launched_ops   ops that a GPU was given and has not ended
 

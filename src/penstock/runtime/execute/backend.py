@@ -1,16 +1,218 @@
-"""A backend: a table of op handlers, and what starts asynchronous ops."""
+"""A backend: a table of op handlers, and what starts asynchronous ops, which run beside others.
+
+    rank     start(G0) ---- F2 ---- F3 -- ended: G0 -- B0        what needs G0 waits for that
+    stream      |~~~~~~ G0 ~~~~~~~|
+
+`start` returns something to wait for. If a rank has a process or a thread of its own, a thread of its stream waits
+for one op after another, and wakes the rank. Ranks that share one thread poll, and wait only when none of them can do
+anything else.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from queue import SimpleQueue
+from time import perf_counter_ns
+from typing import Any, NamedTuple, Protocol
 
-from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.async_ops import AsyncOpHandle, Start
+from penstock.runtime.errors import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.execute.launched_ops import LaunchedOps
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.wiring import WiredOp
 from penstock.schedule import Op
+
+
+class AsyncOpHandle(Protocol):
+    """An op under way."""
+
+    def wait(self) -> tuple[int, int]:
+        """Waits for its end; returns when it began and ended, in nanoseconds of the monotonic clock."""
+
+    def done(self) -> bool:
+        """Whether it has ended, as far as that can be told without waiting."""
+
+    def wait_alone(self) -> None:
+        """Waits for its end where nothing else goes on meanwhile. Raises DeadlineExceeded."""
+
+
+Start = Callable[[Op, Sequence[Payload]], AsyncOpHandle]
+"""What starts an asynchronous op, given what its incoming edges brought."""
+
+
+class EndedOp(NamedTuple):
+    """An op that has ended, by its number, and when it began and ended (ns)."""
+
+    number: int
+    start: int
+    end: int
+
+
+class Stream(Protocol):
+    """The asynchronous ops of one rank in one step."""
+
+    @property
+    def num_open(self) -> int:
+        """Ops started of which `ended` has not told yet."""
+
+    def start(self, number: int, op: Op, received: Sequence[Payload]) -> None:
+        """Starts an op."""
+
+    def ended(self) -> list[EndedOp]:
+        """Those that ended since the last call. Raises what went wrong."""
+
+    def wait_for_first(self) -> bool:
+        """Waits for the first op under way, where nobody else does; whether there was one."""
+
+    def close(self) -> None:
+        """Ends it with its step."""
+
+
+class WatchedStream:
+    """The stream of a rank with a thread of its own.
+
+    Args:
+        wake: ends the rank's wait for messages; called in the stream's thread.
+    """
+
+    def __init__(self, start: Start, wake: Callable[[], None]) -> None:
+        self._num_open = 0
+        self._start, self._wake = start, wake
+        self._waiting: SimpleQueue[tuple[int, AsyncOpHandle] | None] = SimpleQueue()
+        self._ended: deque[EndedOp | BaseException] = deque()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def num_open(self) -> int:
+        return self._num_open
+
+    def start(self, number: int, op: Op, received: Sequence[Payload]) -> None:
+        started = self._start(op, received)
+        self._num_open += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="penstock-stream", daemon=True)
+            self._thread.start()
+        self._waiting.put((number, started))
+
+    def ended(self) -> list[EndedOp]:
+        found: list[EndedOp] = []
+        while self._ended:
+            one = self._ended.popleft()
+            if isinstance(one, BaseException):
+                raise one
+            self._num_open -= 1
+            found.append(one)
+        return found
+
+    def wait_for_first(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Lets the thread end once what it waits for has."""
+        self._waiting.put(None)
+
+    def _work(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            number, started = waiting
+            try:
+                self._ended.append(EndedOp(number, *started.wait()))
+            except BaseException as error:
+                self._ended.append(error)
+                return
+            finally:
+                self._wake()
+
+
+class SharedThreadStream:
+    """The stream of a rank that shares its thread with others."""
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._open: deque[tuple[int, AsyncOpHandle]] = deque()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def start(self, number: int, op: Op, received: Sequence[Payload]) -> None:
+        self._open.append((number, self._start(op, received)))
+
+    def ended(self) -> list[EndedOp]:
+        found: list[EndedOp] = []
+        while self._open and self._open[0][1].done():
+            number, started = self._open.popleft()
+            found.append(EndedOp(number, *started.wait()))
+        return found
+
+    def wait_for_first(self) -> bool:
+        if not self._open:
+            return False
+        self._open[0][1].wait_alone()
+        return True
+
+    def close(self) -> None:
+        """There is no thread to end."""
+
+
+class AwaitableOpHandle:
+    """An op under way behind something with `wait()` or `result()`: a torch.distributed work, a future; or nothing,
+    where it has ended already.
+
+    Args:
+        timeout: seconds that a rank waits for it when it can do nothing else.
+    """
+
+    def __init__(self, op: Op, handle: Any, timeout: float) -> None:
+        self._op, self._handle, self._timeout = op, handle, timeout
+        self._start = perf_counter_ns()
+        self._times: tuple[int, int] | None = None
+        self._lock = threading.Lock()
+
+    def wait(self) -> tuple[int, int]:
+        with self._lock:  # the ranks that run it together all wait for it
+            if self._times is None:
+                if self._handle is not None and not any(hasattr(self._handle, name) for name in ("wait", "result")):
+                    raise RuntimeFailure(
+                        f"the function of {self._op}, which is asynchronous, returned {type(self._handle).__name__}; "
+                        "return what to wait for, with wait() or result(), or None"
+                    )
+                if self._handle is not None:
+                    try:
+                        (self._handle.wait if hasattr(self._handle, "wait") else self._handle.result)()
+                    except Exception as error:
+                        error.add_note(f"at the end of {self._op}, which is asynchronous")
+                        raise
+                self._times = self._start, perf_counter_ns()
+            return self._times
+
+    def done(self) -> bool:
+        if self._times is not None or self._handle is None:
+            return True
+        for name in ("is_completed", "done"):
+            if hasattr(self._handle, name):
+                return bool(getattr(self._handle, name)())
+        return False
+
+    def wait_alone(self) -> None:
+        failed: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                self.wait()
+            except BaseException as error:
+                failed.append(error)
+
+        waiting = threading.Thread(target=wait, name="penstock-wait", daemon=True)
+        waiting.start()
+        waiting.join(self._timeout)
+        if waiting.is_alive():
+            raise DeadlineExceeded(
+                f"{self._op} did not end within {self._timeout:g} s; what its function returned waits"
+            )
+        if failed:
+            raise failed[0]
+
 
 Handler = Callable[[WiredOp, Sequence[Payload]], Sequence[Payload]]
 """Runs one op on what its incoming edges brought, in their order and without tokens. Returns the payload of each of

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.async_ops import AsyncOpHandle, AwaitableOpHandle
-from penstock.runtime.execute.backend import Handler, OpTable
+from penstock.runtime.execute.backend import AsyncOpHandle, AwaitableOpHandle, Handler, OpTable
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.launched_ops import (
     AHEAD,

@@ -6,7 +6,7 @@
      v                                     (tp: each cell is several processes, with a shard of each layer)
 
 process_mesh  where this process lies, and the mesh's nodes    peers   sums, gathers, barriers, with deadlines
-probe         what links take by themselves                    clock   how far the clocks of two hosts are apart
+probe         what links take by themselves, and how far the clocks of two hosts are apart
 interfaces    the addresses of this host
 collective    sums that may be done again on another group, and what errors of a group mean
 """

@@ -10,11 +10,11 @@
                                   v
     the owner's gradient --clip--> optimizer_state: one step --> shared_tensors, sharding: values to all holders
 
-local_model      the model in this process                pipeline_copies   a copy of a stage per pipeline
-optimizer_state  what training changes, step by step      given_optimizer   the optimizer that the user gave
+local_model      the model in this process                pipeline_copies   a copy per pipeline, built alike
+optimizer_state  what training changes, step by step
 shared_tensors   also stages cut over the ranks that share them
 data_parallel    also slow links between replicas, injected
-given_stages     stages that the user gave, the same on all ranks    muon   Muon and AdamW as one optimizer
+muon             Muon and AdamW as one optimizer          given_optimizer   the optimizer that the user gave
 scheduled_updates   updates that are ops of the schedule
 copy_weights     which weights a copy's ops read meanwhile, by version_rules: PipeDream's, SpecTrain's, ...
 versioned_parameters   parameters that change together, and which version each op reads

@@ -16,8 +16,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import send_values
-from penstock.runtime.parameters.given_stages import build_alike
-from penstock.runtime.parameters.pipeline_copies import Copies
+from penstock.runtime.parameters.pipeline_copies import Copies, build_alike
 from penstock.runtime.parameters.sharding import ShardedParameters
 from penstock.runtime.parameters.shared_tensors import Parallelize, SharedTensors, cut_stages, share_values_of_stages
 from penstock.runtime.parameters.tied_gradients import TiedGradients

@@ -22,8 +22,8 @@ import torch
 
 from penstock.cost.links import LinkQueues, Links
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.clock import ahead_of_first, clock_name
 from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.mesh.probe import ahead_of_first, clock_name
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages, Transport, TransportLayer
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
