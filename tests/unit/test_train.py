@@ -22,10 +22,9 @@ from safetensors.torch import load_file
 import penstock as ps
 from penstock.cli import main
 from penstock.runtime import RuntimeFailure
-from penstock.train.learning_rate import learning_rate
 from penstock.train.metrics import Metrics
 from penstock.train.report import Report
-from penstock.train.settings import Settings
+from penstock.train.settings import Settings, learning_rate
 from tiers import others_nightly
 from train_runs import SMALL, checkpoints, losses, metrics
 

@@ -21,10 +21,9 @@ from penstock.runtime import RuntimeFailure
 from penstock.train.asynchronous import ASYNCHRONOUS
 from penstock.train.folder import RunFolder
 from penstock.train.inputs import gather_inputs
-from penstock.train.learning_rate import learning_rate
 from penstock.train.rank import RankRun
 from penstock.train.report import Report
-from penstock.train.settings import Settings
+from penstock.train.settings import Settings, learning_rate
 from tiers import others_nightly
 from train_runs import SMALL, checkpoints, losses, metrics
 

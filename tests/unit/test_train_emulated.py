@@ -13,7 +13,7 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.train.adaptation_summary import read_adaptation
-from penstock.train.emulated.report import EmulatedIteration, EmulatedReport, lost_pace
+from penstock.train.emulated.run import EmulatedIteration, EmulatedReport, lost_pace
 from penstock.train.emulated.settings import EmulatedSettings
 
 pytestmark = pytest.mark.unit

@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from penstock.cost import Costs, Links
 from penstock.simulation import Blocking, Decoupled, Timeline, simulate
-from penstock.train.quality import ModelQuality
 from penstock.train.run_report import RunReport
+from penstock.train.tasks.task import ModelQuality
 from penstock.train.update_report import UpdateReport, state_rows
 
 

@@ -16,7 +16,6 @@ from penstock.planning.threads import num_cores
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError, read_links
 from penstock.train.kinds import check_lora, check_model, check_own
-from penstock.train.learning_rate import learning_rate
 from penstock.train.mesh_sizes import check_mesh
 from penstock.train.own_file import is_own
 from penstock.train.packing import WINDOWS, check_packing, is_record, usual_packing
@@ -216,3 +215,17 @@ def read_settings(path: Path) -> dict[str, Any]:
             f"{path} is damaged: it is no JSON object; copy it from a run with the same settings, or start again"
         )
     return values
+
+
+FLOOR = 0.1
+"""Share of the peak at which a cosine decay ends."""
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: int, decay: str) -> float:
+    """The rate of `step` (from 0) of `steps`: a linear warm-up, then a cosine decay to a tenth; or constant."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if decay == "constant":
+        return peak
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))

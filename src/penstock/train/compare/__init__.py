@@ -3,5 +3,6 @@
 contenders    one settings each, alike in all but the schedule
 simulated     how fast, how busy, what held and met, by simulation over common costs
 trained       what each learned, for real
-result        all of it, as rows and as JSON        page    as a page with charts of the loss
+result        all of it, as rows and as JSON
+run           the comparison, and its page with charts of the loss
 """

@@ -1,27 +1,224 @@
-"""The comparison: checks all contenders, simulates them, and then trains one after another."""
+"""The comparison: checks all contenders, simulates them, and then trains one after another; and its HTML page.
+
+The page has all in one file: headline, table, throughput, memory, timelines and loss.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from html import escape
+from itertools import accumulate
 from pathlib import Path
 
 from penstock.cost import Costs
+from penstock.draw.chart import Axis, Bars, Figure, Line, bar_chart, line_chart, save_chart
+from penstock.draw.report_page import PageNumber, inline, section, table, timelines, whole_page
+from penstock.draw.scale import percent, short
 from penstock.formats.files import write_whole
 from penstock.schedule import Schedule
 from penstock.simulation.simulator import untimed_kinds
 from penstock.train.checks import SettingsError
 from penstock.train.compare.contenders import shown_name
-from penstock.train.compare.page import write_page
-from penstock.train.compare.result import Comparison, ComparisonRow
+from penstock.train.compare.result import MIB, Comparison, ComparisonRow
 from penstock.train.compare.simulated import AS_PLANNED, Costing, SimulatedRun, simulated
 from penstock.train.compare.trained import trained
 from penstock.train.inputs import Inputs, gather_inputs
 from penstock.train.settings import Settings
 from penstock.train.tasks.open import schedule_of
+
+MOST_POINTS = 80
+"""Most points of a line. If there are more steps, neighbours are averaged."""
+MOST_OPS = 8000
+"""Most ops that a page draws. More would make the page slow."""
+CHART = 760
+"""Pixels of a chart that is a file by itself."""
+COLUMNS = (
+    "Speed: how many times as fast as the first schedule. Busy: share of all ranks' time in which they run ops or "
+    "update. Memory and activations: of the rank that holds most. Mismatch: most updates between a microbatch's "
+    "forward and its backward. Versions: most copies of its weights that a stage keeps."
+)
+LEARNED = (
+    " Weights: bytes of weights, versions, gradients and optimizer state on the rank that has most, counted while it "
+    "trained. Train loss: mean of the last tenth of the steps. Validation: loss on the validation data at the end."
+)
+
+
+def to_page(found: Comparison) -> str:
+    """The page. It loads nothing from elsewhere, and looks the same on a screen and on a phone, light and dark."""
+    return whole_page(
+        title=f"{', '.join(row.name for row in found.rows)}: compared",
+        name=" · ".join(row.name for row in found.rows),
+        headline=headline(found),
+        more=[f"{line[0].upper()}{line[1:]}." for line in [*found.words(), *found.notices]],
+        numbers=_numbers(found),
+        facts=_facts(found),
+        sections=_sections(found),
+        data=found.to_json(),
+    )
+
+
+def write_page(found: Comparison, folder: Path) -> dict[str, str]:
+    """Writes compare.html, and the charts of the loss as SVG. Returns their paths."""
+    drawn = loss_charts(found, CHART)
+    for name, chart in drawn.items():
+        save_chart(chart, folder / f"{name}.svg")
+    write_whole(folder / "compare.html", to_page(found))
+    return {"page": str(folder / "compare.html")} | {name: str(folder / f"{name}.svg") for name in drawn}
+
+
+def headline(found: Comparison) -> str:
+    """Which is fastest, and what that costs in loss, in one sentence."""
+    first = found.rows[0]
+    if len(found.rows) == 1:
+        return f"{first.name} runs {found.throughput(first)}."
+    best = found.best
+    if best is None:
+        return f"None of them fits into {(found.memory_limit or 0.0) / MIB:,.1f} MiB."
+    if best is first or found.speedup(best) < 1.005:
+        none = "None" if found.memory_limit is None else "None that fits"
+        said = f"{none} is faster than {first.name}, which runs {found.throughput(first)}"
+        return f"{said}."
+    fits = "" if found.memory_limit is None else "fits and "
+    said = f"{best.name} {fits}is {found.speedup(best):.2f} times as fast as {first.name}"
+    if best.trained is None or first.trained is None:
+        return f"{said}: {found.throughput(best)} against {found.throughput(first)}."
+    change = best.trained.loss / first.trained.loss - 1
+    if abs(change) < 0.0005:
+        return f"{said}, and its validation loss is the same."
+    return f"{said}, and its validation loss is {percent(abs(change))} {'higher' if change > 0 else 'lower'}."
+
+
+def _numbers(found: Comparison) -> list[PageNumber]:
+    best = found.best or max(found.rows, key=found.speedup)
+    least = min(found.rows, key=found.held)
+    numbers = [
+        PageNumber(found.throughput(best), f"most: {best.name}", "saved"),
+        PageNumber(f"{found.speedup(best):.2f}x", f"as fast as {found.rows[0].name}: {best.name}"),
+        PageNumber(f"{short(found.held(least))} {found.held_unit}", f"least on the fullest rank: {least.name}"),
+    ]
+    learned = [(row.trained.loss, row.name) for row in found.rows if row.trained is not None]
+    if learned:
+        low = min(learned)[0]
+        names = ", ".join(name for loss, name in learned if f"{loss:.3f}" == f"{low:.3f}")
+        numbers.append(PageNumber(f"{low:.3f}", f"lowest validation loss: {names}"))
+    return numbers
+
+
+def _facts(found: Comparison) -> list[tuple[str, str]]:
+    return [
+        ("ranks", str(found.ranks)),
+        ("microbatches per step", str(found.microbatches)),
+        ("batch", str(found.batch)),
+        ("steps trained", str(found.steps)),
+        ("costs", found.costs),
+        ("network and dispatch", found.run.words()),
+        *([] if found.memory_limit is None else [("memory limit", f"{found.memory_limit / MIB:,.1f} MiB")]),
+    ]
+
+
+def _sections(found: Comparison) -> list[str]:
+    note = COLUMNS + (LEARNED if found.steps else "")
+    parts = [section("Side by side", table(found.head(), map(found.cells, found.rows), (0,), "Side by side"), note)]
+    simulated = escape(f"Simulated, each rank a device of its own, with {found.run.words()}.")
+    parts.append(section("Throughput", inline(lambda width: _throughput(found, width)), simulated))
+    parts.append(section("Memory", inline(lambda width: _memory(found, width)), f"Of the fullest rank. {simulated}"))
+    parts += _timelines(found)
+    charts = list(loss_charts(found, CHART))
+    if charts:
+        drawn = "".join(inline(partial(_loss_chart, found, name)) for name in charts)
+        note = (
+            "Training loss. By time: each schedule's updates stand where its simulated steps end, so a schedule with "
+            "shorter steps ends further left."
+        )
+        parts.append(section("Loss", drawn, note))
+    return parts
+
+
+def _throughput(found: Comparison, width: int) -> Figure:
+    return bar_chart(
+        [row.name for row in found.rows],
+        [Bars("throughput", [found.per_second(row) for row in found.rows], hue="blue")],
+        y=Axis(found.speed_unit),
+        show=short,
+        width=min(width, CHART),
+        height=300,
+        label=f"Throughput of each schedule in {found.speed_unit}",
+    )
+
+
+def _memory(found: Comparison, width: int) -> Figure:
+    held = [found.held(row) for row in found.rows]
+    part = [row.simulated.activations / MIB if found.in_bytes else None for row in found.rows]
+    series = [Bars("all that the fullest rank holds" if found.in_bytes else "activations", held, hue="blue")]
+    if found.in_bytes:
+        series.append(Bars("activations alone", part, hue="amber"))
+    return bar_chart(
+        [row.name for row in found.rows],
+        series,
+        y=Axis(found.held_unit),
+        width=min(width, CHART),
+        height=300,
+        label=f"Memory of the fullest rank in each schedule, in {found.held_unit}",
+    )
+
+
+def _timelines(found: Comparison) -> list[str]:
+    """A step of each schedule on one time axis. A schedule that drains after several steps has an axis of its own."""
+    if sum(len(row.simulated.timeline.ops) for row in found.rows) > MOST_OPS:
+        note = f"The timelines have more than {MOST_OPS:,} ops in all, which a page would be slow with."
+        return [section("Timelines", f"<p>{note} Draw one with penstock simulate --timeline.</p>")]
+    parts = []
+    for drain in sorted({row.drain_every for row in found.rows}):
+        rows = [row for row in found.rows if row.drain_every == drain]
+        drawn = timelines([row.simulated.timeline for row in rows], [row.name for row in rows])
+        title = "One step" if drain == 1 else f"{drain} steps, after which the pipeline drains"
+        parts.append(section(title, drawn, _said_of_timelines(rows)))
+    return parts
+
+
+def _said_of_timelines(rows: Iterable[ComparisonRow]) -> str:
+    synchronous = [row.name for row in rows if row.simulated.timeline.schedule.updates is None]
+    if not synchronous:
+        return "Simulated over the same costs. The updates (U) are among the other ops."
+    return escape(f"Simulated over the same costs, on one time axis. {', '.join(synchronous)}: the update follows.")
+
+
+def loss_charts(found: Comparison, width: int) -> dict[str, Figure]:
+    """The charts of the loss by update and by simulated time; none where nothing was trained."""
+    trained = [row for row in found.rows if row.trained is not None]
+    if not trained:
+        return {}
+    by_update, by_time = [], []
+    for row in trained:
+        assert row.trained is not None
+        seconds = list(accumulate([row.simulated.milliseconds / 1e3] * len(row.trained.losses)))
+        by_update.append(_line(row, [float(count) for count in row.trained.updates]))
+        by_time.append(_line(row, seconds))
+    low = 0.95 * min(min(value for value in line.y if value is not None) for line in by_time)
+    y, size = Axis("training loss, nats per token" if found.tokens else "training loss", low=low), min(width, CHART)
+    return {
+        "loss-by-update": line_chart(by_update, title="Loss by update", x=Axis("updates"), y=y, width=size),
+        "loss-by-time": line_chart(by_time, title="Loss by time", x=Axis("seconds, simulated"), y=y, width=size),
+    }
+
+
+def _loss_chart(found: Comparison, name: str, width: int) -> Figure:
+    return loss_charts(found, width)[name]
+
+
+def _line(row: ComparisonRow, x: Sequence[float]) -> Line:
+    assert row.trained is not None
+    losses = row.trained.losses
+    size = -(-len(losses) // MOST_POINTS)
+    parts = [losses[start : start + size] for start in range(0, len(losses), size)]
+    ends = [x[min(start + size, len(x)) - 1] for start in range(0, len(x), size)]
+    return Line(row.name, ends, [sum(part) / len(part) for part in parts])
+
 
 Say = Callable[[str], None]
 

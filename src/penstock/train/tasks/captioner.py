@@ -23,12 +23,11 @@ from penstock.planning.batches import Lengths, pack_in_turn
 from penstock.runtime import PartitionError, Pipeline, partition
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError, refuse_options
-from penstock.train.quality import ModelQuality
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import costs_by_length
 from penstock.train.tasks.layers import refuse_shared, require_chain, stage_layers, stage_makers
 from penstock.train.tasks.sizes import changed, kept_sizes, preset_of, require_shards
-from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, TaskData
+from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, ModelQuality, TaskData
 
 FRESH = 1 << 40
 """Samples from this number on are never trained on."""

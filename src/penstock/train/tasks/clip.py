@@ -19,12 +19,11 @@ from penstock.models.clip_stages import CLIPStages
 from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError, refuse_options
-from penstock.train.quality import ModelQuality
 from penstock.train.settings import Settings
 from penstock.train.tasks.clip_schedule import counts_of, cut_of
 from penstock.train.tasks.layers import recomputed
 from penstock.train.tasks.sizes import kept_sizes, preset_of, require_shards
-from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, TaskData
+from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, ModelQuality, TaskData
 from penstock.train.towers import CONTRAST
 
 SEEN = 152

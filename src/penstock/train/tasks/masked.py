@@ -14,8 +14,7 @@ from penstock.data.masked import IGNORED
 from penstock.data.tokenizer import FileTokenizer
 from penstock.runtime import Pipeline
 from penstock.train.checks import SettingsError
-from penstock.train.quality import ModelQuality
-from penstock.train.tasks.task import Draws, Example, TaskData, redrawn
+from penstock.train.tasks.task import Draws, Example, ModelQuality, TaskData, redrawn
 
 SHARE = 0.15
 """Of ten tokens that are to be guessed, eight are masked, one is replaced by another, and one stays."""

@@ -26,12 +26,11 @@ from penstock.runtime.stage.stage import GATHERS, with_arguments
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.own_file import called, find, is_own, made, own_name, seeded
-from penstock.train.quality import ModelQuality
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed, refuse_shared, require_chain
 from penstock.train.tasks.own_data import own_data, require_samples, tensors_of
 from penstock.train.tasks.paged_weights import PagedWeights
-from penstock.train.tasks.task import Example, TaskData
+from penstock.train.tasks.task import Example, ModelQuality, TaskData
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 
 USUAL_CONTEXT = 128

@@ -18,8 +18,7 @@ from penstock.data.masked import IGNORED
 from penstock.models.huggingface.pictures import IMAGES, PictureForm
 from penstock.runtime import Pipeline
 from penstock.train.checks import SettingsError
-from penstock.train.quality import ModelQuality
-from penstock.train.tasks.task import VALIDATION_BATCHES, Example, StepBatches, TaskData
+from penstock.train.tasks.task import VALIDATION_BATCHES, Example, ModelQuality, StepBatches, TaskData
 
 
 class GeneratedPictures:

@@ -23,9 +23,8 @@ from penstock.data.tokenizer import FileTokenizer
 from penstock.models.huggingface import Decoder
 from penstock.runtime import Pipeline
 from penstock.train.checks import SettingsError
-from penstock.train.quality import ModelQuality
 from penstock.train.tasks.masked import MASKS, judge_guesses
-from penstock.train.tasks.task import Draws, Example, TaskData, redrawn
+from penstock.train.tasks.task import Draws, Example, ModelQuality, TaskData, redrawn
 
 SHARE, LENGTH = 0.15, 3
 """Of the tokens that are cut out, and the tokens of a span on average."""

@@ -19,9 +19,8 @@ from penstock.data import (
 )
 from penstock.models import sample
 from penstock.runtime import Pipeline
-from penstock.train.quality import ModelQuality
 from penstock.train.settings import Settings
-from penstock.train.tasks.task import VALIDATION_BATCHES, Example, StepBatches, TaskData
+from penstock.train.tasks.task import VALIDATION_BATCHES, Example, ModelQuality, StepBatches, TaskData
 
 ENTROPY_TOKENS = 1 << 26
 """Tokens of training and of validation text from which the report's entropies are counted."""
