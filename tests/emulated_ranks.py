@@ -13,12 +13,11 @@ from penstock.runtime.emulation.backend import EmulatedBackend
 from penstock.runtime.execute.executors import run_rank
 from penstock.runtime.execute.timeline import measured_timeline
 from penstock.runtime.execute.worker import Worker
-from penstock.runtime.transport.base import StepMessages, Transport
+from penstock.runtime.transport.base import StepMessages, TransferRecord, Transport
 from penstock.runtime.transport.bounded import BoundedTransport
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.link_conditions import Conditions
 from penstock.runtime.transport.loopback import Mailbox
-from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.runtime.transport.wiring import WiredOp, Wiring, wire
 from penstock.schedule import Op, Schedule
 from penstock.simulation import Timeline

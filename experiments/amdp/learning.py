@@ -29,7 +29,7 @@ from penstock.models import BERTConfig, BERTLoss, CrossEntropy, GPTConfig
 from penstock.models.stage import bert_stage, gpt_stage
 from penstock.runtime import MuonAdamW, Stage
 from penstock.runtime.stage.microbatches import split
-from penstock.train.learning_rate import learning_rate
+from penstock.train.settings import learning_rate
 from penstock.train.tasks.bert import masked_batches
 
 NUM_STAGES = 8

@@ -14,13 +14,12 @@ from packed import packed
 from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.base import TransferRecord, Transport
 from penstock.runtime.transport.bounded import Acknowledgements, BoundedTransport, require_depth
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
 from penstock.runtime.transport.nccl import DeviceLines, lines_of
-from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Op, Schedule, declare_shown_order, needed_channel_depth
 from plain_loop import gradients

@@ -32,7 +32,7 @@ from penstock.runtime.adapt.coordinator import COUNT, FIRST, MeasuredCosts, RunL
 from penstock.runtime.adapt.report import MeasuredStep, RankReport, ReportCollector, lines_of, report_of
 from penstock.runtime.adapt.vote import REFUSED, STOPPED, Vote, VoteResult, agree, short_digest
 from penstock.runtime.mesh.probe import ClockSample, clock_offset
-from penstock.runtime.transport.transfer_record import TransferRecord
+from penstock.runtime.transport.base import TransferRecord
 from penstock.schedule import Op
 
 pytestmark = pytest.mark.unit

@@ -19,7 +19,7 @@ from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt import Agent, MeasuredStep, agent
 from penstock.runtime.adapt.coordinator import RunSetting
 from penstock.runtime.adapt.store import InProcessStore, Rendezvous, Store, StoreLost
-from penstock.runtime.transport.transfer_record import TransferRecord
+from penstock.runtime.transport.base import TransferRecord
 
 pytestmark = pytest.mark.unit
 

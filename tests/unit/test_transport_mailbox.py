@@ -15,10 +15,9 @@ from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded
 from penstock.runtime.errors import PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import StepMessages
+from penstock.runtime.transport.base import KEPT, CrossingLog, StepMessages, TransferRecord
 from penstock.runtime.transport.link_conditions import Conditions, local_transports
 from penstock.runtime.transport.loopback import Mailbox
-from penstock.runtime.transport.transfer_record import KEPT, CrossingLog, TransferRecord
 from penstock.schedule import Op
 
 pytestmark = pytest.mark.unit

@@ -17,7 +17,7 @@ from penstock.control.events import OP_KINDS, event_from_json, show_link
 from penstock.control.log import event_line
 from penstock.control.replicas import slowest_of
 from penstock.cost import Costs
-from penstock.runtime.transport.transfer_record import TransferRecord
+from penstock.runtime.transport.base import TransferRecord
 from penstock.schedule import Op
 
 

@@ -50,11 +50,10 @@ from penstock.runtime.mesh.peers import (
     require_same,
     schedule_digest,
 )
-from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.base import TransferRecord, Transport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.runtime.transport.link_conditions import Conditions
-from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.runtime.transport.wiring import num_indices
 from penstock.schedule import Op, Schedule, check
 from penstock.schedule.placement import ranks_together

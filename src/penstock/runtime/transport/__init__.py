@@ -2,7 +2,8 @@
 
     worker --send(edge, rank, payload)--> transport --> ... --> arrivals(), take(edge) --> worker
 
-    base        what executors need of any transport   choose      by its name, as users give it
+    base        what executors need of any transport, and a message's times
+    choose      by its name, as users give it
 
 transports
     loopback    between ranks of one process      shared_memory   between processes of one host
@@ -19,7 +20,7 @@ what goes on when a network dies
     heartbeats      who can be reached by which interface; what ranks tell one another while they change over
     retried_group   one group's collective ops, done again on the next group
 
-wiring           which messages an op receives and sends       channel       messages told apart, and kept in order
-transfer_record  the times of a message, to measure links      wire_format   a payload as one flat buffer, a header
-inbox            where a rank sleeps until something comes     shared_sums   sums over the ranks of a host
+wiring       which messages an op receives and sends       channel       messages told apart, and kept in order
+inbox        where a rank sleeps until something comes     wire_format   a payload as one flat buffer, a header
+shared_sums  sums over the ranks of a host
 """

@@ -29,7 +29,7 @@ from torch import Tensor
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.collective import WeakGroup, explain
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import StepMessages
+from penstock.runtime.transport.base import SHORTEST_WAIT, CrossingLog, StepMessages, TransferRecord
 from penstock.runtime.transport.bounded import Acknowledgements
 from penstock.runtime.transport.channel import (
     ChannelKey,
@@ -43,7 +43,6 @@ from penstock.runtime.transport.channel import (
 )
 from penstock.runtime.transport.inbox import THREADS_WAIT, Inbox
 from penstock.runtime.transport.nccl import AnnouncedReceive, DeviceLines
-from penstock.runtime.transport.transfer_record import SHORTEST_WAIT, CrossingLog, TransferRecord
 from penstock.runtime.transport.wire_format import (
     HEADER_BYTES,
     DevicePacket,

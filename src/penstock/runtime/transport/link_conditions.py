@@ -25,9 +25,8 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.mesh.probe import ahead_of_first, clock_name
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import StepMessages, Transport, TransportLayer
+from penstock.runtime.transport.base import CrossingLog, StepMessages, TransferRecord, Transport, TransportLayer
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
-from penstock.runtime.transport.transfer_record import CrossingLog, TransferRecord
 
 KNOWN = 64
 """Messages of each rank of which it is remembered when they were sent, for records that come after them."""

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import StepMessages
-from penstock.runtime.transport.transfer_record import TransferRecord
+from penstock.runtime.transport.base import StepMessages, TransferRecord
 
 
 class Envelope(NamedTuple):

@@ -24,11 +24,10 @@ from typing import Any, TypeVar
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import StepMessages
+from penstock.runtime.transport.base import StepMessages, TransferRecord
 from penstock.runtime.transport.delegate.transport import DelegateTransport
 from penstock.runtime.transport.failover import Failover
 from penstock.runtime.transport.gloo import GlooTransport
-from penstock.runtime.transport.transfer_record import TransferRecord
 
 T = TypeVar("T")
 

@@ -31,11 +31,10 @@ import torch
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.interfaces import network_name
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import StepMessages
+from penstock.runtime.transport.base import CrossingLog, StepMessages, TransferRecord
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
 from penstock.runtime.transport.shared_sums import LOOK, SUM_WORDS, SharedSums
-from penstock.runtime.transport.transfer_record import CrossingLog, TransferRecord
 from penstock.runtime.transport.wire_format import ALIGN, Packet, WireSpec
 
 RING = 1024

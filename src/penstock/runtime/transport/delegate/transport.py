@@ -23,7 +23,7 @@ import torch
 from penstock.control.events import LinkDown, LinkUp
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import StepMessages
+from penstock.runtime.transport.base import StepMessages, TransferRecord
 from penstock.runtime.transport.channel import ChannelKey, Tags
 from penstock.runtime.transport.delegate.carrier.frame import Lane, body_bytes, spec_room
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
@@ -33,7 +33,6 @@ from penstock.runtime.transport.delegate.inbox import DelegateInbox
 from penstock.runtime.transport.delegate.memory import PayloadCopier, SlotPacket, SpecCache, copying_for
 from penstock.runtime.transport.delegate.outbox import Outbox
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
-from penstock.runtime.transport.transfer_record import TransferRecord
 
 HOST_MEMORY = 1 << 30
 """Bytes of messages that may wait on their way out, and as many that came in."""

@@ -3,14 +3,13 @@
     rank --ring: SEND 7--> outgoing: Sender   ==DATA 7==> incoming: Receiver --ring: MESSAGE 7--> rank
          <--ANSWERED 7---- OutLane, per lane  <=ANSWER 7= InConnection       <--FREE-------------
                                 |
-                                paths: the best pair of interfaces; monitor: the kernel says which of ours are up
+                                lane: the best pair of interfaces; monitor: the kernel says which of ours are up
 
-main        where the process starts                    event_loop    one epoll: descriptors, and what is due
+main        where the process starts                    delegate_io   the rings and the memory, from this side
 outgoing    a delegate that sends, lane by lane         incoming      a delegate that receives, by connections
-frame       what goes over a connection                 sockets       TCP's settings, and a connection that stands
-lane        exactly once: numbers, answers              delegate_io   the rings and the memory, from this side
+lane        exactly once, and by which interfaces       sockets       the event loop, and a connection that stands
+frame       what goes over a connection                 monitor       the kernel's word on interfaces
 ring        descriptors between rank and delegate       slots         who has which part of the shared memory
-paths       which interfaces to connect by next         monitor       the kernel's word on interfaces
 
 The process puts this folder's parent on its path and imports `carrier` by itself: neither penstock nor torch is
 loaded. Hence the imports between these files are relative, and nothing here may import penstock.

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from mmap import MAP_SHARED, mmap
 
-from .event_loop import READ, EventLoop, watch_parent
 from .frame import Lane
 from .monitor import InterfaceMonitor
 from .ring import RING_BYTES, Descriptor, DescriptorKind, DescriptorRing
+from .sockets import READ, EventLoop, watch_parent
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterator
 
 from . import sockets
 from .delegate_io import Delegate, DelegateOrders
-from .event_loop import BEAT, CONNECT, GONE, LONGEST, MS, PROBE, READ, SILENCE, WRITE
 from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, unpack
-from .lane import LaneError, ReceivingEnd
-from .paths import Path, by_preference
+from .lane import LaneError, Path, ReceivingEnd, by_preference
 from .ring import CloseReason, Descriptor, DescriptorKind
 from .slots import Slots
-from .sockets import SocketStream
+from .sockets import BEAT, CONNECT, GONE, LONGEST, MS, PROBE, READ, SILENCE, WRITE, SocketStream
 
 BUDGET = 8 << 20
 """Bytes read before other connections have their turn."""

@@ -20,12 +20,10 @@ from dataclasses import dataclass
 
 from . import sockets
 from .delegate_io import Delegate, DelegateOrders
-from .event_loop import BEAT, CONNECT, LONGEST, SILENCE, WELCOME, WRITE, EventLoop, patience
 from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, spec_room, unpack
-from .lane import LaneError, SendingEnd
-from .paths import Path, Paths, by_preference
+from .lane import LaneError, Path, Paths, SendingEnd, by_preference
 from .ring import CloseReason, Descriptor, DescriptorKind
-from .sockets import SocketStream
+from .sockets import BEAT, CONNECT, LONGEST, SILENCE, WELCOME, WRITE, EventLoop, SocketStream, patience
 
 
 @dataclass
