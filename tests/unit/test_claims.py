@@ -90,7 +90,7 @@ FROM_HISTORY = {
 }
 """Results from before each had its record, which was put down afterwards. One that is run again leaves this list."""
 WITH_CHANGES = {
-    "amdp": "convergence defaults mismatch",
+    "amdp": "defaults mismatch",
 }
 """Results of which some rows are of a checkout whose sources differed from its commit, likewise."""
 
