@@ -210,6 +210,39 @@ CLAIMS = (
 )
 
 
+def table_1(method: str) -> str:
+    """A method's bubble, d = 8, n = 32."""
+    return f"{of_method(method, 'bubble')(rows_of('amdp/table1'), 'simulated'):.1%}"
+
+
+def _claimed(what: str) -> Claim:
+    (claim,) = [each for each in CLAIMS if each.what == what]
+    return claim
+
+
+def over_rival(model: str, rival: str, of_paper: bool) -> str:
+    """AMDP's throughput over another's, simulated or by the paper, as the table of claims shows it."""
+    claim = _claimed(f"AMDP over {rival}, {model}, d = 8, b = 128")
+    value = claim.paper if of_paper else claim.committed("simulated")
+    assert value is not None
+    return claim.show.format(value)
+
+
+def lost_without_zero(model: str, of_paper: bool) -> str:
+    """The share of throughput that is lost without ZeRO, simulated or by the paper."""
+    claim = _claimed(f"without ZeRO over with it, {model}, b = 128")
+    value = claim.paper if of_paper else claim.committed("simulated")
+    assert value is not None
+    return f"{1 - value:.1%}"
+
+
+def protocol_over(method: str) -> str:
+    """GPT's last loss by protocol over the synchronous one, a mean over seeds."""
+    value = by_protocol("GPT", method)(rows_of("amdp/convergence"), "trained")
+    assert value is not None
+    return f"{value:.2%}"
+
+
 def _learning(rows: Sequence[Row]) -> Iterable[str]:
     return table5.lines(rows, facts_of("amdp/table5")["throughput"])
 
@@ -251,14 +284,19 @@ def late_over(name: str, digits: int = 0) -> str:
 
 
 def by_default(name: str, steps: int) -> str:
-    return f"{fmean(defaults.over(rows_of('amdp/defaults'), name, steps)):+.2%}"
+    return above(fmean(defaults.over(rows_of("amdp/defaults"), name, steps)))
+
+
+def above(share: float, digits: int = 2) -> str:
+    """A share in words: "3.62% above", or "0.05% below"."""
+    return f"{abs(share):.{digits}%} {'below' if share < 0 else 'above'}"
 
 
 def own_rate_over(name: str, best: bool = False) -> str:
     """A share of `own_rates.py`."""
     found = at_own_rate(name, best)(rows_of("amdp/own_rates"), "trained")
     assert found is not None
-    return f"{found:+.2%}"
+    return above(found)
 
 
 def own_rate_seeds(name: str) -> str:
@@ -279,14 +317,16 @@ def muon_below_adamw() -> str:
 def mismatch_alone(optimizer: str) -> str:
     """By how much AMDP with a mismatch of one ends over AMDP without, each at its own rate, with updates as ops."""
     with_one, without = (f"amdp, mismatch {most}{optimizer}" for most in (1, 0))
-    return f"{fmean(own_rates.over(rows_of('amdp/own_rates'), with_one, without)):+.2%}"
+    return f"{fmean(own_rates.over(rows_of('amdp/own_rates'), with_one, without)):.2%}"
 
 
 def held_out_over(which: str) -> str:
     """What a mismatch of one costs Muon on the seed that chooses rates, both at one rate."""
     rows, name = rows_of("amdp/own_rates"), "amdp, mismatch 1, Muon"
     rate = own_rates.GRID[1] if which == "the default rate" else own_rates.own_rate(rows, name)
-    return f"{own_rates.by_rate(rows, name)[rate] / own_rates.by_rate(rows, own_rates.SYNC_MUON)[rate] - 1:+.1%}"
+    return above(
+        own_rates.by_rate(rows, name)[rate] / own_rates.by_rate(rows, own_rates.SYNC_MUON)[rate] - 1, digits=1
+    )
 
 
 FASTEST = "synchronous, the fastest of the paper's four"
@@ -294,6 +334,19 @@ NEAREST = "Rotated, late, predicted, slower by stage"
 BEST_RATE = 0.004
 """AdamW's without delays, by `tuning.py`; twice that of Figure 7."""
 NUMBERS: Mapping[str, Callable[[], str]] = {
+    "Table 1, AMDP's bubble": partial(table_1, "amdp"),
+    **{
+        f"Table 3, {model} over {rival}{' in the paper' * of_paper}": partial(over_rival, model, rival, of_paper)
+        for model, rival in (("GPT", "2BW"), ("GPT", "DAPPLE"), ("BERT", "2BW"))
+        for of_paper in (False, True)
+    },
+    **{
+        f"Table 4, {model} without ZeRO{' in the paper' * of_paper}": partial(lost_without_zero, model, of_paper)
+        for model in ("GPT", "BERT")
+        for of_paper in (False, True)
+    },
+    "GPT, AMDP over synchronous": partial(protocol_over, "amdp"),
+    "GPT, AMDP predicting over synchronous": partial(protocol_over, "amdp, predicting"),
     "Figure 7, AMDP over synchronous": lambda: (
         f"{figure_7('amdp')['final'] / figure_7('synchronous')['final'] - 1:.2%}"
     ),

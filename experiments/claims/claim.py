@@ -67,7 +67,9 @@ class Item:
         name: "Figure 15". about: what it is of. command: what finds it, without `python -m experiments.`.
         files: of its results, below `experiments/`. chart: its picture, likewise.
         also: files that its table is made of too, likewise.
-        differs: what differs, and why; a name in braces stands for the number of that name of the paper.
+        finding: what was found, in a few sentences, which stand before the table.
+        differs: what differs, and why. In both a name in braces stands for the number of that name of the paper.
+        own: whether it is ours, and the paper has no such figure or table.
         reason: why there are no results, where there are none; shown for as long as one of `files` is not there.
     """
 
@@ -76,9 +78,11 @@ class Item:
     command: str = ""
     files: tuple[str, ...] = ()
     chart: str = ""
+    finding: str = ""
     differs: str = ""
     reason: str = ""
     also: tuple[str, ...] = ()
+    own: bool = False
 
     @property
     def has_results(self) -> bool:
@@ -92,7 +96,8 @@ class Paper:
 
     Attributes:
         lines: of the items whose table their command's module does not print from rows alone, by name.
-        numbers: what stands for the names in braces in the items' texts, made out of committed results.
+        intro: what the page begins with. It may have names in braces, as the items' texts.
+        numbers: what stands for the names in braces in the texts, made out of committed results.
     """
 
     key: str
@@ -110,6 +115,11 @@ class Paper:
             ValueError: there is no number of such a name.
         """
         return filled(text, self.numbers)
+
+    @property
+    def texts(self) -> list[str]:
+        """All that may have names in braces."""
+        return [self.intro, *(text for item in self.items for text in (item.finding, item.differs))]
 
     def table(self, item: Item, rows: Sequence[Row]) -> Iterable[str]:
         """The paper's numbers beside ours, as the item's command prints them."""

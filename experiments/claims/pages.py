@@ -28,12 +28,13 @@ MADE = "<!-- made by: python -m experiments.claims.pages -->"
 
 HOW = """\
 Every number of ours on this page is read from the committed results. *Simulated* is what the simulator gives for the
-schedule and the costs. *By the clock* is the same schedule on emulated devices, whose ops sleep as long as the costs
-say: it shows that dispatch and transport keep the simulated times, and nothing about how long a real op takes. A
-number comes from a GPU only where its section says *on one GPU*. [Real computation](audit.md#real-computation) has a
-table of its own, and [the audit](audit.md) says what was done for each figure."""
+schedule and the costs. *By the clock* is the same schedule on emulated devices, where an op sleeps for as long as the
+costs say. Such a run shows that dispatch and transport keep the simulated times. It does not show how long a real op
+takes. A number comes from a GPU only where its section says *on one GPU*. [Real
+computation](audit.md#real-computation) has a table of its own, and [the audit](audit.md) says what was done for each
+figure."""
 
-TRAINED = "*Trained* is a loss of real training on a CPU, of models made small."
+TRAINED = "*Trained* is a loss of a small model, which was really trained, on a CPU."
 
 STATES = """\
 An audit once listed {} capabilities, figures and tables of the three papers. Each row says what it found then, how it
@@ -71,7 +72,7 @@ def page(paper: Paper) -> str:
         "",
         f"# {paper.title}",
         "",
-        paper.intro,
+        paper.filled(paper.intro.strip()),
         "",
         HOW,
         *(["", TRAINED] if any(claim.trained for claim in paper.claims) else []),
@@ -102,6 +103,9 @@ def _item(paper: Paper, item: Item) -> Iterator[str]:
     if item.reason and not item.has_results:
         yield item.reason.strip()
         return
+    if item.finding:
+        yield paper.filled(item.finding.strip())
+        yield ""
     if item.chart:
         yield f"![{item.about}](../../experiments/{item.chart})"
         yield ""
@@ -118,7 +122,11 @@ def _item(paper: Paper, item: Item) -> Iterator[str]:
         ]
     for name in item.also:
         yield from [recorded(name), ""]
-    yield f"**What differs, and why.** {paper.filled(item.differs.strip())}"
+    label, text = (
+        "**About these runs.**" if item.own else "**What differs, and why.**",
+        paper.filled(item.differs.strip()),
+    )
+    yield from [label, "", text] if text.startswith(("-", "*")) else [f"{label} {text}"]
 
 
 def recorded(name: str) -> str:

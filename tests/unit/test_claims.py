@@ -46,7 +46,7 @@ def test_every_page_is_what_the_results_make_of_it() -> None:
 def test_each_number_of_a_paper_stands_in_its_texts_and_is_made_out_of_results() -> None:
     reasons = [(pages.PAPER_OF[row["paper"]], row["why"]) for row in pages.audit_as_written()]
     for paper in PAPERS:
-        texts = [*(item.differs for item in paper.items), *(why for of, why in reasons if of is paper)]
+        texts = [*paper.texts, *(why for of, why in reasons if of is paper)]
         named = set().union(*map(named_in, texts))
         assert named == set(paper.numbers)
         for number in paper.numbers.values():
