@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -361,6 +362,7 @@ def test_no_step_of_a_large_problem_begins_without_machine_code(
 
 
 FIRST_PLAN = """
+import resource
 import signal
 import subprocess
 import penstock as ps
@@ -458,6 +460,39 @@ def test_machine_code_for_a_type_that_is_gone_is_made_again(
     assert not list(folder.glob("compiled-*"))
     COMPILED.cache_clear()
     assert jackson_bound(problem) == bound
+
+
+def test_a_disk_that_is_too_full_for_machine_code_costs_only_time(
+    without_machine_code: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It ended a simulation with OSError. No other process may take the code for compiled."""
+    (tmp_path / "doubles.py").write_text("def doubled(x):\n    return x + x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    doubles = importlib.import_module("doubles")
+    monkeypatch.setattr(compiling, "_NOT_KEPT", set())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with compiling.compiling(doubles):
+            assert COMPILED(doubles).doubled(2.0) == 4.0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        del sys.modules["doubles"]
+    assert list(compiling._NOT_KEPT) == ["doubled"]
+    forget_what_is_compiled(monkeypatch)
+    assert not compiling.is_compiled(doubles)
+
+
+def test_a_user_without_a_home_has_no_folder_for_machine_code(
+    without_machine_code: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It ended a simulation with RuntimeError: Could not determine home directory."""
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(file))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it is for a user that the system does not know
+    assert compiling.cache_folder(longest_paths) is None
 
 
 @pytest.mark.parametrize("cut_off", [False, True])

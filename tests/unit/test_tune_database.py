@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sqlite3
 from pathlib import Path
 
@@ -180,3 +181,10 @@ def test_the_default_lies_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, t
     assert default_path() == tmp_path / "penstock" / "profiles.sqlite"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_path() == Path.home() / ".cache" / "penstock" / "profiles.sqlite"
+
+
+def test_a_user_without_a_home_is_told_where_measurements_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it is for a user that the system does not know
+    with pytest.raises(DatabaseError, match=r"no home folder.*XDG_CACHE_HOME"):
+        default_path()

@@ -21,7 +21,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -86,13 +86,19 @@ def compiling(module: ModuleType) -> Iterator[None]:
         _READY.discard(module)
         raise
     folder = cache_folder(module)
-    if folder is not None:
+    if folder is not None and not _NOT_KEPT:
         begun = folder / f"begun-{os.getpid()}"
-        begun.write_text(json.dumps(_taken_by(compiled(module))))
-        begun.replace(folder / _note(module))
+        try:
+            begun.write_text(json.dumps(_taken_by(compiled(module))))
+            begun.replace(folder / _note(module))
+        except OSError:  # the disk is full: others will compile for themselves
+            with suppress(OSError):
+                begun.unlink()
 
 
 _READY: set[ModuleType] = set()
+_NOT_KEPT: set[str] = set()
+"""Functions whose machine code the disk did not take."""
 
 
 @functools.cache
@@ -129,12 +135,12 @@ def cache_folder(module: ModuleType) -> Path | None:
     digest = hashlib.sha256(b"\0".join(_sources(module))).hexdigest()[:16]
     here = Path(str(module.__file__)).parent / "__pycache__"
     given = os.environ.get("NUMBA_CACHE_DIR")
-    user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock"
-    for parent in (Path(given) if given else here, user):
-        folder = parent / f"numba-{digest}"
+    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    for parent in (Path(given) if given else here, Path(user, "penstock")):
         try:
+            folder = parent.expanduser() / f"numba-{digest}"
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
+        except (OSError, RuntimeError):  # a user without a home, as a container may have
             continue
         if os.access(folder, os.W_OK):
             return folder
@@ -183,6 +189,14 @@ def _clear_what_cannot_be_used(folder: Path) -> None:
                 each.unlink(missing_ok=True)
 
 
+def _keep(save: Callable[..., None], name: str, *compiled_code: Any) -> None:
+    """Keeps machine code on disk, if that takes it: what is compiled is used all the same."""
+    try:
+        save(*compiled_code)
+    except OSError:
+        _NOT_KEPT.add(name)
+
+
 @contextmanager
 def _caching(module: ModuleType) -> Iterator[Callable[[Any], Any]]:
     """Yields numba's decorator, which keeps machine code in `cache_folder`; nowhere where there is none."""
@@ -197,7 +211,10 @@ def _caching(module: ModuleType) -> Iterator[Callable[[Any], Any]]:
         config.CACHE_DIR = str(folder)
 
     def compile_function(function: Any) -> Any:
-        return numba.njit(cache=folder is not None, **getattr(module, "OPTIONS", {}))(function)
+        made: Any = numba.njit(cache=folder is not None, **getattr(module, "OPTIONS", {}))(function)
+        if folder is not None:
+            made._cache.save_overload = functools.partial(_keep, made._cache.save_overload, function.__qualname__)
+        return made
 
     try:
         yield compile_function

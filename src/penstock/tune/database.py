@@ -32,9 +32,18 @@ create table if not exists measurements (
 
 
 def default_path() -> Path:
-    """`penstock/profiles.sqlite` in the user's cache folder (XDG_CACHE_HOME, else ~/.cache)."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "penstock" / "profiles.sqlite"
+    """`penstock/profiles.sqlite` in the user's cache folder (XDG_CACHE_HOME, else ~/.cache).
+
+    Raises:
+        DatabaseError: this user has no such folder, as in a container.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(cache).expanduser() / "penstock" / "profiles.sqlite"
+    except RuntimeError:
+        raise DatabaseError(
+            "this user has no home folder to keep measurements in; set HOME or XDG_CACHE_HOME, or give --database"
+        ) from None
 
 
 class Database:
