@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +184,55 @@ def test_a_parameter_frozen_in_one_replica_ended_the_other_processes() -> None:
     assert not alike
     assert "state of stage 0 than rank 0; rank 0 has 0.bias trained, and rank 1 has 0.bias frozen" in parameter
     assert "has buffer 1.table of shape [2], torch.float32, and rank 1 has buffer 1.table of shape [3]" in buffer
+
+
+CHANGES: dict[str, Callable[[nn.Module, ps.Pipeline], object]] = {
+    "nothing": lambda model, pipe: None,
+    "frozen": lambda model, pipe: model[0].bias.requires_grad_(False),
+    "data": lambda model, pipe: setattr(model[0].bias, "data", torch.zeros(4)),
+    "gradient": lambda model, pipe: setattr(model[0].bias, "grad", torch.ones(4)),
+    "rate": lambda model, pipe: pipe.optimizer.param_groups[0].update(lr=0.5),
+    "left out": lambda model, pipe: pipe.optimizer.param_groups[0]["params"].pop(),
+}
+"""What a caller may do to a pipeline between two steps."""
+
+
+def changed_in_one_replica(rank: int) -> list[str]:
+    """What is said where one of two replicas, and then both, change something after the first step."""
+    told = []
+    for name, change in CHANGES.items():
+        for ranks in ((1,), (0, 1)):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+            optimizer = partial(torch.optim.SGD, lr=0.1)
+            schedule = ps.build("1f1b", 1, 2)
+            pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), optimizer=optimizer, mesh=mesh, timeout=20)
+            pipe.step(torch.ones(8, 4), torch.ones(8, 4))
+            if rank in ranks:
+                change(model, pipe)
+            try:
+                pipe.step(torch.ones(8, 4), torch.ones(8, 4))
+                weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+                first, second = pipe.gather(weights.tolist())
+                told.append("" if first == second else f"{name}: replicas became other models")
+            except RuntimeFailure as error:
+                told.append(str(error))
+    return told
+
+
+@pytest.mark.slow
+def test_what_one_replica_changes_between_steps_made_them_other_models() -> None:
+    """Without a word; one that froze a parameter ended the other process. What all change alike is right."""
+    outcomes = run_ranks(2, changed_in_one_replica)
+    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
+    assert outcomes[0].value == outcomes[1].value
+    nothing, frozen, data, gradient, rate, left_out = outcomes[0].value[::2]
+    assert set(outcomes[0].value[1::2]) == {""}
+    assert nothing == ""
+    assert frozen.startswith("parameter 0.bias is frozen, of torch.float32 in replica 1, and trained, of")
+    assert "given other data since the last step in replica 1" in data
+    assert "with a gradient before the step in replica 1" in gradient
+    assert rate.startswith("lr of the optimizer's group 0 is 0.5 in replica 1, and 0.1 in replica 0")
+    assert "number of parameters of the optimizer's group 0 is 3 in replica 1, and 4 in replica 0" in left_out
+    assert left_out.endswith("change it on every rank, between the same two steps")

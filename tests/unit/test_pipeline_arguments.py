@@ -6,7 +6,9 @@ import copy
 import dataclasses
 import inspect
 import random
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import branches_runs
 import penstock as ps
 from packed import packed
 from penstock.runtime import RuntimeFailure
+from penstock.runtime.errors import CheckpointError
 from penstock.runtime.transport.choose import TransportOptions
 from runtime_cases import Do, batches, lin
 
@@ -305,3 +308,66 @@ def test_a_name_alone_stands_for_a_transport() -> None:
 def test_values_of_other_types_were_errors_of_python(call: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         call(ps.build("1f1b", 2, 4), ps.Costs.uniform(2))
+
+
+def square() -> tuple[nn.Sequential, ps.Pipeline]:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    return model, ps.Pipeline(model, ps.build("1f1b", 2, 2), loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda pipe, x, folder: pipe.step(x, x, lr=0.1), "Pipeline.step has no argument 'lr'; it takes inputs"),
+        (lambda pipe, x, folder: pipe.step(), "Pipeline.step needs inputs="),
+        (lambda pipe, x, folder: pipe.step(x, x, False), "Pipeline.step was given 3 arguments by place"),
+        (lambda pipe, x, folder: pipe.evaluate(x, target=x), "did you mean targets="),
+        (lambda pipe, x, folder: pipe.predict(x, x), "Pipeline.predict was given 2 arguments by place"),
+        (lambda pipe, x, folder: pipe.clip(-1.0), "max_norm is -1.0; give a number, at least 0"),
+        (lambda pipe, x, folder: pipe.reconfigure("zb"), "got str, give a Configuration"),
+        (lambda pipe, x, folder: pipe.hand_over(3), "handed over to another ps.Pipeline, got int"),
+    ],
+)
+def test_calls_of_a_pipeline_that_do_not_fit_ended_in_a_type_error(call: Any, said: str, tmp_path: Path) -> None:
+    with square()[1] as pipe, pytest.raises(RuntimeFailure, match=re.escape(said)):
+        call(pipe, torch.ones(4, 4), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda pipe, folder: pipe.save(folder, keeps=3),
+            "Pipeline.save has no argument 'keeps'; did you mean keep=",
+        ),
+        (lambda pipe, folder: pipe.save(), "Pipeline.save needs directory="),
+        (lambda pipe, folder: pipe.save(5), "a folder is named by text or a Path without zero bytes, got 5"),
+        (lambda pipe, folder: pipe.save(f"{folder}\0"), "a folder is named by text or a Path without zero bytes"),
+        (lambda pipe, folder: pipe.save(folder, keep="x"), "keep= is a whole number, at least 1, got 'x'"),
+        (lambda pipe, folder: pipe.save(folder, number=-1), "number= is a whole number, at least 0, got -1"),
+        (lambda pipe, folder: pipe.save(folder, meta=[1]), "meta= is a dict of small JSON data, got list"),
+        (lambda pipe, folder: pipe.load(folder, fall_back=True), "did you mean fallback="),
+        (lambda pipe, folder: pipe.load(None), "a folder is named by text or a Path without zero bytes, got None"),
+        (lambda pipe, folder: pipe.load(folder, stateful=[1]), "stateful= is a dict of objects by name, got list"),
+    ],
+)
+def test_calls_of_save_and_load_that_do_not_fit_ended_in_a_type_error(call: Any, said: str, tmp_path: Path) -> None:
+    with square()[1] as pipe, pytest.raises(CheckpointError, match=re.escape(said)):
+        call(pipe, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["replaced", "added", "parametrized"])
+def test_a_parameter_that_is_replaced_after_the_pipeline_was_made_was_never_trained(change: str) -> None:
+    model, pipe = square()
+    x = torch.ones(4, 4)
+    pipe.step(x, x)
+    if change == "replaced":
+        model[3].weight = nn.Parameter(torch.zeros(4, 4))
+    elif change == "added":
+        model[3].scale = nn.Parameter(torch.ones(4))
+    else:
+        torch.nn.utils.parametrizations.weight_norm(model[3])
+    with pytest.raises(RuntimeFailure, match=r"parameter .* of stage 1 is another one .*make a new pipeline"):
+        pipe.step(x, x)
+    pipe.evaluate(x, x)  # which trains nothing

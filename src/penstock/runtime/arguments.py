@@ -173,6 +173,11 @@ class PipelineArguments:
     adapt: AdaptOptions | None
 
 
+def require_norm(max_norm: Any) -> None:
+    """Raises RuntimeFailure for what gradients can't be clipped to: a negative one would turn them round."""
+    _require(_is_number(max_norm) and max_norm >= 0, "max_norm", max_norm, "a number, at least 0")
+
+
 def require_arguments(
     model: Any,
     schedule: Any,

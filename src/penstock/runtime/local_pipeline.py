@@ -155,6 +155,7 @@ class LocalPipeline:
         self.last: tuple[Wiring, list[Worker]] | None = None
         self._interfaces = choice.delegates.interfaces
         self._made = ExitStack()
+        self._own_parameters: dict[int, nn.Parameter] = {}
 
     def build(self) -> None:
         """Makes all that a step needs. What is there when it fails, `close` takes back."""
@@ -165,6 +166,8 @@ class LocalPipeline:
             self._sources, schedule.placement, place, parallel.device, parallel.tied, parallel.parallelize
         )
         self._made.callback(_leave, held)
+        if schedule.updates is None and held.sharded is None:  # else stages get others to compute with
+            self._own_parameters = {id(parameter): parameter for parameter in held.parameters}
         self.notices.note(place.slower_sums(held.device))
         if (why := why_none_is_predicted(schedule)) is not None:
             self.notices.note([why])
@@ -343,6 +346,17 @@ class LocalPipeline:
                     f"layer {path} of the model has been replaced by another {type(now).__name__} since ps.Pipeline "
                     "was made, whose stages have the one before; make a new pipeline, or change the layer itself"
                 )
+
+    def require_own_parameters(self) -> None:
+        """Raises RuntimeFailure where a parameter of a stage is another one now: optimizers have the one before."""
+        for index, stage in self.model.copies.stages.items() if self._own_parameters else ():
+            for name, parameter in stage.named_parameters():
+                if id(parameter) not in self._own_parameters:
+                    raise RuntimeFailure(
+                        f"parameter {name} of stage {index} is another one than when ps.Pipeline was made, and no "
+                        "optimizer would train it; make a new pipeline, or change the parameter in place, such "
+                        "as by copy_() under torch.no_grad()"
+                    )
 
     # Batches.
 

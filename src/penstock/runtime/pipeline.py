@@ -25,12 +25,13 @@ from penstock.runtime.arguments import (
     PipelineArguments,
     PrecisionOptions,
     require_arguments,
+    require_norm,
 )
 from penstock.runtime.checkpoint import saving
 from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import state_of
 from penstock.runtime.checkpoint.user_state import Stateful
-from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.errors import CheckpointError, DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan, require_free
 from penstock.runtime.execute.step_result import StepEnd, StepResult
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
@@ -326,6 +327,7 @@ class Pipeline:
         """The decisions of adapting so far, as in its log. Only rank 0's process has them."""
         return self._agent.decisions if self._agent is not None else []
 
+    @refuse_old({}, RuntimeFailure)
     def reconfigure(self, configuration: Configuration) -> None:
         """Switches to another schedule, dispatch or set of delegated links from the next step on.
 
@@ -338,6 +340,11 @@ class Pipeline:
         """
         self._life.require_open()
         require_free(self._agent is not None)
+        if not isinstance(configuration, Configuration):
+            raise RuntimeFailure(
+                f"got {type(configuration).__name__}, give a Configuration, such as a changed pipe.configuration "
+                "(dataclasses.replace)"
+            )
         then = self._local.ready(configuration)
         told = [{"configuration": digest} for digest in self._local.peers.gather(configuration.digest)]
         require_same(told, "every rank must switch to the same", shown=False)
@@ -358,6 +365,7 @@ class Pipeline:
 
     # Stepping.
 
+    @refuse_old({}, RuntimeFailure)
     @one_at_a_time
     def step(
         self, inputs: Any, targets: Any = None, *, update: bool = True, rates: Sequence[float] | None = None
@@ -386,6 +394,7 @@ class Pipeline:
         """
         self._life.require_open()
         self._local.require_own_layers()
+        self._local.require_own_parameters()
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure(NO_LOSS.format("train"))
         if self._moving_to is not None:
@@ -468,6 +477,7 @@ class Pipeline:
                 norm()
         return result
 
+    @refuse_old({}, RuntimeFailure)
     @one_at_a_time
     def update(self) -> Tensor | None:
         """Clips, runs the optimizer and clears the gradients. Returns the norm if clipping is on.
@@ -479,6 +489,7 @@ class Pipeline:
         with self._local.mesh.waiting():
             return self._local.optimizer_state.update()
 
+    @refuse_old({}, RuntimeFailure)
     @one_at_a_time
     def clip(self, max_norm: float) -> Tensor:
         """Scales the gradients so that the norm of the whole model's is at most `max_norm`. Returns the norm before.
@@ -487,6 +498,7 @@ class Pipeline:
         Every rank must call it. Raises RuntimeFailure if updates are ops of the schedule.
         """
         self._life.require_open()
+        require_norm(max_norm)
         with self._local.mesh.waiting():
             return self._local.optimizer_state.clip(max_norm)
 
@@ -527,6 +539,7 @@ class Pipeline:
     def zero_grad(self) -> None:
         self._local.optimizer_state.zero_grad()
 
+    @refuse_old({}, RuntimeFailure)
     @one_at_a_time
     def evaluate(self, inputs: Any, targets: Any = None) -> StepResult:
         """Computes the loss of a batch without gradients, in evaluation mode. The model does not change.
@@ -537,6 +550,7 @@ class Pipeline:
             raise RuntimeFailure(NO_LOSS.format("evaluate"))
         return self._result(self._run_forward(inputs, targets, Purpose.EVALUATE))
 
+    @refuse_old({}, RuntimeFailure)
     @one_at_a_time
     def predict(self, inputs: Any) -> list[Any]:
         """The model's output for each microbatch, in evaluation mode. Every rank gets all outputs."""
@@ -582,6 +596,7 @@ class Pipeline:
             self._switch(following)
         return result
 
+    @refuse_old({}, CheckpointError)
     @one_at_a_time
     def save(
         self,
@@ -605,8 +620,9 @@ class Pipeline:
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
         state, place = state_of(self._local.optimizer_state), self._local.mesh
         with place.waiting():
-            return saving.save(directory, state, place, counters, meta or {}, stateful or {}, keep, number)
+            return saving.save(directory, state, place, counters, meta, stateful, keep, number)
 
+    @refuse_old({}, CheckpointError)
     @one_at_a_time
     def load(
         self,
@@ -625,14 +641,13 @@ class Pipeline:
         the checkpoint is damaged or belongs to another model; nothing has changed then.
         """
         self._life.require_open()
-        loaded = saving.load(
-            directory, state_of(self._local.optimizer_state), self._local.mesh, stateful or {}, fallback
-        )
+        loaded = saving.load(directory, state_of(self._local.optimizer_state), self._local.mesh, stateful, fallback)
         self._num_steps, self._seed = loaded.counters["num_steps"], loaded.counters["seed"]
         self._local.optimizer_state.num_updates = loaded.counters["num_updates"]
         self._local.notices.note(loaded.notices)
         return loaded.meta
 
+    @refuse_old({}, RuntimeFailure)
     def hand_over(self, then: Pipeline) -> int:
         """Hands all state of training to another pipeline of the same model, which continues from here.
 
@@ -641,6 +656,8 @@ class Pipeline:
         Raises RuntimeFailure if the pipelines' models differ.
         """
         self._life.require_open()
+        if not isinstance(then, Pipeline):
+            raise RuntimeFailure(f"training is handed over to another ps.Pipeline, got {type(then).__name__}")
         fetched = hand_over(self._local.optimizer_state, then._local.optimizer_state, self._local.mesh.everyone)
         then._num_steps, then._seed = self._num_steps, self._seed
         then._local.optimizer_state.num_updates = self.num_updates

@@ -11,7 +11,9 @@ Whatever can go wrong goes wrong before anything is changed.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -87,8 +89,8 @@ def save(
     state: TrainingState,
     mesh: ProcessMesh,
     counters: Mapping[str, int],
-    meta: Mapping[str, Any],
-    stateful: Mapping[str, Stateful],
+    meta: Mapping[str, Any] | None,
+    stateful: Mapping[str, Stateful] | None,
     keep: int,
     number: int | None = None,
 ) -> Path:
@@ -96,7 +98,15 @@ def save(
 
     peers, place = mesh.everyone, _place_of(mesh)
 
+    meta, stateful = {} if meta is None else meta, {} if stateful is None else stateful
+
     def collect() -> Any:
+        _require_types(directory, stateful)
+        if not isinstance(meta, Mapping):
+            raise CheckpointError(f"meta= is a dict of small JSON data, got {type(meta).__name__}")
+        for name, count, least in (("keep", keep, 1), ("number", 0 if number is None else number, 0)):
+            if not isinstance(count, Integral) or count < least:
+                raise CheckpointError(f"{name}= is a whole number, at least {least}, got {count!r:.60}")
         if taken := sorted({COUNTERS, OPTIMIZER} & set(meta)):
             raise CheckpointError(f"meta has the key {taken[0]!r}, which is the pipeline's own: give it another name")
         return state.share(), state.extra(), packed(stateful)
@@ -115,13 +125,13 @@ def save(
     try:
         path = write(
             Path(directory),
-            counters["num_steps"] if number is None else number,
+            counters["num_steps"] if number is None else int(number),
             writes,
             content,
             rank=me,
             num_ranks=len(parts),
             barrier=peers.barrier,
-            keep=keep,
+            keep=int(keep),
             helped=share.helps,
         )
     except CheckpointError as failure:
@@ -135,7 +145,7 @@ def load(
     directory: str | Path,
     state: TrainingState,
     mesh: ProcessMesh,
-    stateful: Mapping[str, Stateful],
+    stateful: Mapping[str, Stateful] | None,
     fallback: bool,
 ) -> LoadResult:
     """Loads a checkpoint, or the newest of a folder; every process must call it.
@@ -148,7 +158,11 @@ def load(
             then, in any process.
     """
     peers, place = mesh.everyone, _place_of(mesh)
-    chosen = _choose(Path(directory), state, peers, stateful, fallback)
+    stateful = {} if stateful is None else stateful
+    _, error = _attempt(lambda: _require_types(directory, stateful), "checkpoint could not be loaded")
+    if error is not None:
+        directory, stateful = "", {}
+    chosen = _choose(Path(directory), state, peers, stateful, fallback, error)
     damaged: list[tuple[Path, str]] = []
     for path, following in zip(chosen.paths, [*chosen.paths[1:], None]):
         try:
@@ -165,6 +179,14 @@ def load(
     raise CheckpointError(f"{directory}: no checkpoint there; give a checkpoint or a folder of them")
 
 
+def _require_types(directory: Any, stateful: Any) -> None:
+    """Raises CheckpointError for what is no path, and no dict of objects with a state."""
+    if not isinstance(directory, str | os.PathLike) or "\0" in str(directory):
+        raise CheckpointError(f"a folder is named by text or a Path without zero bytes, got {directory!r:.80}")
+    if not isinstance(stateful, Mapping):
+        raise CheckpointError(f"stateful= is a dict of objects by name, got {type(stateful).__name__}")
+
+
 def _place_of(mesh: ProcessMesh) -> ProcessPlace:
     peers = mesh.everyone
     num_processes = peers.num_ranks if len(peers.here) == 1 else 1
@@ -172,17 +194,29 @@ def _place_of(mesh: ProcessMesh) -> ProcessPlace:
 
 
 def _choose(
-    directory: Path, state: TrainingState, peers: Peers, stateful: Mapping[str, Stateful], fallback: bool
+    directory: Path,
+    state: TrainingState,
+    peers: Peers,
+    stateful: Mapping[str, Stateful],
+    fallback: bool,
+    error: CheckpointError | None,
 ) -> ChosenCheckpoint:
-    """As rank 0 sees it: if every process looked for the newest, one might come to an older one than the others."""
-    found, error = _attempt(lambda: candidates(directory), f"{directory} cannot be read")
+    """As rank 0 sees it: if every process looked for the newest, one might come to an older one than the others.
+
+    Args:
+        error: what is wrong with this process's call, of which the others are told.
+    """
+    is_wrong = error is not None
+    found = None
+    if error is None:
+        found, error = _attempt(lambda: candidates(directory), f"{directory} cannot be read")
     paths = found or []
     if not paths and error is None:
         error = CheckpointError(f"{directory}: no checkpoint there; give a checkpoint or a folder of them")
     given = paths[0].name if paths and paths[0] == directory else None
     call = {"checkpoint": given, "stateful": sorted(map(str, stateful)), "fallback": fallback}
     told = ([path.name for path in paths], call, state.expected(), state.extra_names())
-    parts = _agree(peers, told, error if peers.here[0] == 0 else None)
+    parts = _agree(peers, told, error if is_wrong or peers.here[0] == 0 else None)
     names = parts[0][0]
     for process, (own, other, _, _) in enumerate(parts):
         if own and other != parts[0][1]:

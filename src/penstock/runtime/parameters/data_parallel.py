@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from penstock.cost import LinkCondition, Links, Ring
 from penstock.cost.conditions import LinkQueue
@@ -35,6 +36,7 @@ from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import GradientBucket, SumBucket, cut_into_buckets, send_values
 from penstock.runtime.parameters.copy_weights import Write
 from penstock.runtime.parameters.local_model import LocalModel
+from penstock.runtime.parameters.replica_agreement import ReplicaAgreement
 from penstock.runtime.parameters.sharding import OwnedParameters, UnshardedParameters
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.tensors.dtensor import as_shard, local
@@ -116,6 +118,11 @@ class Replicas:
         self._ready: set[int] = set()
         self._due: deque[int] = deque()
         self._under_way: list[tuple[SumBucket, Any, int]] = []
+        self._agreement: ReplicaAgreement | None = None
+        if self._peers is not None:
+            names = {id(parameter): name for name, parameter in model.named.items()}
+            whole = type(sharding) is UnshardedParameters and not has_updates
+            self._agreement = ReplicaAgreement(self._peers, model.parameters, names, whole)
 
     def _cut(self) -> None:
         """Puts the parameters that want a gradient by now into buckets, the same in every replica."""
@@ -160,10 +167,15 @@ class Replicas:
 
     # Gradients.
 
-    def begin(self) -> None:
+    def begin(self, optimizer: Optimizer | None) -> None:
         """Starts a step: gradients of earlier ones are sums already, and kept aside. Where updates are ops, what is
         left of an open window stays where it is.
+
+        Args:
+            optimizer: what steps afterwards; its options must be the same in every replica.
         """
+        if self._agreement is not None:
+            self._agreement.begin(optimizer)
         self.unshard()
         if not self.keeps_aside:
             return
@@ -181,6 +193,7 @@ class Replicas:
         """A stage's gradients are complete: starts their sum, once those that come before it in the order have
         started. Ranks may finish stages in different orders; sums must be asked for in one.
         """
+        self._require_alike()
         self._ready.add(stage)
         while self._due and self._due[0] in self._ready:
             for parameters in self._early[self._due.popleft()]:
@@ -190,6 +203,7 @@ class Replicas:
         """Sums what no REDUCE has, waits for all, and adds what was kept aside. Where updates are ops, they have made
         all sums.
         """
+        self._require_alike()
         if self._peers is None or self._has_updates:
             return
         for stage in list(self._due):
@@ -207,6 +221,16 @@ class Replicas:
         for parameter, first in self._follow:
             self.sharding.at_rest(parameter).grad = self.sharding.at_rest(first).grad
 
+    def _require_alike(self) -> None:
+        """Raises RuntimeFailure, in every replica, if this step began otherwise in another one."""
+        if self._agreement is not None:
+            self._agreement.require()
+
+    def end(self) -> None:
+        """A step is over, with its update where it has one."""
+        if self._agreement is not None:
+            self._agreement.end()
+
     def _reduce(self, parameters: Sequence[Parameter]) -> None:
         assert self._peers is not None, "sums are asked for where there are others"
         bucket = self.sharding.bucket(parameters, self._peers)
@@ -221,6 +245,7 @@ class Replicas:
         """
         if self._peers is None:
             return list(gradients)
+        self._require_alike()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else as_shard(local(gradient), parameter)
         buckets = [GradientBucket(part, self._peers, None) for part in cut_into_buckets(parameters, lambda _: None)]

@@ -86,7 +86,7 @@ class OptimizerState:
             self.updating.begin(self.optimizer, rates, self.clip_norm, not update)
         elif not self.replicas.keeps_aside:
             self.model.copies.leave_sums_to_owners()
-        self.replicas.begin()
+        self.replicas.begin(self.optimizer)
         self.model.begin()
 
     def gather(self) -> None:
@@ -113,6 +113,7 @@ class OptimizerState:
         """The step is over, however it went."""
         self.model.end()
         self.replicas.reshard()
+        self.replicas.end()
 
     def count_updates(self, update: bool) -> None:
         """Takes note of those that ran as ops."""
