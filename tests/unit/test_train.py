@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 import penstock as ps
 from penstock.cli import main
 from penstock.runtime import RuntimeFailure
+from penstock.train import inputs
 from penstock.train.metrics import Metrics
 from penstock.train.report import Report
 from penstock.train.settings import Settings, learning_rate
@@ -413,3 +414,16 @@ def test_metrics_on_a_full_disk_end_with_one_sentence_and_are_resumed_whole(tmp_
         {"step": 0, "loss": 1.25},
         {"step": 1, "loss": 1.5},
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "delegated"), [({}, False), ({"transport": "delegate"}, True), ({"adapt": True}, True)]
+)
+def test_bug_every_run_could_delegate_and_so_none_used_shared_memory(
+    text: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], delegated: bool
+) -> None:
+    """Ranks of one host then sent by gloo, whose thread took 0.3 ms of a core for each message."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(inputs, "Pipeline", lambda *_, **named: given.update(named))
+    inputs.build_pipeline(inputs.gather_inputs(Settings(data=str(text), ranks=2, microbatches=2, **options)))
+    assert (given["transport"].delegates is not None) is delegated

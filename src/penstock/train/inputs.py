@@ -184,7 +184,7 @@ def build_pipeline(inputs: Inputs, adapt: AdaptOptions | None = None) -> Pipelin
             settings.transport,
             depth=settings.link_depth,
             links=settings.link_conditions(),
-            delegates=settings.delegate_options(),
+            delegates=settings.delegate_options() if settings.may_delegate else None,
         ),
     )
 
