@@ -33,7 +33,7 @@ def transfer(
     delay: float = 0.0,
     reduce: float = 0.0,
     threads: float = 0.0,
-    **rest: float,
+    **rest: Any,
 ) -> MessageCosts:
     """Messages that cost the same whatever their size."""
     return MessageCosts([1.0], [send], [receive], [delay], [reduce], [threads], **rest)
@@ -114,7 +114,7 @@ class Ranks:
         }
         times |= {f"-1 {kind}": 0.05 for kind in KINDS}
         sizes = {"weight": 1e6 / sharing, "activation": 1e5 * size, "held": 5e4 * size, "output": 1e4 * size}
-        kept = {**sizes, "transient": 1e5 if task["recompute"] else 0.0, "state": 2e6}
+        kept = {**sizes, "transient": 1e5 if task["recompute"] else 0.0, "state": 2e6, "tensors": 12.0}
         if task["recompute"]:
             kept["activation"] = 1e4 * size
         return {"layers": list(own), "times": times, "bytes": {str(layer): kept for layer in own}, "step": 0.1}
@@ -129,6 +129,7 @@ class Ranks:
         times = {f"{layer} {kind}": 0.3 + 0.1 * size * (layer + 1) for layer in own for kind in (*KINDS, "update")}
         times |= {f"-1 {kind}": 0.05 for kind in KINDS}
         kept = {"weight": 1e5, "activation": 1e4 * size, "held": 5e3 * size, "output": 1e3 * size, "state": 2e5}
+        kept["tensors"] = 12.0
         kept["transient"] = 2e4 if task["recompute"] else 0.0
         if task["recompute"]:
             kept["activation"] = 1e3 * size

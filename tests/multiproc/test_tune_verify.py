@@ -187,7 +187,11 @@ def test_messages_and_layers_are_profiled(tmp_path: Path) -> None:
     assert profile["transient"] > profile["activation"][1] > 0
     transfer = result["transfers"]["2"]
     assert transfer["sizes"] == list(SIZES)
-    assert all(value > 0 for row in ("delay", "reduce") for value in transfer[row])
+    assert all(value > 0 for value in transfer["delay"])
+    exchanged = {"reduce", "sums", "values"}
+    assert transfer["per_tensor"].keys() == exchanged
+    assert all(len(transfer[row]) == len(SIZES) for row in exchanged)
+    assert profile["tensors"] == [2, 12, 12, 3]
 
 
 @pytest.mark.usefixtures("interruptible")

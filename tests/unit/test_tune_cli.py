@@ -303,7 +303,7 @@ def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: 
         ('{"f": ["1"], "i": [1], "w": [1]}', "f[0] is '1'"),
         ('{"f": [1], "i": [1], "w": [1], "g": [1]}', "unknown field 'g'"),
         ('{"profiles": []}', '"format": "penstock-profile"'),
-        ('{"format": "penstock-profile", "version": 2, "profiles": []}', "version 2, this Penstock reads up to 1"),
+        ('{"format": "penstock-profile", "version": 3, "profiles": []}', "version 3, this Penstock reads up to 2"),
         ('{"format": "penstock-profile", "version": 1, "profiles": []}', "at least one object"),
         ('{"format": "penstock-profile", "version": 1, "profiles": [{}]}', "field 'model' is missing"),
     ],

@@ -9,7 +9,7 @@ from penstock.tune.errors import TuneError
 from penstock.tune.memory import memory_of, peak_bytes
 from penstock.tune.predict import predict, reduce_time, stage_costs
 from penstock.tune.profile import MessageCosts, Profile
-from penstock.tune.transfer import rising_with_size, undisturbed
+from penstock.tune.transfer import ALONE, COPIES, REPLICAS, SIZES, AfterOps, of_holders, rising_with_size, undisturbed
 from tune_models import profile, ranges, transfer
 
 pytestmark = pytest.mark.unit
@@ -114,6 +114,43 @@ def test_copies_of_stages_send_gradients_to_their_owners_and_get_its_values() ->
     assert reduce_time(ps.build("1f1b", 2, 4), ranges(1, 1), told, links, 1) == 0.0
 
 
+def test_bug_what_copies_exchange_was_priced_for_sixteen_tensors_whatever_a_stage_has() -> None:
+    """Stages of 40 and 60 tensors; both ranks hold both."""
+    told = profile(2, weight=[10.0, 20.0], tensors=[40.0, 60.0])
+    none, each = [0.0, 0.0], {"sums": 0.5, "values": 0.25, "reduce": 0.125}
+    by_size = {"sums": [2.0, 102.0], "values": [1.0, 51.0]}
+    links = MessageCosts([0.0, 100.0], none, none, none, none, none, **by_size, per_tensor=each)
+    both = (2 + 10) + (2 + 20) + (1 + 5) + (1 + 10) + 100 * (0.5 + 0.25)
+    assert reduce_time(ps.build("chimera", 2, 4), ranges(1, 1), told, links, 1) == pytest.approx(both)
+    assert reduce_time(ps.build("1f1b", 1, 4), ranges(2), told, links, 2) == pytest.approx(100 * 0.125)
+    assert reduce_time(ps.build("1f1b", 1, 4), ranges(2), told, links, 4) == pytest.approx(100 * 0.125)
+
+
+def test_what_is_exchanged_is_measured_by_bytes_and_by_tensors() -> None:
+    """Steps that take 3 and 1 ms beside; copies 5 us a KiB and 0.1 ms a tensor more, and replicas half of that."""
+    asked = []
+
+    def after_ops(held_by: str, num_tensors: int, size: int) -> AfterOps:
+        asked.append((held_by, num_tensors, size))
+        more = 0.005 * size / 1024 + 0.1 * num_tensors
+        both = {ALONE: 0.0, COPIES: 2 * more, REPLICAS: more / 2}[held_by]  # each rank has two copies, or one stage
+        return AfterOps(3.0 + both, 1.0 + (0.5 if held_by == COPIES else 0.0) * both)
+
+    rows, per_tensor = of_holders(after_ops)
+    assert per_tensor == pytest.approx({"sums": 0.1, "values": 0.05, "reduce": 0.05})
+    in_kib = [size / 1024 for size in SIZES]
+    assert rows["sums"] == pytest.approx([0.005 * size for size in in_kib])
+    assert rows["values"] == pytest.approx([0.0025 * size for size in in_kib])
+    assert rows["reduce"] == pytest.approx([0.0025 * size for size in in_kib])
+    assert len(asked) == len(set(asked)) == 3 * (len(SIZES) + 1)
+
+
+def test_a_disturbed_exchange_costs_no_less_than_nothing() -> None:
+    rows, per_tensor = of_holders(lambda held_by, num, size: AfterOps(5.0 if held_by == ALONE else 4.0, 1.0))
+    assert set(per_tensor.values()) == {0.0}
+    assert all(value == 0.0 for row in rows.values() for value in row)
+
+
 def test_bug_the_optimizer_ran_for_copies_that_others_step() -> None:
     """Both ranks have both stages, and each steps and keeps the state of its own alone."""
     told = plain()
@@ -206,6 +243,14 @@ def test_a_profile_reads_back() -> None:
     assert Profile.from_json(told.to_json()) == told
     links = transfer(delay=2.0, step=1.0)
     assert MessageCosts.from_json(links.to_json()) == links
+    links = transfer(per_tensor={"sums": 0.5})
+    assert MessageCosts.from_json(links.to_json()) == links
+    with pytest.raises(TuneError, match="no kind 'words'; it has reduce, sums, values"):
+        transfer(per_tensor={"words": 0.5})
+    with pytest.raises(TuneError, match="per_tensor of sums is -1"):
+        transfer(per_tensor={"sums": -1.0})
+    without = {name: value for name, value in told.to_json().items() if name != "tensors"}
+    assert Profile.from_json(without).tensors == (0.0, 0.0)
     with pytest.raises(TuneError, match="unknown field 'speed'"):
         Profile.from_json({**told.to_json(), "speed": 1})
     with pytest.raises(TuneError, match="field 'held' is missing"):

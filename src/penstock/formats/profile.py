@@ -13,7 +13,7 @@ from typing import Any
 from penstock.cost import CostError, Costs
 from penstock.cost.cut import PartitionError, partition
 
-FORMAT, VERSION = "penstock-profile", 1
+FORMAT, VERSION = "penstock-profile", 2
 
 _ROWS = ("b", "f_split", "i", "w", "activation", "held", "output")
 _STATE = ("weight", "state", "update")

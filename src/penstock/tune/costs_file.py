@@ -1,8 +1,10 @@
 """Profiles as a file: `penstock profile --out` writes them, and one can write them by hand.
 
-    {"format": "penstock-profile", "version": 1, "profiles": [...], "transfers": {"1": {...}, "2": {...}}}
+    {"format": "penstock-profile", "version": 2, "profiles": [...], "transfers": {"1": {...}, "2": {...}}}
 
     {"f": [1, 4, 4, 2], "i": [1, 5, 5, 2], "w": [0, 3, 3, 2], "weight": [...]}    one entry per layer, for one sample
+
+In version 1 profiles have no `tensors`, and transfers nothing `per_tensor`.
 
 The second form gives a profile of every microbatch size. Everything grows with the number of samples, except weights
 and the optimizer's state. `b` is i + w and bytes are 0 unless given.
@@ -16,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.formats.profile import FORMAT, VERSION
 from penstock.tune.errors import TuneError
 from penstock.tune.profile import BYTES, MessageCosts, Profile
-
-FORMAT, VERSION = "penstock-profile", 1
 
 _A_SAMPLE = ("f", "i", "w", "b", "activation", "held", "output")
 _A_MODEL = ("weight", "state", "update")

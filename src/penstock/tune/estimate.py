@@ -127,7 +127,7 @@ def estimate_ends(
     f = [part.f[0] + summed(hidden), part.f[-1] + of_loss]
     i = [part.i[0], part.i[-1] + summed(hidden)]
     w = [part.w[0], part.w[-1]]
-    rows = {row: [getattr(part, row)[0], getattr(part, row)[-1]] for row in (*BYTES, "update")}
+    rows = {row: [getattr(part, row)[0], getattr(part, row)[-1]] for row in (*BYTES, "tensors", "update")}
     rows["activation"][1] += number * own.vocab_size
     b = [x + y for x, y in zip(i, w, strict=True)]
     layers = [part.layers[0], part.layers[-1]]

@@ -324,8 +324,8 @@ class Chain:
         self._num_layers = layers.num_layers
         self._runners = {index: self._runner(stage, index, None) for index, stage in self._stages.items()}
         self._empty = self._runner(Stage({}, []), NO_LAYER, None)
-        made = over_trained(optimizer_class(settings))
-        self._optimizers = {index: made(list(stage.parameters())) for index, stage in self._stages.items()}
+        held = dict.fromkeys(p for stage in self._stages.values() for p in stage.parameters())
+        self._optimizer = over_trained(optimizer_class(settings))(list(held))
         self._num_steps = 0
         # One thread of compute never waits, so its own time is what the op takes, also on a machine that others use.
         alone = device.type == "cpu" and torch.get_num_threads() == 1
@@ -348,9 +348,8 @@ class Chain:
 
     def state_bytes(self, index: int) -> int:
         """What an optimizer keeps for a layer's parameters. Parameters that layers share count in each of them."""
-        own = set(self._stages[index].parameters())
-        states = {p: each.state[p] for each in self._optimizers.values() for p in own & each.state.keys()}
-        kept = [value for state in states.values() for value in state.values()]
+        known = self._optimizer.state
+        kept = [v for p in set(self._stages[index].parameters()) & known.keys() for v in known[p].values()]
         return sum(local(value).nbytes for value in kept if isinstance(value, Tensor))
 
     def norm_time(self) -> float:
@@ -360,9 +359,9 @@ class Chain:
         here = sum(1 for stage in self._stages.values() for _ in stage.parameters())
         everywhere = here * self._num_layers // len(self._stages)
         names = {str(number): torch.float32 for number in range(everywhere)}
-        start = time.perf_counter()
+        start = self._clock()
         begin_norm(names, {}, {}, LocalPeers(1))()
-        return (time.perf_counter() - start) * 1e3
+        return (self._clock() - start) / 1e6
 
     def step(self, split: bool, times: Times | None) -> None:
         """One step; its times are added to `times`, if given."""
@@ -415,15 +414,25 @@ class Chain:
                     runner.backward_weight(m)
 
     def _update(self, times: Times | None) -> None:
-        for index, stage in self._stages.items():
-            named = {name: p for name, p in stage.named_parameters() if p.grad is not None}
+        """Updates the layers one after another, by one optimizer as in a run, and then nothing: what is left is what
+        an update costs besides its layers.
+        """
+        waiting = {p: p.grad for stage in self._stages.values() for p in stage.parameters()}
+        for parameter in waiting:
+            parameter.grad = None
+        for index, stage in [*self._stages.items(), (NO_LAYER, self._empty.stage)]:
+            named = {}
+            for name, parameter in stage.named_parameters():
+                parameter.grad = waiting.pop(parameter, None)
+                if parameter.grad is not None:
+                    named[name] = parameter
             parameters = list(named.values())
             with self._timed(times, index, "update"):
-                if self._clip and named:
+                if self._clip:
                     dtypes = {name: p.dtype for name, p in named.items()}
                     norm = begin_norm(dtypes, named, named, LocalPeers(1))()
                     scale_gradients(parameters, self._clip, norm)
-                self._optimizers[index].step()
+                self._optimizer.step()
                 for parameter in parameters:
                     parameter.grad = None
 
@@ -458,7 +467,9 @@ class Chain:
 
 
 def _bytes_of(share: RankShare, layers: Layers) -> dict[int, dict[str, float]]:
-    """Bytes by layer: of its weights, of what it keeps for a microbatch, and of what it sends on."""
+    """Bytes by layer: of its weights, of what it keeps for a microbatch, and of what it sends on. Also how many
+    parameters it has.
+    """
     batch = cut_batch(layers.inputs, layers.targets, NUM_MICROBATCHES, layers.loss)
     inputs, targets = _alone(batch.into(0)[0]), _alone(batch.targets[0])
     value: Any = layers.hidden
@@ -531,4 +542,5 @@ def _bytes_of_layer(
         "held": held,
         "output": float(sent),
         "transient": whole if recompute else 0.0,
+        "tensors": float(len(list(stage.parameters()))),
     }, returned

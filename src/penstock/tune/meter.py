@@ -15,11 +15,11 @@ from penstock.tune.database import Database
 from penstock.tune.device import device_name
 from penstock.tune.errors import DatabaseError, TuneError
 from penstock.tune.layers import NO_LAYER
-from penstock.tune.profile import KINDS, MessageCosts, Profile
+from penstock.tune.profile import BYTES, KINDS, TIMES, MessageCosts, Profile
 from penstock.tune.tuned_model import TunedModel
 from penstock.tune.work import Task, WorkerAnswer, run_job
 
-VERSION = 3
+VERSION = 4
 """Version of how we measure. Measurements of another version are not used."""
 
 BUSY = 0.2
@@ -236,7 +236,7 @@ def profile_of(model: TunedModel, need: NeededProfile, told: Sequence[dict[str, 
     layer that several ranks measured is their mean, and so is that of blocks that are alike.
 
     Each layer was timed as a stage of its own. The time of an empty stage is subtracted, since it occurs
-    once per stage.
+    once per stage, and that of an update without layers, since it occurs once per step.
     """
     times: dict[tuple[int, str], list[float]] = {}
     sizes: dict[int, dict[str, float]] = {}
@@ -246,25 +246,24 @@ def profile_of(model: TunedModel, need: NeededProfile, told: Sequence[dict[str, 
             layer, kind = label.split()
             times.setdefault((int(layer), kind), []).append(value)
     measured = range(model.num_layers) if need.num_sharing == 1 else (0, model.num_layers - 1)
-    op_overhead = {kind: fmean(times.get((NO_LAYER, kind), [0.0])) for kind in KINDS}
+    overheads = {kind: fmean(times.get((NO_LAYER, kind), [0.0])) for kind in TIMES}
     rows: dict[str, list[float]] = {}
-    for kind in (*KINDS, "update"):
-        overhead = op_overhead.get(kind, 0.0)
+    for kind, overhead in overheads.items():
         own = {layer: max(0.0, fmean(times[layer, kind]) - overhead) for layer in measured}
         alike = [own[layer] for layer in model.blocks if layer in own]
         rows[kind] = [fmean(alike) if layer in model.blocks else each for layer, each in own.items()]
-    for what in ("activation", "held", "output", "weight", "state"):
+    for what in (*BYTES, "tensors"):
         rows[what] = [sizes[layer][what] for layer in measured]
     return Profile(
         model=model.name,
         layers=[model.layers[layer] for layer in measured],
         microbatch_size=need.microbatch_size,
         num_parallel=need.num_parallel,
-        op_overhead=op_overhead,
+        op_overhead={kind: overheads[kind] for kind in KINDS},
         recompute=need.recompute,
         transient=max(values["transient"] for values in sizes.values()),
         tied=max(float(rank.get("tied", 0.0)) for rank in told),
-        step=fmean(rank["step"] for rank in told),
+        step=fmean(rank["step"] for rank in told) + overheads["update"],
         num_sharing=need.num_sharing,
         **rows,  # type: ignore[arg-type]
     )

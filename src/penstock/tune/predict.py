@@ -204,15 +204,17 @@ def reduce_time(
     slowest = 0.0
     for rank in range(schedule.num_ranks):
         total = 0.0
-        together: dict[tuple[int, ...], float] = {}
+        together: dict[tuple[int, ...], tuple[float, float]] = {}
         for stage in schedule.stages_of(rank):
-            size = profile.total("weight", cut[stage])
+            size, tensors = profile.total("weight", cut[stage]), profile.total("tensors", cut[stage])
             hosts = tuple(ranks[stage] for ranks in schedule.placement.pipelines)
-            together[hosts] = together.get(hosts, 0.0) + size
+            known_size, known_tensors = together.get(hosts, (0.0, 0.0))
+            together[hosts] = known_size + size, known_tensors + tensors
             if num_copies > 1:
-                total += transfer.at("reduce", size) * 2 * (num_copies - 1) / num_copies
-        for hosts, size in together.items():
-            total += (transfer.at("sums", size) + transfer.at("values", size)) * (len(set(hosts)) - 1)
+                total += transfer.over_replicas(size, tensors, num_copies)
+        for hosts, (size, tensors) in together.items():
+            exchanged = sum(transfer.of_stage(what, size, tensors) for what in ("sums", "values"))
+            total += exchanged * (len(set(hosts)) - 1)
         slowest = max(slowest, total)
     return slowest
 

@@ -21,6 +21,7 @@ KINDS = ("f", "b", "f_split", "i", "w")
 
 TIMES = (*KINDS, "update")
 BYTES = ("activation", "held", "output", "weight", "state")
+ROWS = (*TIMES, *BYTES, "tensors")
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,10 @@ class Profile:
         weight, state: bytes of parameters, and of what the optimizer keeps for them.
         update: milliseconds of clipping, optimizer and clearing gradients.
         op_overhead: milliseconds by kind of an op of a stage without layers.
-        step: milliseconds a step besides, for the norm of the whole gradient.
+        step: milliseconds a step besides, for the norm of the whole gradient and for what any update costs.
         transient: most bytes that a backward holds besides; what a recomputed block holds while it runs again.
         tied: bytes of a weight that the first and the last layer share; 0 if they do not.
+        tensors: how many parameters a layer has; none where that is not known.
         num_sharing: ranks that hold the first and the last layer together and run each of their ops at once; what the
             rows say of these two is then of one rank's part. 1 where one rank has the whole of each.
         source: "measured", "estimated" or the file it was read from.
@@ -70,13 +72,16 @@ class Profile:
     tied: float = 0.0
     num_sharing: int = 1
     source: str = "measured"
+    tensors: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, list | tuple) or not self.layers or not isinstance(self.model, str):
             raise TuneError(f"{self.source}: a model needs a name and the names of its layers, at least one")
         for name in ("microbatch_size", "num_parallel", "num_sharing"):
             _whole(self.source, name, getattr(self, name))
-        for name in (*TIMES, *BYTES):
+        if not self.tensors:
+            object.__setattr__(self, "tensors", [0.0] * len(self.layers))
+        for name in ROWS:
             object.__setattr__(self, name, _row(self.source, name, getattr(self, name), len(self.layers)))
         for name in ("transient", "tied", "step"):
             _number(self.source, name, getattr(self, name))
@@ -125,10 +130,7 @@ def with_shared_ends(profile: Profile, ends: Profile) -> Profile:
     Args:
         ends: the profile of these two layers alone, for the part that one of these ranks has.
     """
-    rows = {
-        name: (getattr(ends, name)[0], *getattr(profile, name)[1:-1], getattr(ends, name)[-1])
-        for name in (*TIMES, *BYTES)
-    }
+    rows = {name: (getattr(ends, name)[0], *getattr(profile, name)[1:-1], getattr(ends, name)[-1]) for name in ROWS}
     return replace(profile, tied=ends.tied, num_sharing=ends.num_sharing, **rows)  # type: ignore[arg-type]
 
 
@@ -139,7 +141,7 @@ def joined_profile(model: str, parts: Sequence[Profile]) -> Profile:
     is their mean.
     """
     first = parts[0]
-    rows = {name: [value for part in parts for value in getattr(part, name)] for name in (*TIMES, *BYTES)}
+    rows = {name: [value for part in parts for value in getattr(part, name)] for name in ROWS}
     kinds = {kind for part in parts for kind in part.op_overhead}
     return Profile(
         model=model,
@@ -157,7 +159,10 @@ def joined_profile(model: str, parts: Sequence[Profile]) -> Profile:
 
 _BY_SIZE = ("sizes", "send", "receive", "delay", "reduce", "threads")
 _OF_COPIES = ("sums", "values")
-_OPTIONAL = ("op_overhead", "recompute", "transient", "step", "tied", "num_sharing", "source")
+OF_HOLDERS = ("reduce", *_OF_COPIES)
+"""What ranks that hold the same stage exchange at the end of a step."""
+
+_OPTIONAL = ("op_overhead", "recompute", "transient", "step", "tied", "num_sharing", "source", "tensors")
 
 
 @dataclass(frozen=True)
@@ -172,10 +177,11 @@ class MessageCosts:
         delay: milliseconds from the end of an op to the start of one on another rank that waited for its result.
         gap: milliseconds between two ops of a rank when nothing is sent or received.
         step: milliseconds of a step in which no op runs, with several ranks; step_alone: with one.
-        reduce: milliseconds of summing so many bytes over two ranks.
-        sums: milliseconds of adding up gradients of so many bytes where another pipeline has a copy of the stage:
+        reduce: milliseconds of summing a stage's gradients of so many bytes over two replicas.
+        sums: milliseconds of adding up a stage's gradients of so many bytes where another pipeline has a copy of it:
             they go to the owner, and the sum comes back. values: of giving the copy the owner's weights after an
             update. Where a file has none, a message there and back, and one.
+        per_tensor: by what of `reduce`, `sums` and `values`, milliseconds besides for each tensor of the stage.
         source: "measured", "assumed" or the file it was read from.
     """
 
@@ -191,8 +197,13 @@ class MessageCosts:
     source: str = "measured"
     sums: Sequence[float] | None = None
     values: Sequence[float] | None = None
+    per_tensor: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for kind, value in self.per_tensor.items():
+            if kind not in OF_HOLDERS:
+                raise TuneError(f"{self.source}: per_tensor has no kind {kind!r}; it has {', '.join(OF_HOLDERS)}")
+            _number(self.source, f"per_tensor of {kind}", value)
         for name in _OF_COPIES:
             if getattr(self, name) is None:
                 times = 2 if name == "sums" else 1
@@ -218,6 +229,17 @@ class MessageCosts:
         last = next((k for k in range(1, len(sizes)) if size <= sizes[k]), len(sizes) - 1)
         share = (size - sizes[last - 1]) / (sizes[last] - sizes[last - 1])
         return max(0.0, row[last - 1] + share * (row[last] - row[last - 1]))
+
+    def of_stage(self, what: str, size: float, num_tensors: float) -> float:
+        """Milliseconds of one of `OF_HOLDERS`, for a stage of so many bytes and tensors."""
+        return self.at(what, size) + self.per_tensor.get(what, 0.0) * num_tensors
+
+    def over_replicas(self, size: float, num_tensors: float, num_replicas: int) -> float:
+        """Milliseconds to sum a stage's gradients over k replicas. A ring moves 2 (k - 1) / k of the bytes through
+        each of them. Each packs and unpacks its tensors, however many replicas there are.
+        """
+        ring = self.at("reduce", size) * 2 * (num_replicas - 1) / num_replicas
+        return ring + self.per_tensor.get("reduce", 0.0) * num_tensors
 
     @property
     def latency(self) -> float:

@@ -255,7 +255,7 @@ class _OneShape:
             weight, sent = profile.total("weight", layers), profile.output[layers[-1]]
             updates[stage % num_ranks] += profile.total("update", layers)
             if dp > 1:
-                updates[stage % num_ranks] += transfer.at("reduce", weight) * 2 * (dp - 1) / dp
+                updates[stage % num_ranks] += transfer.over_replicas(weight, profile.total("tensors", layers), dp)
             states[stage % num_ranks] += 2 * weight + profile.total("state", layers) + 2 * POSTED * sent
             if stage < len(cut) - 1:
                 states[(stage + 1) % num_ranks] += 2 * POSTED * sent

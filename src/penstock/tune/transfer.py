@@ -6,8 +6,14 @@ backward. Each gap between ops then shows one cost:
     rank 0 | F0 F1 F2 F3          .. B0 .... B1 .... B2 .... B3      F to F: send         before a B: delay
     rank 1 | .. F0---F1---F2---F3---B0---B1---B2---B3                F to F: receive      B to B: send
 
-`delay` is the whole time from the end of an op to the start of the op on the other rank that waited for it. What
-copies of a stage on two ranks exchange after the last op (`sums`, `values`) is timed by itself.
+`delay` is the whole time from the end of an op to the start of the op on the other rank that waited for it.
+
+What ranks that hold the same stage exchange at the end of a step is measured on pipelines whose stages do nothing but
+hold parameters. It is what a step takes longer after its ops than one of `1f1b`, if it has two pipelines
+(`chimera`) or two replicas. It grows with the bytes of a stage, and with the number of its tensors:
+
+    chimera    | ops | sums of both stages' gradients | losses | update | values of both stages |
+    1f1b       | ops | losses | update |
 """
 
 from __future__ import annotations
@@ -17,16 +23,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from statistics import fmean, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.cost import Mesh
 from penstock.library import build
-from penstock.runtime import Pipeline
-from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.parameters.shared_tensors import Holders
+from penstock.runtime import Pipeline, device_mesh
+from penstock.runtime.arguments import PrecisionOptions
 from penstock.simulation import Timeline
 
 SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
@@ -36,11 +41,12 @@ NUM_MICROBATCHES = 8
 WARM_UPS = 3
 FLOAT_BYTES = 4
 DEADLINE = 60.0
-NUM_TENSORS = 16
-COPIES = Holders((1, 0), (0, 1))
-"""Of a stage in two pipelines: the owner is on rank 1."""
+FEW, MANY = 4, 100
+"""Tensors of a stage. What one takes is the difference, at `DIVIDED` bytes in all."""
 
-Exchange = Callable[[int, list[Tensor], GroupPeers], None]
+DIVIDED = 1 << 20
+COPIES, REPLICAS, ALONE = "copies", "replicas", "alone"
+"""Who else holds a stage: another pipeline's rank, another replica's, or nobody."""
 
 
 def measure_transfer(rank: int, num_ranks: int, steps: int, meet: Callable[[], None]) -> dict[str, Any]:
@@ -52,7 +58,6 @@ def measure_transfer(rank: int, num_ranks: int, steps: int, meet: Callable[[], N
         timelines, step, _ = _steps(1, SIZES[0], steps)
         return {"gap": undisturbed(_gaps(timelines, 0, "F", "F")), "step_alone": step}
     rows: dict[str, list[float]] = {name: [] for name in ("send", "receive", "delay", "reduce", "threads")}
-    rows |= {"sums": [], "values": []}
     gaps: list[float] = []
     rests: list[float] = []
     measured = []
@@ -64,16 +69,40 @@ def measure_transfer(rank: int, num_ranks: int, steps: int, meet: Callable[[], N
         rests.append(step)
         gaps += _gaps(timelines, 1, "F", "B")
     gap = undisturbed(gaps)
-    for size, timelines in zip(SIZES, measured):
+    for timelines in measured:
         sent = [*_gaps(timelines, 0, "F", "F"), *_gaps(timelines, 1, "B", "B")]
         rows["send"].append(max(0.0, undisturbed(sent) - gap))
         rows["receive"].append(max(0.0, undisturbed(_gaps(timelines, 1, "F", "F")) - gap))
         rows["delay"].append(undisturbed(_delays(timelines)))
-        rows["reduce"].append(_reduce(size, steps, meet))
-        rows["sums"].append(_of_copies(rank, size, steps, meet, _add_up))
-        rows["values"].append(_of_copies(rank, size, steps, meet, _give_values))
-    rising = {name: rising_with_size(row) for name, row in rows.items()}
-    return {"sizes": list(SIZES), **rising, "gap": gap, "step": undisturbed(rests)}
+    together, per_tensor = of_holders(lambda held_by, num, size: _after_ops(held_by, num, size, steps // 2, meet))
+    rising = {name: rising_with_size(row) for name, row in {**rows, **together}.items()}
+    return {
+        "sizes": list(SIZES), **rising, "gap": gap, "step": undisturbed(rests), "per_tensor": per_tensor,
+    }  # fmt: skip
+
+
+def of_holders(after_ops: Callable[[str, int, int], AfterOps]) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Milliseconds of `sums`, `values` and `reduce` of one stage: by its bytes, for each of `SIZES`, and by tensor.
+
+    Args:
+        after_ops: gives what a step takes after its ops, for stages that are held so (`COPIES`, ...), with so many
+            tensors and bytes in each.
+    """
+
+    def exchanged(num_tensors: int, size: int) -> dict[str, float]:
+        alone, copies, replicas = (after_ops(held_by, num_tensors, size) for held_by in (ALONE, COPIES, REPLICAS))
+        # With copies each of the two ranks holds both stages, which are exchanged one after the other.
+        return {
+            "sums": (copies.gathered - alone.gathered) / 2,
+            "values": (copies.updated - alone.updated) / 2,
+            "reduce": replicas.gathered - alone.gathered + replicas.updated - alone.updated,
+        }
+
+    few, many = exchanged(FEW, DIVIDED), exchanged(MANY, DIVIDED)
+    per_tensor = {name: max(0.0, many[name] - few[name]) / (MANY - FEW) for name in few}
+    by_size = [few if size == DIVIDED else exchanged(FEW, size) for size in SIZES]
+    rows = {name: [max(0.0, one[name] - FEW * per_tensor[name]) for one in by_size] for name in few}
+    return rows, per_tensor
 
 
 def undisturbed(values: Sequence[float]) -> float:
@@ -175,39 +204,61 @@ def _delays(timelines: list[Timeline]) -> list[float]:
     return found
 
 
-def _reduce(size: int, steps: int, meet: Callable[[], None]) -> float:
-    values = torch.ones(size // FLOAT_BYTES)
-    found = []
-    for _ in range(steps):
+class AfterOps(NamedTuple):
+    """Milliseconds of a step after its ops: until it has the losses and all gradients, and of the update."""
+
+    gathered: float
+    updated: float
+
+
+class _Parameters(nn.Module):
+    """Passes its input on. Its backward gives each of its parameters a gradient."""
+
+    def __init__(self, num_tensors: int, size: int) -> None:
+        super().__init__()
+        each = max(1, size // FLOAT_BYTES // num_tensors)
+        self.held = nn.ParameterList([torch.zeros(each) for _ in range(num_tensors)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Passed.apply(x, *self.held)
+        return out
+
+
+class _Passed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *(torch.ones_like(parameter) for parameter in ctx.saved_tensors)
+
+
+def _after_ops(held_by: str, num_tensors: int, size: int, steps: int, meet: Callable[[], None]) -> AfterOps:
+    """What a step takes after its ops, with so many tensors, of `size` bytes in all, in each stage."""
+    replicated = held_by == REPLICAS
+    schedule = build("chimera" if held_by == COPIES else "1f1b", 1 if replicated else 2, 2)
+    pipe = Pipeline(
+        [partial(_Parameters, num_tensors, size)] * schedule.num_stages,
+        schedule,
+        loss_fn=_loss,
+        optimizer=partial(torch.optim.SGD, lr=0.0),
+        mesh=device_mesh(Mesh(pp=1, dp=2)) if replicated else None,
+        timeout=DEADLINE,
+        precision=PrecisionOptions(clip_norm=1.0),
+    )
+    x = torch.ones(4, SIZES[0] // FLOAT_BYTES)
+    gathered, updated = [], []
+    for _ in range(WARM_UPS + max(3, steps)):
         meet()
         start = time.perf_counter()
-        dist.all_reduce(values)
-        found.append((time.perf_counter() - start) * 1e3)
-    return undisturbed(found)
-
-
-def _of_copies(rank: int, size: int, steps: int, meet: Callable[[], None], exchange: Exchange) -> float:
-    """Milliseconds until a stage's copies on two ranks have the same values.
-
-    It runs the code of real pipelines, for about as many tensors as a block of a model has. Rank 0 has the copy, so
-    it is done last.
-    """
-    group = dist.group.WORLD
-    assert group is not None, "ranks are here"
-    peers = GroupPeers(group, DEADLINE)
-    parts = list(torch.ones(size // FLOAT_BYTES).chunk(NUM_TENSORS))
-    found = []
-    for _ in range(steps):
+        pipe.step(x, x, update=False)
+        whole = (time.perf_counter() - start) * 1e3
+        gathered.append(whole - pipe.timeline().makespan)
         meet()
         start = time.perf_counter()
-        exchange(rank, parts, peers)
-        found.append((time.perf_counter() - start) * 1e3)
-    return undisturbed(found)
-
-
-def _add_up(rank: int, parts: list[Tensor], peers: GroupPeers) -> None:
-    COPIES.summed({1 - rank: parts}, parts, peers)
-
-
-def _give_values(rank: int, parts: list[Tensor], peers: GroupPeers) -> None:
-    COPIES.share(parts, peers)
+        pipe.update()
+        updated.append((time.perf_counter() - start) * 1e3)
+    pipe.close()
+    return AfterOps(undisturbed(gathered[WARM_UPS:]), undisturbed(updated[WARM_UPS:]))
