@@ -440,6 +440,17 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def closed_paths(tracing: ModelTracer) -> list[str]:
-    """In words, which modules are kept whole, and why."""
+    """In words, which modules are kept whole, and why. Those with the same reason, as equal blocks, share a line."""
     paths = {module: path for path, module in tracing.model.named_modules()}
-    return [f"{paths[module]} is kept whole: {error}" for module, error in tracing.closed.items()]
+    by_reason: dict[str, list[str]] = {}
+    for module, error in tracing.closed.items():
+        by_reason.setdefault(str(error), []).append(paths[module])
+    return [f"{_listed(found)} kept whole: {reason}" for reason, found in by_reason.items()]
+
+
+def _listed(paths: list[str]) -> str:
+    if len(paths) == 1:
+        return f"{paths[0]} is"
+    if len(paths) < 5:
+        return f"{', '.join(paths[:-1])} and {paths[-1]} are"
+    return f"{paths[0]} to {paths[-1]} ({len(paths)} modules) are"
