@@ -177,6 +177,11 @@ def load_costs(path: str | Path, num_stages: int) -> Costs:
     """Reads a costs file. Raises CostError that names the file and what is wrong in it."""
     try:
         return costs_from_json(Path(path).read_text(encoding="utf-8"), num_stages)
+    except FileNotFoundError as error:
+        raise CostError(
+            f"{path}: {error.strerror}; measure a model's layers into it with penstock profile --out {path}, or name "
+            f"a preset: {', '.join(PRESETS)}"
+        ) from None
     except OSError as error:
         raise CostError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
