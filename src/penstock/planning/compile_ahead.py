@@ -271,6 +271,7 @@ STEPS: dict[ModuleType, Callable[[Problem], object]] = {
 
 
 if __name__ == "__main__":
+    print("compiling the planner's loops, once for this environment", flush=True)
     began = time.perf_counter()
     compile_all() if IN_ORDER in sys.argv[1:] else compile_all_at_once()
-    print(f"compiled in {time.perf_counter() - began:.1f} s")
+    print(f"compiled them in {time.perf_counter() - began:.1f} s")
