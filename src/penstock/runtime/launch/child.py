@@ -77,7 +77,13 @@ class LaunchEnvironment:
     def of(cls, environment: Mapping[str, str]) -> LaunchEnvironment | None:
         """What this process was handed, None if no parent of ours started it."""
         text = environment.get(VARIABLE)
-        return cls(**json.loads(text)) if text else None
+        try:
+            return cls(**json.loads(text)) if text else None
+        except (ValueError, TypeError):
+            raise RuntimeFailure(
+                f"environment variable {VARIABLE} is {text!r:.60}; `penstock train` sets it for the ranks that it "
+                "starts: unset it"
+            ) from None
 
 
 def held_path(reports: str, rank: int) -> Path:
@@ -272,7 +278,7 @@ def init_process(timeout: float) -> tuple[int, int]:
         if "RANK" not in os.environ:
             store: dist.Store = dist.HashStore()
         else:
-            rank, num_ranks = _number("RANK"), _number("WORLD_SIZE")
+            rank, num_ranks = _place()
             store = _store(num_ranks, deadline)
         if not isinstance(sys.excepthook, Reporter) and num_ranks > 1:
             sys.excepthook = Reporter(rank, StoreReportSink(store))
@@ -282,6 +288,11 @@ def init_process(timeout: float) -> tuple[int, int]:
         dist.all_reduce(torch.zeros(1))  # nobody needs rank 0's store any more to find the others
     except RuntimeError as error:
         loss = loss_of(error)
+        if loss is None and "address already in use" in str(error).lower():
+            raise RuntimeFailure(
+                f"rank {rank} can't listen on port {os.environ['MASTER_PORT']} (MASTER_PORT), which is in use by "
+                "another program or run; choose another port"
+            ) from None
         if loss is None:
             raise
         if loss is LossKind.LATE:
@@ -333,16 +344,37 @@ def _store(num_ranks: int, deadline: timedelta) -> dist.Store:
 
 
 def _backend() -> str:
-    local, num_local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local, num_local = _number("LOCAL_RANK", "0"), _number("LOCAL_WORLD_SIZE", "1")
     if torch.cuda.is_available() and torch.cuda.device_count() >= num_local:
         torch.cuda.set_device(local)
         return "cpu:gloo,cuda:nccl"
     return "gloo"
 
 
-def _number(variable: str) -> int:
-    text = os.environ.get(variable, "")
-    if not text.isdigit():
+def _place() -> tuple[int, int]:
+    """This rank and the number of ranks, from the environment, which must say too where the ranks meet.
+
+    Raises:
+        RuntimeFailure: names the variable that cannot be.
+    """
+    rank, num_ranks, port = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
+    if rank >= num_ranks:
+        raise RuntimeFailure(
+            f"environment variable RANK is {rank} and WORLD_SIZE is {num_ranks}: ranks are numbered from 0, below "
+            "their number; start with `penstock train` or torchrun"
+        )
+    if port > 65535:
+        raise RuntimeFailure(f"environment variable MASTER_PORT is {port}; a port is a number from 1 to 65535")
+    if not os.environ.get("MASTER_ADDR"):
+        raise RuntimeFailure(
+            "environment variable MASTER_ADDR is not set, the host of rank 0; start with `penstock train` or torchrun"
+        )
+    return rank, num_ranks
+
+
+def _number(variable: str, default: str = "") -> int:
+    text = os.environ.get(variable, default)
+    if not (text.isascii() and text.isdigit()):
         raise RuntimeFailure(
             f"environment variable {variable} is {text!r}, not a number: start with `penstock train` or torchrun"
         )
