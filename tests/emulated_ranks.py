@@ -45,7 +45,7 @@ def in_thread(
     boxes: Sequence[Mailbox], rank: int, conditions: Conditions, timeout: float, depth: int | None = None
 ) -> Transport:
     """The end of a rank that is a thread, with conditions and perhaps a bound."""
-    return TransportChoice(depth=depth).between_threads(boxes, conditions, timeout)[rank]
+    return TransportChoice(ps.TransportOptions(depth=depth)).between_threads(boxes, conditions, timeout)[rank]
 
 
 def wired_op(wiring: Wiring, op: Op) -> WiredOp:

@@ -16,7 +16,7 @@ from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.base import TransferRecord, Transport
 from penstock.runtime.transport.bounded import Acknowledgements, BoundedTransport, require_depth
-from penstock.runtime.transport.choose import TransportOptions
+from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
 from penstock.runtime.transport.nccl import DeviceLines, lines_of
@@ -35,7 +35,7 @@ def made(
     tags, wiring = tags_of(schedule), wire(schedule)
     conditions = Conditions(Links.parse(links)) if links else None
     if name != "lines":
-        choice = TransportOptions(name, depth=depth).choice(False)
+        choice = TransportChoice(TransportOptions(name, depth=depth))
         peers, cpu = GroupPeers(world(), 20.0), torch.device("cpu")
         return choice.make(peers, tags, timeout, wiring, cpu, conditions)
     told = None if depth is None else Acknowledgements(world(), timeout, depth)

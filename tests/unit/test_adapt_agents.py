@@ -20,6 +20,7 @@ from penstock.runtime.adapt import Agent, MeasuredStep, agent
 from penstock.runtime.adapt.coordinator import RunSetting
 from penstock.runtime.adapt.store import InProcessStore, Rendezvous, Store, StoreLost
 from penstock.runtime.transport.base import TransferRecord
+from penstock.runtime.transport.choose import TransportChoice
 
 pytestmark = pytest.mark.unit
 
@@ -40,7 +41,7 @@ class Group:
         self.folder = folder
         self.running = [START] * NUM_RANKS
         self.numbers: list[int] = []
-        setting = RunSetting(START, COSTS, 2, True, 1.0, range(NUM_RANKS))
+        setting = RunSetting(START, COSTS, TransportChoice(ps.TransportOptions("direct"), may_delegate=True))
         adapt = ps.AdaptOptions(folder=folder, **options)
         self.agents = [
             Agent(

@@ -223,7 +223,7 @@ def test_lines_between_gpus_are_guarded_by_what_changes_over(monkeypatch: pytest
         at_change=guard.at_change,
         guard_lines=lambda *given: guarded.append(given),
     )
-    choice: Any = ps.TransportOptions("nccl").choice(False)
+    choice: Any = choose.TransportChoice(ps.TransportOptions("nccl"))
     made = choice.make(peers, Tags.of(schedule), 1.0, wire(schedule), torch.device("cpu"), None, failover)
     assert isinstance(made, RoutedTransport)
     assert guarded == [(lines.give_up, lines.may_use)]

@@ -20,7 +20,7 @@ import penstock as ps
 from packed import packed
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.errors import CheckpointError
-from penstock.runtime.transport.choose import TransportOptions
+from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from runtime_cases import Do, batches, lin
 
 pytestmark = pytest.mark.unit
@@ -276,7 +276,7 @@ def test_an_option_of_another_type(options: dict[str, Any], said: str) -> None:
 
 @pytest.mark.parametrize("name", ["host", "gloo", "direct", "delegate", "nccl"])
 def test_any_transport_may_be_bounded(name: str) -> None:
-    choice = ps.TransportOptions(name, depth=3).choice(False)
+    choice = TransportChoice(ps.TransportOptions(name, depth=3))
     assert choice.simulated() == ps.Blocking(3)
     assert choice.shared == f"{name} of depth 3"
     with pytest.raises(RuntimeFailure, match="depth 0 carries nothing"):

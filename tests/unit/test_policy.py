@@ -153,20 +153,21 @@ def test_one_process_simulates_and_tells_the_others(monkeypatch: pytest.MonkeyPa
             told.append(value)
             return ["hinted", value]
 
-    assert dispatch_of("auto", schedule, costs, TransportChoice(), peers=LocalPeers(4)) is Dispatch.HINTED
+    host = TransportChoice(ps.TransportOptions())
+    assert dispatch_of("auto", schedule, costs, host, peers=LocalPeers(4)) is Dispatch.HINTED
     second = SecondOfTwo(2)
     second.here = (1,)
     monkeypatch.setattr(step_plan, "choose_policy", None)  # whoever simulates fails
-    assert dispatch_of("auto", schedule, costs, TransportChoice(), peers=second) is Dispatch.HINTED
+    assert dispatch_of("auto", schedule, costs, host, peers=second) is Dispatch.HINTED
     assert told == [None]
 
 
 def test_the_runtime_chooses_too_and_refuses_to_wait_by_name() -> None:
     schedule, costs = zb_h1()
-    host = TransportChoice()
+    host = TransportChoice(ps.TransportOptions())
     assert dispatch_of("auto", schedule, costs, host) is Dispatch.HINTED
     assert dispatch_of("auto", schedule, costs, host, HALF_A_MS) is Dispatch.FROZEN
-    assert dispatch_of("auto", schedule, costs, TransportChoice("nccl")) is Dispatch.HINTED
+    assert dispatch_of("auto", schedule, costs, TransportChoice(ps.TransportOptions("nccl"))) is Dispatch.HINTED
     asynchronous = ps.build("amdp", 4, 8, window=4)
     assert dispatch_of("hinted", asynchronous, None, host) is Dispatch.HINTED
     with pytest.raises(ps.ScheduleError, match="policies that wait are for"):

@@ -55,7 +55,7 @@ from penstock.runtime.stage.split_backward import unprepare
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags
-from penstock.runtime.transport.choose import TransportChoice
+from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from penstock.runtime.transport.failover import Failover, guard
 from penstock.runtime.transport.link_conditions import Conditions
 from penstock.runtime.transport.nccl import has_spare_queue
@@ -106,8 +106,8 @@ class LocalPipeline:
         self.nodes = Nodes.of(mesh) if whole and place.num_replicas > 1 else None
         if links is not None:
             links.check_ranks(schedule.num_ranks if self.nodes is None else self.nodes.mesh.num_nodes)
-        choice = given.transport.choice(adapt is not None and adapt.may_delegate)
-        self.choice = choice if apart else TransportChoice()
+        choice = TransportChoice(given.transport, adapt is not None and adapt.may_delegate)
+        self.choice = choice if apart else TransportChoice(TransportOptions())
         facts = {
             "schedule": schedule_digest(schedule),
             "model": _form_of(given.model),

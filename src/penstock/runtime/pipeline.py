@@ -18,7 +18,7 @@ from penstock.control import Configuration
 from penstock.cost import Links
 from penstock.dispatch import Dispatch
 from penstock.renamed import refuse_old
-from penstock.runtime.adapt import AdaptOptions, Agent, NodeProbes, start_agent
+from penstock.runtime.adapt import AdaptOptions, Agent, NodeProbes, RunSetting, start_agent
 from penstock.runtime.arguments import (
     KEYWORDS,
     ParallelOptions,
@@ -179,17 +179,16 @@ class Pipeline:
             first = replace(first, nodes=nodes.mesh.nodes)
             local.note_nodes(first.nodes)
             weighs = gradient_bytes(local.model.copies.stages, local.peers, first.schedule.num_stages)
-        self._agent = start_agent(
-            adapt,
-            place.everyone,
+        setting = RunSetting(
             first,
             local.costs,
             local.choice,
-            lambda configuration: self._local.ready(configuration),  # of where it lies by then
             num_copies=place.num_replicas * place.num_shards,
             mesh=None if nodes is None else nodes.mesh,
             gradient_bytes=weighs,
         )
+        # `ready` of where it lies by then.
+        self._agent = start_agent(adapt, place.everyone, setting, lambda then: self._local.ready(then))
         self._tell_place()
         if nodes is not None:
             injected, links = None, given.transport.links

@@ -11,8 +11,18 @@ store         queues of bytes between ranks: which store, by whose clock, retrie
 """
 
 from penstock.runtime.adapt.agent import Agent, NodeProbes, PreparedPlan, start_agent
+from penstock.runtime.adapt.coordinator import RunSetting
 from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.report import MeasuredStep
 from penstock.runtime.adapt.vote import Vote
 
-__all__ = ["Agent", "MeasuredStep", "NodeProbes", "PreparedPlan", "Vote", "AdaptOptions", "start_agent"]
+__all__ = [
+    "AdaptOptions",
+    "Agent",
+    "MeasuredStep",
+    "NodeProbes",
+    "PreparedPlan",
+    "RunSetting",
+    "Vote",
+    "start_agent",
+]

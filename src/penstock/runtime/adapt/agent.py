@@ -14,13 +14,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
 from penstock.control import Configuration, ControlError, Dropped, Switched
 from penstock.control.events import Link, Probed
-from penstock.cost import Costs, Mesh
+from penstock.cost import Costs
 from penstock.runtime.adapt.coordinator import Coordinator, NumberedPlan, RunSetting
 from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.report import MeasuredStep, report_of
@@ -29,7 +29,6 @@ from penstock.runtime.adapt.vote import REFUSED, STOPPED, Vote, agree, short_dig
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.mesh.probe import ProbePace, probe
-from penstock.runtime.transport.choose import TransportChoice
 
 WAIT = 0.1
 """Seconds that one look at the queue of plans may last."""
@@ -107,10 +106,9 @@ class Agent:
                 self._coordinator = Coordinator(
                     options,
                     setting,
+                    rendezvous,
                     self._clients[1],
                     self._clients[2],
-                    rendezvous.reports,
-                    rendezvous.plans,
                     self._take,
                     self._stop_later,
                     self.notices.append,
@@ -314,50 +312,22 @@ class Agent:
 
 
 def start_agent(
-    options: AdaptOptions,
-    peers: Peers,
-    start: Configuration,
-    costs: Costs | None,
-    choice: TransportChoice,
-    ready: Callable[[Configuration], Any],
-    stretch: float = 1.0,
-    num_copies: int = 1,
-    mesh: Mesh | None = None,
-    gradient_bytes: Sequence[float] = (),
+    options: AdaptOptions, peers: Peers, setting: RunSetting, ready: Callable[[Configuration], Any]
 ) -> Agent:
     """The agent of this process. Every process must call it.
 
     Args:
-        start: what runs first.
-        costs: None where they are to be measured.
-        choice: what carries the messages.
+        peers: all ranks of all copies of the pipeline.
         ready: works out what a configuration needs to run; called in a thread.
-        stretch: milliseconds of the clock to one of the costs' time.
-        num_copies: of the pipeline, of which `peers` are all ranks.
-        mesh: whose nodes may move; None: they stay. gradient_bytes: of each stage, where they may.
 
     Raises:
         ControlError: options that make no sense, or caps below what the start needs.
         RuntimeFailure: the store cannot be reached, or the folder not be written to.
     """
-    depth = choice.depth or 0
+    schedule = setting.start.schedule
     # On every rank, so that all raise alike; what an op takes has no part in it.
-    assumed = costs or Costs.assumed(start.schedule.num_ranks, start.schedule.placement)
-    if mesh is not None:
-        assumed = replace(assumed, gradient_bytes=tuple(gradient_bytes))
-    options.job(assumed, start, depth, choice.has_delegates, mesh)
+    setting.job(options, setting.costs or Costs.assumed(schedule.num_ranks, schedule.placement))
     rendezvous = meet(options.store, peers)
-    setting = RunSetting(
-        start,
-        costs,
-        depth,
-        choice.has_delegates,
-        stretch,
-        rendezvous.processes,
-        num_copies,
-        mesh,
-        tuple(gradient_bytes),
-    )
     agent, error = None, ""
     try:
         agent = Agent(options, setting, rendezvous, ready)

@@ -36,8 +36,9 @@ from penstock.control.log import event_line, header
 from penstock.cost import Costs, Mesh
 from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.report import RankReport, ReportCollector, costs_of_ops, lines_of
-from penstock.runtime.adapt.store import StoreClient
+from penstock.runtime.adapt.store import Rendezvous, StoreClient
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.transport.choose import TransportChoice
 
 CONTROL, ITERATIONS, TIMELINES = "control.jsonl", "iterations.jsonl", "timelines.jsonl"
 
@@ -140,22 +141,25 @@ class RunSetting:
 
     Attributes:
         start: what runs first. costs: None where they are to be measured.
-        depth, has_delegates: see `AdaptOptions.job`.
+        choice: what carries the messages.
         stretch: milliseconds of the clock to one of the costs' time.
-        processes: the first rank of each.
         num_copies: of the pipeline, over a mesh.
         mesh: whose nodes may move; None: they stay. gradient_bytes: of each stage, where they may.
     """
 
     start: Configuration
     costs: Costs | None
-    depth: int
-    has_delegates: bool
-    stretch: float
-    processes: Sequence[int]
+    choice: TransportChoice
+    stretch: float = 1.0
     num_copies: int = 1
     mesh: Mesh | None = None
     gradient_bytes: tuple[float, ...] = ()
+
+    def job(self, options: AdaptOptions, costs: Costs) -> Job:
+        """What the controller works on, with these costs. Raises as `AdaptOptions.job`."""
+        if self.mesh is not None:
+            costs = replace(costs, gradient_bytes=self.gradient_bytes)
+        return options.job(costs, self.start, self.choice.depth or 0, self.choice.has_delegates, self.mesh)
 
 
 @dataclass(frozen=True)
@@ -178,8 +182,7 @@ class Coordinator:
     """Adapts the run from rank 0's process.
 
     Args:
-        line, plans: to the store, for reports and for plans.
-        queue: function from a process's first rank to the queue of its plans.
+        rendezvous: whose queues reports and plans go by. line, plans: to its store, for reports and for plans.
         take: called with every plan, before the other processes have it: rank 0's own does not go by the store, so
             that rank 0 always knows what it waits for.
         stop: called where deciding cannot go on, with the reason.
@@ -193,18 +196,17 @@ class Coordinator:
         self,
         options: AdaptOptions,
         setting: RunSetting,
+        rendezvous: Rendezvous,
         line: StoreClient,
         plans: StoreClient,
-        reports: str,
-        queue: Callable[[int], str],
         take: Callable[[NumberedPlan], None],
         stop: Callable[[str], None],
         notice: Callable[[str], None],
     ) -> None:
         self.decisions: list[dict[str, Any]] = []
-        self._options, self._setting, self._line, self._plans = options, setting, line, plans
-        self._reports, self._queue, self._take_plan, self._stop = reports, queue, take, stop
-        self._notice = notice
+        self._options, self._setting, self._rendezvous = options, setting, rendezvous
+        self._line, self._plans = line, plans
+        self._take_plan, self._stop, self._notice = take, stop, notice
         self._run_log = RunLog(options.folder, notice)
         self._report_collector = ReportCollector(setting.start.schedule.num_ranks, setting.num_copies)
         self._measured_costs = MeasuredCosts(setting.start.schedule.num_stages)
@@ -262,7 +264,7 @@ class Coordinator:
     def _work(self) -> None:
         try:
             while not self._closed.is_set():
-                data = self._line.pop(self._reports, WAIT)
+                data = self._line.pop(self._rendezvous.reports, WAIT)
                 while not self._again.empty():
                     self._hand_out(self._line, self._again.get())
                 if data is None:
@@ -322,10 +324,7 @@ class Coordinator:
     def _begin(self, costs: Costs) -> None:
         if self._closed.is_set():
             return
-        setting = self._setting
-        if setting.mesh is not None:
-            costs = replace(costs, gradient_bytes=setting.gradient_bytes)
-        job: Job = self._options.job(costs, setting.start, setting.depth, setting.has_delegates, setting.mesh)
+        job = self._setting.job(self._options, costs)
         self._controller_process = ControllerProcess(job, self._options.sensitivity, self._hear, self._stop)
 
     def _hear(self, line: str) -> None:
@@ -344,14 +343,14 @@ class Coordinator:
             text = json.dumps(decision["configuration"], sort_keys=True)
             self._digests[decision["number"]] = decision["digest"]
             self._plan = plan = NumberedPlan(decision["number"], text, decision["digest"])
-            self._hand_out(self._plans, self._setting.processes[1:])  # at once, for iterations may be short
+            self._hand_out(self._plans, self._rendezvous.processes[1:])  # at once, for iterations may be short
             self._take_plan(plan)
 
     def _hand_out(self, line: StoreClient, processes: Sequence[int]) -> None:
         plan = self._plan
         if plan is not None:
             for first in processes:
-                line.push(self._queue(first), plan.to_json())
+                line.push(self._rendezvous.plans(first), plan.to_json())
 
 
 FIRST, COUNT = 2, 3

@@ -31,7 +31,7 @@ from penstock.cost import CostError, Costs, Links
 from penstock.cost.links import LinkQueues
 from penstock.dispatch import Dispatch, lower
 from penstock.renamed import refuse_old
-from penstock.runtime.adapt import AdaptOptions, Vote, start_agent
+from penstock.runtime.adapt import AdaptOptions, RunSetting, Vote, start_agent
 from penstock.runtime.compatibility import allowed_adaptation, require_runnable
 from penstock.runtime.emulation.backend import EmulatedDevices, Ended
 from penstock.runtime.errors import RuntimeFailure
@@ -52,7 +52,7 @@ from penstock.runtime.mesh.peers import (
 )
 from penstock.runtime.transport.base import TransferRecord, Transport
 from penstock.runtime.transport.channel import Tags
-from penstock.runtime.transport.choose import TransportOptions
+from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from penstock.runtime.transport.link_conditions import Conditions
 from penstock.runtime.transport.wiring import num_indices
 from penstock.schedule import Op, Schedule, check
@@ -165,7 +165,7 @@ class EmulatedPipeline:
             raise CostError(f"stretched by {stretch:g}: give a stretch above 0")
         self.link_conditions, self.stretch = conditions, stretch
         self._costs = costs
-        self._choice = choice = carried.choice(adapt is not None and adapt.may_delegate)
+        self._choice = choice = TransportChoice(carried, adapt is not None and adapt.may_delegate)
         graph = lower(schedule)
         held = adapt.memory_limit if adapt is not None and memory_limit is None else memory_limit
         caps = tuple(frozen_caps(graph, memory_changes(graph, costs), held))
@@ -188,8 +188,8 @@ class EmulatedPipeline:
                 self._executor = StepExecutor(self._devices, peers.here, choice, threads=threads)
             self._agent = None
             if adapt is not None:
-                known = adapt.costs or costs
-                self._agent = start_agent(adapt, peers, self.configuration, known, choice, self._ready, stretch)
+                setting = RunSetting(self.configuration, adapt.costs or costs, choice, stretch)
+                self._agent = start_agent(adapt, peers, setting, self._ready)
                 on_failure.callback(self._agent.close)
             self._close = on_failure.pop_all()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,10 @@ class TransportOptions:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        TransportChoice(self.name, self.depth)
+        if self.name not in NAMES:
+            raise RuntimeFailure(f"transport {self.name!r}: give {', '.join(map(repr, NAMES[:-1]))} or {NAMES[-1]!r}")
+        if self.depth is not None and (not isinstance(self.depth, int) or self.depth < 1):
+            raise RuntimeFailure(f"a channel of depth {self.depth} carries nothing; give at least 1")
         if self.delegates is not None and not isinstance(self.delegates, DelegateOptions):
             raise RuntimeFailure(f"delegates is {self.delegates!r}; give ps.runtime.DelegateOptions(...)")
         if self.links is not None and not isinstance(self.links, Links):
@@ -112,40 +115,24 @@ class TransportOptions:
             return given or cls()
         return cls(given)
 
-    def choice(self, may_delegate: bool) -> TransportChoice:
-        """The transport that these options choose. `delegates`, or adapting, allows links to be delegated."""
-        has_delegates = (self.delegates is not None or may_delegate) and self.name in BASES
-        return TransportChoice(self.name, self.depth, has_delegates, self.delegates or DelegateOptions())
 
-
-@dataclass(frozen=True)
 class TransportChoice:
-    """How messages travel.
+    """The transport that options choose, and how it is made.
+
+    Args:
+        may_delegate: links may be delegated by what adapting decides, too, and not only where options say so.
 
     Attributes:
-        name: "host" (through host memory, sends never wait: shared memory if all ranks are on one host, else gloo),
-            "gloo" (the same, always over gloo), "direct" (in order, with a bounded channel per link), "delegate"
-            (every link through delegate processes) or "nccl" (from GPU to GPU).
+        name: see `TransportOptions`.
         depth: how many messages to another rank may be under way before their sender waits. None: any number.
-        has_delegates: whether single links may be delegated during the run.
-        delegates: how delegates carry messages.
-
-    Raises:
-        RuntimeFailure: another name, or an invalid depth.
+        has_delegates: whether single links may be delegated during the run. delegates: how they carry messages.
     """
 
-    name: str = "host"
-    depth: int | None = None
-    has_delegates: bool = False
-    delegates: DelegateOptions = field(default_factory=DelegateOptions)
-
-    def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            raise RuntimeFailure(f"transport {self.name!r}: give {', '.join(map(repr, NAMES[:-1]))} or {NAMES[-1]!r}")
-        if self.name == "direct" and self.depth is None:
-            object.__setattr__(self, "depth", DEPTH)
-        if self.depth is not None and (not isinstance(self.depth, int) or self.depth < 1):
-            raise RuntimeFailure(f"a channel of depth {self.depth} carries nothing; give at least 1")
+    def __init__(self, options: TransportOptions, may_delegate: bool = False) -> None:
+        self.name = options.name
+        self.depth = DEPTH if options.name == "direct" and options.depth is None else options.depth
+        self.has_delegates = (options.delegates is not None or may_delegate) and options.name in BASES
+        self.delegates = options.delegates or DelegateOptions()
 
     @property
     def shared(self) -> str:

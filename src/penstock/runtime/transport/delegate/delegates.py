@@ -91,15 +91,13 @@ class DelegateProcess:
         stack.callback(self._let_go)
         with contextlib.ExitStack() as brief:
             brief.callback(os.close, lifeline)
-            orders = DelegateOrders(
-                **{
-                    **vars(self.orders),
-                    "parent": os.getpid(),
-                    "lifeline": lifeline,
-                    "rings": shared,
-                    "commands": self._wake,
-                    "notes": self.notes_ready,
-                }
+            orders = replace(
+                self.orders,
+                parent=os.getpid(),
+                lifeline=lifeline,
+                rings=shared,
+                commands=self._wake,
+                notes=self.notes_ready,
             )
             written = orders.write()
             brief.callback(os.close, written)
