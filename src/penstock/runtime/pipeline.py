@@ -29,7 +29,7 @@ from penstock.runtime.arguments import (
 )
 from penstock.runtime.checkpoint import saving
 from penstock.runtime.checkpoint.state_transfer import hand_over
-from penstock.runtime.checkpoint.training_state import state_of
+from penstock.runtime.checkpoint.training_state import TrainingState
 from penstock.runtime.checkpoint.user_state import Stateful
 from penstock.runtime.errors import CheckpointError, DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan, require_free
@@ -617,7 +617,7 @@ class Pipeline:
         self._life.require_open()
         self._local.optimizer_state.require_whole()
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
-        state, place = state_of(self._local.optimizer_state), self._local.mesh
+        state, place = TrainingState(self._local.optimizer_state), self._local.mesh
         with place.waiting():
             return saving.save(directory, state, place, counters, meta, stateful, keep, number)
 
@@ -640,7 +640,8 @@ class Pipeline:
         the checkpoint is damaged or belongs to another model; nothing has changed then.
         """
         self._life.require_open()
-        loaded = saving.load(directory, state_of(self._local.optimizer_state), self._local.mesh, stateful, fallback)
+        state, place = TrainingState(self._local.optimizer_state), self._local.mesh
+        loaded = saving.load(directory, state, place, stateful, fallback)
         self._num_steps, self._seed = loaded.counters["num_steps"], loaded.counters["seed"]
         self._local.optimizer_state.num_updates = loaded.counters["num_updates"]
         self._local.notices.note(loaded.notices)

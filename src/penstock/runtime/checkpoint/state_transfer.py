@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.runtime.checkpoint import VERSION, CheckpointError, Kind
 from penstock.runtime.checkpoint.format import num_bytes_of
-from penstock.runtime.checkpoint.training_state import MODEL, state_of
+from penstock.runtime.checkpoint.training_state import MODEL, TrainingState
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.parameters.optimizer_state import OptimizerState
@@ -100,7 +100,7 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
         DeadlineExceeded, PeerLost: a process is late or gone.
     """
     giver.require_whole()
-    before, after = state_of(giver), state_of(taker)
+    before, after = TrainingState(giver), TrainingState(taker)
     held, meta = before.held()
     parts = peers.gather(({name: (tuple(t.shape), t.dtype) for name, t in held.items()}, meta))
     known: dict[str, Kind] = {name: kind for kinds, _ in parts for name, kind in kinds.items()}

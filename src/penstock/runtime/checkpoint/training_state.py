@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from penstock.runtime.checkpoint import (
     AS_JSON,
@@ -40,7 +39,7 @@ from penstock.runtime.checkpoint import (
 from penstock.runtime.checkpoint.user_state import StateToGive, StateTrial
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
-from penstock.runtime.parameters.scheduled_updates import GRADIENTS, ScheduledUpdates
+from penstock.runtime.parameters.scheduled_updates import GRADIENTS
 from penstock.runtime.parameters.scheduled_updates import PREFIX as ASYNCHRONOUS
 from penstock.runtime.tensors.dtensor import is_sharded, local, own_shard, whole
 from penstock.schedule.updates import OWNER
@@ -91,21 +90,12 @@ class TrainingState:
     update, and what a schedule with updates keeps besides.
 
     Args:
-        answers: whether this process is the one that writes a tensor of a stage, and what the optimizer keeps of it.
-        steps: whether it steps a parameter.
-        holder: by stage, which replica and shard this process holds.
+        trained: what training changes in this process.
     """
 
-    def __init__(
-        self,
-        model: LocalModel,
-        optimizer: Optimizer | None,
-        updating: ScheduledUpdates | None,
-        answers: Callable[[int, Tensor], bool],
-        steps: Callable[[Parameter], bool],
-        holder: Callable[[int], str],
-    ) -> None:
-        self.optimizer, self._model, self._updating, self._steps = optimizer, model, updating, steps
+    def __init__(self, trained: OptimizerState) -> None:
+        model, updating, answers = trained.model, trained.updating, trained.answers
+        self.optimizer, self._model, self._updating, self._steps = trained.optimizer, model, updating, trained.steps
         stages, ties = model.stages, model.ties
         self._tensors: list[tuple[str, Tensor]] = []
         """Stored name, with its prefix -> each parameter and buffer here that has it."""
@@ -130,7 +120,7 @@ class TrainingState:
                 if answers(index, buffer):
                     self._answers.add(name)
         self._extras = [
-            ExtraStateModule(name, f"{k}.{holder(index)}", module)
+            ExtraStateModule(name, f"{k}.{trained.holder(index)}", module)
             for (k, index), stage in sorted(model.copies.here.items())
             for name, module in stage.named_modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
@@ -469,10 +459,3 @@ def _place(name: str) -> str | None:
     if name.startswith(GRADIENTS):
         return f"{ASYNCHRONOUS}{OWNER}/{name}"
     return name if name.startswith(ASYNCHRONOUS) else None
-
-
-def state_of(trained: OptimizerState) -> TrainingState:
-    """What is saved of what training changes in this process, and loaded into it."""
-    return TrainingState(
-        trained.model, trained.optimizer, trained.updating, trained.answers, trained.steps, trained.holder
-    )

@@ -22,7 +22,6 @@ from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.gradients import begin_norm, num_bytes, scale_gradients
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.muon import mark_ends, require_whole_matrices
-from penstock.runtime.parameters.pipeline_copies import Copies
 from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
 from penstock.runtime.stage.stage import Stage
 from penstock.schedule import Schedule
@@ -174,8 +173,37 @@ class OptimizerState:
             self.updating.require_whole()
 
     def bytes_of(self, rank: int) -> dict[str, int]:
-        """What a rank here holds; see `Pipeline.state_bytes`."""
-        return bytes_of(self.model.copies, self.updating, self.optimizer, rank, self._zero)
+        """Bytes of the parameters, older versions, gradients and optimizer state of a rank here.
+
+        Versions and gradients are the most that were held in the last step; of a schedule whose updates are no ops
+        there is one version, and a gradient as large as each parameter that wants one.
+        """
+        here, updating = self.model.copies.here, self.updating
+        mine = self.model.copies.of_rank(rank)
+        parameters = [p for key in mine for p in here[key].parameters()]
+        if updating is None:
+            owned = [key for key in mine if key[0] == OWNER or not self._zero]
+            stepped: list[Tensor] = [p for key in owned for p in here[key].parameters()]
+            versions, gradients = 0, num_bytes(p for p in parameters if p.requires_grad)
+        else:
+            held = [updating.weights[key] for key in mine]
+            stepped = [*updating.replicas.owned(master for weights in held for master in weights.masters.values())]
+            counted = [weights.bytes() for weights in held]
+            versions = sum(each["versions"] for each in counted)
+            gradients = sum(each["gradients"] for each in counted)
+        state = {} if self.optimizer is None else self.optimizer.state
+        kept = [
+            value
+            for one in dict.fromkeys(stepped)
+            for value in state.get(one, {}).values()
+            if isinstance(value, Tensor)
+        ]
+        return {
+            "parameters": num_bytes(parameters),
+            "versions": versions,
+            "gradients": gradients,
+            "optimizer": num_bytes(kept),
+        }
 
     def answers(self, stage: int, tensor: Tensor) -> bool:
         """Whether this process is the one that writes a tensor of a stage."""
@@ -197,41 +225,6 @@ class OptimizerState:
     def _answers_for(self, tensor: Tensor) -> bool:
         """Whether, of the processes that hold a tensor in other replicas and shards, this one tells it."""
         return self._mesh.shard == 0 and self.replicas.answers_for(tensor)
-
-
-def bytes_of(
-    copies: Copies, updating: ScheduledUpdates | None, optimizer: Optimizer | None, rank: int, zero: bool
-) -> dict[str, int]:
-    """Bytes of a rank's parameters, older versions, gradients and optimizer state.
-
-    Versions and gradients are the most that were held in the last step; of a schedule whose updates are no ops there
-    is one version, and a gradient as large as each parameter that wants one.
-
-    Args:
-        zero: only the owner's copy of a stage has the optimizer's state.
-    """
-    mine = copies.of_rank(rank)
-    stages = [copies.here[key] for key in mine]
-    parameters = [p for stage in stages for p in stage.parameters()]
-    if updating is None:
-        stepped: list[Tensor] = [p for k, i in mine if k == OWNER or not zero for p in copies.here[k, i].parameters()]
-        versions, gradients = 0, num_bytes(p for p in parameters if p.requires_grad)
-    else:
-        held = [updating.weights[key] for key in mine]
-        stepped = [*updating.replicas.owned(master for weights in held for master in weights.masters.values())]
-        counted = [weights.bytes() for weights in held]
-        versions = sum(each["versions"] for each in counted)
-        gradients = sum(each["gradients"] for each in counted)
-    state = {} if optimizer is None else optimizer.state
-    kept = [
-        value for one in dict.fromkeys(stepped) for value in state.get(one, {}).values() if isinstance(value, Tensor)
-    ]
-    return {
-        "parameters": num_bytes(parameters),
-        "versions": versions,
-        "gradients": gradients,
-        "optimizer": num_bytes(kept),
-    }
 
 
 def gradient_bytes(stages: Mapping[int, Stage], peers: Peers, num_stages: int) -> tuple[float, ...]:
