@@ -34,14 +34,13 @@ from penstock.train.packing import ARRIVAL, MEASURED
 from penstock.train.planned_batches import BatchRecord, PlannedBatches, is_measured
 from penstock.train.planning_process import BatchProblem
 from penstock.train.progress import ProgressView
-from penstock.train.report import Report, TimingReport, timing_report
+from penstock.train.report import Report, TimingReport, UpdateReport, notices_of, timing_report, update_report
 from penstock.train.resume_checks import way_back
 from penstock.train.run_report import write_plan
 from penstock.train.settings import Settings
 from penstock.train.stop import StopRequest
 from penstock.train.tasks.task import ExportableTask, ModelQuality
 from penstock.train.training import Training
-from penstock.train.update_report import UpdateReport, notices_of, update_report
 
 PROFILED_PASSES = 5
 """Number of passes near the end whose timelines give the profile of the run."""

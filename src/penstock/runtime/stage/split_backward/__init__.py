@@ -10,8 +10,7 @@
     tape.backward_input([y], [gy])           I: gradients of inputs; keeps (x, gy) of each prepared module
     tape.backward_weight()                   W: gradients of weights from what was kept
 
-patch            which modules are prepared
-prepared_module  one of them: its node in the graph, and whether its weights wait
+prepared_module  which modules are prepared; the node of one in the graph, and whether its weights wait
 stage            what those of one stage share, how much of it waits for W, and why the rest does not
 rules            the two halves of a module's backward, by its kind
 tape             one microbatch through one stage
@@ -24,7 +23,7 @@ plain backward, as long as I and W each run in microbatch order. Weights in part
 wait too (`compiled`). For them, give the tape the report's `shared`, as the runtime does.
 """
 
-from penstock.runtime.stage.split_backward.patch import SplitReport, is_compiled, prepare, unprepare
+from penstock.runtime.stage.split_backward.prepared_module import SplitReport, is_compiled, prepare, unprepare
 from penstock.runtime.stage.split_backward.stage import DeferredShare, SplitError, SplitStage
 from penstock.runtime.stage.split_backward.tape import Tape
 
