@@ -14,7 +14,7 @@ HEAD = """
 import os, sys
 import torch
 import torch.distributed as dist
-from penstock.runtime.launch import init_process, report_failure
+from penstock.runtime.launch import init_process
 rank, num_ranks = init_process(timeout=200.0)
 assert dist.get_rank() == rank and dist.get_world_size() == num_ranks
 """
@@ -41,17 +41,11 @@ def test_all_well(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_exception(tmp_path: Path) -> None:
-    body = (
-        "if rank == 1:\n"
-        "    error = ValueError('too wide')\n"
-        "    report_failure(error, 'step 17')\n"
-        "    raise error\n"
-        "dist.recv(torch.zeros(1), 1)\n"
-    )
+    body = "if rank == 1: raise ValueError('too wide')\ndist.recv(torch.zeros(1), 1)\n"
     code, _, mine = run(tmp_path, body)
     assert code == 1
-    assert mine.count("penstock: rank 1 failed at step 17: ValueError: too wide") == 1
-    others = [line for line in mine if "failed at" not in line]
+    assert mine.count("penstock: rank 1 failed: ValueError: too wide") == 1
+    others = [line for line in mine if "failed: " not in line]
     assert set(others) <= {"penstock: rank 0 ended because rank 1 failed"}
 
 

@@ -101,7 +101,7 @@ def test_what_ranks_need_names_the_folder_that_is_full(tmp_path: Path) -> None:
 
 def test_a_report_that_could_not_be_written_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The parent would only know of an exit code."""
-    report = FailureReport.of(RuntimeFailure("why"), 1, final=True)
+    report = FailureReport.of(RuntimeFailure("why"), 1)
     FolderReportSink(str(tmp_path / "gone")).take(report)
     assert capsys.readouterr().err == "penstock: rank 1 failed: RuntimeFailure: why\n"
 

@@ -9,7 +9,6 @@ import pytest
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.launch import child
-from penstock.runtime.launch.child import report_failure
 from penstock.runtime.launch.failures import (
     FailureKind,
     FailureReport,
@@ -25,10 +24,8 @@ from penstock.runtime.launch.failures import (
 pytestmark = pytest.mark.unit
 
 
-def report(
-    rank: int, kind: FailureKind, at: float, *, final: bool = True, context: str | None = None
-) -> FailureReport:
-    return FailureReport(rank, kind, "ValueError", "what", context, ["  File x"], "all of it", at, final)
+def report(rank: int, kind: FailureKind, at: float) -> FailureReport:
+    return FailureReport(rank, kind, "ValueError", "what", ["  File x"], "all of it", at)
 
 
 def end(rank: int, code: int, at: float, said: FailureReport | None = None, asked: bool = False) -> RankExit:
@@ -42,13 +39,13 @@ def test_nothing_failed() -> None:
 def test_an_exception_before_the_losses_it_caused_even_if_they_were_noticed_first() -> None:
     ends = [
         end(0, 1, 5, report(0, FailureKind.LOST, 4)),
-        end(1, 1, 6, report(1, FailureKind.ERROR, 5, context="step 17")),
+        end(1, 1, 6, report(1, FailureKind.ERROR, 5)),
         end(2, 0, 1),
     ]
     root = root_cause(ends)
     assert root is ends[1]
     assert explain(root, ends).splitlines() == [
-        "penstock: rank 1 failed at step 17: ValueError: what",
+        "penstock: rank 1 failed: ValueError: what",
         "  File x",
         "  (PENSTOCK_TRACEBACK=1 shows the whole traceback)",
         "rank 0 ended because of it",
@@ -69,16 +66,6 @@ def test_a_kill_comes_before_the_exceptions_that_follow_it() -> None:
 def test_a_kill_by_the_parent_is_no_cause() -> None:
     ends = [end(0, -9, 9, asked=True), end(1, 1, 5, report(1, FailureKind.LATE, 5))]
     assert root_cause(ends) is ends[1]
-
-
-def test_an_exception_that_was_caught_does_not_hide_a_kill() -> None:
-    ends = [
-        end(0, -11, 9, report(0, FailureKind.ERROR, 3, final=False)),
-        end(1, 1, 9.1, report(1, FailureKind.LOST, 9.1)),
-    ]
-    root = root_cause(ends)
-    assert root is ends[0]
-    assert "rank 0 was killed by SIGSEGV" in explain(root, ends)
 
 
 def test_a_silent_exit() -> None:
@@ -124,15 +111,7 @@ def test_losses_by_their_words(error: BaseException, loss: LossKind | None) -> N
 def test_a_loss_in_the_chain_makes_an_exception_secondary() -> None:
     error = ValueError("cannot clean up")
     error.__context__ = PeerLost("rank 0 is gone")
-    assert FailureReport.of(error, 1, final=True).kind is FailureKind.LOST
-
-
-def test_the_innermost_context_counts() -> None:
-    error = RuntimeError("outer")
-    error.__cause__ = ValueError("inner")
-    report_failure(error.__cause__, "step 17")
-    report_failure(error, "the training loop")
-    assert FailureReport.of(error, 1, final=True).context == "step 17"
+    assert FailureReport.of(error, 1).kind is FailureKind.LOST
 
 
 def test_ranks_in_words() -> None:

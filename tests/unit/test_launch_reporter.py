@@ -29,6 +29,6 @@ class Unreachable:
 @pytest.mark.parametrize("error", [DeadlineExceeded("nothing came"), PeerLost("rank 0 is gone")])
 def test_a_rank_speaks_for_itself(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     store: Any = Unreachable()
-    StoreReportSink(store, patience=0.1).take(FailureReport.of(error, 1, final=True))
+    StoreReportSink(store, patience=0.1).take(FailureReport.of(error, 1))
     store.end.set()
     assert capsys.readouterr().err == f"penstock: rank 1 failed: {type(error).__name__}: {error}\n"

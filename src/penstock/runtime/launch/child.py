@@ -28,11 +28,9 @@ import torch.distributed as dist
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.launch.failures import (
-    CONTEXT,
     FailureKind,
     FailureReport,
     LossKind,
-    context_of,
     details,
     loss_of,
     one_line,
@@ -48,7 +46,6 @@ __all__ = [
     "hold",
     "init_process",
     "let_through",
-    "report_failure",
     "watch",
 ]
 
@@ -147,7 +144,7 @@ class FolderReportSink:
         self._folder = folder
 
     def take(self, report: FailureReport) -> None:
-        if not report.save(self._folder) and report.final:
+        if not report.save(self._folder):
             _print(report, details(report))
 
 
@@ -162,7 +159,7 @@ class StoreReportSink:
         self._store, self._patience = store, patience
 
     def take(self, report: FailureReport) -> None:
-        if not report.final or report.kind is FailureKind.INTERRUPT:
+        if report.kind is FailureKind.INTERRUPT:
             return
         found: list[FailureReport | None] = []
         asking = threading.Thread(target=self._look, args=(report, found), daemon=True)
@@ -207,16 +204,12 @@ class Reporter:
         self._process = os.getpid()
         atexit.register(self._leave)
 
-    def note(self, error: BaseException) -> None:
-        """Reports an exception that may still be caught."""
-        self.sink.take(FailureReport.of(error, self.rank, final=False))
-
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._process:
             sys.__excepthook__(kind, error, trace)
             return
         self.failed = True
-        self.sink.take(FailureReport.of(error, self.rank, final=True))
+        self.sink.take(FailureReport.of(error, self.rank))
         _flush()
         timer = threading.Timer(LINGER, os._exit, [1])
         timer.daemon = True
@@ -232,18 +225,6 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-
-
-def report_failure(error: BaseException, context: str | None = None) -> None:
-    """Says where an exception happened ("step 17 in F3 of stage 2") before it goes on its way.
-
-    Call it in an `except` that raises on; the innermost call counts. If the process ends by the exception, or with
-    an exit code after it, the launcher's message has it; otherwise nothing happens.
-    """
-    if context and context_of(error) is None:
-        setattr(error, CONTEXT, context)
-    if isinstance(sys.excepthook, Reporter):
-        sys.excepthook.note(error)
 
 
 def watch() -> None:

@@ -25,12 +25,10 @@ import torch
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 
 __all__ = [
-    "CONTEXT",
     "RankExit",
     "FailureKind",
     "FailureReport",
     "LossKind",
-    "context_of",
     "details",
     "exit_code",
     "explain",
@@ -81,7 +79,6 @@ def loss_of(error: BaseException) -> LossKind | None:
 
 
 FRAMES = 3
-CONTEXT = "__penstock_context__"  # the attribute of an exception that says where it happened
 NOT_THE_USERS = tuple(
     str(Path(folder)) + os.sep
     for folder in (
@@ -103,34 +100,27 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class FailureReport:
-    """An exception, in words that survive the process.
-
-    `final` once the process is ending because of it; until then the user's code may still catch it.
-    """
+    """The exception by which a process ends, in words that survive it."""
 
     rank: int
     kind: FailureKind
     type: str
     message: str
-    context: str | None
     lines: list[str]
     traceback: str
     time: float
-    final: bool
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, *, final: bool) -> FailureReport:
+    def of(cls, error: BaseException, rank: int) -> FailureReport:
         """The report of an exception; `lines` are the last frames of the user's own code."""
         return cls(
             rank=rank,
             kind=_kind(error),
             type=type(error).__name__,
             message="\n".join([str(error), *getattr(error, "__notes__", [])]).strip(),
-            context=context_of(error),
             lines=_user_lines(error),
             traceback="".join(traceback.format_exception(error)),
             time=time.time(),
-            final=final,
         )
 
     @property
@@ -174,11 +164,6 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def context_of(error: BaseException) -> str | None:
-    """Where an exception, or one it came from, was said to have happened."""
-    return next((getattr(each, CONTEXT) for each in chain(error) if hasattr(each, CONTEXT)), None)
-
-
 def _kind(error: BaseException) -> FailureKind:
     if isinstance(error, KeyboardInterrupt):
         return FailureKind.INTERRUPT
@@ -205,9 +190,8 @@ FULL = "PENSTOCK_TRACEBACK"
 
 
 def one_line(report: FailureReport) -> str:
-    """`rank 2 failed at step 17 in F3 of stage 2: ValueError: what it said`."""
-    where = f" at {report.context}" if report.context else ""
-    return f"rank {report.rank} failed{where}: {report.what}"
+    """`rank 2 failed: ValueError: what it said`."""
+    return f"rank {report.rank} failed: {report.what}"
 
 
 def details(report: FailureReport) -> list[str]:
@@ -238,23 +222,20 @@ HINTS = {
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank ended: `code` as `Popen` has it (minus the signal), and whether the parent had asked it to."""
+    """How one rank ended: `code` as `Popen` has it (minus the signal), whether the parent had asked it to, and the
+    exception by which it said that it ends.
+    """
 
     rank: int
     code: int
     time: float
     asked: bool
-    report: FailureReport | None
+    said: FailureReport | None
     held: str = ""  # what it wrote to stderr before it could report
 
     @property
     def failed(self) -> bool:
         return self.code != 0 or self.asked
-
-    @property
-    def said(self) -> FailureReport | None:
-        """The report, if the process ended by it and not by a kill on the way."""
-        return self.report if self.report and (self.report.final or self.code > 0) else None
 
     @property
     def secondary(self) -> bool:

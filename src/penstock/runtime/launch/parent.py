@@ -417,8 +417,7 @@ class RankProcesses:
         """Failed, or about to end with its last report written."""
         if each.ended():
             return each.failed()
-        report = FailureReport.load(self._reports, each.rank)
-        return report is not None and report.final
+        return FailureReport.load(self._reports, each.rank) is not None
 
     def _was_interrupt(self, end: RankExit) -> bool:
         """Whether a rank ended by the Ctrl-C that was passed on.
