@@ -13,7 +13,7 @@ folder           names of checkpoints, and renames    codec, optimizer  values a
 """
 
 from penstock.runtime.checkpoint.codec import AS_JSON, digests_of, names_by_base, pack
-from penstock.runtime.checkpoint.folder import candidates, complete, latest, set_aside, step_of
+from penstock.runtime.checkpoint.folder import candidates, complete, latest, set_aside
 from penstock.runtime.checkpoint.format import JSON, VERSION
 from penstock.runtime.checkpoint.optimizer import optimizer_tensors, stage_optimizer
 from penstock.runtime.checkpoint.reader import Kind, Reader, TensorSource, load_packed, match
@@ -42,6 +42,5 @@ __all__ = [
     "pack",
     "set_aside",
     "stage_optimizer",
-    "step_of",
     "write",
 ]

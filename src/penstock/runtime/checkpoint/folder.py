@@ -29,17 +29,10 @@ __all__ = [
     "remove",
     "set_aside",
     "step_folder",
-    "step_of",
     "temporary_folder",
 ]
 
 REMAINS = re.compile(r"\.step-\d{8,18}(\.old)?\.(writing|deleting)", re.ASCII)
-
-
-def step_of(path: Path) -> int | None:
-    """The step in a checkpoint's name; None where it has another name."""
-    found = STEP.fullmatch(path.name)
-    return None if found is None else int(found[1])
 
 
 def step_folder(directory: Path, step: int) -> Path:
