@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = ["CheckpointError", "DamagedCheckpointError"]
@@ -66,3 +67,13 @@ class DamagedCheckpointError(CheckpointError):
             offer = f'{older} before it is whole: load("{older}"), or give load(..., fallback=True)'
         super().__init__(f"{damage}; {offer}")
         self.damage, self.older = damage, older
+
+
+SHOWN = 3
+"""Names that an error lists of each kind."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few of some names, and how many more there are."""
+    first = ", ".join(names[:SHOWN])
+    return first if len(names) <= SHOWN else f"{first} and {len(names) - SHOWN} more"

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from penstock.runtime.checkpoint.codec import unpack
 from penstock.runtime.checkpoint.format import DTYPES, INDEX, JSON, STEP, Index, IndexEntry, checksum, read_regular
-from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
+from penstock.runtime.errors import CheckpointError, DamagedCheckpointError, listed
 
 __all__ = ["Kind", "Reader", "TensorSource", "load_packed", "match", "problem_of"]
 
 
 MOST_OPEN = 32
-SHOWN = 3
-"""Names that an error lists of each kind."""
 Kind = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor."""
 
@@ -211,7 +209,4 @@ def match(reader: Reader, expected: Mapping[str, Kind], *, prefix: str = "") -> 
 
 
 def _list(what: str, names: list[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{len(names)} {what}: {', '.join(names[:SHOWN])}{more}"
+    return f"{len(names)} {what}: {listed(names)}" if names else ""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import RuntimeFailure, listed
 from penstock.runtime.execute.backend import AsyncOpHandle, AwaitableOpHandle, Handler, OpTable
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.launched_ops import (
@@ -397,7 +397,7 @@ class TorchDevices:
         """Says of stages, after a step, that the split backward put little off, and why."""
         return [
             f"stage {index}: {share.share:.0%} of the work on weight gradients waits for W, the rest is done in I: "
-            + "; ".join(f"{_listed(names)}: {why}" for why, names in share.reasons.items())
+            + "; ".join(f"{listed(names)}: {why}" for why, names in share.reasons.items())
             for (_, index), runner in sorted(self.runners.items())
             if (share := runner.new_share()) is not None and share.share < LITTLE
         ]
@@ -454,8 +454,3 @@ class TorchDevices:
             return self.runners[pipelines[op.microbatch], op.stage].state()
 
         return LaunchedOps(queue, self._most_ahead, lanes, schedule.pairs, state, self._clock)
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    first = ", ".join(names[:3])
-    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import RuntimeFailure, listed
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.parameters.copy_weights import CopyWeights, TiedLeaf
 from penstock.runtime.parameters.data_parallel import Replicas
@@ -159,10 +159,9 @@ class ScheduledUpdates:
         ]
         lacking = sorted({name for part in everyone.gather(mine) for name in part})
         if lacking:
-            more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
             raise RuntimeFailure(
                 f"rule {self.rule.name!r} predicts weights that the optimizer does not have: "
-                f"{', '.join(lacking[:3])}{more}; give ps.Pipeline an optimizer over all parameters, or freeze these "
+                f"{listed(lacking)}; give ps.Pipeline an optimizer over all parameters, or freeze these "
                 "before (requires_grad_(False))"
             )
 
