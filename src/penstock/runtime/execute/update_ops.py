@@ -171,7 +171,7 @@ class UpdatingOps:
                 self._reduced[op.stage] = total
             weights.apply(update, [total], self._replicas.sharding.to_step)
             self._replicas.share_stepped(list(weights.masters.values()))
-            weights.look_ahead(self._replicas.predicted)
+            weights.look_ahead(self._replicas.sharding.predicted)
         elif self._zero:
             weights.take_over(update, [leaf for leaf in received[0].leaves if leaf is not None])
         else:

@@ -34,7 +34,6 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import GradientBucket, SumBucket, cut_into_buckets, send_values
-from penstock.runtime.parameters.copy_weights import Write
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.replica_agreement import ReplicaAgreement
 from penstock.runtime.parameters.sharding import OwnedParameters, UnshardedParameters
@@ -149,14 +148,6 @@ class Replicas:
         """Whether this is the replica that keeps, and writes, what one of them has to."""
         return self._number == 0
 
-    def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
-        """Of some parameters those that this replica steps; where it steps parts of them, these."""
-        return self.sharding.owned(parameters, self._number)
-
-    def answers_for(self, parameter: Tensor) -> bool:
-        """Whether this replica is the one that tells a tensor, and what the optimizer keeps of it."""
-        return self._number == self.sharding.teller(parameter)
-
     def unshard(self) -> None:
         """Before forwards: all parameters are whole here."""
         self.sharding.unshard()
@@ -261,18 +252,7 @@ class Replicas:
 
     def share_stepped(self, stepped: Iterable[Parameter] | None = None) -> None:
         """After an update: every replica gets what others have stepped, of all parameters where none are named."""
-        if self._peers is not None:
-            self.sharding.spread((self._wanting or []) if stepped is None else stepped, self._peers)
-
-    @property
-    def has_all_state(self) -> bool:
-        """Whether all of the optimizer's state is on this replica, of what is stepped in this process."""
-        return self._peers is None or self.sharding.has_all_state
-
-    def predicted(self, masters: Sequence[Parameter], write: Write) -> list[Tensor]:
-        """Where masters will be, whose state replicas have parts of; see `UnshardedParameters.predicted`."""
-        assert self._peers is not None, "without others all state is here"
-        return self.sharding.predicted(masters, write, self._peers)
+        self.sharding.spread((self._wanting or []) if stepped is None else stepped)
 
     def share_buffers(self) -> None:
         """Gives every replica the first one's buffers (statistics, say), which each keeps for itself in a step."""
@@ -332,7 +312,8 @@ def reductions_of(
 def replicas_of(model: LocalModel, mesh: ProcessMesh, schedule: Schedule, late: LateRing | None = None) -> Replicas:
     """What there is of other replicas. `schedule` has its REDUCE ops, `late` is injected into links between them."""
     order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
-    sharding: UnshardedParameters = model.sharded or UnshardedParameters()
-    if mesh.sharding == "zero1":
-        sharding = OwnedParameters(model.parameters, mesh.num_replicas, model.shared.followers())
+    peers = mesh.replicas if isinstance(mesh.replicas, GroupPeers) else None
+    sharding: UnshardedParameters = model.sharded or UnshardedParameters(peers)
+    if mesh.sharding == "zero1" and peers is not None:
+        sharding = OwnedParameters(peers, model.parameters, model.shared.followers())
     return Replicas(model, mesh.replicas, order, sharding, schedule.updates is not None, late)

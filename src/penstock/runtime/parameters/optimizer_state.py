@@ -73,7 +73,7 @@ class OptimizerState:
             return self.updating.make_optimizer(given, self._mesh.everyone)
         model = self.model
         stepped = model.owned() if self._zero else model.parameters
-        return optimizer_of(given, self.replicas.owned(stepped), model.stand_ins())
+        return optimizer_of(given, self.replicas.sharding.owned(stepped), model.stand_ins())
 
     def begin(self, rates: Sequence[float] | None, update: bool) -> None:
         """Starts a step. `rates` and `update` as in `Pipeline.step`.
@@ -187,7 +187,9 @@ class OptimizerState:
             versions, gradients = 0, num_bytes(p for p in parameters if p.requires_grad)
         else:
             held = [updating.weights[key] for key in mine]
-            stepped = [*updating.replicas.owned(master for weights in held for master in weights.masters.values())]
+            stepped = [
+                *updating.replicas.sharding.owned(master for weights in held for master in weights.masters.values())
+            ]
             counted = [weights.bytes() for weights in held]
             versions = sum(each["versions"] for each in counted)
             gradients = sum(each["gradients"] for each in counted)
@@ -220,11 +222,11 @@ class OptimizerState:
 
     def steps(self, parameter: Parameter) -> bool:
         """Whether this process steps a parameter."""
-        return bool(self.replicas.owned([parameter]))
+        return bool(self.replicas.sharding.owned([parameter]))
 
     def _answers_for(self, tensor: Tensor) -> bool:
         """Whether, of the processes that hold a tensor in other replicas and shards, this one tells it."""
-        return self._mesh.shard == 0 and self.replicas.answers_for(tensor)
+        return self._mesh.shard == 0 and self.replicas.sharding.tells(tensor)
 
 
 def gradient_bytes(stages: Mapping[int, Stage], peers: Peers, num_stages: int) -> tuple[float, ...]:

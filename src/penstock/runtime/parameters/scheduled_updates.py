@@ -100,7 +100,7 @@ class ScheduledUpdates:
             [name for name, _ in one.named_parameters() if ties.is_elsewhere(name)],
             leaves,
             self._needs.get((pipeline, stage)),
-            self.replicas.has_all_state,
+            self.replicas.sharding.has_all_state,
         )
 
     def needed(self, pipeline: int, stage: int, num_updates: int) -> Sequence[int]:
@@ -120,7 +120,7 @@ class ScheduledUpdates:
 
     def masters(self) -> list[Parameter]:
         """What the optimizer of this process steps."""
-        return self.replicas.owned(m for weights in self.weights.values() for m in weights.masters.values())
+        return self.replicas.sharding.owned(m for weights in self.weights.values() for m in weights.masters.values())
 
     def stand_ins(self) -> dict[int, list[Parameter]]:
         """By the id of a parameter of the model given, its masters here."""
@@ -128,7 +128,9 @@ class ScheduledUpdates:
         for key in sorted(self.weights):
             for name, parameter in self.copies.here[key].named_parameters():
                 master = self.weights[key].masters.get(name)
-                found.setdefault(id(parameter), []).extend(self.replicas.owned([] if master is None else [master]))
+                found.setdefault(id(parameter), []).extend(
+                    self.replicas.sharding.owned([] if master is None else [master])
+                )
         for given, those in self._model.stand_ins().items():  # what was cut into shards
             found.setdefault(given, []).extend(master for one in those for master in found.get(id(one), ()))
         return found
@@ -155,7 +157,7 @@ class ScheduledUpdates:
             for key, weights in self.weights.items()
             if optimizer is not None and key in self._needs
             for name, master in weights.masters.items()
-            if any(id(stepped) not in known for stepped in self.replicas.owned([master]))
+            if any(id(stepped) not in known for stepped in self.replicas.sharding.owned([master]))
         ]
         lacking = sorted({name for part in everyone.gather(mine) for name in part})
         if lacking:
@@ -199,7 +201,7 @@ class ScheduledUpdates:
         process must call it.
         """
         for key in self.copies.each():
-            self.weights[key].look_ahead(self.replicas.predicted)
+            self.weights[key].look_ahead(self.replicas.sharding.predicted)
         shared, num_pipelines = self._model.shared, self._windows.num_pipelines
         for index in self.copies.stages if self.zero else ():
             others = [(k, index) for k in range(num_pipelines) if k != OWNER]

@@ -42,11 +42,17 @@ from penstock.runtime.tensors.dtensor import is_sharded, local, memory
 class UnshardedParameters:
     """Every replica keeps all of every parameter, and steps it. The other settings say what differs.
 
+    Args:
+        peers: the replicas; None for one alone.
+
     Attributes:
         has_all_state: each replica has all of the optimizer's state.
     """
 
     has_all_state = True
+
+    def __init__(self, peers: GroupPeers | None) -> None:
+        self._replica = 0 if peers is None else peers.here[0]
 
     def unshard(self) -> None:
         """Before forwards: all parameters are whole here."""
@@ -63,28 +69,28 @@ class UnshardedParameters:
         return None
 
     def bucket(self, parameters: Sequence[Parameter], peers: GroupPeers) -> SumBucket:
-        """The sum of the gradients of parameters that go alike."""
+        """The sum over replicas of the gradients of parameters that go alike."""
         return GradientBucket(parameters, peers, None)
 
     def stands_for(self, master: Parameter, parameter: Parameter) -> None:
         """An update steps `master` in place of a parameter: it is kept as that is."""
 
-    def owned(self, parameters: Iterable[Parameter], replica: int) -> list[Parameter]:
-        """Of some parameters what a replica steps: those, or the parts that it keeps of them."""
+    def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        """Of some parameters what this replica steps: those, or the parts that it keeps of them."""
         return list(parameters)
 
-    def teller(self, parameter: Tensor) -> int:
-        """The replica that tells a tensor, and what the optimizer keeps of it."""
-        return 0
+    def tells(self, parameter: Tensor) -> bool:
+        """Whether this replica is the one that tells a tensor, and what the optimizer keeps of it."""
+        return self._replica == 0
 
     def to_step(self, masters: Sequence[Parameter], gradients: Gradients) -> tuple[Sequence[Parameter], Gradients]:
         """At an update that is an op: what the optimizer steps in the masters' place, and the gradients of that."""
         return masters, gradients
 
-    def spread(self, stepped: Iterable[Parameter], peers: GroupPeers) -> None:
+    def spread(self, stepped: Iterable[Parameter]) -> None:
         """After an update: every replica gets what the others have stepped."""
 
-    def predicted(self, masters: Sequence[Parameter], write: Write, peers: GroupPeers) -> list[Tensor]:
+    def predicted(self, masters: Sequence[Parameter], write: Write) -> list[Tensor]:
         """Of each master where it will be, on every replica. Where `has_all_state` is not set all must call it.
 
         Args:
@@ -107,11 +113,13 @@ class OwnedParameters(UnshardedParameters):
 
     def __init__(
         self,
+        peers: GroupPeers,
         parameters: Sequence[Parameter],
-        num_replicas: int,
         follow: Sequence[tuple[Parameter, Parameter]],
     ) -> None:
-        held = [0] * num_replicas
+        super().__init__(peers)
+        self._peers = peers
+        held = [0] * peers.num_ranks
         self._owner: dict[int, int] = {}
         for parameter in sorted(parameters, key=lambda p: -p.numel()):
             owner = held.index(min(held))
@@ -129,22 +137,22 @@ class OwnedParameters(UnshardedParameters):
     def stands_for(self, master: Parameter, parameter: Parameter) -> None:
         self._owner[id(master)] = self._owner[id(parameter)]
 
-    def owned(self, parameters: Iterable[Parameter], replica: int) -> list[Parameter]:
-        return [p for p in parameters if self._owner.get(id(p)) in (None, replica)]
+    def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        return [p for p in parameters if self._owner.get(id(p)) in (None, self._replica)]
 
-    def teller(self, parameter: Tensor) -> int:
-        return self._owner.get(id(parameter), 0)
+    def tells(self, parameter: Tensor) -> bool:
+        return self._owner.get(id(parameter), 0) == self._replica
 
-    def spread(self, stepped: Iterable[Parameter], peers: GroupPeers) -> None:
-        send_values(stepped, lambda p: self._owner[id(p)], peers)
+    def spread(self, stepped: Iterable[Parameter]) -> None:
+        send_values(stepped, lambda p: self._owner[id(p)], self._peers)
 
-    def predicted(self, masters: Sequence[Parameter], write: Write, peers: GroupPeers) -> list[Tensor]:
+    def predicted(self, masters: Sequence[Parameter], write: Write) -> list[Tensor]:
         found = [torch.empty_like(memory(master)) for master in masters]
         owner = {id(out): self._owner[id(master)] for out, master in zip(found, masters, strict=True)}
         for out, master in zip(found, masters, strict=True):
-            if owner[id(out)] == peers.here[0]:
+            if owner[id(out)] == self._replica:
                 write(out, master)
-        send_values(found, lambda out: owner[id(out)], peers)
+        send_values(found, lambda out: owner[id(out)], self._peers)
         return found
 
 
@@ -207,6 +215,7 @@ class ShardedParameters(UnshardedParameters):
 
     def __init__(self, stages: Mapping[int, Stage], mesh: ProcessMesh) -> None:
         assert isinstance(mesh.replicas, GroupPeers)
+        super().__init__(mesh.replicas)
         self._mesh, self._peers, self._group = mesh, mesh.replicas, mesh.replicas.group
         self._shared: dict[Any, Any] = {}
         self.of_whole: dict[int, ShardedParameter] = {}
@@ -347,7 +356,7 @@ class ShardedParameters(UnshardedParameters):
         if (one := self.of_whole.get(id(parameter))) is not None:
             self._of_master[id(master)] = one
 
-    def owned(self, parameters: Iterable[Parameter], replica: int) -> list[Parameter]:
+    def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         found = ((p, self._of_master.get(id(p))) for p in parameters)
         return [p if one is None else one.part for p, one in found]
 
@@ -356,13 +365,13 @@ class ShardedParameters(UnshardedParameters):
         rows = [g if one is None or g is None else one.rows_of(g) for one, g in zip(known, gradients, strict=True)]
         return [m if one is None else one.part for one, m in zip(known, masters, strict=True)], rows
 
-    def spread(self, stepped: Iterable[Parameter], peers: GroupPeers) -> None:
+    def spread(self, stepped: Iterable[Parameter]) -> None:
         mine = [master for master in stepped if id(master) in self._of_master]
         for bucket in cut_into_buckets(mine, lambda _: None):
             ones = [self._of_master[id(master)] for master in bucket]
             self.gather(ones, [local(one.part) for one in ones], [memory(m) for m in bucket])
 
-    def predicted(self, masters: Sequence[Parameter], write: Write, peers: GroupPeers) -> list[Tensor]:
+    def predicted(self, masters: Sequence[Parameter], write: Write) -> list[Tensor]:
         found = {id(master): torch.empty_like(memory(master)) for master in masters}
         parts: dict[int, Tensor] = {}
         for master in masters:
