@@ -140,3 +140,32 @@ def test_one_process_under_torchrun_ended_with_a_traceback(
     monkeypatch.setattr(command, "_carry_out", fails)
     assert command.run_command(["--in-process"]) == 2
     assert capsys.readouterr().err == "penstock: checkpoint x could not be written\n"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_metrics_whose_folder_is_removed_in_mid_training_were_lost_without_a_word(
+    tmp_path: Path, again: bool
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path, 0) as lines:
+        lines.write(0, {"loss": 1.5})
+        path.unlink()
+        if again:
+            path.touch()
+        with pytest.raises(RuntimeFailure, match=r"step 1 could not be written to .*metrics\.jsonl"):
+            lines.write(1, {"loss": 1.25})
+
+
+def test_a_folder_of_checkpoints_that_is_moved_away_while_one_is_saved_ends_in_an_error_for_all_ranks(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 ended with FileNotFoundError, and the others waited for it."""
+    folder, calls = tmp_path / "checkpoints", []
+
+    def barrier() -> None:
+        calls.append(None)
+        if len(calls) == 3:  # the last one, when the checkpoint has its name
+            folder.rename(tmp_path / "moved")
+
+    with pytest.raises(CheckpointError, match="could not be read: No such file or directory; see to it"):
+        write(folder, 1, {"a": torch.zeros(3)}, {}, barrier=barrier)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,12 @@ class Metrics:
         self._board = _board(tensorboard, first_step) if tensorboard is not None else None
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        with writing(Path(self._file.name), f"step {step}"):
+        path = Path(self._file.name)
+        with writing(path, f"step {step}"):
+            if not os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
+                raise FileNotFoundError(
+                    errno.ENOENT, "another file is there now, and what was written before is gone"
+                )
             self._file.write(json.dumps({"step": step, **values}) + "\n")
             self._file.flush()
         if self._board is not None:

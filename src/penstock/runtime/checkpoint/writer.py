@@ -95,7 +95,13 @@ def write(
     if failure.error:
         raise failure.error
     if rank == 0:
-        folder.prune(directory, keep, target)
+        try:
+            folder.prune(directory, keep, target)
+        except OSError as error:  # raised as an error that all ranks are told
+            raise CheckpointError(
+                f"{failure.what} was written, and then {directory} could not be read: {error.strerror or error}; "
+                "see to it that nothing else removes or moves the folder"
+            ) from error
     return target
 
 
