@@ -143,9 +143,7 @@ def test_one_process_under_torchrun_ended_with_a_traceback(
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_metrics_whose_folder_is_removed_in_mid_training_were_lost_without_a_word(
-    tmp_path: Path, again: bool
-) -> None:
+def test_metrics_that_are_removed_in_mid_training_were_lost_without_a_word(tmp_path: Path, again: bool) -> None:
     path = tmp_path / "metrics.jsonl"
     with Metrics(path, 0) as lines:
         lines.write(0, {"loss": 1.5})

@@ -32,10 +32,9 @@ class Metrics:
     def write(self, step: int, values: dict[str, float]) -> None:
         path = Path(self._file.name)
         with writing(path, f"step {step}"):
-            if not os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
-                raise FileNotFoundError(
-                    errno.ENOENT, "another file is there now, and what was written before is gone"
-                )
+            # Nobody would find a line of a file that has no name any more.
+            if not path.exists() or os.fstat(self._file.fileno()).st_nlink == 0:
+                raise FileNotFoundError(errno.ENOENT, "the file, or its folder, was removed or moved")
             self._file.write(json.dumps({"step": step, **values}) + "\n")
             self._file.flush()
         if self._board is not None:
