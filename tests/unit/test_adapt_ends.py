@@ -118,6 +118,24 @@ def test_a_reader_that_cannot_go_on_is_noticed_and_ends_the_controller() -> None
     assert "No space left on device" in said[0]
 
 
+def test_a_controller_that_still_starts_when_a_short_run_ends_gives_its_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine it was killed before it had read anything, and a run of few steps had no records."""
+    monkeypatch.setattr("penstock.runtime.adapt.coordinator.END", 0.05)
+    came: list[str] = []
+    with nothing_left():
+        job = ps.AdaptOptions().job(COSTS, START, 0, False)
+        decider = ControllerProcess(job, Sensitivity(), came.append, came.append)
+        os.kill(decider.pid, signal.SIGSTOP)
+        decider.feed(json.dumps({"record": {"iteration": 0, "number": 0, "links": {}}}))
+        goes_on = threading.Timer(0.5, os.kill, (decider.pid, signal.SIGCONT))
+        goes_on.start()
+        decider.close()
+        goes_on.join()
+    assert [json.loads(line)["record"]["iteration"] for line in came if "record" in line] == [0]
+
+
 class Garbled(InProcessStore):
     """A store from which one queue gives nonsense."""
 

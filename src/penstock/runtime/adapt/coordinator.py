@@ -380,8 +380,12 @@ class MeasuredCosts:
         return costs_of_ops({key: median(times) for key, times in self._times.items()}, self._num_stages)
 
 
-END = 2.0
-"""Seconds that the process has to end by itself."""
+END, START = 2.0, 20.0
+"""Seconds that the process has to end by itself: once a record has come back, and while it may still be starting."""
+
+
+_RECORD = '{"record"'
+"""How a line of a record begins."""
 
 
 class ControllerProcess:
@@ -402,7 +406,7 @@ class ControllerProcess:
         self, job: Job, sensitivity: Sensitivity, take: Callable[[str], None], ended: Callable[[str], None]
     ) -> None:
         self._take, self._ended = take, ended
-        self._closed = False
+        self._closed = self._has_answered = False
         path = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
         try:
             self._process = subprocess.Popen(
@@ -432,9 +436,12 @@ class ControllerProcess:
         self._write("\n".join(lines))
 
     def close(self) -> None:
-        """Ends the process, with what it was doing, and the thread that reads its words."""
+        """Ends the process, with what it was doing, and the thread that reads its words.
+
+        One that has just been started still says what the first iterations brought, however short the run.
+        """
         self._closed = True
-        late = threading.Timer(END, self._process.kill)
+        late = threading.Timer(END if self._has_answered else START, self._process.kill)
         late.start()
         with contextlib.suppress(OSError, ValueError):
             self._input.close()
@@ -457,6 +464,7 @@ class ControllerProcess:
         with self._process.stdout as lines:
             try:
                 for line in lines:
+                    self._has_answered = self._has_answered or line.startswith(_RECORD)
                     self._take(line.rstrip("\n"))
             except Exception as error:
                 # Nobody reads what it says from here on: it would stand still, and whoever feeds it, too.
