@@ -84,7 +84,7 @@ def test_every_layer_is_measured(net: Path, recompute: bool) -> None:
     assert found["layers"] == list(range(model.num_layers)) == list(range(9))
     kinds = {(layer, kind) for layer in found["layers"] for kind in (*KINDS, "update")}
     assert {tuple(key.split()) for key in found["times"]} == {
-        (str(layer), kind) for layer, kind in kinds | {(NO_LAYER, kind) for kind in KINDS}
+        (str(layer), kind) for layer, kind in kinds | {(NO_LAYER, kind) for kind in (*KINDS, "update")}
     }
     weights = [found["bytes"][str(layer)]["weight"] for layer in found["layers"]]
     assert weights == [4.0 * count for count in cut.num_parameters]

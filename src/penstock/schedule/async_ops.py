@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 
 from penstock.engine.memory import levels_at_most
 from penstock.engine.tolerance import EPSILON, is_within
@@ -32,8 +33,8 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import StageGraph
 
 __all__ = [
-    "activations_added", "joined", "launches", "memory_edges", "require_no_streams", "rows_of",
-    "walk_memory", "with_launches",
+    "activations_added", "in_executed_order", "joined", "launches", "memory_edges", "require_no_streams", "rows_of",
+    "walk_memory",
 ]  # fmt: skip
 
 
@@ -58,14 +59,20 @@ def launches(schedule: Schedule) -> Iterator[tuple[Op, Op, int]]:
                 yield before, op, rank
 
 
-def with_launches(schedule: Schedule, rows: Sequence[tuple[Op, ...]]) -> tuple[tuple[Op, ...], ...]:
-    """Rows of the ranks' own ops, in whatever order, with the schedule's asynchronous ones put in: each once what it
-    comes after in the schedule has run, and what it needs of its rank.
+def in_executed_order(schedule: Schedule, rows: Sequence[tuple[Op, ...]]) -> Schedule:
+    """The schedule with the ranks' own ops in the order in which they ran. The asynchronous ones are put in: each
+    once what it comes after in the schedule has run, and what it needs of its rank.
+
+    A dynamic run keeps to memory in the unit of its costs, in which an I can give back what `max_in_flight` counts
+    until the W. Where more were in flight than the schedule's own `max_in_flight`, the one returned has none.
     """
-    if not schedule.asynchronous:
-        return tuple(rows)
-    after = {(op, rank): before for before, op, rank in launches(schedule)}
-    return joined(schedule.graph, rows, rows_of(schedule)[schedule.num_ranks :], after)
+    order = tuple(rows)
+    if schedule.asynchronous:
+        after = {(op, rank): before for before, op, rank in launches(schedule)}
+        order = joined(schedule.graph, rows, rows_of(schedule)[schedule.num_ranks :], after)
+    ran = replace(schedule, order=order)
+    limit = ran.max_in_flight
+    return ran if limit is None or keeps_to(ran, limit) else replace(ran, max_in_flight=None)
 
 
 def joined(

@@ -15,7 +15,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -31,7 +31,7 @@ from penstock.engine.min_tree import leaves_for
 from penstock.engine.network import OpGraph
 from penstock.engine.timing import Timer
 from penstock.schedule import Schedule, ScheduleError
-from penstock.schedule.async_ops import rows_of, with_launches
+from penstock.schedule.async_ops import in_executed_order, rows_of
 from penstock.schedule.columns import Array, B, Columns, W
 from penstock.schedule.updates import OWNER
 from penstock.simulation.link_arrays import LinkArrays, depths, passed
@@ -60,14 +60,14 @@ class RunResult:
         return tuple(map(float, self.arrays["peak"][: self.order.num_ranks]))
 
     def executed(self) -> Schedule:
-        """The schedule with each rank's ops in the order in which they ran."""
+        """The schedule with each rank's ops in the order in which they ran, see `Timeline.executed`."""
         first, turn = self.order.graph.first, np.asarray(self.arrays["turn"])
         rows = []
         schedule = self.order.schedule
         for rank, row in enumerate(rows_of(schedule)[: schedule.num_ranks]):
             places = np.argsort(turn[first[rank] : first[rank + 1]], kind="stable").tolist()
             rows.append(tuple([row[place] for place in places]))
-        return replace(schedule, order=with_launches(schedule, rows))
+        return in_executed_order(schedule, rows)
 
 
 class PreparedRun:

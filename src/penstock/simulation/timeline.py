@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.dispatch import Graph
 from penstock.schedule import Op, Schedule, picture
-from penstock.schedule.async_ops import keeps_to, with_launches
+from penstock.schedule.async_ops import in_executed_order
 
 T = TypeVar("T")
 
@@ -217,9 +217,7 @@ class Timeline:
         schedule's own `max_in_flight`, the schedule returned has none.
         """
         rows = tuple(tuple(t.op for t in row) for row in self.rows)
-        ran = replace(self.schedule, order=with_launches(self.schedule, rows))
-        limit = ran.max_in_flight
-        return ran if limit is None or keeps_to(ran, limit) else replace(ran, max_in_flight=None)
+        return in_executed_order(self.schedule, rows)
 
 
 def timeline_of(

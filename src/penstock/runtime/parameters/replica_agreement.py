@@ -20,8 +20,9 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
 
 _PLAIN = (int, float, str, type(None))
-_PLACES = "params", "param_names"
-"""Of an optimizer's group, what replicas that divide its state have parts of."""
+_OWN = "params", "param_names", "foreach", "fused", "capturable"
+"""Of an optimizer's group, what may differ: replicas have parts of what they divide, and step what they hold by other
+kernels."""
 
 State = tuple[tuple[tuple[object, ...], ...], tuple[tuple[tuple[str, object], ...], ...]]
 
@@ -93,7 +94,7 @@ class ReplicaAgreement:
         for name, value in sorted(group.items()):
             one = value.item() if isinstance(value, Tensor) and value.numel() == 1 and not value.is_cuda else value
             parts = one if isinstance(one, tuple | list) else (one,)
-            if name not in _PLACES and all(isinstance(part, _PLAIN) for part in parts):
+            if name not in _OWN and all(isinstance(part, _PLAIN) for part in parts):
                 found.append((name, one))
         parameters = group["params"]
         if self._whole and isinstance(parameters, list):
