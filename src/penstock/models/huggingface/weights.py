@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -71,8 +71,7 @@ class RandomSource:
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             torch.manual_seed(generator_of(self._seed, path).initial_seed())
-            for each in _deepest_first(module):
-                self._shapes._init_weights(each)
+            _draw(self._shapes, path, module, {name for name, _ in module.named_parameters()})
         return module.to(self._dtype)
 
     def fill(self, buffers: Sequence[str]) -> None:
@@ -99,8 +98,7 @@ class FolderSource:
         made = {name for name in stored if self._is_never_saved(f"{path}.{name}")}
         with torch.no_grad():
             if made:
-                for each in _deepest_first(module):
-                    self._shapes._init_weights(each)
+                _draw(self._shapes, path, module, made)
             for name, tensor in stored.items():
                 if name not in made:
                     read = self._read(f"{path}.{name}", tensor)
@@ -324,10 +322,32 @@ def _with_storage(shape: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module
 
 
-def _deepest_first(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from _deepest_first(child)
-    yield module
+def _draw(shapes: Any, path: str, module: nn.Module, names: Collection[str]) -> None:
+    """Fills the weights of a copy of the module at `path`, each as the model does that it belongs to: a tower has its
+    own rules. Raises DecoderError where one of the parameters of these names is left as it was.
+    """
+    from transformers import PreTrainedModel
+
+    owner = shapes
+    for name in path.split("."):
+        shapes = getattr(shapes, name)
+        owner = shapes if isinstance(shapes, PreTrainedModel) else owner
+    known = {name: p for name, p in module.named_parameters() if name in names and p.is_floating_point()}
+    for parameter in known.values():
+        parameter.fill_(math.nan)
+
+    def fill(module: nn.Module, owner: Any) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        for child in module.children():
+            fill(child, owner)
+        owner._init_weights(module)
+
+    fill(module, owner)
+    if left := next((name for name, p in known.items() if p.isnan().any()), None):
+        raise DecoderError(
+            f"the transformers installed here draws no weight {path}.{left}, so the model can't be made from its "
+            "configuration alone; save it with save_pretrained and give the folder, or give the model itself"
+        )
 
 
 class _LargeOnMeta(TorchFunctionMode):
