@@ -258,12 +258,12 @@ def test_tune() -> None:
     assert f"were {span} off in the median, and single rounds up to {worst}" in guide
     assert f"are off by {span} in the median" in bench
     assert f"predictions are off by up to {worst}" in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert sum(off <= 0.1 for off in offs) == 4, "what the page says of the aim"
+    assert max(offs) <= 0.1, "what the page says of the aim"
     by = {(row["schedule"], row["pp"], row["dp"]): row for row in rows}
     plain = by["1f1b", 2, 1]
     for name in ("interleaved-1f1b", "chimera"):
         assert by[name, 2, 1]["predicted_ms"] < plain["predicted_ms"], "the tuner ranks it above 1f1b"
-        assert by[name, 2, 1]["measured_ms"] > plain["measured_ms"], "the clock does not"
+        assert by[name, 2, 1]["measured_ms"] < plain["measured_ms"], "and so does the clock"
     most = max(abs(row["predicted_bytes"] / row["measured_bytes"] - 1) for row in rows)
     assert f"Memory is within {math.ceil(100 * most)}%" in readme
 
