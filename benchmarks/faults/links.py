@@ -98,6 +98,7 @@ def rank_main(job: LinkJob) -> int:
     import torch
     import torch.distributed as dist
 
+    from penstock.bench.faults_rank import wait_for
     from penstock.runtime.launch import init_process
     from penstock.runtime.mesh.interfaces import names_of
 
@@ -111,7 +112,7 @@ def rank_main(job: LinkJob) -> int:
     rank, _ = init_process(TIMEOUT)
     reference: Any = None
     for run in range(job.num_runs):
-        wait_for(job.go(run))
+        wait_for(job.go(run), PATIENCE)
         told, state = train(job, run, rank)
         if reference is None:
             reference = state
@@ -119,18 +120,9 @@ def rank_main(job: LinkJob) -> int:
             torch.equal(state[name], reference[name]) for name in state
         )
         say(told)
-    wait_for(job.go(job.num_runs))
+    wait_for(job.go(job.num_runs), PATIENCE)
     dist.destroy_process_group()
     return 0
-
-
-def wait_for(path: Path) -> None:
-    """Returns once a file is there; ends the process where it does not come."""
-    end = time.monotonic() + PATIENCE
-    while not path.exists():
-        if time.monotonic() > end:
-            raise SystemExit(f"{path.name} did not come")
-        time.sleep(0.01)
 
 
 def train(job: LinkJob, run: int, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -139,6 +131,7 @@ def train(job: LinkJob, run: int, rank: int) -> tuple[dict[str, Any], dict[str, 
     from torch import nn
 
     import penstock as ps
+    from penstock.bench.faults_rank import wait_for
 
     torch.manual_seed(1)
     stages: list[nn.Module] = [
@@ -163,7 +156,7 @@ def train(job: LinkJob, run: int, rank: int) -> tuple[dict[str, Any], dict[str, 
     ) as pipe:
         for step in range(NUM_STEPS):
             if step == NUM_STEPS - 1:
-                wait_for(job.cut(run))
+                wait_for(job.cut(run), PATIENCE)
             begin = time.perf_counter_ns()
             losses.append(pipe.step(inputs, targets).losses)
             steps.append([begin, time.perf_counter_ns()])

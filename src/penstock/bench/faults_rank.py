@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     targets = inputs.sum(1, keepdim=True)
     reference: dict[str, Tensor] | None = None
     for run in range(job.num_runs):
-        _wait_for(job.go(run))
+        wait_for(job.go(run))
         told, state = train(job, run, rank, inputs, targets)
         if reference is None:
             reference = state
@@ -97,7 +97,7 @@ def train(
     try:
         for step in range(job.num_steps):
             if step == job.num_steps - 1:
-                _wait_for(job.begun(run))
+                wait_for(job.begun(run))
             begin = time.perf_counter_ns()
             losses.append(pipe.step(inputs, targets).loss.item())
             steps.append([begin, time.perf_counter_ns()])
@@ -123,11 +123,12 @@ def say(what: dict[str, Any]) -> None:
     print(json.dumps(what), flush=True)
 
 
-def _wait_for(path: Path) -> None:
-    end = time.monotonic() + WAIT
+def wait_for(path: Path, seconds: float = WAIT) -> None:
+    """Returns once a file is there; ends the process where it does not come."""
+    end = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > end:
-            raise SystemExit(f"{path.name} did not come within {WAIT:g} s")
+            raise SystemExit(f"{path.name} did not come within {seconds:g} s")
         time.sleep(0.01)
 
 

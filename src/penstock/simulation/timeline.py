@@ -212,9 +212,8 @@ class Timeline:
     def executed(self) -> Schedule:
         """The schedule with each rank's ops in the order in which they ran.
 
-        Asynchronous ops stand where the rank came to them. A dynamic run keeps to memory in the unit of its costs, in
-        which an I can give back what `max_in_flight` counts until the W. Where more were in flight than the
-        schedule's own `max_in_flight`, the schedule returned has none.
+        Asynchronous ops stand where the rank came to them. Where a dynamic run had more in flight than the schedule's
+        own `max_in_flight`, the schedule returned has none: such a run keeps to memory in the unit of its costs.
         """
         rows = tuple(tuple(t.op for t in row) for row in self.rows)
         return in_executed_order(self.schedule, rows)

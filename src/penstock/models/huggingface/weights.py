@@ -323,15 +323,15 @@ def _with_storage(shape: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _draw(shapes: Any, path: str, module: nn.Module, names: Collection[str]) -> None:
-    """Fills the weights of a copy of the module at `path`, each as the model does that it belongs to: a tower has its
-    own rules. Raises DecoderError where one of the parameters of these names is left as it was.
+    """Fills the weights of a copy of the module at `path`. The innermost model around a weight says how it is drawn,
+    as a tower has its own rules. Raises DecoderError where a parameter of one of these names is not drawn.
     """
     from transformers import PreTrainedModel
 
-    owner = shapes
+    owner = around = shapes
     for name in path.split("."):
-        shapes = getattr(shapes, name)
-        owner = shapes if isinstance(shapes, PreTrainedModel) else owner
+        around = getattr(around, name)
+        owner = around if isinstance(around, PreTrainedModel) else owner
     known = {name: p for name, p in module.named_parameters() if name in names and p.is_floating_point()}
     for parameter in known.values():
         parameter.fill_(math.nan)
