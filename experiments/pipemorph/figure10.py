@@ -57,7 +57,7 @@ from experiments.pipemorph.gpu import (
 from experiments.pipemorph.spans import copies, drawn, inside, profiled, tracks
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart
 from penstock.runtime.execute.launched_ops import AHEAD
-from penstock.runtime.transport.delegate.memory import SharedMemory
+from penstock.runtime.transport.mapped_memory import MappedMemory
 
 LIMIT = 110.0
 """Seconds that the two processes may take."""
@@ -153,7 +153,7 @@ def _copies(protocol: Protocol10, device: torch.device) -> Iterator[Row]:
     for mb in protocol.sizes:
         size = round(mb * MB)
         there = torch.ones(size, dtype=torch.uint8, device=device)
-        memories = {kind: SharedMemory(size) for kind in KINDS}
+        memories = {kind: MappedMemory.make("penstock-messages", size) for kind in KINDS}
         if device.type == "cuda":
             memories["pinned"].pin()
         found: dict[tuple[str, str], list[float]] = {}

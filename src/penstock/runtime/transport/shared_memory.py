@@ -22,11 +22,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from mmap import MADV_REMOVE, MAP_SHARED, PAGESIZE, mmap
+from mmap import MADV_REMOVE, PAGESIZE
 from time import perf_counter_ns
 from typing import Any, NamedTuple
-
-import torch
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.interfaces import network_name
@@ -34,6 +32,7 @@ from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import CrossingLog, StepMessages, TransferRecord
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
+from penstock.runtime.transport.mapped_memory import MappedMemory
 from penstock.runtime.transport.shared_sums import LOOK, SUM_WORDS, SharedSums
 from penstock.runtime.transport.wire_format import ALIGN, Packet, WireSpec
 
@@ -85,13 +84,12 @@ class MemoryAddress(NamedTuple):
     nonce: int
 
 
-class PeerMemory:
+class PeerMemory(MappedMemory):
     """One rank's memory, as its own process or another one maps it."""
 
     def __init__(self, descriptor: int, span: int) -> None:
-        self.map = mmap(descriptor, span, flags=MAP_SHARED)
+        super().__init__(descriptor, span)
         self.words = memoryview(self.map).cast("q")
-        self._bytes = torch.frombuffer(self.map, dtype=torch.uint8)
 
     def numbers(self, start: int, size: int) -> memoryview[float]:
         """Some of its words, as floating-point numbers."""
@@ -104,14 +102,11 @@ class PeerMemory:
 
     def packet(self, offset: int, spec: WireSpec) -> Packet:
         """A slot, laid out for payloads of a spec."""
-        return Packet(spec, self._bytes.narrow(0, offset, spec.num_bytes))
+        return Packet(spec, self.part(offset, spec.num_bytes))
 
     def close(self) -> None:
-        """Lets go of it; what tensors still look at stays mapped for them."""
         self.words.release()
-        del self._bytes
-        with suppress(BufferError):
-            self.map.close()
+        super().close()
 
 
 class MemorySlot:
@@ -592,16 +587,13 @@ class OwnMemory:
         self.first_slot = -(-(_HEAD + num_ranks * _RING_WORDS + SUM_WORDS) * _WORD // PAGESIZE) * PAGESIZE
         self.span = self.first_slot + (span or 2 * os.sysconf("SC_PHYS_PAGES") * PAGESIZE)
         self._sleeper = select.epoll()
-        self._descriptors = [os.memfd_create("penstock-shared")]
+        self.memory = PeerMemory.make("penstock-shared", self.span)
         try:
-            os.ftruncate(self._descriptors[0], self.span)
-            self.memory = PeerMemory(self._descriptors[0], self.span)
             self.pipe, self.wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             self._sleeper.register(self.pipe, select.EPOLLIN)
         except BaseException:
-            os.close(self._descriptors[0])
+            self.memory.close()
             raise
-        self._descriptors += [self.pipe, self.wake]
         self._nonce = int.from_bytes(os.urandom(7))
         self.memory.words[_NONCE] = self._nonce
         self.asleep = self.memory.words[_ASLEEP : _ASLEEP + 1]
@@ -609,7 +601,7 @@ class OwnMemory:
     @property
     def address(self) -> MemoryAddress:
         host = f"{network_name()}/{os.stat('/proc/self/ns/pid').st_ino}"
-        return MemoryAddress(host, os.getpid(), self._descriptors[0], self.wake, self.span, self._nonce)
+        return MemoryAddress(host, os.getpid(), self.memory.descriptor, self.wake, self.span, self._nonce)
 
     def watch(self, process: int) -> None:
         """Lets the end of a process, given as a descriptor, end a sleep."""
@@ -633,7 +625,7 @@ class OwnMemory:
         self.asleep.release()
         self.memory.close()
         self._sleeper.close()
-        for descriptor in self._descriptors:
+        for descriptor in (self.pipe, self.wake):
             os.close(descriptor)
 
 

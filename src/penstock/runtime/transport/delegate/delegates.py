@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from mmap import MAP_SHARED, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +40,7 @@ from penstock.runtime.transport.delegate.carrier.ring import (
     DescriptorKind,
     DescriptorRing,
 )
-from penstock.runtime.transport.delegate.memory import SharedMemory
+from penstock.runtime.transport.mapped_memory import MappedMemory
 
 _CODE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from carrier.main import main; main()"
 STOP_GRACE = 2.0
@@ -74,11 +73,9 @@ class DelegateProcess:
             raise cannot(error) from None
 
     def _begin(self, stack: contextlib.ExitStack) -> None:
-        shared = os.memfd_create("penstock-rings")
-        stack.callback(os.close, shared)
-        os.ftruncate(shared, 2 * RING_BYTES)
-        memory = mmap(shared, 2 * RING_BYTES, flags=MAP_SHARED)
-        self._commands, self._notes = DescriptorRing(memory, 0), DescriptorRing(memory, RING_BYTES)
+        shared = MappedMemory.make("penstock-rings", 2 * RING_BYTES)
+        stack.callback(shared.close)
+        self._commands, self._notes = DescriptorRing(shared.map, 0), DescriptorRing(shared.map, RING_BYTES)
         for ring in (self._commands, self._notes):
             stack.callback(ring.close)
         flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
@@ -95,13 +92,13 @@ class DelegateProcess:
                 self.orders,
                 parent=os.getpid(),
                 lifeline=lifeline,
-                rings=shared,
+                rings=shared.descriptor,
                 commands=self._wake,
                 notes=self.notes_ready,
             )
             written = orders.write()
             brief.callback(os.close, written)
-            passed = [written, lifeline, shared, self._wake, self.notes_ready, orders.memory, *orders.listeners]
+            passed = [written, lifeline, orders.rings, self._wake, self.notes_ready, orders.memory, *orders.listeners]
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _CODE, str(written)],
                 pass_fds=passed,
@@ -363,7 +360,7 @@ class Delegates:
         self.rank, self.host_memory = rank, host_memory
         self._stack = contextlib.ExitStack()
         self._delegates: dict[DelegateKey, DelegateProcess] = {}
-        self._memories: dict[DelegateKey, SharedMemory] = {}
+        self._memories: dict[DelegateKey, MappedMemory] = {}
         self._deaths: dict[int, DelegateKey] = {}  # by process descriptor
         self._waiting: dict[int, DelegateKey] = {}
         """By descriptor: listeners of receiving delegates that are not started."""
@@ -430,7 +427,7 @@ class Delegates:
             self._register(key, delegate)
         return delegate
 
-    def memory(self, key: DelegateKey) -> SharedMemory:
+    def memory(self, key: DelegateKey) -> MappedMemory:
         """Where a delegate's messages lie."""
         return self.out_memory if key.outgoing else self._memories[key]
 
@@ -470,8 +467,8 @@ class Delegates:
             listeners=listeners,
         )
 
-    def _memory(self, span: int) -> SharedMemory:
-        memory = SharedMemory(span)
+    def _memory(self, span: int) -> MappedMemory:
+        memory = MappedMemory.make("penstock-messages", span)
         self._stack.callback(memory.close)
         if self._pinned:
             memory.pin()

@@ -206,7 +206,7 @@ class DelegateTransport:
                 return False
         lane, (offset, capacity) = found
         memory = self._delegates.out_memory
-        memory.write(offset, spec_bytes)
+        memory.map[offset : offset + len(spec_bytes)] = spec_bytes
         packet = SlotPacket(spec, memory.part(offset + spec_room(len(spec_bytes)), spec.num_bytes))
         tag = self._tags.message(edge)
         message = Descriptor(
@@ -300,7 +300,8 @@ class DelegateTransport:
             held = self._inbox.take(edge)
             note = held.note
             memory = self._delegates.memory(held.key)
-            spec = self._specs.read(memory.read(note.offset, note.spec_bytes), note.payload_bytes)
+            spec_bytes = memory.map[note.offset : note.offset + note.spec_bytes]
+            spec = self._specs.read(spec_bytes, note.payload_bytes)
             start = note.offset + spec_room(note.spec_bytes)
             returned = self._inbox.lend(held) if self._copying.lends else None
             if returned is not None:
