@@ -23,7 +23,7 @@ from penstock.planning.threads import num_cores
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch.child import LaunchEnvironment, held_path, held_text
 from penstock.runtime.launch.failures import FailureKind, FailureReport, RankExit, exit_code, explain, root_cause
-from penstock.runtime.launch.waiting_server import WaitingServer
+from penstock.runtime.launch.fork_server import WaitingServer
 from penstock.runtime.mesh import interfaces
 from penstock.runtime.mesh.interfaces import LOOPBACK
 
