@@ -13,12 +13,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from queue import SimpleQueue
+from functools import partial
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
 from penstock.runtime.errors import DeadlineExceeded, RuntimeFailure
-from penstock.runtime.execute.launched_ops import LaunchedOps
+from penstock.runtime.execute.launched_ops import (
+    LaunchedOps,
+    WaitingThread,
+    is_handle,
+    is_handle_done,
+    wait_for_handle,
+)
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.wiring import WiredOp
 from penstock.schedule import Op
@@ -79,9 +85,9 @@ class WatchedStream:
     def __init__(self, start: Start, wake: Callable[[], None]) -> None:
         self._num_open = 0
         self._start, self._wake = start, wake
-        self._waiting: SimpleQueue[tuple[int, AsyncOpHandle] | None] = SimpleQueue()
         self._ended: deque[EndedOp | BaseException] = deque()
-        self._thread: threading.Thread | None = None
+        self._thread = WaitingThread("penstock-stream")
+        self._has_failed = False
 
     @property
     def num_open(self) -> int:
@@ -90,10 +96,7 @@ class WatchedStream:
     def start(self, number: int, op: Op, received: Sequence[Payload]) -> None:
         started = self._start(op, received)
         self._num_open += 1
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="penstock-stream", daemon=True)
-            self._thread.start()
-        self._waiting.put((number, started))
+        self._thread.put(partial(self._wait, number, started))
 
     def ended(self) -> list[EndedOp]:
         found: list[EndedOp] = []
@@ -110,18 +113,18 @@ class WatchedStream:
 
     def close(self) -> None:
         """Lets the thread end once what it waits for has."""
-        self._waiting.put(None)
+        self._thread.close()
 
-    def _work(self) -> None:
-        while (waiting := self._waiting.get()) is not None:
-            number, started = waiting
-            try:
-                self._ended.append(EndedOp(number, *started.wait()))
-            except BaseException as error:
-                self._ended.append(error)
-                return
-            finally:
-                self._wake()
+    def _wait(self, number: int, started: AsyncOpHandle) -> None:
+        if self._has_failed:
+            return  # and the rank ends with that
+        try:
+            self._ended.append(EndedOp(number, *started.wait()))
+        except BaseException as error:
+            self._has_failed = True
+            self._ended.append(error)
+        finally:
+            self._wake()
 
 
 class SharedThreadStream:
@@ -172,27 +175,21 @@ class AwaitableOpHandle:
     def wait(self) -> tuple[int, int]:
         with self._lock:  # the ranks that run it together all wait for it
             if self._times is None:
-                if self._handle is not None and not any(hasattr(self._handle, name) for name in ("wait", "result")):
+                if not is_handle(self._handle):
                     raise RuntimeFailure(
                         f"the function of {self._op}, which is asynchronous, returned {type(self._handle).__name__}; "
                         "return what to wait for, with wait() or result(), or None"
                     )
-                if self._handle is not None:
-                    try:
-                        (self._handle.wait if hasattr(self._handle, "wait") else self._handle.result)()
-                    except Exception as error:
-                        error.add_note(f"at the end of {self._op}, which is asynchronous")
-                        raise
+                try:
+                    wait_for_handle(self._handle)
+                except Exception as error:
+                    error.add_note(f"at the end of {self._op}, which is asynchronous")
+                    raise
                 self._times = self._start, perf_counter_ns()
             return self._times
 
     def done(self) -> bool:
-        if self._times is not None or self._handle is None:
-            return True
-        for name in ("is_completed", "done"):
-            if hasattr(self._handle, name):
-                return bool(getattr(self._handle, name)())
-        return False
+        return self._times is not None or is_handle_done(self._handle)
 
     def wait_alone(self) -> None:
         failed: list[BaseException] = []

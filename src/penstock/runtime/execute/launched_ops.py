@@ -95,36 +95,53 @@ class DeviceQueue(Protocol):
         """Ends that thread."""
 
 
+class WaitingThread:
+    """A thread that waits for one thing after the other. It starts with the first."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._waits: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, wait: Callable[[], None]) -> None:
+        """Has it call `wait`, which raises nothing, behind all that it was given before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_wait_for_all, args=(self._waits,), name=self._name, daemon=True)
+            self._thread.start()
+        self._waits.put(wait)
+
+    def close(self) -> None:
+        """Lets it end once what it waits for has come."""
+        self._waits.put(None)
+
+
+def _wait_for_all(waits: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (wait := waits.get()) is not None:
+        wait()
+
+
 class WatchedMarks:
-    """A thread that waits for one mark after the other."""
+    """Marks that a thread waits for, one after the other."""
 
     def __init__(self) -> None:
-        self._waiting: SimpleQueue[tuple[DeviceMark, Callable[[], None]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = WaitingThread("penstock-marks")
 
     def watch(self, mark: DeviceMark, then: Callable[[], None]) -> None:
         """See `DeviceQueue`."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_wait_for_all, args=(self._waiting,), name="penstock-marks", daemon=True
-            )
-            self._thread.start()
-        self._waiting.put((mark, then))
+
+        def wait() -> None:
+            try:
+                mark.synchronize()
+            except RuntimeError:
+                pass  # an op failed on the device: the rank, once woken, finds out by asking
+            finally:
+                then()
+
+        self._thread.put(wait)
 
     def close(self) -> None:
-        """Lets the thread end once what it waits for has come."""
-        self._waiting.put(None)
-
-
-def _wait_for_all(waiting: SimpleQueue[tuple[DeviceMark, Callable[[], None]] | None]) -> None:
-    while (item := waiting.get()) is not None:
-        mark, then = item
-        try:
-            mark.synchronize()
-        except RuntimeError:
-            pass  # an op failed on the device: the rank, once woken, finds out by asking
-        finally:
-            then()
+        """See `DeviceQueue`."""
+        self._thread.close()
 
 
 class CudaQueue(WatchedMarks):
@@ -449,12 +466,26 @@ class DeviceOpHandle:
     def wait(self) -> None:
         with self._queue.waiting():
             if self._handle is not None:
-                (self._handle.wait if hasattr(self._handle, "wait") else self._handle.result)()
+                wait_for_handle(self._handle)
                 self._queue.mark().synchronize()
         self._given.synchronize()
 
     def done(self) -> bool:
-        for name in ("is_completed", "done"):
-            if hasattr(self._handle, name):
-                return bool(getattr(self._handle, name)()) and self._given.query()
-        return self._handle is None and self._given.query()
+        return is_handle_done(self._handle) and self._given.query()
+
+
+def is_handle(value: Any) -> bool:
+    """Whether what a function returned can be waited for: a torch.distributed work, a future; or None."""
+    return value is None or hasattr(value, "wait") or hasattr(value, "result")
+
+
+def wait_for_handle(handle: Any) -> None:
+    """Waits for what `is_handle` takes, unless it is None."""
+    if handle is not None:
+        (handle.wait if hasattr(handle, "wait") else handle.result)()
+
+
+def is_handle_done(handle: Any) -> bool:
+    """Whether it has ended, as far as that can be told without waiting."""
+    ask = next((getattr(handle, name) for name in ("is_completed", "done") if hasattr(handle, name)), None)
+    return handle is None if ask is None else bool(ask())
