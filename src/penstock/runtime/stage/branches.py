@@ -21,7 +21,6 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.autograd import added
 from penstock.runtime.tensors.aliases import has_views, inner, num_graded, side_by_side
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.tensors.pytree import Skeleton
 from penstock.schedule import Op, Schedule, StageGraph
 from penstock.schedule.op import BACKWARD
 
@@ -186,16 +185,5 @@ def _cut(payload: Payload, parts: int, place: int) -> Payload:
 def _tuple(parts: Sequence[Payload]) -> Payload:
     """Payloads side by side, as a tuple of their values."""
     leaves = [leaf for part in parts for leaf in part.leaves]
-    skeleton = side_by_side([part.skeleton for part in parts], [len(part.leaves) for part in parts], _shifted)
+    skeleton = side_by_side([part.skeleton for part in parts], [len(part.leaves) for part in parts])
     return Payload(leaves, skeleton, [needed for part in parts for needed in part.needs_grad])
-
-
-def _shifted(skeleton: Skeleton, by: int) -> Skeleton:
-    if isinstance(skeleton, int):
-        return skeleton + by
-    kind, inside = skeleton
-    if kind == "const":
-        return skeleton
-    if kind == "dict":
-        return [kind, [[key, _shifted(each, by)] for key, each in inside]]
-    return [kind, [_shifted(each, by) for each in inside]]

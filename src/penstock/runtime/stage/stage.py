@@ -6,13 +6,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.tensors.pytree import flatten
+from penstock.runtime.tensors.pytree import device_of
 from penstock.runtime.tensors.rng import mix, seed_generators
 
 GATHERS = (
@@ -80,7 +79,7 @@ class Stage(nn.Module):
 
     def forward(self, value: Any, seed: int | None = None) -> Any:
         """Runs the layers. With `seed` (of this step and microbatch) their random draws are repeatable."""
-        device = None if seed is None else _device_of(value)
+        device = None if seed is None else device_of(value)
         for index, layer in zip(self._indices, self._layers, strict=True):
             if seed is not None and device is not None:
                 seed_generators(mix(seed, index), device)
@@ -130,11 +129,6 @@ def holder_of(root: nn.Module, path: str) -> tuple[nn.Module, str]:
             root.add_module(folder, nn.Module())
         root = root.get_submodule(folder)
     return root, last
-
-
-def _device_of(value: Any) -> torch.device:
-    leaves, _ = flatten(value)
-    return leaves[0].device if leaves else torch.device("cpu")
 
 
 def with_one_argument(layer: nn.Module, value: Any) -> Any:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.tensors.pytree import DTYPES, Skeleton
+from penstock.runtime.tensors.pytree import DTYPES, Skeleton, shifted
 
 SHARED, GRADED, RENEWED = "shared", "graded", "renewed"
 WHOLE = -1
@@ -192,13 +192,8 @@ def _leaf_of(ref: int, skeleton: Skeleton) -> int:
     return ref
 
 
-def side_by_side(skeletons: Sequence[Skeleton], sizes: Sequence[int], shifted: Any) -> Skeleton:
-    """One skeleton for a tuple of payloads.
-
-    Args:
-        sizes: how many leaves each has.
-        shifted: `(skeleton, by)`, an inner skeleton with other numbers of values.
-    """
+def side_by_side(skeletons: Sequence[Skeleton], sizes: Sequence[int]) -> Skeleton:
+    """One skeleton for a tuple of payloads; `sizes`: how many leaves each has."""
     insides: list[Skeleton] = []
     refs: list[int] = []
     views: list[Any] = []

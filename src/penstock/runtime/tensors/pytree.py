@@ -71,6 +71,34 @@ def unflatten(leaves: list[Tensor], skeleton: Skeleton) -> Any:
     return tuple(items) if kind == "tuple" else _named_tuple(kind)._make(items)
 
 
+def num_leaves(skeleton: Skeleton) -> int:
+    """How many tensors a value of this form has."""
+    if isinstance(skeleton, int):
+        return skeleton + 1
+    kind, inside = skeleton
+    if kind == "const":
+        return 0
+    return max((num_leaves(each[1] if kind == "dict" else each) for each in inside), default=0)
+
+
+def shifted(skeleton: Skeleton, by: int) -> Skeleton:
+    """The same form with other numbers of its tensors, for one that stands behind `by` others."""
+    if isinstance(skeleton, int):
+        return skeleton + by
+    kind, inside = skeleton
+    if kind == "const":
+        return skeleton
+    if kind == "dict":
+        return [kind, [[key, shifted(each, by)] for key, each in inside]]
+    return [kind, [shifted(each, by) for each in inside]]
+
+
+def device_of(value: Any) -> torch.device:
+    """The device of the first tensor in a value; the CPU where there is none."""
+    leaves, _ = flatten(value)
+    return leaves[0].device if leaves else torch.device("cpu")
+
+
 def _kind_of(of: type[tuple[Any, ...]]) -> str:
     """ "tuple", or of a named tuple: "tuple MODULE NAME FIELD FIELD ..."."""
     fields = getattr(of, "_fields", None)

@@ -19,14 +19,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.cost.cut import PartitionError, partition
 from penstock.renamed import refuse_old
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.stage.partitioning.layers import opened_modules
+from penstock.runtime.stage.partitioning.layers import HOOKS, opened_modules
 from penstock.runtime.stage.partitioning.program import LayerCall, ModelTracer, TracedProgram, closed_paths, untouched
 from penstock.runtime.stage.partitioning.recorder import attribute_line
 from penstock.runtime.stage.partitioning.source_line import Untraceable
 from penstock.runtime.stage.partitioning.traced_stage import TracedStage
 from penstock.runtime.stage.split_backward import is_compiled
 from penstock.runtime.stage.stage import GATHERS, Stage, StageSource, require_stage, with_arguments, with_one_argument
-from penstock.runtime.tensors.pytree import flatten
+from penstock.runtime.tensors.pytree import device_of, flatten
 from penstock.runtime.tensors.rng import restored
 
 
@@ -243,7 +243,7 @@ def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
 def _operations(tracing: ModelTracer, calls: Sequence[LayerCall]) -> list[float]:
     """Of each call the layer's floating-point operations for the example, at least 1."""
     counter = FlopCounterMode(display=False)
-    device = flatten(tracing.example)[0][0].device
+    device = device_of(tracing.example)
     with untouched(tracing.model), restored(device), torch.no_grad(), _in_single_operations(), counter:
         tracing.outputs()
     counts = {path: sum(found.values()) for path, found in counter.get_flop_counts().items()}
@@ -364,7 +364,7 @@ def _compared(tracing: ModelTracer, stages: Sequence[Stage]) -> list[int]:
     Raises:
         Untraceable: the stages give something else than the model.
     """
-    model, device = tracing.model, flatten(tracing.example)[0][0].device
+    model, device = tracing.model, device_of(tracing.example)
     outputs, sent = [], []
     for staged in (False, True):
         with untouched(model), restored(device), torch.no_grad():
@@ -472,14 +472,6 @@ def _followed(value: Any) -> Iterator[nn.Module | Tensor]:
             waiting.extend(getattr(each, "__dict__", {}).values())
 
 
-_HOOKS = {
-    "_forward_pre_hooks": "a forward pre-hook",
-    "_forward_hooks": "a forward hook",
-    "_backward_pre_hooks": "a backward pre-hook",
-    "_backward_hooks": "a backward hook",
-}
-
-
 def stages_of(
     model: nn.Module | Sequence[StageSource], num_stages: int, costs: Sequence[float] | None = None
 ) -> list[Stage | StageSource]:
@@ -533,7 +525,7 @@ def beside_layers(model: nn.Sequential) -> list[str]:
         found.append("a forward of its own")
     if kind.__iter__ is not plain.__iter__:
         found.append("an order of its own (__iter__)")
-    found += [words for attribute, words in _HOOKS.items() if getattr(model, attribute)]
+    found += [words for attribute, words in HOOKS.items() if getattr(model, attribute)]
     if is_compiled(model):
         found.append("a forward compiled by torch.compile as one piece (compile its layers instead)")
     found += [f"parameter {name!r}" for name, value in model._parameters.items() if value is not None]

@@ -20,11 +20,18 @@ import torch
 from torch import nn
 
 from penstock.runtime.stage.partitioning.source_line import Untraceable
+from penstock.runtime.stage.split_backward import is_compiled
 
 LARGE = 1 / 8
 """The share of the model's parameters from which on a module is worth opening."""
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = {
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_forward_hooks": "a forward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+    "_backward_hooks": "a backward hook",
+}
+"""Where a module keeps its hooks, and what one of them is, in words."""
 
 
 def opened_modules(model: nn.Module, names: Collection[str] = ()) -> list[nn.Module]:
@@ -53,18 +60,23 @@ def opened_modules(model: nn.Module, names: Collection[str] = ()) -> list[nn.Mod
 
 def why_closed(module: nn.Module) -> str:
     """In words, why a module's forward cannot be traced; empty where it may."""
-    for hooks in _HOOKS:
-        if getattr(module, hooks):
-            return f"has a hook ({hooks.strip('_').replace('_', ' ')})"
+    if hooked := why_hooked(module):
+        return hooked
     if "parametrizations" in module._modules:
         return "has parametrizations"
-    if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule":
+    if is_compiled(module):
         return "is compiled by torch.compile as one piece (compile its layers instead)"
     if isinstance(module, torch.jit.ScriptModule):
         return "is compiled by TorchScript as one piece"
     if type(module).__call__ is not nn.Module.__call__:
         return "has a __call__ of its own"
     return ""
+
+
+def why_hooked(module: nn.Module) -> str:
+    """In words, that a module has a hook; empty where it has none."""
+    kind = next((kind for kind in HOOKS if getattr(module, kind)), "")
+    return f"has a hook ({kind.strip('_').replace('_', ' ')})" if kind else ""
 
 
 def is_list(module: nn.Module) -> bool:

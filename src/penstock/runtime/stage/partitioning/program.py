@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.cost.cut import PartitionError
-from penstock.runtime.stage.partitioning.layers import why_closed
-from penstock.runtime.stage.partitioning.recorder import MODEL, Recorder, attribute_of
+from penstock.runtime.stage.partitioning.layers import why_hooked
+from penstock.runtime.stage.partitioning.recorder import MODEL, Recorder, attribute_of, own_lists
 from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable
 from penstock.runtime.stage.stage import with_arguments
-from penstock.runtime.tensors.pytree import Skeleton, flatten, unflatten
+from penstock.runtime.tensors.pytree import Skeleton, device_of, flatten, num_leaves, unflatten
 from penstock.runtime.tensors.rng import restored
 
 
@@ -104,7 +104,7 @@ class TracedProgram:
         for node in graph.nodes:
             slot = slots[node]
             if node.op == "output":
-                self.output = _plain(reference(node.args[0]))
+                self.output = own_lists(reference(node.args[0]))
                 self._output_uses = frozenset(slots[each] for each in node.all_input_nodes)
                 continue
             if node.op == "placeholder":
@@ -118,7 +118,7 @@ class TracedProgram:
                 else:
                     self.constants[slot] = value
                 continue
-            args, kwargs = _plain(reference(node.args)), _plain(reference(node.kwargs))
+            args, kwargs = own_lists(reference(node.args)), own_lists(reference(node.kwargs))
             uses = frozenset(slots[each] for each in node.all_input_nodes)
             target: Any = node.target
             layer, number = None, 0
@@ -217,21 +217,6 @@ def kind_of(value: Any) -> Any:
     return type(value)
 
 
-def _plain(value: Any) -> Any:
-    """fx's immutable lists and dicts as plain ones."""
-    if isinstance(value, ValueRef):
-        return value
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(_plain(each) for each in value)
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, slice):
-        return slice(_plain(value.start), _plain(value.stop), _plain(value.step))
-    return value
-
-
 def _has_lists(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(map(_has_lists, value))
@@ -319,11 +304,10 @@ class ModelTracer:
         like_example = self._leaves is not None and skeleton == self.skeleton
         recorder = Recorder(self.opened, self._leaves if like_example else None)
         before = [module.training for module in self.opened]
-        device = self._leaves[0].device if self._leaves else torch.device("cpu")
         try:
             for module, mode in zip(self.opened, modes, strict=True):
                 module.training = mode
-            with untouched(self.model), restored(device):
+            with untouched(self.model), restored(device_of(self._leaves or [])):
                 graph, entry = recorder.record(self.model, skeleton, num_leaves(skeleton))
         except Untraceable as error:
             error.__dict__["module"] = recorder.failed_in
@@ -348,8 +332,8 @@ class ModelTracer:
                     self._state = []
                     return
         for module in self.opened:
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-                raise Untraceable(f"the {type(module).__name__} {why_closed(module)} since it was cut", None)
+            if why := why_hooked(module):
+                raise Untraceable(f"the {type(module).__name__} {why} since it was cut", None)
 
     def compare(self, value: Any, output: Any) -> None:
         """Raises Untraceable where the stages give something else than the model."""
@@ -376,16 +360,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
         for buffer, value in before:
             buffer.data.copy_(value)  # which counts as no change in place
-
-
-def num_leaves(skeleton: Skeleton) -> int:
-    """How many tensors a value of this form has."""
-    if isinstance(skeleton, int):
-        return skeleton + 1
-    kind, inside = skeleton
-    if kind == "const":
-        return 0
-    return max((num_leaves(each[1] if kind == "dict" else each) for each in inside), default=0)
 
 
 def _require_fits(model: nn.Module, skeleton: Skeleton) -> None:

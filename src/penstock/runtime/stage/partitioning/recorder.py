@@ -518,13 +518,15 @@ def _of_data(node: fx.Node) -> bool:
 
 
 def own_lists(value: Any) -> Any:
-    """Lists and dicts that a layer may change without changing those of the graph."""
+    """A value with plain lists and dicts of its own, in place of those of fx's graph, which can't be changed."""
     if type(value) in (list, fx.immutable_collections.immutable_list):
         return [own_lists(each) for each in value]
     if type(value) is tuple:
         return tuple(own_lists(each) for each in value)
     if type(value) in (dict, fx.immutable_collections.immutable_dict):
         return {key: own_lists(each) for key, each in value.items()}
+    if type(value) is slice:
+        return slice(own_lists(value.start), own_lists(value.stop), own_lists(value.step))
     return value
 
 

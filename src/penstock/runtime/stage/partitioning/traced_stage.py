@@ -15,7 +15,7 @@ from penstock.runtime.stage.partitioning.program import ModelTracer, TracedProgr
 from penstock.runtime.stage.partitioning.recorder import contents_of, own_lists
 from penstock.runtime.stage.partitioning.source_line import Untraceable
 from penstock.runtime.stage.stage import Stage, holder_of
-from penstock.runtime.tensors.pytree import DTYPES, flatten
+from penstock.runtime.tensors.pytree import DTYPES, device_of, flatten
 from penstock.runtime.tensors.rng import mix, seed_generators
 
 _FORM, _DTYPE, _DEVICE = "form of the inputs", "a type of tensors", "the device of the stage"
@@ -68,7 +68,7 @@ class TracedStage(Stage):
             leaves, _ = flatten(value)
             value = dict(value)
             skeleton = json.loads(value.pop(_FORM)) if _FORM in value else tracing.skeleton
-        device = leaves[0].device if leaves else torch.device("cpu")
+        device = device_of(leaves)
         program, part = tracing.part(number, skeleton, self.training)
         values: dict[int, Any] = dict(program.constants)
         if number == 0:
