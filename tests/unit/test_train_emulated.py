@@ -13,8 +13,9 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.train.adaptation_summary import read_adaptation
-from penstock.train.emulated.run import EmulatedIteration, EmulatedReport, lost_pace
+from penstock.train.emulated.run import EmulatedIteration, EmulatedReport, EmulatedRun, lost_pace
 from penstock.train.emulated.settings import EmulatedSettings
+from penstock.train.folder import RunFolder
 
 pytestmark = pytest.mark.unit
 
@@ -256,3 +257,13 @@ def test_a_run_in_which_the_machine_lost_the_pace_says_so() -> None:
     assert notice.startswith(
         "an iteration took 560 ms where 85 ms were simulated: this machine did not keep the pace"
     )
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_an_emulated_run_that_delegates_nothing_was_given_delegates(adapts: bool, tmp_path: Path) -> None:
+    """Its processes then sent by gloo, where a run that trains has shared memory."""
+    settings = EmulatedSettings(ranks=2, microbatches=2, in_process=True, adapt=adapts)
+    schedule = settings.replica_schedule()
+    run = EmulatedRun(settings, schedule, settings.read_costs(schedule), RunFolder(tmp_path), quiet=True)
+    with run._pipeline() as pipe:
+        assert pipe._choice.has_delegates == adapts

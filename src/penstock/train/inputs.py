@@ -23,7 +23,6 @@ from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
 from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.version_rules import rule_of
 from penstock.runtime.stage.registered_ops import offloads
-from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
 from penstock.schedule.offload import OFFLOAD, RELOAD
 from penstock.train.mesh_sizes import check_ties
@@ -180,12 +179,7 @@ def build_pipeline(inputs: Inputs, adapt: AdaptOptions | None = None) -> Pipelin
             sharding=settings.sharding,
             batches="replica" if inputs.data.is_dealt else "whole",
         ),
-        transport=TransportOptions(
-            settings.transport,
-            depth=settings.link_depth,
-            links=settings.link_conditions(),
-            delegates=settings.delegate_options() if settings.may_delegate else None,
-        ),
+        transport=settings.transport_options(settings.link_conditions()),
     )
 
 

@@ -21,7 +21,7 @@ from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.checkpoint import DamagedCheckpointError, Reader, set_aside
 from penstock.runtime.checkpoint.saving import export_model, find
 from penstock.runtime.execute.timeline import measured_costs
-from penstock.runtime.transport.choose import TransportChoice, TransportOptions
+from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulation import Timeline
 from penstock.simulation.simulator import AUTO
 from penstock.train.adaptation_summary import read_adaptation
@@ -376,7 +376,7 @@ class RankRun:
         settings = self.inputs.settings
         costs = measured_costs(alike)
         costs = replace(costs, message_bytes=self.inputs.task.message_bytes(self.inputs.schedule))
-        choice = TransportChoice(TransportOptions(settings.transport, depth=settings.link_depth))
+        choice = TransportChoice(settings.transport_options())
         timing, simulated = timing_report(
             middle.timeline, costs, self.pipe.links, choice.simulated(middle.configuration.delegated)
         )

@@ -19,8 +19,7 @@ from penstock.train.kinds import check_lora, check_model, check_own
 from penstock.train.mesh_sizes import check_mesh
 from penstock.train.own_file import is_own
 from penstock.train.packing import WINDOWS, check_packing, is_record, usual_packing
-from penstock.train.run_settings import RunSettings
-from penstock.train.transport_settings import ROUTES, host_memory_of
+from penstock.train.run_settings import ROUTES, RunSettings, host_memory_of
 
 
 @dataclass(frozen=True)

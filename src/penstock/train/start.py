@@ -14,7 +14,7 @@ from penstock.runtime.launch import FIRST_OPTIMIZER, RankOrder, WaitingServer, l
 from penstock.runtime.launch.parent import listen
 from penstock.runtime.mesh.interfaces import local_addresses
 from penstock.train.checks import SettingsError
-from penstock.train.transport_settings import TransportSettings
+from penstock.train.run_settings import RunSettings
 
 INTERRUPTED = 130
 PATIENCE = 30.0
@@ -49,7 +49,7 @@ def check_store(address: str | None) -> None:
         raise SettingsError(f"--store: {error}") from None
 
 
-def check_interfaces(settings: TransportSettings) -> None:
+def check_interfaces(settings: RunSettings) -> None:
     """Raises SettingsError for an interface for delegates that this host does not have."""
     if settings.interfaces is None:
         return

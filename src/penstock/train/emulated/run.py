@@ -19,7 +19,6 @@ from penstock.planning.threads import num_cores
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.emulation.pipeline import EmulatedPipeline
 from penstock.runtime.mesh.peers import peers_of
-from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
 from penstock.train.adaptation_summary import read_adaptation
@@ -241,9 +240,7 @@ class EmulatedRun:
             stretch=settings.stretch,
             timeout=settings.timeout,
             adapt=self._adapt_options(),
-            transport=TransportOptions(
-                settings.transport, depth=settings.link_depth, delegates=settings.delegate_options()
-            ),
+            transport=settings.transport_options(),
         )
 
     def _adapt_options(self) -> AdaptOptions:
@@ -304,9 +301,6 @@ class EmulatedRun:
         if not self.settings.is_cut(self.schedule):
             return []
         return [f"messages of more than {self.settings.message_cap} were sent, and simulated, as so many"]
-
-    def _pace(self, iterations: list[EmulatedIteration]) -> list[str]:
-        return [*self._crowded(iterations), *lost_pace(iterations)]
 
     def _crowded(self, iterations: list[EmulatedIteration]) -> list[str]:
         """Why iterations may be longer than simulated: more bytes per second than the cores can send."""

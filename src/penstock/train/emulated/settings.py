@@ -10,8 +10,7 @@ from penstock.formats.costs import read_costs
 from penstock.schedule import Schedule
 from penstock.schedule.op import UPDATE
 from penstock.train.checks import SettingsError
-from penstock.train.run_settings import RunSettings
-from penstock.train.transport_settings import BASE, host_memory_of, read_size
+from penstock.train.run_settings import BASE, RunSettings, host_memory_of, read_size
 
 
 @dataclass(frozen=True)
