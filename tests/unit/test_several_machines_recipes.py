@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.train.checks import SettingsError
-from penstock.train.launch_jobs import order_of
+from penstock.train.job import order_of
 
 yaml = pytest.importorskip("yaml")
 

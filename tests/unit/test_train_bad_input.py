@@ -290,7 +290,7 @@ def test_damaged_checkpoints(tell: Callable[..., list[str]], run: Path, tmp_path
     shard.write_bytes(content)
     before = _files(copy / "checkpoints")
     from penstock.runtime.checkpoint import CheckpointError
-    from penstock.train.launch_jobs import order_of
+    from penstock.train.job import order_of
     from penstock.train.run_job import run_job
 
     with pytest.raises(

@@ -12,10 +12,10 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
-from penstock.train.adaptation_summary import read_adaptation
 from penstock.train.emulated.run import EmulatedIteration, EmulatedReport, EmulatedRun, lost_pace
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder
+from penstock.train.run_report import read_adaptation
 
 pytestmark = pytest.mark.unit
 

@@ -14,7 +14,7 @@ from penstock.runtime.transport.choose import NAMES
 from penstock.train import run_job
 from penstock.train.checks import SettingsError
 from penstock.train.inputs import gather_inputs
-from penstock.train.launch_jobs import order_of, read_given
+from penstock.train.job import order_of, read_given
 from penstock.train.run_settings import ROUTES
 from penstock.train.settings import Settings
 

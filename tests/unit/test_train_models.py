@@ -18,7 +18,7 @@ import penstock as ps
 from penstock.cli import main
 from penstock.models import clip_presets
 from penstock.train.settings import Settings
-from penstock.train.tasks.clip_schedule import clip_schedule, counts_of, cut_of
+from penstock.train.tasks.clip import clip_schedule, counts_of, cut_of
 from tiers import examples
 from train_runs import losses
 

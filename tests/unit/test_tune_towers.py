@@ -16,8 +16,7 @@ from penstock.cli import main
 from penstock.models import CLIPConfig, clip_presets, tower_costs
 from penstock.runtime import partition
 from penstock.train.settings import Settings
-from penstock.train.tasks.clip import clip_config
-from penstock.train.tasks.clip_schedule import clip_schedule
+from penstock.train.tasks.clip import clip_config, clip_schedule
 from penstock.train.towers import CONTRAST
 from penstock.tune import meter, verify
 from penstock.tune.errors import TuneError

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.runtime.launch import warm_up_malloc
 from penstock.runtime.stage.split_backward import SplitStage, Tape, prepare
-from penstock.train.malloc_warmup import warm_up_malloc
 
 Row = dict[str, Any]
 Timing = tuple[float, float, float]  # forward, first half (or all), second half; ms

@@ -12,8 +12,7 @@ import typer
 from penstock.cost.presets import PRESETS
 from penstock.schedule.updates import RULES
 from penstock.train.emulated.settings import EmulatedSettings
-from penstock.train.job import EmulatedJob
-from penstock.train.launch_jobs import emulated_order_of, order_of, read_given
+from penstock.train.job import EmulatedJob, emulated_order_of, order_of, read_given
 from penstock.train.settings import Settings
 from penstock.train.tasks.open import schedule_of
 from penstock.train.torchtitan import titan_options

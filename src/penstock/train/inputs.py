@@ -25,9 +25,8 @@ from penstock.runtime.parameters.version_rules import rule_of
 from penstock.runtime.stage.registered_ops import offloads
 from penstock.schedule import Schedule
 from penstock.schedule.offload import OFFLOAD, RELOAD
-from penstock.train.mesh_sizes import check_ties
 from penstock.train.planned_batches import recorded_batches
-from penstock.train.settings import Settings, SettingsError
+from penstock.train.settings import Settings, SettingsError, check_ties
 from penstock.train.tasks.open import open_task, schedule_of
 from penstock.train.tasks.task import Task, TaskData
 

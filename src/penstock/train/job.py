@@ -1,4 +1,6 @@
-"""What a run was asked to do, and how its parent hands that to its ranks: in a folder, read and checked once.
+"""What a run was asked to do: from the options of `penstock train`, and handed by its parent to its ranks.
+
+It is handed over in a folder, so that it is read and checked once:
 
 order.json      the settings and what to do with them
 corpus.json     what the corpus is; absent for a .bin/.idx pair, which every rank maps by itself, and without text
@@ -9,16 +11,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from penstock.cost.presets import is_preset
 from penstock.data import Corpus
+from penstock.library.options import read_options
+from penstock.train.asynchronous import ASYNCHRONOUS, completed, usual_microbatches
+from penstock.train.checks import SettingsError, said_by_file
 from penstock.train.emulated.settings import EmulatedSettings
+from penstock.train.folder import RunFolder, free_folder
+from penstock.train.kinds import GPT, check_lora_words, check_model, is_path, usual_of
+from penstock.train.own_file import is_own, own_name
 from penstock.train.run_settings import RunSettings
-from penstock.train.settings import Settings
+from penstock.train.settings import MEASURED, SIZES, Settings, is_record, read_settings, share_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,3 +115,206 @@ def take_over(folder: Path) -> tuple[TrainJob | EmulatedJob, Corpus | None]:
     plain = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
     rows = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ROWS}
     return order, Corpus(**plain, **rows)
+
+
+def read_given(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as settings, in the form that all kinds of run have.
+
+    Raises SettingsError, and ScheduleError for a schedule file that can't be read.
+    """
+    given = dict(given)
+    for name in ("warmup", "cut"):
+        if name in given:
+            given[name] = _counts(name, given[name])
+    for name, field in (("link", "link"), ("tower", "towers")):
+        if each := given.pop(name, None):
+            given[field] = shlex.join(each)
+    if option := given.pop("option", None):
+        given["schedule_options"] = read_options(option)
+    if (pp := given.pop("pp", None)) is not None:
+        if given.get("ranks", pp) != pp:
+            raise SettingsError(f"--pp {pp} and --ranks {given['ranks']} are the same thing; give one of them")
+        given["ranks"] = pp
+    if "schedule" in given:
+        given |= said_by_file(given)
+    return given
+
+
+def _ranks_here(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, int]:
+    """The ranks of a pipeline if a launcher has started the processes of the whole mesh.
+
+    Args:
+        given: the options. settings: the options and everything else that is known.
+
+    Raises:
+        SettingsError: sizes that do not multiply to the number of processes.
+    """
+    world = os.environ.get("WORLD_SIZE", "")
+    if "RANK" not in os.environ or not world.isdigit() or settings.get("in_process"):
+        return {}
+    sizes = [settings.get(name) or 1 for name in ("dp", "tp")]
+    return {"ranks": share_out(given.get("ranks"), sizes[0], sizes[1], int(world))}
+
+
+def emulated_order_of(
+    given: Mapping[str, Any], out: str | None, resume: str | None, export: str | None, as_json: bool
+) -> EmulatedJob:
+    """The order for the options given, of a run on emulated devices. Raises SettingsError."""
+    of_training = {**given, **{name: value for name, value in (("resume", resume), ("export", export)) if value}}
+    known = {field.name for field in dataclasses.fields(EmulatedSettings)}
+    if extra := sorted(set(of_training) - known):
+        name = extra[0].replace("_", "-")
+        raise SettingsError(f"--{name} is for training; emulated devices learn nothing, so leave it out")
+    given = {**given, **_ranks_here(given, given)}
+    settings = EmulatedSettings.from_mapping(_completed(EmulatedSettings, given, learning=False))
+    if not is_preset(settings.costs) and os.path.exists(settings.costs):
+        settings = dataclasses.replace(settings, costs=os.path.abspath(settings.costs))
+    folder = _new_folder(out, f"emulated-{Path(settings.schedule).stem}-{settings.ranks}")
+    if folder.metrics.exists():
+        raise SettingsError(f"{folder.path} holds a run; give another --out")
+    return EmulatedJob(settings=settings, folder=str(folder.path), as_json=as_json)
+
+
+def _new_folder(out: str | None, name: str) -> RunFolder:
+    """The folder of a new run. Raises SettingsError for one that holds a run."""
+    folder = RunFolder(Path(out)) if out is not None else free_folder(Path("runs"), name)
+    if folder.checkpoints.exists():
+        raise SettingsError(f"{folder.path} holds a run; go on with --resume {folder.path}, or give another --out")
+    return folder
+
+
+def order_of(
+    given: dict[str, Any],
+    out: str | None,
+    resume: str | None,
+    export: str | None,
+    as_json: bool,
+    fallback: bool = False,
+) -> TrainJob:
+    """The order for the options given. In a resumed run, its own settings apply where no option is given.
+
+    If `out` and `resume` are the same folder and no run is in it yet, a run begins there. So a launcher may start the
+    same line again and again.
+
+    Raises SettingsError, and ScheduleError for a schedule file that can't be read.
+    """
+    given = dict(given)
+    for name in ("costs", "stretch", "message_cap"):
+        if name in given:
+            raise SettingsError(f"--{name.replace('_', '-')} is for emulated devices; add --device emulated")
+    for name in ("optimizer_options", "model_options"):
+        if name in given:
+            given[name] = _object(name, given[name])
+    if "model" in given:
+        check_model(given["model"], None)
+    paths = ["data", "tokenizer", *(["model"] if is_path(given.get("model", GPT)) else [])]
+    if is_record(given.get("packing")):
+        paths.append("packing")
+    if given.get("length_costs", SIZES) not in (SIZES, MEASURED):
+        paths.append("length_costs")
+    if "lora" in given:
+        check_lora_words(given["lora"])  # before a folder is a whole path
+        paths += ["lora"] if not given["lora"].lstrip().startswith("{") else []
+    for name in paths:  # a run may be resumed from another folder
+        if name in given:
+            given[name] = os.path.abspath(given[name])
+    if fallback and resume is None:
+        raise SettingsError("--fallback is for a run that goes on; give --resume RUN too")
+    if resume is not None and out is not None and os.path.abspath(out) != os.path.abspath(resume):
+        raise SettingsError(f"--resume {resume} goes on in its own folder; leave out --out {out}")
+    if out is not None and not RunFolder(Path(out)).settings.exists():
+        resume = None
+    if resume is None:
+        given |= _ranks_here(given, given)
+        if is_own(given.get("data")) and is_path(given.get("model", GPT)) and "batch" not in given:
+            given |= _own_batch(given)
+        settings = Settings.from_mapping(_completed(Settings, given, learning=True))
+        folder = _new_folder(out, _name_of(settings))
+    else:
+        folder = RunFolder(Path(resume))
+        before = read_settings(folder.settings)
+        if before.get("device") == "emulated":
+            raise SettingsError(f"{folder.path}: emulated devices learned nothing to go on from; start a new run")
+        saved = Settings.from_mapping(before, f"{folder.settings}: ")
+        known = {**dataclasses.asdict(saved), **_cleared(given), **given}
+        found = completed(known | _ranks_here(given, known))
+        if "schedule" not in given:  # what is usual by now may be otherwise than when the run began
+            found |= {name: known[name] for name in ("max_mismatch", "sharding")}
+        settings = Settings.from_mapping(found)
+    settings = dataclasses.replace(settings, threads=settings.num_threads)
+    return TrainJob(
+        settings=settings,
+        folder=str(folder.path),
+        resume=resume is not None,
+        export=export,
+        as_json=as_json,
+        fallback=fallback,
+    )
+
+
+def _completed(
+    kind: type[Settings] | type[EmulatedSettings], given: Mapping[str, Any], learning: bool
+) -> dict[str, Any]:
+    """The options given, completed with the defaults of their schedule."""
+    own = {f.name: f.default for f in dataclasses.fields(kind) if f.name in ("ranks", "microbatches", "steps")}
+    usual = usual_of(given.get("model", GPT), given.get("data")) if learning else {}
+    counts = {**own, **{name: usual[name] for name in own if name in usual}}
+    known = {**counts, **given}
+    if "microbatches" not in given and "schedule" in given:
+        batch = known.get("batch", usual.get("batch", Settings.batch)) // max(1, known.get("dp", 1))
+        each = usual_microbatches(given["schedule"], known["ranks"], batch if learning else None)
+        known["microbatches"] = each or known["microbatches"]
+    found = completed(known, learning)
+    return {**usual, **{name: value for name, value in found.items() if value is not None}}
+
+
+def _own_batch(given: Mapping[str, Any]) -> dict[str, int]:
+    """How many samples the user's own batches have, if the data determines it."""
+    from penstock.train.tasks.own_data import own_batch  # here, as it loads torch
+
+    size = own_batch(given["data"], given.get("seed", Settings.seed), given.get("dp", Settings.dp))
+    return {} if size is None else {"batch": size}
+
+
+def _name_of(settings: Settings) -> str:
+    """The name of a run's folder, if none is given."""
+    model = settings.preset if settings.model == GPT else f"{settings.model}-{settings.preset}"
+    if is_own(settings.model):
+        model = own_name(settings.model).name.lower()
+    elif is_path(settings.model):
+        path = Path(settings.model)
+        model = path.parent.name if path.name == "config.json" else path.stem
+    mesh = "" if settings.num_processes == settings.ranks else f"x{settings.dp}x{settings.tp}"
+    return f"{model}-{Path(settings.schedule).stem}-{settings.ranks}{mesh}"
+
+
+def _cleared(given: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a resumed run that no longer apply under another schedule: options that only the old one takes."""
+    cleared: dict[str, Any] = {}
+    if "schedule" in given:
+        cleared |= {"window": None, "rule": None, "max_mismatch": None, "drain_every": None}
+    if given.get("schedule") in ASYNCHRONOUS:
+        cleared |= {"dispatch": "frozen", "adapt": False}
+    if given.get("dp") == 1:
+        cleared |= {"sharding": "copies"}
+    if "schedule" in given or "ranks" in given:
+        cleared |= {"stages": None, "warmup": None, "schedule_options": {}, "cut": None, "towers": None}
+    return cleared
+
+
+def _counts(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise SettingsError(f"--{name} {text}: whole numbers are needed, like 7,5,3,1") from None
+
+
+def _object(name: str, text: str) -> dict[str, Any]:
+    option, like = f"--{name.replace('_', '-')}", '"depth": 4' if name == "model_options" else '"momentum": 0.9'
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"{option} {text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise SettingsError(f"{option} {text!r}: give a JSON object, like '{{{like}}}'")
+    return value

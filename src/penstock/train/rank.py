@@ -24,20 +24,18 @@ from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulation import Timeline
 from penstock.simulation.simulator import AUTO
-from penstock.train.adaptation_summary import read_adaptation
 from penstock.train.batch_planner import BatchPlanner
 from penstock.train.folder import RunFolder, is_folder, write_whole
 from penstock.train.inputs import Inputs, build_pipeline, device_of
 from penstock.train.measured_dispatch import MeasuredDispatch
 from penstock.train.metrics import Metrics
-from penstock.train.packing import ARRIVAL, MEASURED
 from penstock.train.planned_batches import BatchRecord, PlannedBatches, is_measured
 from penstock.train.planning_process import BatchProblem
 from penstock.train.progress import ProgressView
 from penstock.train.report import Report, TimingReport, UpdateReport, notices_of, timing_report, update_report
 from penstock.train.resume_checks import way_back
-from penstock.train.run_report import write_plan
-from penstock.train.settings import Settings
+from penstock.train.run_report import read_adaptation, write_plan
+from penstock.train.settings import ARRIVAL, MEASURED, Settings
 from penstock.train.stop import StopRequest
 from penstock.train.tasks.task import ExportableTask, ModelQuality
 from penstock.train.training import Training

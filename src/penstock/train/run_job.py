@@ -19,20 +19,18 @@ import torch.distributed as dist
 
 from penstock.data import Corpus
 from penstock.runtime.checkpoint import UNWRITTEN, CheckpointError
-from penstock.runtime.launch import WaitingServer, init_process, watch
+from penstock.runtime.launch import WaitingServer, init_process, warm_up_malloc, watch
 from penstock.train.asynchronous import bound, one_every, proved_mismatch
 from penstock.train.emulated.run import CheckedEmulation
 from penstock.train.folder import RunFolder, check_place, is_folder
 from penstock.train.inputs import Inputs, gather_inputs
 from penstock.train.job import EmulatedJob, RunJob, TrainJob, hand_over, take_over
 from penstock.train.kinds import is_hugging_face
-from penstock.train.malloc_warmup import warm_up_malloc
-from penstock.train.mesh_sizes import mesh_words
 from penstock.train.rank import RankRun
 from penstock.train.report import Report
 from penstock.train.resume_checks import ResumePoint, check_resume
 from penstock.train.run_report import RunReport
-from penstock.train.settings import SettingsError
+from penstock.train.settings import SettingsError, mesh_words
 from penstock.train.start import INTERRUPTED, RunFailed, check_interfaces, check_port, check_store, start_ranks
 from penstock.train.stop import StopRequest
 from penstock.train.tasks.text import check_tokens
@@ -95,12 +93,7 @@ def run_job(order: TrainJob | EmulatedJob, port: int | None, waiting: WaitingSer
     with folder.made():
         if not order.as_json:
             print(checked.announcement(), file=sys.stderr, flush=True)
-        if order.settings.in_process:
-            run = checked.run(first=True)
-            report, code, said = run.report, run.stop.exit_code if run.interrupted else 0, ""
-        else:
-            code, said = launch_order(order, checked.corpus, port, waiting)
-            report = checked.report_type.read(folder.report)
+        report, code, said = carry_out(checked, port, waiting)
         if report is None:
             raise RunFailed(said + checked.way_on(folder, said), code or 1)
         if said:
@@ -141,18 +134,25 @@ def run_joined(order: TrainJob | EmulatedJob) -> int:
     return run.stop.exit_code if run.interrupted else 0
 
 
-def launch_order(
-    order: RunJob, corpus: Corpus | None, port: int | None, waiting: WaitingServer | None = None
-) -> tuple[int, str]:
-    """Starts one process for each place in the mesh. Returns the exit code, and what the launcher said of a
-    failure.
+def carry_out(
+    checked: CheckedRun, port: int | None = None, waiting: WaitingServer | None = None
+) -> tuple[RunReport | None, int, str]:
+    """Runs in this process, or starts one process for each place in the mesh.
+
+    Returns the report, None if a rank failed; the exit code; and what the launcher said of a failure.
     """
+    order: RunJob = checked.job
     settings = order.settings
-    RunFolder(Path(order.folder)).report.unlink(missing_ok=True)  # an earlier part of the run's
+    if settings.in_process:
+        run = checked.run(first=True)
+        return run.report, run.stop.exit_code if run.interrupted else 0, ""
+    path = RunFolder(Path(order.folder)).report
+    path.unlink(missing_ok=True)  # an earlier part of the run's
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
-        hand_over(Path(handover), order, corpus)
+        hand_over(Path(handover), order, checked.corpus)
         count, env = settings.num_processes, settings.environment
-        return start_ranks(["--order", handover], count, port, __name__, waiting, env)
+        code, said = start_ranks(["--order", handover], count, port, __name__, waiting, env)
+    return checked.report_type.read(path), code, said
 
 
 def _show(checked: CheckedRun, report: RunReport, folder: RunFolder) -> None:

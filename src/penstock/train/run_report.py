@@ -1,29 +1,145 @@
-"""What end reports of all devices have in common: how the run went, notices and files, as JSON and as text."""
+"""What end reports of all devices have in common: how the run went, notices and files, as JSON and as text.
+
+A run that was measured has a summary of its records too: which links were slow and when, what was decided, what that
+saved. `penstock report` tells the same at length (`penstock.report.from_logs`).
+"""
 
 from __future__ import annotations
 
 import json
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, ClassVar, Self
 
+from penstock.control import ControlError
 from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
+from penstock.report import RunStory
+from penstock.report.from_logs import read_story
+from penstock.report.words import headline
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
-from penstock.train.adaptation_summary import AdaptationSummary
 from penstock.train.folder import RunFolder, write_whole
 from penstock.train.run_settings import RunSettings
 
 WIDTH = 100
-"""Width to which notes are wrapped."""
-
-
+"""Width to which text is wrapped."""
 PAGE = "page"
 """The one of a report's files that does not exist yet: how to write the page on a run that adapted."""
+CONTROL, ITERATIONS = "control.jsonl", "iterations.jsonl"
+LATEST = 16
+"""Iterations at the end whose messages give a link's final delay."""
+MOST = 4
+"""Most links and spells that the report lists. The page has all."""
+
+
+@dataclass(frozen=True)
+class AdaptationSummary:
+    """What is known at the end of a run that was measured. Iterations count from 1.
+
+    Attributes:
+        headline: the run in one sentence.
+        links: direction, like 6>7, to the median delay of its messages in the latest iterations (ms).
+        spells: times in which a link was late: link, first and last iteration, ms.
+        decisions: number, the iteration after which it was made and the first that ran it, action, reason, simulated
+            ms before and after, measured ms before and after, ms saved.
+        suspected, false: alarms, and how many of them led to nothing.
+        lost, saved: ms that late links would have cost if nothing had been changed, and how much of it was saved;
+            None if that is not known.
+    """
+
+    headline: str
+    links: Mapping[str, float]
+    spells: tuple[dict[str, Any], ...]
+    decisions: tuple[dict[str, Any], ...]
+    suspected: int
+    false: int
+    lost: float | None
+    saved: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> AdaptationSummary:
+        return cls(**value | {name: tuple(value[name]) for name in ("spells", "decisions")})
+
+    def rows(self, adapted: bool) -> list[tuple[str, str]]:
+        """Lines of the report, each with its heading."""
+        slowest = sorted(self.links.items(), key=lambda each: -each[1])[:MOST]
+        rows = _wrapped("links", self.headline) if adapted else []
+        now = ", ".join(f"{link} {ms:.1f}" for link, ms in slowest)
+        took = f"a message took in the end, ms: {now}" if now else "no message was timed"
+        rows.append(("" if rows else "links", took))
+        if not adapted:
+            for spell in self.spells[:MOST]:
+                first, last = spell["first"], spell["last"]
+                rows.append(("", f"{spell['link']} was {spell['ms']:.1f} ms late in iterations {first} to {last}"))
+            return rows
+        if not self.decisions:
+            rows.append(("decided", "nothing"))
+        for place, each in enumerate(self.decisions):
+            what = f"{each['number']}, after iteration {each['made']}: {each['action']}"
+            rows.append(("decided" if place == 0 else "", what))
+            rows += _wrapped("", each["reason"], "   ")
+            rows.append(("", f"   {_became(each)}"))
+        return rows
+
+
+def _became(decision: Mapping[str, Any]) -> str:
+    if decision["first"] is None:
+        return "it never ran" + (", not all ranks could" if decision["outcome"] == "given up" else "")
+    before, after = decision["measured_before"], decision["measured_after"]
+    times = "" if before is None or after is None else f": measured {before:.1f} ms before, {after:.1f} after"
+    back = f"; taken back: {decision['verdict']}" if decision["taken_back"] else ""
+    slower = "; it made the run slower" if before is not None and after is not None and after > 1.02 * before else ""
+    return f"ran from iteration {decision['first']}{times}{back or slower}"
+
+
+def _wrapped(name: str, text: str, indent: str = "") -> list[tuple[str, str]]:
+    lines = textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return [(name if place == 0 else "", line) for place, line in enumerate(lines)]
+
+
+def read_adaptation(folder: Path) -> AdaptationSummary | None:
+    """Reads the records in a run's folder; None if there are none, or none has an iteration."""
+    try:
+        lines = {name: (folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)}
+        story = read_story(lines[CONTROL], name=folder.name, iterations=lines[ITERATIONS])
+    except (OSError, ControlError):
+        return None
+    return _of(story)
+
+
+def _of(story: RunStory) -> AdaptationSummary:
+    delays: dict[str, float] = {}
+    for place, (a, b) in enumerate(story.links):
+        told = [row.delays[place] for row in story.iterations]
+        if row := [ms for ms in told if ms is not None][-LATEST:]:
+            delays[f"{a}>{b}"] = median(row)
+    spells = (
+        {"link": f"{a}:{b}", "first": spell.first + 1, "last": spell.last + 1, "ms": spell.ms}
+        for spell in story.spells
+        for a, b in (spell.link,)
+    )
+    decisions = (
+        asdict(each) | {"made": each.made + 1, "first": None if each.first is None else each.first + 1}
+        for each in story.decisions
+    )
+    return AdaptationSummary(
+        headline(story),
+        delays,
+        tuple(spells),
+        tuple(decisions),
+        story.alarms.suspected,
+        story.alarms.false,
+        story.lost,
+        story.saved,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

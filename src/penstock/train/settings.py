@@ -1,4 +1,7 @@
-"""What a training run is asked to do. One flat value, the same on every rank, written into the run's folder."""
+"""What a training run is asked to do. One flat value, the same on every rank, written into the run's folder.
+
+And which options exclude each other: of the mesh, and of how text becomes microbatches. Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +17,15 @@ from typing import Any
 from penstock.cost import Costs, Links
 from penstock.planning.threads import num_cores
 from penstock.schedule import Schedule
-from penstock.train.checks import SettingsError, read_links
-from penstock.train.kinds import check_lora, check_model, check_own
-from penstock.train.mesh_sizes import check_mesh
+from penstock.train.checks import SettingsError, is_schedule_file, read_links
+from penstock.train.kinds import CAPTIONER, GPT, check_lora, check_model, check_own, is_hugging_face
 from penstock.train.own_file import is_own
-from penstock.train.packing import WINDOWS, check_packing, is_record, usual_packing
 from penstock.train.run_settings import ROUTES, RunSettings, host_memory_of
+
+WINDOWS, ARRIVAL, PLANNED = "windows", "arrival", "planned"
+"""Fixed lengths of the text; whole documents as they come; whole documents, planned for the schedule."""
+SIZES, MEASURED = "sizes", "measured"
+"""Where costs by length come from: the model's sizes, or the first steps of the run."""
 
 
 @dataclass(frozen=True)
@@ -228,3 +234,131 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int, decay: str) -
         return peak
     progress = (step - warmup) / max(1, steps - warmup)
     return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+
+def check_mesh(settings: Settings) -> None:
+    """Raises SettingsError for options that exclude replicas, or layers that several processes share."""
+    if settings.is_sharded and settings.dp == 1:
+        raise SettingsError(
+            f"--sharding {settings.sharding} shares state out among replicas, and there is one; add --dp 2, or leave "
+            "it out"
+        )
+    if settings.is_flat:
+        return
+    if settings.in_process:
+        _check_in_process(settings)
+
+
+def check_ties(schedule: Schedule, tied: Sequence[Sequence[str]]) -> None:
+    """Raises SettingsError for a weight of two stages, if one of them could not have the version that it is to
+    read.
+    """
+    if not tied or schedule.num_stages == 1:
+        return
+    # Here, for sizes need no torch.
+    from penstock.runtime.compatibility import FeatureCombination, RuntimeFailure, require_compatible
+
+    tie = {"embedding and head": [0, schedule.num_stages - 1]}
+    try:
+        require_compatible(FeatureCombination(schedule, sharding="none", tied=tie))
+    except RuntimeFailure as error:
+        raise SettingsError(str(error).replace("untie them", "give --no-tied")) from None
+
+
+def _check_in_process(settings: Settings) -> None:
+    if settings.tp > 1:
+        raise SettingsError(f"--tp {settings.tp} shares layers out among processes; leave out --in-process")
+    if settings.adapt:
+        raise SettingsError(
+            "over a mesh --adapt measures links between processes, and here is one; leave out --in-process"
+        )
+    if settings.is_sharded:
+        raise SettingsError(
+            f"--sharding {settings.sharding} shares state out among processes; leave it out, or --in-process"
+        )
+    if settings.is_asynchronous:
+        raise SettingsError(
+            f"in one process one pipeline runs the microbatches of all {settings.dp} replicas, and the updates of "
+            f"{settings.schedule} would come between other ones; leave out --in-process"
+        )
+    if is_schedule_file(settings.schedule):
+        raise SettingsError(
+            f"in one process one pipeline runs the microbatches of all {settings.dp} replicas, and "
+            f"{settings.schedule} is for those of one; leave out --in-process"
+        )
+
+
+def mesh_words(settings: Settings) -> str:
+    """`4 ranks`, or `2 ranks x 2 replicas x 2 shards`."""
+    parts = [f"{settings.ranks} ranks"]
+    if settings.dp > 1:
+        parts.append(f"{settings.dp} replicas")
+    if settings.tp > 1:
+        parts.append(f"{settings.tp} shards")
+    return " x ".join(parts)
+
+
+def share_out(ranks: int | None, dp: int, tp: int, world: int) -> int:
+    """The ranks of a pipeline if a launcher has started `world` processes; `ranks` if they are given.
+
+    Raises:
+        SettingsError: sizes that do not multiply to `world`.
+    """
+    if ranks is None and world % (dp * tp) == 0 and world:
+        return world // (dp * tp)
+    if ranks is not None and ranks * dp * tp == world:
+        return ranks
+    sizes = [("pp", ranks), ("dp", dp), ("tp", tp)]
+    told = " x ".join(f"{name} {size}" for name, size in sizes if size is not None)
+    product = (ranks or 1) * dp * tp
+    made = f"is {product}" if ranks is not None else f"is {product}, and pp a whole number of times that"
+    raise SettingsError(
+        f"{told} {made}; {world} processes were started: start {product}, or give sizes whose product is {world}"
+    )
+
+
+def usual_packing(model: str) -> str:
+    """The default."""
+    return PLANNED if model == CAPTIONER else WINDOWS
+
+
+def is_record(packing: str | None) -> bool:
+    """Whether it names a file with the batches of a run."""
+    return packing not in (None, WINDOWS, ARRIVAL, PLANNED)
+
+
+def check_packing(settings: Settings) -> None:
+    """Raises SettingsError for options that exclude whole documents, or that only whole documents take."""
+    if settings.model == CAPTIONER and settings.packing == WINDOWS:
+        raise SettingsError(
+            f"--packing {WINDOWS} cuts a text into fixed lengths, and the samples of a captioner are images and "
+            f"texts of their own lengths; give {ARRIVAL} or {PLANNED}"
+        )
+    if settings.packing == WINDOWS:
+        for name, unset in (("length_costs", SIZES), ("microbatch_tokens", None)):
+            if getattr(settings, name) != unset:
+                raise SettingsError(
+                    f"--{name.replace('_', '-')} is for whole documents; add --packing {PLANNED}, or leave it out"
+                )
+        return
+    if settings.model not in (GPT, CAPTIONER) and not is_hugging_face(settings.model):
+        raise SettingsError(
+            f"--packing {settings.packing} puts several documents into one row, which only a built-in GPT and "
+            f"decoders of Hugging Face's keep apart; --model {settings.model} would see one in another: leave it out"
+        )
+    if is_hugging_face(settings.model) and is_own(settings.data):
+        raise SettingsError(
+            f"--packing {settings.packing} cuts a text into documents, and --data {settings.data} gives batches that "
+            "are made already; leave out one of the two"
+        )
+    if settings.is_asynchronous:
+        instead = "give" if settings.model == CAPTIONER else f"leave out --packing {settings.packing}, or give"
+        raise SettingsError(
+            f"{settings.schedule} has its updates among the other ops, so that the order of microbatches says what "
+            f"each update gathers; {instead} a schedule without such updates"
+        )
+    if settings.packing == ARRIVAL and settings.microbatch_tokens is not None:
+        raise SettingsError(
+            f"--packing {ARRIVAL} takes documents as they come, whatever a microbatch then holds; leave out "
+            f"--microbatch-tokens, or give --packing {PLANNED}"
+        )

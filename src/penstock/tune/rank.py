@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.launch import init_process, watch
-from penstock.train.malloc_warmup import warm_up_malloc
+from penstock.runtime.launch import init_process, warm_up_malloc, watch
 from penstock.train.settings import Settings
 from penstock.train.tasks.gpt import gpt_config
 from penstock.tune import layers, transfer, trial

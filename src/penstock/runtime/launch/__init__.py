@@ -10,7 +10,7 @@ Ranks are forked from one process (`fork_server`), which has loaded torch and wh
 exception in a file and prints nothing; the parent, which sees every end, prints the cause once.
 """
 
-from penstock.runtime.launch.child import init_process, watch
+from penstock.runtime.launch.child import init_process, warm_up_malloc, watch
 from penstock.runtime.launch.failures import LossKind, loss_of
 from penstock.runtime.launch.fork_server import RankOrder, WaitingServer
 from penstock.runtime.launch.parent import FIRST_OPTIMIZER, launch
@@ -23,5 +23,6 @@ __all__ = [
     "init_process",
     "launch",
     "loss_of",
+    "warm_up_malloc",
     "watch",
 ]

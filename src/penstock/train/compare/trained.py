@@ -8,14 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from penstock.train.folder import RunFolder
 from penstock.train.inputs import Inputs
 from penstock.train.job import TrainJob
-from penstock.train.rank import RankRun
 from penstock.train.report import Report
-from penstock.train.run_job import launch_order
+from penstock.train.run_job import CheckedTraining, carry_out
 from penstock.train.start import RunFailed
 
 
@@ -51,21 +48,12 @@ def trained(inputs: Inputs, folder: Path) -> TrainingResult:
     Raises:
         RunFailed: a rank failed.
     """
-    place = RunFolder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     order = TrainJob(settings=inputs.settings, folder=str(folder), as_json=True)
-    if inputs.settings.in_process:
-        torch.set_num_threads(inputs.settings.num_threads)
-        run = RankRun(inputs, place, first=True, quiet=True)
-        run.run()
-        report = run.report
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        code, said = launch_order(order, inputs.data.corpus, None)
-        report = Report.read(place.report)
-        if report is None:
-            raise RunFailed(f"{inputs.settings.schedule}: {said}", code or 1)
-    assert report is not None, "rank 0 has the report"
-    return read_trained(report, place.metrics, inputs.settings.in_process)
+    report, code, said = carry_out(CheckedTraining(order, inputs))
+    if not isinstance(report, Report):
+        raise RunFailed(f"{inputs.settings.schedule}: {said}", code or 1)
+    return read_trained(report, RunFolder(folder).metrics, inputs.settings.in_process)
 
 
 def read_trained(report: Report, metrics: Path, in_process: bool) -> TrainingResult:

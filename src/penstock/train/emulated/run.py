@@ -21,14 +21,13 @@ from penstock.runtime.emulation.pipeline import EmulatedPipeline
 from penstock.runtime.mesh.peers import peers_of
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
-from penstock.train.adaptation_summary import read_adaptation
 from penstock.train.asynchronous import bound, one_every, proved_mismatch
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder
 from penstock.train.job import EmulatedJob
 from penstock.train.metrics import Metrics
 from penstock.train.progress import ProgressView
-from penstock.train.run_report import RunReport, write_plan
+from penstock.train.run_report import RunReport, read_adaptation, write_plan
 from penstock.train.stop import StopRequest
 
 

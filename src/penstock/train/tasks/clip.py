@@ -1,30 +1,48 @@
-"""A CLIP on generated samples: each tower learns to say what the others say of the same sample."""
+"""A CLIP: the schedule of its towers, and its task on generated samples, in which each tower learns to say what the
+others say of the same sample.
+
+Ranks are divided among the towers by their work, at least one each. If there are fewer ranks than towers,
+neighbouring towers share one. The contrast, which all towers feed, is a stage on a rank that has one already.
+
+    5 ranks, mixed     audio   0  |  text   1  |  video   2 3 4, two stages on each, interleaved; the contrast on 1
+    2 ranks            audio and text  0  |  video  1, and the contrast
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from penstock.cost import Costs
 from penstock.data import Corpus, PairedSamples, TokenForm, VectorForm
 from penstock.data.shuffle import permuted
-from penstock.models import CLIPConfig, ContrastiveLoss, TowerConfig, clip_presets, retrieval_accuracy
+from penstock.models import (
+    CLIPConfig,
+    ContrastiveLoss,
+    TowerConfig,
+    clip_presets,
+    clip_program,
+    retrieval_accuracy,
+    tower_costs,
+)
 from penstock.models.block import TransformerBlock
 from penstock.models.clip_stages import CLIPStages
-from penstock.runtime import Pipeline
-from penstock.schedule import Schedule
-from penstock.train.checks import SettingsError, refuse_options
+from penstock.program import Branch, Rules, breadth_first, depth_first, placements
+from penstock.runtime import Pipeline, partition
+from penstock.runtime.stage.branches import starts_of
+from penstock.schedule import Schedule, ScheduleError
+from penstock.train.checks import SettingsError, is_schedule_file, read_schedule, refuse_options
 from penstock.train.settings import Settings
-from penstock.train.tasks.clip_schedule import counts_of, cut_of
-from penstock.train.tasks.layers import recomputed
+from penstock.train.tasks.layers import recomputed, require_one_end
 from penstock.train.tasks.sizes import kept_sizes, preset_of, require_shards
 from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, ModelQuality, TaskData
-from penstock.train.towers import CONTRAST
+from penstock.train.towers import CONTRAST, MIXED, STYLES, TowerOptions, check_towers, read_towers
 
 SEEN = 152
 """How many of the 216 combinations of factors are trained on. The other 64 show whether it has
@@ -157,10 +175,10 @@ def clip_config(settings: Settings) -> CLIPConfig:
         if value is not None
     }
     try:
-        towers = {name: dataclasses.replace(tower, **changes) for name, tower in config.towers.items()}
+        towers = {name: replace(tower, **changes) for name, tower in config.towers.items()}
     except ValueError as error:
         raise SettingsError(str(error)) from None
-    return dataclasses.replace(config, towers=towers)
+    return replace(config, towers=towers)
 
 
 def forms_of(config: CLIPConfig) -> dict[str, TokenForm | VectorForm]:
@@ -179,3 +197,203 @@ def _recomputed(stage: nn.Module) -> nn.Module:
         if isinstance(module, TransformerBlock):
             recomputed(module)
     return stage
+
+
+INTERLEAVED = 2
+"""Stages per rank of an interleaved tower, if it has enough layers."""
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A tower's place: its ranks, stages and microbatches, and the schedule of its own."""
+
+    ranks: tuple[int, ...]
+    stages: int
+    microbatches: int
+    style: str
+
+
+def clip_schedule(config: CLIPConfig, settings: Settings) -> Schedule:
+    """The schedule of all towers and the contrast, checked.
+
+    Raises:
+        SettingsError: ranks, stages or microbatches that the towers cannot have.
+        ScheduleError: a schedule file that is not valid, or for another run.
+    """
+    if is_schedule_file(settings.schedule):
+        found = read_schedule(settings.schedule, settings.ranks, settings.microbatches, None, None)
+    else:
+        asked = read_towers(settings.towers)
+        check_towers(asked, config.towers)
+        towers = _placed(config, settings, asked)
+        count = (asked.get(CONTRAST, TowerOptions()).microbatches or settings.microbatches) * settings.replicas_here
+        try:
+            found = _program(config, towers, count, f"clip-{settings.schedule}")
+        except ScheduleError as error:
+            raise ScheduleError(f"--schedule {settings.schedule} of the towers: {error}", rule=error.rule) from None
+        except ValueError as error:
+            raise SettingsError(f"{error}; --tower NAME=microbatches:N says how many") from None
+    _check_batch(settings, counts_of(cut_of(config, found), found))
+    return found
+
+
+def cut_of(config: CLIPConfig, schedule: Schedule) -> CLIPStages:
+    """How many stages each tower has in a schedule. Raises SettingsError for one that is not of the towers."""
+    graph, name, towers = schedule.graph, schedule.name, list(config.towers)
+    require_one_end(graph, name)
+    starts = starts_of(graph)
+    if len(starts) != len(towers):
+        raise SettingsError(
+            f"{name} begins with {'stage' if len(starts) == 1 else 'stages'} {', '.join(map(str, starts))}, and the "
+            f"model has {len(towers)} towers, {', '.join(towers)}; give a schedule with a branch for each and the "
+            "contrast behind them"
+        )
+    ends = [*starts[1:], graph.num_stages - 1]
+    try:
+        cut = CLIPStages(config, {t: end - start for t, start, end in zip(towers, starts, ends, strict=True)})
+        wanted = cut.graph(counts_of(cut, schedule))
+    except ValueError as error:
+        raise SettingsError(f"{name}: {error}") from None
+    if set(graph.edges) != set(wanted.edges):
+        raise SettingsError(f"{name}: its stages are not one chain a tower, all of which feed the last stage")
+    return cut
+
+
+def counts_of(cut: CLIPStages, schedule: Schedule) -> dict[str, int]:
+    """Microbatches of each tower and of the contrast."""
+    graph, most = schedule.graph, schedule.num_microbatches
+    found = {name: graph.microbatches_of(part[0], most) for name, part in cut.stages.items()}
+    return found | {CONTRAST: graph.microbatches_of(cut.contrast, most)}
+
+
+def _placed(config: CLIPConfig, settings: Settings, asked: Mapping[str, TowerOptions]) -> dict[str, Tower]:
+    if settings.schedule not in (MIXED, *STYLES):
+        raise SettingsError(
+            f"--schedule {settings.schedule} is for a chain of stages, and a CLIP has towers side by side; give "
+            f"{', '.join((MIXED, *STYLES))}, or a file with a schedule of them"
+        )
+    ranks = _ranks(config, settings.ranks, asked)
+    most = max(map(len, ranks.values()))
+    longest = next(name for name, own in ranks.items() if len(own) == most)
+    found: dict[str, Tower] = {}
+    for name, own in ranks.items():
+        wanted, layers = asked.get(name, TowerOptions()), config.tower(name).num_layers
+        style = wanted.schedule or settings.schedule
+        if style == MIXED:
+            style = "interleaved-1f1b" if name == longest and most > 1 else "1f1b"
+        usual = min(INTERLEAVED * len(own), layers) if style == "interleaved-1f1b" else len(own)
+        stages = wanted.stages or usual
+        if not len(own) <= stages <= layers:
+            raise SettingsError(
+                f"tower {name!r} in {stages} stages over {len(own)} ranks; it has {layers} layers, and needs a stage "
+                f"per rank: give --tower {name}=stages:{min(max(stages, len(own)), layers)}, fewer ranks, or --depth"
+            )
+        if wanted.schedule is None and stages == len(own) and style == "interleaved-1f1b":
+            style = "1f1b"  # a stage per rank: there is nothing to interleave
+        count = (wanted.microbatches or settings.microbatches) * settings.replicas_here
+        found[name] = Tower(own, stages, count, style)
+    return found
+
+
+def _ranks(config: CLIPConfig, num_ranks: int, asked: Mapping[str, TowerOptions]) -> dict[str, tuple[int, ...]]:
+    """The ranks of each tower, one tower after another."""
+    names = list(config.towers)
+    work = {name: sum(tower_costs(config, name)) for name in names}
+    given = {name: asked[name].ranks or 0 for name in names if name in asked and asked[name].ranks}
+    if num_ranks < len(names) and not given:
+        groups = partition([work[name] for name in names], num_ranks)
+        return {names[place]: (rank,) for rank, group in enumerate(groups) for place in group}
+    counts = {name: given.get(name, 1) for name in names}
+    open_ones = [name for name in names if name not in given]
+    while sum(counts.values()) < num_ranks and open_ones:
+        room = [name for name in open_ones if counts[name] < config.tower(name).num_layers]
+        if not room:
+            break
+        counts[max(room, key=lambda name: work[name] / counts[name])] += 1
+    if sum(counts.values()) != num_ranks:
+        told = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise SettingsError(
+            f"the towers take {told} ranks, {sum(counts.values())} in all, and the run has {num_ranks}; give --ranks "
+            f"{sum(counts.values())}, or --tower NAME=ranks:N"
+        )
+    found: dict[str, tuple[int, ...]] = {}
+    first = 0
+    for name in names:
+        found[name] = tuple(range(first, first + counts[name]))
+        first += counts[name]
+    return found
+
+
+def branches_of(towers: Mapping[str, Tower], count: int) -> tuple[dict[str, Branch], Branch]:
+    """The branch of each tower, and that of the contrast, which works on `count` microbatches."""
+    branches: dict[str, Branch] = {}
+    for label, tower in towers.items():
+        placement = placements.circular(len(tower.ranks), tower.stages)
+        branches[label] = Branch(placement, tower.microbatches, _rules(tower, count), tower.ranks)
+    host = _host(towers)
+    rules = _rules(towers[host], count)
+    if isinstance(rules.max_in_flight, Mapping):
+        rules = replace(rules, max_in_flight={0: 1})
+    elif isinstance(rules.warmup, Sequence):
+        rules = replace(rules, warmup=rules.warmup[-1])
+    return branches, Branch(placements.one_to_one(1), count, rules, towers[host].ranks[-1:])
+
+
+def _program(config: CLIPConfig, towers: Mapping[str, Tower], count: int, name: str) -> Schedule:
+    """Raises ValueError for numbers of microbatches that do not match, ScheduleError for rules that deadlock."""
+    branches, contrast = branches_of(towers, count)
+    program = clip_program(config, branches, contrast, costs=_costs(config, towers), name=name)
+    return program.build()
+
+
+def _rules(tower: Tower, count: int) -> Rules:
+    """Rules with room for all forwards of one microbatch of the contrast, `each` of them, before any backward."""
+    each, ranks = max(1, tower.microbatches // count), len(tower.ranks)
+    if tower.style == "gpipe":
+        return Rules("forward-first")
+    if tower.style == "1f1b":
+        return Rules(max_in_flight={stage: tower.stages - 1 - stage + each for stage in range(tower.stages)})
+    looped = -(-tower.stages // ranks)
+    warmup = [2 * (ranks - 1 - rank) + (looped - 1) * ranks + looped * each for rank in range(ranks)]
+    most = tower.microbatches * (tower.stages // ranks)
+    return Rules(
+        "interleaved",
+        forward=breadth_first(ranks),
+        backward=depth_first(ranks),
+        warmup=[min(number, most) for number in warmup],
+    )
+
+
+def _host(towers: Mapping[str, Tower]) -> str:
+    """The tower on whose last rank the contrast runs: the last that is not interleaved, if there is one."""
+    plain = [name for name, tower in towers.items() if tower.style != "interleaved-1f1b"]
+    return (plain or list(towers))[-1]
+
+
+def _costs(config: CLIPConfig, towers: Mapping[str, Tower]) -> Costs:
+    """Costs by which the order is built: FLOPs of each stage's microbatch, scaled to a mean of 1 ms."""
+    work: list[float] = []
+    for name, tower in towers.items():
+        layers = tower_costs(config, name)
+        work += [sum(layers[i] for i in part) / tower.microbatches for part in partition(layers, tower.stages)]
+    mean = sum(work) / len(work)
+    times = [each / mean for each in work] + [SMALL]
+    return Costs(f=times, i=times, w=times)
+
+
+SMALL = 0.01
+"""Milliseconds of the contrast. It multiplies only a few rows, which is little beside the towers."""
+
+
+def _check_batch(settings: Settings, counts: Mapping[str, int]) -> None:
+    """Raises SettingsError for a batch that towers would cut between different samples."""
+    elsewhere = settings.dp // settings.replicas_here
+    unit = math.lcm(*counts.values()) * elsewhere
+    uneven = len(set(counts.values())) > 1 and settings.batch % unit
+    if uneven or settings.batch < unit:
+        told = ", ".join(f"{name} {count}" for name, count in counts.items())
+        replicas = "" if elsewhere == 1 else f" in each of {elsewhere} replicas"
+        raise SettingsError(
+            f"a batch of {settings.batch} samples can't be cut into the microbatches of {told}{replicas}; give a "
+            f"multiple of {unit}, so that all cut it at the same samples"
+        )

@@ -16,8 +16,7 @@ from penstock.cost import CostError, CostsByLength
 from penstock.data import Corpus, Sequences, Tokenizer, open_corpus
 from penstock.planning.batches import PackingError, pack_in_turn
 from penstock.train.checks import SettingsError
-from penstock.train.packing import MEASURED, SIZES
-from penstock.train.settings import Settings
+from penstock.train.settings import MEASURED, SIZES, Settings
 from penstock.train.tasks.task import VALIDATION_BATCHES, Example, TaskData
 
 Form = Callable[[Tensor, Tensor], Any]

@@ -23,8 +23,7 @@ def schedule_of(settings: Settings) -> Schedule:
         SettingsError, ScheduleError: the settings ask for something impossible.
     """
     if settings.model == CLIP:
-        from penstock.train.tasks.clip import clip_config
-        from penstock.train.tasks.clip_schedule import clip_schedule
+        from penstock.train.tasks.clip import clip_config, clip_schedule
 
         return clip_schedule(clip_config(settings), settings)
     if settings.replicas_here == 1:
