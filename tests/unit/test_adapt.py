@@ -28,9 +28,9 @@ from penstock.control.configuration import peaks
 from penstock.control.events import Transfers, event_from_json
 from penstock.control.log import event_line, header
 from penstock.runtime import RuntimeFailure
+from penstock.runtime.adapt.agent import REFUSED, STOPPED, Vote, VoteResult, agree, short_digest
 from penstock.runtime.adapt.coordinator import COUNT, FIRST, MeasuredCosts, RunLog
 from penstock.runtime.adapt.report import MeasuredStep, RankReport, ReportCollector, lines_of, report_of
-from penstock.runtime.adapt.vote import REFUSED, STOPPED, Vote, VoteResult, agree, short_digest
 from penstock.runtime.mesh.probe import ClockSample, clock_offset
 from penstock.runtime.transport.base import TransferRecord
 from penstock.schedule import Op

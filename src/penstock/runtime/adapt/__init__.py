@@ -4,17 +4,17 @@ rank: report ------> store -----> rank 0: coordinator --> its controller's proce
   ^                                                                     |
   +--- vote: the step's own collective <--- plans <---- store <---------+
 
-agent         each process's part                   report   what a rank measured in an iteration
+agent         each process's part, and the vote by which all run a new plan, or none does
+report        what a rank measured in an iteration
 coordinator   rank 0's part: the controller's process beside the training, and the records of the run
-vote          all run a new plan, or none does      options  the user's options
+options       the user's options
 store         queues of bytes between ranks: which store, by whose clock, retries, and how long it was silent
 """
 
-from penstock.runtime.adapt.agent import Agent, NodeProbes, PreparedPlan, start_agent
+from penstock.runtime.adapt.agent import Agent, NodeProbes, PreparedPlan, Vote, start_agent
 from penstock.runtime.adapt.coordinator import RunSetting
 from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.report import MeasuredStep
-from penstock.runtime.adapt.vote import Vote
 
 __all__ = [
     "AdaptOptions",

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -154,31 +155,27 @@ class TracedProgram:
                     "this mode; give ps.split(..., example=) inputs like those of the run"
                 )
         starts = [0, *(places[call] for call in begins), len(self.steps)]
+        last = len(starts) - 2
         if sorted(starts) != starts:
             raise PartitionError(
                 f"with these inputs or in this mode the forward calls {', '.join(c.path for c in begins)} in another "
                 "order; give ps.split(..., example=) inputs like those of the run"
             )
-        made_at = {self.inputs: 0} | {
-            step.slot: stage
-            for stage in range(len(starts) - 1)
-            for step in self.steps[starts[stage] : starts[stage + 1]]
-        }
-        last_stage = dict.fromkeys(self._output_uses, len(starts) - 2)
-        for stage in range(len(starts) - 1):
-            for step in self.steps[starts[stage] : starts[stage + 1]]:
-                for slot in step.uses:
-                    last_stage[slot] = max(stage, last_stage.get(slot, 0))
+        stages = [tuple(self.steps[a:b]) for a, b in pairwise(starts)]
+        made_at = {self.inputs: 0}
+        last_stage: dict[int, int] = {}
+        for stage, steps in enumerate(stages):
+            made_at |= {step.slot: stage for step in steps}
+            last_stage |= {slot: stage for step in steps for slot in step.uses}
+        last_stage |= dict.fromkeys(self._output_uses, last)
         given = {**self.tensors, **self.constants}
         found = []
-        for stage in range(len(starts) - 1):
-            steps = tuple(self.steps[starts[stage] : starts[stage + 1]])
+        for stage, steps in enumerate(stages):
             comes = sorted(s for s, at in made_at.items() if at < stage <= last_stage.get(s, 0) and s not in given)
             goes = sorted(s for s, at in made_at.items() if at <= stage < last_stage.get(s, 0) and s not in given)
-            used = {slot for step in steps for slot in step.uses}
-            if stage == len(starts) - 2:
-                used |= self._output_uses
-            kept = set(goes) | (set(self._output_uses) if stage == len(starts) - 2 else set())
+            returned = self._output_uses if stage == last else frozenset[int]()
+            used = {slot for step in steps for slot in step.uses} | returned
+            kept = {*goes, *returned}
             last_use: dict[int, int] = {}
             for place, step in enumerate(steps):
                 for slot in (*step.uses, step.slot):

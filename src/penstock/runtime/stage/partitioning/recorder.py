@@ -58,6 +58,10 @@ _AT_ONCE = frozenset({"__get__", "__hash__", "__repr__", "__format__", "__len__"
 _DRAWS = ("random", "uniform", "randint", "randrange", "choice", "choices", "sample", "shuffle", "gauss",
           "normalvariate", "betavariate", "expovariate", "triangular", "getrandbits", "seed")  # fmt: skip
 
+_NUMPY_DRAWS = (
+    "rand", "randn", "random", "uniform", "normal", "randint", "choice", "permutation", "binomial",
+)  # fmt: skip
+
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
 
 
@@ -369,17 +373,7 @@ class Recorder(fx.Tracer):
         found.append((torch.autograd.Function, "apply", classmethod(applied)))
         numpy = sys.modules.get("numpy")
         if numpy is not None:
-            for name in (
-                "rand",
-                "randn",
-                "random",
-                "uniform",
-                "normal",
-                "randint",
-                "choice",
-                "permutation",
-                "binomial",
-            ):
+            for name in _NUMPY_DRAWS:
                 drawn = self._refused(getattr(numpy.random, name), "draws numpy's random numbers")
                 found.append((numpy.random, name, drawn))
         return found

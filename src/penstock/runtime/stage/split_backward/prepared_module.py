@@ -390,16 +390,29 @@ class FoundModule(NamedTuple):
 class SplitReport:
     """What can be split in a stage."""
 
-    can_split: bool
-    """False: I runs the full backward and W does nothing."""
-    reason: str
-    """Why not, in a sentence; empty if it can."""
     deferred: tuple[str, ...]
     """Parameters whose gradients may wait for W."""
     at_once: tuple[str, ...]
     """Parameters whose gradients are computed in I."""
     shared: SplitStage = field(repr=False, compare=False)
     """What the stage's prepared modules share."""
+
+    @property
+    def can_split(self) -> bool:
+        """False: I runs the full backward and W does nothing."""
+        return bool(self.deferred)
+
+    @property
+    def reason(self) -> str:
+        """Why not, in a sentence; empty if it can."""
+        return (
+            ""
+            if self.deferred
+            else (
+                "the stage has no linear, convolution or embedding module that can be split, "
+                "so I runs the full backward and W does nothing"
+            )
+        )
 
 
 def prepare(stage: nn.Module) -> SplitReport:
@@ -420,15 +433,8 @@ def prepare(stage: nn.Module) -> SplitReport:
             shared.compiled_biases.add(f"{path}.bias" if path else "bias")
     waiting = {id(parameters[name]) for name in deferred}
     shared.others.update((name, p) for name, p in stage.named_parameters() if id(p) not in waiting)
-    if deferred:
-        reason = ""
-    else:
-        reason = (
-            "the stage has no linear, convolution or embedding module that can be split, "
-            "so I runs the full backward and W does nothing"
-        )
     at_once = tuple(name for name, p in parameters.items() if id(p) not in waiting)
-    return SplitReport(bool(deferred), reason, tuple(deferred), at_once, shared)
+    return SplitReport(tuple(deferred), at_once, shared)
 
 
 def unprepare(stage: nn.Module) -> None:
