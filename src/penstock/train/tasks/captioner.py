@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import nn
 
 from penstock.cost import CostsByLength
 from penstock.data import CaptionedImages, Corpus
@@ -25,8 +24,8 @@ from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError, refuse_options
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import costs_by_length
-from penstock.train.tasks.layers import refuse_shared, require_chain, stage_layers, stage_makers
-from penstock.train.tasks.sizes import changed, kept_sizes, preset_of, require_shards
+from penstock.train.tasks.layers import ChainTask, refuse_shared, require_chain, stage_layers
+from penstock.train.tasks.sizes import changed, preset_of
 from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, ModelQuality, TaskData
 
 FRESH = 1 << 40
@@ -35,7 +34,7 @@ LOOKED_AT = 256
 """Samples over which sizes are averaged, for the cut into stages."""
 
 
-class CaptionerTask:
+class CaptionerTask(ChainTask):
     """See `Task`.
 
     Raises:
@@ -45,30 +44,17 @@ class CaptionerTask:
     def __init__(self, settings: Settings, schedule: Schedule) -> None:
         refuse_options(settings, ("data", "tokenizer"), "a captioner learns from samples that are generated for it")
         refuse_options(settings, ("tied",), "a captioner's words have one embedding and a head of its own")
-        self._settings = settings
         config: CaptionerConfig = changed(preset_of(settings, captioner_presets), settings)
-        self.config = config
-        self.sizes = kept_sizes(config)
-        self.num_tokens = None  # a sample has as many as its images have
-        self.loss = CrossEntropy()
-        self.tied: list[list[str]] = []
         self._samples = CaptionedImages(
             config.num_features, config.side, config.vocab_size, config.context, settings.seed
         )
         self._looked_at = [self._samples.sizes(number) for number in range(LOOKED_AT)]
-        self.layer_costs = self._layer_costs()
-        self._parts = tower_parts(self.layer_costs, config.num_image_layers, schedule, settings.cut)
-        self._costs = captioner_costs_by_length(config, self._parts)
-        require_shards(settings, schedule, config)
-
-    def _layer_costs(self) -> list[float]:
-        """Of each layer for the mean sample."""
-        rows = [captioner_costs(self.config, each.patches, each.length) for each in self._looked_at]
-        found: list[float] = np.mean(rows, axis=0).tolist()
-        return found
-
-    def stages(self) -> list[Callable[[], nn.Module]]:
-        return stage_makers(captioner_stage, self.config, self._parts, self._settings)
+        rows = [captioner_costs(config, each.patches, each.length) for each in self._looked_at]
+        costs: list[float] = np.mean(rows, axis=0).tolist()  # of each layer, for the mean sample
+        parts = tower_parts(costs, config.num_image_layers, schedule, settings.cut)
+        super().__init__(settings, schedule, config, costs, CrossEntropy(), (), captioner_stage, parts)
+        self.num_tokens = None  # a sample has as many as its images have
+        self._costs = captioner_costs_by_length(config, parts)
 
     def message_bytes(self, schedule: Schedule) -> list[float]:
         """Of a microbatch of mean samples."""

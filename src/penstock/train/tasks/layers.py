@@ -93,7 +93,10 @@ class ChainTask:
     Args:
         config: of the model. costs: of its layers. loss, tied: see `Task`.
         make_stage: makes a stage of some layers, like `gpt_stage`.
+        parts: the layers of each stage. None: see `stage_layers`.
     """
+
+    num_tokens: int | None
 
     def __init__(
         self,
@@ -104,26 +107,20 @@ class ChainTask:
         loss: Callable[..., Tensor],
         tied: Sequence[Sequence[str]],
         make_stage: Callable[..., nn.Module],
+        parts: Sequence[range] | None = None,
     ) -> None:
         self.config, self.sizes, self.num_tokens = config, kept_sizes(config), config.context
         self.loss, self.tied, self.layer_costs = loss, tied, costs
         self._settings, self._make_stage = settings, make_stage
-        self._parts = stage_layers(costs, schedule, settings.cut)
+        self._parts = stage_layers(costs, schedule, settings.cut) if parts is None else parts
         require_shards(settings, schedule, config, config.vocab_size)
 
     def stages(self) -> list[Callable[[], nn.Module]]:
-        return stage_makers(self._make_stage, self.config, self._parts, self._settings)
+        settings, wrap = self._settings, recomputed if self._settings.recompute else None
+        return [partial(self._make_stage, self.config, list(p), settings.seed, wrap=wrap) for p in self._parts]
 
     def message_bytes(self, schedule: Schedule) -> list[float]:
         return chain_bytes(self._settings, schedule.num_stages, self.config.context * self.config.width)
-
-
-def stage_makers(
-    make: Callable[..., nn.Module], config: Any, parts: Sequence[Sequence[int]], settings: Settings
-) -> list[Callable[[], nn.Module]]:
-    """For each stage of a model of ours, the function that makes it of its layers."""
-    wrap = recomputed if settings.recompute else None
-    return [partial(make, config, list(part), settings.seed, wrap=wrap) for part in parts]
 
 
 def require_chain(schedule: Schedule) -> None:

@@ -19,6 +19,7 @@ from penstock.models.huggingface.pictures import IMAGES, PictureForm
 from penstock.runtime import Pipeline
 from penstock.train.checks import SettingsError
 from penstock.train.tasks.task import VALIDATION_BATCHES, Example, ModelQuality, StepBatches, TaskData
+from penstock.train.tasks.text import logits_of
 
 
 class GeneratedPictures:
@@ -85,7 +86,7 @@ class GeneratedPictures:
         wanted = torch.cat([example.targets for example in data.validation])
         blind = self._tiles.nats * len(wanted) / int((wanted != IGNORED).sum())
         first = next(iter(data.validation))
-        said = torch.cat([_logits(part).argmax(-1) for part in pipe.predict(first.inputs)])
+        said = torch.cat([logits_of(part).argmax(-1) for part in pipe.predict(first.inputs)])
         right = (said == first.targets) | (first.targets == IGNORED)
         accuracy, chance = float(right.all(1).float().mean()), 1 / self._tiles.num_combinations
         bar = "below" if math.isfinite(loss) and loss < blind else "not below"
@@ -99,7 +100,3 @@ class GeneratedPictures:
             accuracy=accuracy,
             chance=chance,
         )
-
-
-def _logits(part: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
-    return part["logits"] if isinstance(part, dict) else part

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -72,6 +74,12 @@ def judge_decoder(
     )
 
 
+def logits_of(part: Any) -> Tensor:
+    """What a model said of a microbatch, which some return among other things."""
+    found: Tensor = part["logits"] if isinstance(part, dict) else part
+    return found
+
+
 def write(settings: Settings, tokenizer: Tokenizer, context: int, pipe: Pipeline) -> str:
     """Text that the model writes. Every rank draws the same."""
     if settings.sample == 0:
@@ -81,7 +89,7 @@ def write(settings: Settings, tokenizer: Tokenizer, context: int, pipe: Pipeline
 
     def logits(tokens: Tensor) -> Tensor:
         parts = pipe.predict(tokens.repeat(replicas, 1))
-        said = torch.cat([part["logits"] if isinstance(part, dict) else part for part in parts])
+        said = torch.cat(list(map(logits_of, parts)))
         return said[: len(tokens), :, : tokenizer.vocab_size]  # a model may know more words than its tokenizer
 
     drawn = sample(
