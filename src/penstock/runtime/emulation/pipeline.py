@@ -8,8 +8,8 @@
     run.timelines[0].makespan, run.simulated[0].makespan, run.median_error
 
 Each rank is a thread of this process, or a process if torch.distributed is set up with several. A rank sleeps through
-its ops, so two cores can stand for sixteen accelerators. `emulate_processes` starts one process per rank, with
-messages over gloo; each runs `python -m penstock.runtime.emulation FOLDER`.
+its ops, so two cores can stand for sixteen accelerators. `emulate_processes` starts one process per rank; each runs
+`python -m penstock.runtime.emulation FOLDER`.
 """
 
 from __future__ import annotations
