@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -71,6 +71,26 @@ def find(text: str, option: str) -> tuple[ModuleType, Any]:
     return module, getattr(module, own.name)
 
 
+class ArgumentNames(NamedTuple):
+    """The arguments of a function that may be given by name, those that have no default, and whether it takes any."""
+
+    named: Sequence[str] = ()
+    needed: Sequence[str] = ()
+    takes_all: bool = False
+
+    @classmethod
+    def of(cls, found: Any) -> ArgumentNames:
+        """None where the function does not say."""
+        try:
+            known = inspect.signature(found).parameters
+        except (TypeError, ValueError):
+            return cls()
+        named = [n for n, each in known.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        by_place = [n for n, each in known.items() if each.kind is each.POSITIONAL_ONLY]
+        needed = [name for name in (*named, *by_place) if known[name].default is inspect.Parameter.empty]
+        return cls(named, needed, any(each.kind is each.VAR_KEYWORD for each in known.values()))
+
+
 def made(
     found: Any, own: OwnName, option: str, given: Mapping[str, Any], others: Mapping[str, Any] | None = None
 ) -> Any:
@@ -83,20 +103,12 @@ def made(
     Raises:
         SettingsError: it needs other arguments, or fails, with the line.
     """
-    try:
-        known: Mapping[str, inspect.Parameter] = inspect.signature(found).parameters
-    except (TypeError, ValueError):
-        known = {}
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
-    named = [n for n, each in known.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    options = f"{option}-options"
-    if extra := [name for name in given if name not in named and not takes_all]:
-        takes = f"it takes {', '.join(named)}" if named else "it takes no arguments"
-        raise SettingsError(f"{options}: {_at(found, own)} has no {extra[0]!r}; {takes}")
-    arguments = {name: value for name, value in (others or {}).items() if name in named} | dict(given)
-    missing = [n for n in named if known[n].default is inspect.Parameter.empty and n not in arguments]
-    missing += [n for n, each in known.items() if each.kind is each.POSITIONAL_ONLY and each.default is each.empty]
-    if missing:
+    takes, options = ArgumentNames.of(found), f"{option}-options"
+    if extra := [name for name in given if name not in takes.named and not takes.takes_all]:
+        has = f"it takes {', '.join(takes.named)}" if takes.named else "it takes no arguments"
+        raise SettingsError(f"{options}: {_at(found, own)} has no {extra[0]!r}; {has}")
+    arguments = {name: value for name, value in (others or {}).items() if name in takes.named} | dict(given)
+    if missing := [name for name in takes.needed if name not in arguments]:
         how = f"give {options} '{{\"{missing[0]}\": ...}}', or name" if option == "--model" else "name"
         raise SettingsError(
             f"{option}: {_at(found, own)} needs {', '.join(missing)}; {how} a function that takes nothing and "

@@ -151,7 +151,7 @@ def medians(iterations: Sequence[EmulatedIteration]) -> dict[str, float]:
 
 
 GB_A_CORE = 1.0
-"""GB per second that one core can send and receive through gloo, roughly."""
+"""GB per second that one core can send and receive, roughly; through shared memory it is some two times as much."""
 
 
 class EmulatedRun:

@@ -23,13 +23,18 @@ COUNTED = 1 << 26
 """Tokens of the text whose frequencies are counted."""
 
 
+def mask_of(tokenizer: FileTokenizer) -> int | None:
+    """The number of a tokenizer's own mask; None if it has none."""
+    return next((number for word in MASKS if (number := tokenizer.number_of(word)) is not None), None)
+
+
 def mask_token(tokenizer: Tokenizer, vocab_size: int, model: str) -> int:
     """The number of the token that replaces a masked one: the tokenizer's or, for bytes, the one behind them.
 
     Raises SettingsError if there is none.
     """
     if isinstance(tokenizer, FileTokenizer):
-        found = next((number for word in MASKS if (number := tokenizer.number_of(word)) is not None), None)
+        found = mask_of(tokenizer)
         if found is None:
             raise SettingsError(
                 f"{model} guesses masked tokens, and the tokenizer {tokenizer.name} has no {' or '.join(MASKS)}; "

@@ -25,7 +25,7 @@ from penstock.runtime.stage.partitioning.program import untouched
 from penstock.runtime.stage.stage import GATHERS, with_arguments
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
-from penstock.train.own_file import called, find, is_own, made, own_name, seeded
+from penstock.train.own_file import ArgumentNames, called, find, is_own, made, own_name, seeded
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed, refuse_shared, require_chain
 from penstock.train.tasks.own_data import own_data, require_samples, tensors_of
@@ -251,11 +251,7 @@ class BatchReader:
 
     def __init__(self, model: nn.Module, name: str, has_targets: bool) -> None:
         self._name, self._has_targets = name, has_targets
-        known = inspect.signature(model.forward).parameters
-        self._takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
-        by_name = [n for n, each in known.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-        self._names = by_name
-        self._needed = [n for n in by_name if known[n].default is inspect.Parameter.empty]
+        self._takes = ArgumentNames.of(model.forward)
 
     def __call__(self, batch: Any, what: str) -> Example:
         batch = tensors_of(batch)
@@ -276,9 +272,9 @@ class BatchReader:
         return Example(inputs, targets)
 
     def _of_dict(self, batch: dict[Any, Any], what: str) -> tuple[Any, Any]:
-        inputs = {key: value for key, value in batch.items() if key in self._names or self._takes_all}
+        inputs = {key: value for key, value in batch.items() if key in self._takes.named or self._takes.takes_all}
         rest = {key: value for key, value in batch.items() if key not in inputs}
-        if missing := [name for name in self._needed if name not in inputs]:
+        if missing := [name for name in self._takes.needed if name not in inputs]:
             raise SettingsError(
                 f"--data: {what} has {_listed(batch)}, and the forward of {self._name} needs {', '.join(missing)}; "
                 "name the keys as the forward does"
@@ -286,7 +282,7 @@ class BatchReader:
         if rest and not self._has_targets:
             raise SettingsError(
                 f"--data: {what} has {_listed(rest)}, which the forward of {self._name} does not take "
-                f"({', '.join(self._names)}), and there is no {LOSS} that would; leave it out"
+                f"({', '.join(self._takes.named)}), and there is no {LOSS} that would; leave it out"
             )
         return inputs, (None if not rest else next(iter(rest.values())) if len(rest) == 1 else rest)
 

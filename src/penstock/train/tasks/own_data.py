@@ -23,7 +23,7 @@ from penstock.runtime.tensors.digest import batch_digest
 from penstock.runtime.tensors.pytree import flatten
 from penstock.runtime.tensors.rng import mix
 from penstock.train.checks import SettingsError
-from penstock.train.own_file import OwnName, called, find, made, own_name, seeded
+from penstock.train.own_file import ArgumentNames, OwnName, called, find, made, own_name, seeded
 from penstock.train.settings import Settings
 from penstock.train.tasks.task import Example, TaskData
 
@@ -56,7 +56,7 @@ class OwnSource:
             and not isinstance(self._found, torch.nn.Module)
             and not any(hasattr(self._found, name) for name in ("__iter__", "__getitem__"))
         )
-        self.names = parameters_of(self._found) if self.is_made else frozenset[str]()
+        self.names = ArgumentNames.of(self._found).named if self.is_made else ()
         self._others = {"batch": batch, "seed": seed, "replica": replica, "num_replicas": num_replicas}
         self.takes_train = "train" in self.names
         self.is_dealt = "replica" in self.names
@@ -96,14 +96,6 @@ def is_samples(found: Any) -> bool:
 def is_stateful(found: Any) -> bool:
     """Whether it can save its position, and continue from it."""
     return all(callable(getattr(found, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def parameters_of(found: Any) -> frozenset[str]:
-    """The names of the arguments that a function or class takes."""
-    try:
-        return frozenset(inspect.signature(found).parameters)
-    except (TypeError, ValueError):
-        return frozenset()
 
 
 def own_batch(text: str, seed: int, dp: int) -> int | None:

@@ -23,7 +23,7 @@ from penstock.data.tokenizer import FileTokenizer
 from penstock.models.huggingface import Decoder
 from penstock.runtime import Pipeline
 from penstock.train.checks import SettingsError
-from penstock.train.tasks.masked import MASKS, judge_guesses
+from penstock.train.tasks.masked import MASKS, judge_guesses, mask_of
 from penstock.train.tasks.task import Draws, Example, ModelQuality, TaskData, redrawn
 
 SHARE, LENGTH = 0.15, 3
@@ -114,7 +114,7 @@ def span_form(tokenizer: Tokenizer, length: int, vocab_size: int, model: str) ->
         found = [tokenizer.number_of(SENTINEL.format(number)) for number in range(needed)]
         if all(number is not None for number in found):
             return SpanForm(length, tuple(int(number) for number in found if number is not None))
-        mask = next((number for word in MASKS if (number := tokenizer.number_of(word)) is not None), None)
+        mask = mask_of(tokenizer)
         if mask is not None:
             return SpanForm(length, (mask,))
         have = sum(number is not None for number in found)

@@ -337,17 +337,12 @@ class Recorder(fx.Tracer):
         kwargs = fx.node.map_arg(node.kwargs, _value_of)
         if node.op == "get_attr":
             return attribute_of(self.root, str(node.target))
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        if node.op == "call_module":
-            args, kwargs = own_lists(args), own_lists(kwargs)
-            sizes = contents_of((args, kwargs))
-            value = self.root.get_submodule(str(node.target))(*args, **kwargs)
-            if contents_of((args, kwargs)) != sizes:
-                self.refuse(f"gives {node.target} a list or dict, which that changes")
-            return value
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
+        if node.op != "call_module":
+            return run_call(node.op, node.target, args, kwargs)
+        value, has_changed = run_layer(self.root.get_submodule(str(node.target)), args, kwargs)
+        if has_changed:
+            self.refuse(f"gives {node.target} a list or dict, which that changes")
+        return value
 
     def _replacements(self) -> list[tuple[Any, str, Any]]:
         """What is replaced while tracing, by what: (owner, name, replacement)."""
@@ -524,12 +519,27 @@ def own_lists(value: Any) -> Any:
     return value
 
 
-def contents_of(value: Any) -> Any:
+def run_call(op: str, target: Any, args: Any, kwargs: Any) -> Any:
+    """What a recorded call of a method ("call_method") or function returns."""
+    if op == "call_method":
+        return getattr(args[0], str(target))(*args[1:], **kwargs)
+    return target(*args, **kwargs)
+
+
+def run_layer(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """What a layer returns that is given lists and dicts of its own, and whether it has changed one of them."""
+    args, kwargs = own_lists(args), own_lists(kwargs)
+    before = _contents_of((args, kwargs))
+    result = layer(*args, **kwargs)
+    return result, _contents_of((args, kwargs)) != before
+
+
+def _contents_of(value: Any) -> Any:
     """The items of lists and dicts, by identity."""
     if isinstance(value, list | tuple):
-        return [contents_of(each) for each in value]
+        return [_contents_of(each) for each in value]
     if isinstance(value, dict):
-        return {key: contents_of(each) for key, each in value.items()}
+        return {key: _contents_of(each) for key, each in value.items()}
     return id(value)
 
 

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.partitioning.program import ModelTracer, TracedProgram, TracedStep, fill, kind_of
-from penstock.runtime.stage.partitioning.recorder import contents_of, own_lists
+from penstock.runtime.stage.partitioning.recorder import run_call, run_layer
 from penstock.runtime.stage.partitioning.source_line import Untraceable
 from penstock.runtime.stage.stage import Stage, holder_of
 from penstock.runtime.tensors.pytree import DTYPES, device_of, flatten
@@ -111,11 +111,8 @@ class TracedStage(Stage):
                     "this mode, and the stage does not have it; give ps.split(..., example=) inputs like those of "
                     "the run"
                 )
-            if step.lists:
-                args, kwargs = own_lists(args), own_lists(kwargs)
-                before = contents_of((args, kwargs))
-            result = layer(*args, **kwargs)
-            if step.lists and contents_of((args, kwargs)) != before:
+            result, has_changed = run_layer(layer, args, kwargs) if step.lists else (layer(*args, **kwargs), False)
+            if has_changed:
                 raise Untraceable(f"layer {step.target} changes a list or dict that it is given", step.line)
             if step.kind is not None and kind_of(result) != step.kind:
                 raise Untraceable(
@@ -124,10 +121,7 @@ class TracedStage(Stage):
                     step.line,
                 )
             return result
-        if step.op == "call_method":
-            return getattr(args[0], str(step.target))(*args[1:], **kwargs)
-        assert callable(step.target)
-        return step.target(*args, **kwargs)
+        return run_call(step.op, step.target, args, kwargs)
 
     def _passed_on(
         self, program: TracedProgram, goes: tuple[int, ...], values: Mapping[int, Any], skeleton: Any
