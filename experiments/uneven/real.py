@@ -23,8 +23,7 @@ from penstock.data import Batches, Sequences, document_lengths, open_corpus
 from penstock.models import CrossEntropy, GPTConfig, build_layers, gpt_costs, gpt_costs_by_length, gpt_stage
 from penstock.runtime import partition
 from penstock.runtime.launch import init_process, launch
-from penstock.train.batch_planner import BatchPlanner
-from penstock.train.planning_process import BatchProblem
+from penstock.train.batch_planner import BatchPlanner, BatchProblem
 from penstock.train.tasks.documents import as_gpt_takes_it, packed_example
 from penstock.train.tasks.task import Example
 

@@ -18,9 +18,8 @@ from penstock.cost import CostsByLength, LengthLine
 from penstock.data import ByteTokenizer
 from penstock.models import CrossEntropy, build_layers
 from penstock.runtime import RuntimeFailure
-from penstock.train.batch_planner import BatchPlanner
+from penstock.train.batch_planner import BatchPlanner, BatchProblem
 from penstock.train.inputs import gather_inputs
-from penstock.train.planning_process import BatchProblem
 from penstock.train.settings import Settings
 from penstock.train.tasks.gpt import gpt_config
 from train_runs import losses, metrics

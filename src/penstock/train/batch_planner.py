@@ -2,6 +2,9 @@
 
 rank 0                step 4 runs       | step 5 runs       |
 planning process      plans step 5      | plans step 6      |
+
+The process is `python -m penstock.train.batch_planner`, without torch: it reads problems and lengths, and writes
+plans, until its input ends. `BatchPlanner` starts it and asks.
 """
 
 from __future__ import annotations
@@ -11,14 +14,34 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from penstock.cost import CostsByLength
-from penstock.planning.batches import BatchPlan, Lengths
-from penstock.runtime import RuntimeFailure
-from penstock.train.planning_process import BatchProblem
+from penstock.planning.batches import BatchPlan, Lengths, plan_batch
+from penstock.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class BatchProblem:
+    """What `plan_batch` needs besides the lengths: `dispatches` are those that it may choose from."""
+
+    schedule: Schedule
+    costs: CostsByLength
+    num_replicas: int
+    token_limit: int | None
+    dispatches: tuple[str, ...]
+
+    def plan(self, lengths: Lengths) -> BatchPlan:
+        return plan_batch(
+            lengths,
+            self.schedule,
+            self.costs,
+            num_replicas=self.num_replicas,
+            token_limit=self.token_limit,
+            dispatches=self.dispatches,
+        )
 
 
 class BatchPlanner:
@@ -37,7 +60,7 @@ class BatchPlanner:
         self._asked: list[int] = []
         # In a session of its own: Ctrl-C is for the ranks, which first end their step. It ends with its input.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.train.planning_process"],
+            [sys.executable, "-m", "penstock.train.batch_planner"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -75,7 +98,7 @@ class BatchPlanner:
             answer = self._answer(step)
         self.waited += time.perf_counter() - began
         if not isinstance(answer, BatchPlan):
-            raise RuntimeFailure(f"the batch of step {step} can't be planned: {answer}")
+            raise _failed(f"the batch of step {step} can't be planned: {answer}")
         return answer
 
     def close(self) -> None:
@@ -95,14 +118,57 @@ class BatchPlanner:
     def _answer(self, step: int) -> object:
         try:
             if not self._from.poll(self._timeout):
-                raise RuntimeFailure(
+                raise _failed(
                     f"the batch of step {step} was not planned within {self._timeout:g} s; raise --timeout, or give "
                     "--packing arrival"
                 )
             _, answer = self._from.recv()
         except (EOFError, OSError):
-            raise RuntimeFailure(
+            raise _failed(
                 f"the process that plans batches has ended (exit code {self._process.poll()}) before step {step} was "
                 "planned; go on from the last checkpoint, with --packing arrival if it happens again"
             ) from None
         return answer
+
+
+def _failed(why: str) -> Exception:
+    from penstock.runtime.errors import RuntimeFailure  # loads torch, which the planning process does without
+
+    return RuntimeFailure(why)
+
+
+def serve(asked: Connection[Any, Any], answers: Connection[Any, Any]) -> None:
+    """Answers requests. A problem is kept for the requests that follow; (step, lengths) is answered by (step,
+    plan).
+    """
+    problem: BatchProblem | None = None
+    while True:
+        try:
+            value = asked.recv()
+        except EOFError:
+            return
+        if isinstance(value, BatchProblem):
+            problem = value
+            continue
+        step, lengths = value
+        assert problem is not None
+        try:
+            answer: BatchPlan | str = problem.plan(lengths)
+        except ValueError as error:  # what planning refuses; anything else is a mistake, and ends the process
+            answer = str(error)
+        answers.send((step, answer))
+
+
+def main() -> None:
+    # What else would print goes where errors go.
+    answers = Connection(os.dup(1), readable=False)
+    os.dup2(2, 1)
+    with contextlib.suppress(BrokenPipeError):
+        serve(Connection(os.dup(0), writable=False), answers)
+
+
+if __name__ == "__main__":
+    # By the module's own name, so that what is pickled here is of the classes that the parent knows.
+    from penstock.train import batch_planner
+
+    batch_planner.main()

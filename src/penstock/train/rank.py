@@ -24,13 +24,12 @@ from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulation import Timeline
 from penstock.simulation.simulator import AUTO
-from penstock.train.batch_planner import BatchPlanner
+from penstock.train.batch_planner import BatchPlanner, BatchProblem
 from penstock.train.folder import RunFolder, is_folder, write_whole
 from penstock.train.inputs import Inputs, build_pipeline, device_of
 from penstock.train.measured_dispatch import MeasuredDispatch
 from penstock.train.metrics import Metrics
 from penstock.train.planned_batches import BatchRecord, PlannedBatches, is_measured
-from penstock.train.planning_process import BatchProblem
 from penstock.train.progress import ProgressView
 from penstock.train.report import Report, TimingReport, UpdateReport, notices_of, timing_report, update_report
 from penstock.train.resume_checks import way_back

@@ -285,6 +285,16 @@ def init_process(timeout: float) -> tuple[int, int]:
     return rank, num_ranks
 
 
+def load_optimizer() -> None:
+    """Makes torch load what the first optimizer of a process loads, before ranks that train are forked.
+
+    That is torch's compiler and takes a second per process. A build for GPUs may ask for one as it loads, and a rank
+    that is forked after that has none; so there each rank loads it by itself.
+    """
+    if not torch.backends.cuda.is_built():
+        torch.optim.SGD([torch.zeros(1)])
+
+
 KEPT = 28 << 20
 """Bytes; glibc's limit grows up to 32 MiB."""
 

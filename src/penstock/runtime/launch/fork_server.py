@@ -61,8 +61,7 @@ def serve(channel: socket.socket, order: dict[str, Any]) -> dict[str, Any] | Non
     """Loads, forks, and tells of the ranks until the launching process is gone. In a rank: its order."""
     _first_on_path(order["program"])
     if sys.platform == "linux":  # elsewhere ranks load for themselves: not every system's libraries survive a fork
-        for name in order["preload"]:
-            importlib.import_module(name)
+        _load(order["preload"])
     gc.collect()
     gc.freeze()  # a rank's collections then leave alone what it shares with the others
     leading, leads = os.pipe()
@@ -126,6 +125,15 @@ def _first_on_path(program: list[str]) -> None:
     first = os.getcwd() if program[0] == "-m" else os.path.dirname(os.path.realpath(program[0]))
     if not sys.flags.safe_path:
         sys.path[0] = first
+
+
+def _load(preload: Sequence[str]) -> None:
+    """Imports modules; of MODULE:FUNCTION the function is called, too."""
+    for each in preload:
+        name, _, function = each.partition(":")
+        module = importlib.import_module(name)
+        if function:
+            getattr(module, function)()
 
 
 def _say(channel: socket.socket, what: dict[str, Any]) -> None:
@@ -248,8 +256,7 @@ def _serve_once_asked(channel: socket.socket, preload: Sequence[str]) -> dict[st
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
     os.close(nowhere)
-    for name in preload:
-        importlib.import_module(name)
+    _load(preload)
     numbers, received, _, _ = socket.recv_fds(channel, struct.calcsize(f"{MOST_DESCRIPTORS}i"), MOST_DESCRIPTORS)
     if not received:
         return None

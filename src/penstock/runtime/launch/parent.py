@@ -227,7 +227,7 @@ def _members(session: int) -> list[int]:
     return found
 
 
-FIRST_OPTIMIZER = "penstock.runtime.launch.first_optimizer"
+FIRST_OPTIMIZER = "penstock.runtime.launch.child:load_optimizer"
 """For `preload`, where ranks train: the first optimizer of a process takes a second."""
 
 TICK = 0.03  # seconds between two looks at the ranks
@@ -250,8 +250,8 @@ def launch(
 
     `program` is what `python` would be given: a script's path, or -m and a module's name, and the arguments. The
     ranks are forked from one process that has imported the modules of `preload`, so that they load torch once and not
-    once each. Preloaded modules must start no threads and leave CUDA alone as they are imported. `waiting` is that
-    process where it was forked ahead; it serves one launch.
+    once each; of `MODULE:FUNCTION` the function is called, too. They must start no threads and leave CUDA alone.
+    `waiting` is that process where it was forked ahead; it serves one launch.
 
     0 when all ranks ended well; 2 when nothing could be started; else the code of the rank that failed first
     (1 for an exception, 128 + signal for a kill), after one message on stderr that names it. When one rank has
