@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from weights_loop import Loop
 
 import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.parameters.copy_weights import CopyWeights
+from penstock.runtime.parameters.copy_weights import CopyWeights, summed
 from penstock.runtime.parameters.version_rules import rule_of
+from penstock.runtime.tensors.dtensor import local
 from penstock.schedule import Schedule, ScheduleError, Updates
 from penstock.schedule.updates import RULES
 
@@ -170,11 +172,9 @@ def test_each_window_has_accumulators_of_its_own() -> None:
 
 
 def test_parts_are_added_pipelines_in_order_and_left_as_they_are() -> None:
-    stage = nn.Linear(1, 1)
-    w = weights_of(stage, "none")
     big, small = torch.full((1, 1), 2.0**24), torch.ones(1, 1)
     parts = [[big.clone(), None], [small.clone(), None], [small.clone(), torch.ones(1)]]
-    total = w.reduced(parts)
+    total = summed(parts)
     assert float(total[0]) == 2.0**24  # (big + 1) + 1; big + (1 + 1) is another number
     assert same([total[1]], [torch.ones(1)])
     assert float(parts[0][0]) == 2.0**24
@@ -238,7 +238,7 @@ def test_a_copy_without_the_optimizers_state_takes_values_over() -> None:
         second.before_forward(0)
         held = parameters_of([other])
         first.apply(0, [[torch.ones(2, 2), torch.ones(2)]])
-        sent = first.values()
+        sent = first.versions.copies()
         second.take_over(0, sent)
         for value in sent:  # what was sent is not held: the wire may use its memory again
             value.zero_()
@@ -259,7 +259,7 @@ def test_a_stage_without_parameters_takes_part() -> None:
     w.done(0)
     assert w.gradients(0) == []
     w.apply(0, [[]])
-    assert (w.num_updates, w.values(), w.state()) == (1, [], {})
+    assert (w.num_updates, w.versions.copies(), w.state()) == (1, [], {})
     w.end()
     assert w.bytes() == {"parameters": 0, "versions": 0, "gradients": 0}
 
@@ -414,9 +414,65 @@ def test_a_pass_that_broke_off_leaves_nothing_once_weights_are_loaded(rule: str,
     w.load_state({})
     w.begin(optimizer, None, None)
     assert w.peak_versions == (2 if rule == "spectrain" else 1)
-    for values in (w.values(), parameters_of([stage])):
+    for values in (w.versions.copies(), parameters_of([stage])):
         assert all(bool((p == 0.25).all()) for p in values)
     w.end()
+
+
+# -- shards ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sharded() -> Iterator[nn.Module]:
+    """A stage of tensor parallelism, of which this one process has all: shards, and parameters that each rank has."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        stage = linear(1)[0]
+        cut = distribute_tensor(stage[0].weight.detach(), dist.device_mesh.DeviceMesh("cpu", [0]), [Shard(0)])
+        stage[0].weight = nn.Parameter(cut)
+        yield stage
+    finally:
+        dist.destroy_process_group()
+
+
+def local_values(stage: nn.Module) -> list[Tensor]:
+    return [local(p.detach()).clone() for p in stage.parameters()]
+
+
+@pytest.mark.parametrize("rule", ["pipedream", "pipedream-2bw"])
+def test_old_versions_were_written_over_the_newest_beside_shards(sharded: nn.Module, rule: str) -> None:
+    """Of what tensor parallelism leaves whole, a norm's weight or a bias: an update was lost."""
+    w = weights_of(sharded, rule)
+    w.begin(torch.optim.SGD(list(w.masters.values()), lr=1.0), None, None)
+    versions = [local_values(sharded)]
+    for m in range(3):
+        w.before_forward(m)
+        versions.append([value - 1 for value in versions[-1]])
+        w.apply(m, [[torch.ones_like(value) for value in versions[0]]])
+    reads = {"pipedream": (0, 1, 2), "pipedream-2bw": (0, 0, 1)}[rule]
+    for m, version in enumerate(reads):
+        w.before_backward(m)
+        assert same(local_values(sharded), versions[version])
+        w.done(m)
+        assert same([local(value) for value in w.versions.newest_values().values()], versions[3])
+    w.end()
+    assert same(local_values(sharded), versions[3])
+
+
+def test_a_broken_step_took_loaded_values_back_from_shards(sharded: nn.Module) -> None:
+    w = weights_of(sharded, "pipedream")
+    w.begin(torch.optim.SGD(list(w.masters.values()), lr=1.0), None, None)
+    w.before_forward(0)
+    w.apply(0, [[torch.ones_like(value) for value in local_values(sharded)]])
+    w.before_backward(0)
+    with torch.no_grad():
+        for p in sharded.parameters():
+            p.fill_(0.25)
+    w.fill({name: p.detach() for name, p in sharded.named_parameters()})
+    for values in (local_values(sharded), w.versions.copies()):
+        assert all(bool((value == 0.25).all()) for value in values)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------
@@ -441,7 +497,7 @@ def test_updates_out_of_turn_or_on_the_wrong_copy_are_refused() -> None:
     with pytest.raises(RuntimeFailure, match="has no optimizer"):
         other.apply(0, [[None, None]])
     with pytest.raises(RuntimeFailure, match="applies updates itself"):
-        owner.take_over(0, owner.values())
+        owner.take_over(0, owner.versions.copies())
 
 
 def test_weights_of_a_schedule_without_updates_are_refused() -> None:

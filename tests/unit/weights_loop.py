@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.parameters.copy_weights import CopyWeights
+from penstock.runtime.parameters.copy_weights import CopyWeights, summed
 from penstock.runtime.parameters.version_rules import rule_of
 from penstock.runtime.stage.split_backward import Tape
 from penstock.schedule import Op, Schedule
@@ -114,9 +114,9 @@ class Loop:
         update, pipeline = windows.update_of(op.microbatch)
         if pipeline == 0:
             parts = [self.weights[j, i].gradients(update) for j in range(len(self.copies))]
-            self.held["sum", i, update] = weights.reduced(parts)
+            self.held["sum", i, update] = summed(parts)
             weights.apply(update, parts)
-            self.held["values", i, update] = weights.values()
+            self.held["values", i, update] = weights.versions.copies()
         elif self.zero:
             weights.take_over(update, self.held["values", i, update])
         else:

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.backend import Handler
 from penstock.runtime.execute.gang import Gang
-from penstock.runtime.parameters.copy_weights import CopyWeights
+from penstock.runtime.parameters.copy_weights import CopyWeights, summed
 from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
 from penstock.runtime.tensors.dtensor import local
 from penstock.runtime.tensors.message import Edge, Payload
@@ -134,7 +134,7 @@ class UpdatingOps:
         if self._zero:
             _, pipeline = self._windows.update_of(edge.consumer.microbatch)
             steps = self._updating.needed(pipeline, stage, update + 1)
-            return Payload.gradients([*self._of(OWNER, stage).values(steps)])
+            return Payload.gradients([*self._of(OWNER, stage).versions.copies(steps)])
         return Payload.gradients(self._reduced[stage])
 
     def _tied_value(self, edge: Edge) -> list[Tensor | None]:
@@ -146,12 +146,12 @@ class UpdatingOps:
         self._select(pipeline, stage)
         name = self._updating.tied_name(edge)
         steps = self._updating.tied_needed(name, pipeline, edge.consumer.stage, update + 1)
-        return [*self._here[pipeline, stage].value(name, steps)]
+        return [*self._here[pipeline, stage].versions.copies(steps, [name])]
 
     def _take_tied(self, weights: CopyWeights, edges: Sequence[Edge], came: Sequence[Payload]) -> None:
         for edge, payload in zip(edges, came, strict=True):
             if values := [value for value in payload.leaves if value is not None]:
-                weights.take_over_tied(self._updating.tied_name(edge), values)
+                weights.tied[self._updating.tied_name(edge)].take(values)
 
     def _apart(self, payload: Payload) -> Payload:
         """With memory of its own for what a stage returns of its parameters, which an update may write to."""
@@ -166,7 +166,7 @@ class UpdatingOps:
             return
         if pipeline == OWNER:
             parts = [weights.gradients(update), *(payload.leaves for payload in received)]
-            total = self._replicas.summed(list(weights.masters.values()), weights.reduced(parts))
+            total = self._replicas.summed(list(weights.masters.values()), summed(parts))
             if not self._zero and self._windows.num_pipelines > 1:
                 self._reduced[op.stage] = total
             weights.apply(update, [total], self._replicas.sharding.to_step)

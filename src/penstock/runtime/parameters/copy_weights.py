@@ -20,9 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +46,7 @@ Spread = Callable[[Sequence[Parameter], Write], list[Tensor]]
 """Of each master where it will be, which whoever steps it writes."""
 
 
-@dataclass(frozen=True)
-class TiedLeaf:
+class TiedLeaf(NamedTuple):
     """What a copy reads a tied parameter from that another stage owns.
 
     Attributes:
@@ -81,7 +79,7 @@ class CopyWeights:
             them.
 
     Attributes:
-        tied: the versions of these, each for itself.
+        versions: of the parameters that updates of this copy change. tied: of these others, each for itself.
         masters: name -> what the optimizer steps; none where not `owns`.
         mismatch: microbatch -> updates of this copy between its forward and its backward, in the last pass.
     """
@@ -111,21 +109,19 @@ class CopyWeights:
         self.masters = (
             {name: _master_of(p, rule.keeps or moves) for name, p in self._parameters.items()} if owns else {}
         )
-        self._owns, self._predicts, self._needs = owns, owns and predicts, needs or {}
+        self._owns, self._predicts, self._needs = owns, owns and predicts, needs
         self.mismatch: dict[int, int] = {}
-        self._ahead = rule.ahead(schedule, index)
         self._slowed = rule.slowed(schedule, index)
         self._gradients = WindowGradients(list(self._parameters.values()))
         masters = list(self.masters.values())
-        place = index, schedule.num_stages, self._windows.window
         predict = self._predict if self._predicts else None
-        self._weights = VersionedParameters(self._parameters, masters, rule, *place, moves, predict)
-        self._tied_reads = {name: one.reads for name, one in (tied or {}).items() if one.reads is not None}
-        self.tied: dict[str, VersionedParameters] = {}
-        for name, one in (tied or {}).items():
-            tied_rule = rule if one.reads is None else TiedPrediction()
-            moves = one.reads is not None and bool(one.reads.needs)
-            self.tied[name] = VersionedParameters({name: one.leaf}, [], tied_rule, *place, moves)
+        self.versions = VersionedParameters(self._parameters, masters, rule, schedule, index, moves, predict, needs)
+        self.tied = {
+            name: VersionedParameters(
+                {name: leaf}, [], rule if reads is None else TiedPrediction(), schedule, index, reads=reads
+            )
+            for name, (leaf, reads) in (tied or {}).items()
+        }
         self._optimizer: Optimizer | None = None
         self._groups: dict[int, Mapping[str, Any]] = {}
         self._rates: Sequence[float] | None = None
@@ -165,19 +161,14 @@ class CopyWeights:
 
     def before_forward(self, m: int) -> None:
         """Has the parameters hold what the forward of microbatch `m` reads."""
-        window = self._first + self._window(m)
-        self._weights.before_forward(m, window, self._ahead.get(m, 0))
-        for name, each in self.tied.items():
-            reads = self._tied_reads.get(name)
-            each.before_forward(m, window, 0 if reads is None else self._behind(each, reads.forward[m]))
+        for each in self._all():
+            each.before_forward(m)
 
     def before_backward(self, m: int) -> None:
         """Has them hold what its backward (B or I) or recomputation (R) reads, and collect its window's gradients."""
-        window = self._first + self._window(m)
-        self.mismatch[m] = self._weights.before_backward(m, window, self._ahead.get(m, 0))
-        for name, each in self.tied.items():
-            reads = self._tied_reads.get(name)
-            each.before_backward(m, window, 0 if reads is None else self._behind(each, reads.backward[m]))
+        self.mismatch[m] = self.versions.before_backward(m)
+        for each in self.tied.values():
+            each.before_backward(m)
         self._gradients.select(self._window(m))
 
     def before_weight(self, m: int) -> None:
@@ -209,10 +200,6 @@ class CopyWeights:
         found = zip(self._gradients.take(update), self._parameters.values(), strict=True)
         return [None if g is None else local(laid_like(g, parameter)) for g, parameter in found]
 
-    def reduced(self, parts: Sequence[Gradients]) -> Gradients:
-        """The sum of all copies' gradients, pipelines in order."""
-        return summed(parts)
-
     def apply(self, update: int, parts: Sequence[Gradients], to_step: ToStep | None = None) -> None:
         """Applies an update: the sum of `parts`, pipelines in order, clipped, then the optimizer's step.
 
@@ -234,7 +221,7 @@ class CopyWeights:
         if self._clip_norm is not None:
             total = clipped(total, self._clip_norm, list(self.masters.values()))
         rate = None if self._rates is None else self._rates[update]
-        self._weights.advance()
+        self.versions.advance()
         masters: Sequence[Parameter] = list(self.masters.values())
         if to_step is not None:
             masters, total = to_step(masters, total)
@@ -247,50 +234,12 @@ class CopyWeights:
         if self._predicts or not self._owns or not self._needs:
             return
         masters = list(self.masters.values())
-        self._weights.give_ahead({s: spread(masters, partial(self._predict, num_steps=s)) for s in self.needed()})
-
-    def needed(self) -> Sequence[int]:
-        """How far ahead of the newest weights this copy must know them by now."""
-        return self._needs.get(self.num_updates - self._first, ())
-
-    def ahead(self, num_steps: int) -> Sequence[Tensor]:
-        """The parameters after so many more updates, in their order."""
-        if not self._predicts:
-            return self._weights.ahead(num_steps)
-        masters = self.masters.values()
-        found = [torch.empty_like(memory(master)) for master in masters]
-        for out, master in zip(found, masters, strict=True):
-            self._predict(out, master, num_steps)
-        return found
-
-    def values(self, steps: Sequence[int] = ()) -> list[Tensor]:
-        """Copies of the newest parameters with gradients, in their order. Behind them, for each of `steps`, where
-        they will be after so many more updates.
-        """
-        newest = [value.clone() for value in self._weights.newest_values().values()]
-        return newest + [value.clone() for each in steps for value in self.ahead(each)]
-
-    def value(self, name: str, steps: Sequence[int] = ()) -> list[Tensor]:
-        """The same of one parameter; nothing where it is not trained."""
-        if name not in self._parameters:
-            return []
-        place = list(self._parameters).index(name)
-        found = [self._weights.newest_values()[name].clone()]
-        for each in steps:
-            if self._predicts:
-                found.append(torch.empty_like(found[0]))
-                self._predict(found[-1], self.masters[name], each)
-            else:
-                found.append(self._weights.ahead(each)[place].clone())
-        return found
-
-    def older(self, name: str) -> Tensor | None:
-        """The version before the newest of a parameter, where it is held."""
-        return self._weights.older().get(name)
+        ahead = {s: spread(masters, partial(self._predict, num_steps=s)) for s in self.versions.needed()}
+        self.versions.give_ahead(ahead)
 
     def take_over(self, update: int, values: Sequence[Tensor]) -> None:
         """Makes `values` the newest version of a copy without the optimizer's state. Behind them is what is predicted
-        for ops of this copy, as `CopyWeights.values` gives it.
+        for ops of this copy, as `VersionedParameters.copies` gives it.
 
         Raises:
             RuntimeFailure: another update is next, or this copy applies its own.
@@ -300,30 +249,7 @@ class CopyWeights:
         self._require_next(update)
         if self._owns:
             raise RuntimeFailure(f"stage {self._index}: a copy that applies updates itself was sent parameters")
-        num = len(self._parameters)
-        self._weights.advance(values[:num])
-        if steps := self.needed():
-            ahead = [value.clone() for value in values[num:]]
-            self.give_ahead({each: ahead[n * num : (n + 1) * num] for n, each in enumerate(steps)})
-
-    def give_ahead(self, ahead: Mapping[int, Sequence[Tensor]]) -> None:
-        """What the newest parameters will be after so many updates, on a copy that does not predict."""
-        self._weights.give_ahead(ahead)
-
-    def tied_needed(self, name: str) -> Sequence[int]:
-        """How far ahead of the newest value of a tied parameter ops of this copy read it by now."""
-        reads = self._tied_reads.get(name)
-        return () if reads is None else reads.needed(self.tied[name].newest - self._first)
-
-    def take_over_tied(self, name: str, values: Sequence[Tensor]) -> None:
-        """A new value of a tied parameter has come, and behind it what is predicted on top, as `value` gives it."""
-        self.tied[name].advance(values[:1])
-        if steps := self.tied_needed(name):
-            self.give_ahead_tied(name, {each: value.clone() for each, value in zip(steps, values[1:], strict=True)})
-
-    def give_ahead_tied(self, name: str, ahead: Mapping[int, Tensor]) -> None:
-        """What the newest value of a tied parameter will be after so many updates."""
-        self.tied[name].give_ahead({each: [value] for each, value in ahead.items()})
+        self.versions.take(values)
 
     # -- between passes --------------------------------------------------------------------------------------
 
@@ -339,11 +265,11 @@ class CopyWeights:
     @property
     def num_updates(self) -> int:
         """Updates of this copy over all passes; may be set on loading."""
-        return self._weights.newest
+        return self.versions.newest
 
     @num_updates.setter
     def num_updates(self, num: int) -> None:
-        self._weights.renumber(num)
+        self.versions.renumber(num)
 
     def fill(self, values: Mapping[str, Tensor]) -> None:
         """Sets the newest weights by name; those not named have what the parameters hold.
@@ -354,7 +280,7 @@ class CopyWeights:
             for name, parameter in self.own():
                 if name in values and not parameter.requires_grad:
                     parameter.copy_(values[name])
-            self._weights.fill([values.get(name, p.detach()) for name, p in self._parameters.items()])
+            self.versions.fill([values.get(name, p.detach()) for name, p in self._parameters.items()])
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint needs beside parameters and the optimizer's state.
@@ -362,7 +288,7 @@ class CopyWeights:
         "versions/NAME": the version before the newest, where the rule has later forwards read it;
         "gradients/NAME": the sum so far of a window left open.
         """
-        older = self._weights.older().items()
+        older = self.versions.older().items()
         state = {f"versions/{name}": as_shard(tensor, self._parameters[name]) for name, tensor in older}
         for name, gradient in zip(self._parameters, self._gradients.now(), strict=True):
             if gradient is not None:
@@ -379,7 +305,7 @@ class CopyWeights:
         """
         self._require_fitting(state)
         older = {name: state.get(f"versions/{name}") for name in self._parameters}
-        self._weights.set_older({name: tensor for name, tensor in older.items() if tensor is not None})
+        self.versions.set_older({name: tensor for name, tensor in older.items() if tensor is not None})
         for name, parameter in self._parameters.items():
             gradient = state.get(f"gradients/{name}")
             parameter.grad = None
@@ -388,17 +314,17 @@ class CopyWeights:
 
     def bytes(self) -> dict[str, int]:
         """Bytes held at most in the pass: the module's parameters; versions or predictions beside; gradients."""
-        beside = self._weights.num_beside * self._weights.num_bytes()
+        tied = sum(num_bytes(each.named.values()) + each.bytes_beside() for each in self.tied.values())
         return {
             "parameters": num_bytes(self.stage.parameters()),
-            "versions": beside + sum(each.most * each.num_bytes() for each in self.tied.values()),
+            "versions": self.versions.bytes_beside() + tied,
             "gradients": self._gradients.peak_bytes,
         }
 
     @property
     def peak_versions(self) -> int:
         """Sets of weights held at most in the pass, the newest and a prediction included."""
-        return self._weights.most
+        return self.versions.most
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -406,11 +332,7 @@ class CopyWeights:
         return m // self._windows.window
 
     def _all(self) -> list[VersionedParameters]:
-        return [self._weights, *self.tied.values()]
-
-    def _behind(self, tied: VersionedParameters, stands_for: int) -> int:
-        """How many updates of the pass are missing to so many."""
-        return max(0, self._first + stands_for - tied.newest)
+        return [self.versions, *self.tied.values()]
 
     def _predict(self, out: Tensor, stepped: Parameter, num_steps: int) -> None:
         """Writes where something will be after so many more updates that the optimizer steps: a master, or a part."""

@@ -211,7 +211,7 @@ class ScheduledUpdates:
                 shared.share_of_stage(index, found[steps])
             for key in others:
                 if key in self.weights:
-                    self.weights[key].give_ahead({steps: found[steps] for steps in self.needed(*key, 0)})
+                    self.weights[key].versions.give_ahead({steps: found[steps] for steps in self.needed(*key, 0)})
         for slot, tie in self._model.ties.slots():
             self._look_ahead_of_tie(slot, tie)
 
@@ -219,7 +219,7 @@ class ScheduledUpdates:
         """Where the parameters of a stage will be; on a copy that is to be told, memory for that."""
         if (OWNER, index) in self.weights:
             self.copies.select(OWNER, index)
-            return list(self.weights[OWNER, index].ahead(steps))
+            return self.weights[OWNER, index].versions.ahead(steps)
         pipeline = next(k for k, stage in self.weights if stage == index)
         return [torch.empty_like(memory(p)) for p in self.weights[pipeline, index].stepped()]
 
@@ -235,11 +235,11 @@ class ScheduledUpdates:
             found[steps] = torch.empty_like(memory(parameter))
             if (OWNER, tie.owner) in self.weights:
                 self.copies.select(OWNER, tie.owner)
-                found[steps] = self.weights[OWNER, tie.owner].value(tie.name, [steps])[1]
+                (found[steps],) = self.weights[OWNER, tie.owner].versions.ahead(steps, [tie.name])
             self._model.shared.share_of_tie(slot, found[steps])
         for weights in self.weights.values():
-            if tie.name in weights.tied and (needed := weights.tied_needed(tie.name)):
-                weights.give_ahead_tied(tie.name, {steps: found[steps] for steps in needed})
+            if (tied := weights.tied.get(tie.name)) is not None and (needed := tied.needed()):
+                tied.give_ahead({steps: [found[steps]] for steps in needed})
 
     def end(self) -> None:
         """Ends a step: all parameters are the newest, wherever they are read. Every process must call it."""
@@ -257,7 +257,7 @@ class ScheduledUpdates:
         shared.share_tied()
         for slot, tie in self._model.ties.slots():
             mine = [weights for (_, stage), weights in self.weights.items() if stage == tie.owner]
-            older = mine[0].older(tie.name) if mine else None
+            older = mine[0].versions.older().get(tie.name) if mine else None
             if older is not None:
                 older = as_shard(older, shared.tied(slot))
             older = shared.spread(slot, older) if self.rule.keeps else None
