@@ -196,12 +196,12 @@ class Heartbeats:
             self._lost(call)
         call.due = now + CONNECT
         ours = self._ends[self._me][call.place][0]
-        made, error = sockets.begin_connect(ours, self._ends[call.peer][call.place])
-        if made is None:
-            self._failed(call, error)
+        try:
+            call.made = sockets.begin_connect(ours, self._ends[call.peer][call.place])
+        except OSError as error:
+            self._failed(call, error.errno or 0)
             return
-        call.made = made
-        self._selector.register(made, selectors.EVENT_WRITE, lambda _, mask: self._ready(call, mask))
+        self._selector.register(call.made, selectors.EVENT_WRITE, lambda _, mask: self._ready(call, mask))
 
     def _ready(self, call: HeartbeatLine, mask: int) -> None:
         """A call was answered or refused, can be written to again, or ended."""

@@ -10,6 +10,7 @@ does not.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import time
@@ -18,10 +19,10 @@ from collections.abc import Callable, Iterator
 from . import sockets
 from .delegate_io import Delegate, DelegateOrders
 from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, unpack
-from .lane import LaneError, Path, ReceivingEnd, by_preference
+from .lane import MS, LaneError, Path, ReceivingEnd, by_preference
 from .ring import CloseReason, Descriptor, DescriptorKind
 from .slots import Slots
-from .sockets import BEAT, CONNECT, GONE, LONGEST, MS, PROBE, READ, SILENCE, WRITE, SocketStream
+from .sockets import BEAT, CONNECT, GONE, LONGEST, PROBE, READ, SILENCE, WRITE, ConnectAttempt, SocketStream
 
 BUDGET = 8 << 20
 """Bytes read before other connections have their turn."""
@@ -247,56 +248,42 @@ class LinkDownNotice:
 
     def __init__(self, receiver: Receiver, lane: Lane, down: int) -> None:
         self._receiver, self._lane, self._down = receiver, lane, down
-        theirs = receiver.orders.presence[lane.source]
         up = receiver.monitor.interfaces.up
-        paths = by_preference(len(up), len(theirs))
+        paths = by_preference(len(up), len(receiver.orders.presence[lane.source]))
         self._paths: Iterator[Path] = iter([path for path in paths if up[path.ours]])
-        self._socket: socket.socket | None = None
-        self._due = 0
-        self.done = False
+        self._attempt: ConnectAttempt | None = None
         self._try(time.perf_counter_ns())
+
+    @property
+    def done(self) -> bool:
+        """Whether it was told, or there is no path left."""
+        return self._attempt is None
 
     def turn(self, now: int) -> int:
         """Goes on to the next path where one takes too long; returns when to be called again."""
-        if not self.done and now >= self._due:
+        if self._attempt is not None and now >= self._attempt.deadline:
+            self._attempt.close()
             self._try(now)
-        return self._due
+        return now + LONGEST if self._attempt is None else self._attempt.deadline
 
     def _try(self, now: int) -> None:
-        self._end()
-        orders = self._receiver.orders
-        self._due = now + CONNECT
+        self._attempt = None
         for path in self._paths:
-            made, _ = sockets.begin_connect(
-                orders.interfaces[path.ours], orders.presence[self._lane.source][path.theirs]
-            )
-            if made is not None:
-                self._socket = made
-                self._receiver.loop.watch(made.fileno(), WRITE, self._connected)
+            with contextlib.suppress(OSError):
+                self._attempt = self._receiver.call(self._lane.source, path, now + CONNECT, self._connected)
                 return
-        self.done = True
 
-    def _connected(self, mask: int) -> None:
-        assert self._socket is not None
-        if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._try(time.perf_counter_ns())
-            return
+    def _connected(self, attempt: ConnectAttempt, error: int) -> None:
         frame = Frame(FrameKind.DOWN, self._lane, self._down, self._receiver.orders.key)
         try:
-            self._socket.send(pack(frame))
+            if not error:
+                attempt.socket.send(pack(frame))
+                attempt.socket.close()  # what was sent still goes
+                self._attempt = None
+                return
         except OSError:
-            self._try(time.perf_counter_ns())
-            return
-        self._receiver.loop.forget(self._socket.fileno())
-        self._socket.close()  # what was sent still goes
-        self._socket = None
-        self.done = True
-
-    def _end(self) -> None:
-        if self._socket is not None:
-            self._receiver.loop.forget(self._socket.fileno())
-            sockets.close(self._socket)
-            self._socket = None
+            attempt.close()
+        self._try(time.perf_counter_ns())
 
 
 class PeerWatch:
@@ -309,7 +296,7 @@ class PeerWatch:
     def __init__(self, receiver: Receiver, lane: Lane) -> None:
         self._receiver, self._lane = receiver, lane
         self._due: int | None = None
-        self._probe: socket.socket | None = None
+        self._attempt: ConnectAttempt | None = None
         self._number = 0
         self._told = False
 
@@ -329,35 +316,28 @@ class PeerWatch:
             return self._due
         self._end()
         self._due = now + PROBE
-        orders = self._receiver.orders
-        theirs = orders.presence[self._lane.source]
-        path = self._number % len(orders.interfaces), self._number % len(theirs)
+        orders, source = self._receiver.orders, self._lane.source
+        path = Path(self._number % len(orders.interfaces), self._number % len(orders.presence[source]))
         self._number += 1
-        made, error = sockets.begin_connect(orders.interfaces[path[0]], theirs[path[1]])
-        if made is None:
-            self._judge(sockets.meaning(error))
-            return self._due
-        self._probe = made
-        self._receiver.loop.watch(made.fileno(), WRITE, self._answered)
+        try:
+            self._attempt = self._receiver.call(source, path, self._due, self._answered)
+        except OSError as error:
+            self._judge(error.errno)
         return self._due
 
-    def _answered(self, mask: int) -> None:
-        assert self._probe is not None
-        error = self._probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    def _answered(self, attempt: ConnectAttempt, error: int) -> None:
         self._end()
-        if error:
-            self._judge(sockets.meaning(error))
+        self._judge(error)
 
-    def _judge(self, why: CloseReason) -> None:
-        if why is CloseReason.REFUSED and not self._told:
+    def _judge(self, error: int | None) -> None:
+        if error and sockets.meaning(error) is CloseReason.REFUSED and not self._told:
             self._told = True
-            self._receiver.io.tell(Descriptor(DescriptorKind.REFUSED, self._lane, why))
+            self._receiver.io.tell(Descriptor(DescriptorKind.REFUSED, self._lane, CloseReason.REFUSED))
 
     def _end(self) -> None:
-        if self._probe is not None:
-            self._receiver.loop.forget(self._probe.fileno())
-            sockets.close(self._probe)
-            self._probe = None
+        if self._attempt is not None:
+            self._attempt.close()
+            self._attempt = None
 
 
 class Receiver(Delegate):
@@ -413,6 +393,13 @@ class Receiver(Delegate):
                 other.close(CloseReason.CLOSED, lost=False)
         self._watches.setdefault(lane, PeerWatch(self, lane)).connected()
         return state.last
+
+    def call(
+        self, rank: int, path: Path, deadline: int, done: Callable[[ConnectAttempt, int], None]
+    ) -> ConnectAttempt:
+        """Connects to the socket that shows a rank's presence. Raises OSError: it failed at once."""
+        orders = self.orders
+        return ConnectAttempt(self.loop, path, orders.interfaces, orders.presence[rank], deadline, done)
 
     def gone(self, connection: InConnection) -> None:
         """A connection was closed."""

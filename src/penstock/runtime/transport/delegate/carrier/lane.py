@@ -130,6 +130,13 @@ class ReceivingEnd:
 
 
 MS = 1_000_000
+
+
+def patience(first: int, failures: int, longest: int) -> int:
+    """How long to wait after so many failures in a row: twice as long with each, up to the longest."""
+    return min(longest, first << min(failures, 8))
+
+
 FIRST_REST = 100 * MS
 LONGEST_REST = 2000 * MS
 FIRST_HOLD = 2000 * MS
@@ -186,12 +193,16 @@ class Paths:
     @property
     def all_failed(self) -> bool:
         """Whether every path failed the last time, or is down."""
-        return all(path.ours in self.down or self._backoff(path).failures for path in self.order)
+        return all(path.ours in self.down or self.failures(path) for path in self.order)
+
+    def failures(self, path: Path) -> int:
+        """How often in a row it failed."""
+        return self._backoff(path).failures
 
     def failed(self, path: Path, now: int) -> Paths:
         """It could not connect, or the connection went: it rests."""
         before = self._backoff(path)
-        rest = min(LONGEST_REST, FIRST_REST << min(before.failures, 8))
+        rest = patience(FIRST_REST, before.failures, LONGEST_REST)
         return self._with(path, before._replace(failures=before.failures + 1, until=now + rest, since=now))
 
     def left(self, path: Path, now: int) -> Paths:
@@ -223,9 +234,8 @@ class Paths:
             if path.ours in self.down:
                 continue
             backoff = self._backoff(path)
-            ready = max(
-                backoff.until, backoff.since + min(LONGEST_HOLD, FIRST_HOLD << min(8, max(0, backoff.left - 1)))
-            )
+            hold = patience(FIRST_HOLD, max(0, backoff.left - 1), LONGEST_HOLD)
+            ready = max(backoff.until, backoff.since + hold)
             if ready <= now:
                 return path, now
             soonest = min(soonest, ready)

@@ -13,41 +13,15 @@ lost.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections import deque
-from dataclasses import dataclass
 
 from . import sockets
 from .delegate_io import Delegate, DelegateOrders
 from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, spec_room, unpack
-from .lane import LaneError, Path, Paths, SendingEnd, by_preference
+from .lane import LaneError, Path, Paths, SendingEnd, by_preference, patience
 from .ring import CloseReason, Descriptor, DescriptorKind
-from .sockets import BEAT, CONNECT, LONGEST, SILENCE, WELCOME, WRITE, EventLoop, SocketStream, patience
-
-
-@dataclass
-class ConnectAttempt:
-    """A connection that is being made.
-
-    Attributes:
-        socket: it becomes writable when it stands, or failed.
-        deadline: nanoseconds of the monotonic clock.
-    """
-
-    loop: EventLoop
-    path: Path
-    socket: socket.socket
-    deadline: int
-
-    def release(self) -> None:
-        """It stands: its user watches it from now on."""
-        self.loop.forget(self.socket.fileno())
-
-    def close(self) -> None:
-        self.loop.forget(self.socket.fileno())
-        sockets.close(self.socket)
-
+from .sockets import BEAT, CONNECT, LONGEST, SILENCE, WELCOME, WRITE, ConnectAttempt, SocketStream
 
 QUEUED = 256 << 10
 """Bytes queued for a connection before the next message is."""
@@ -125,46 +99,33 @@ class OutLane:
                     self._lost = True
                     self._tell(DescriptorKind.NO_WAY, self._paths.order[0], CloseReason.INTERFACE_DOWN)
                 return when
-            self._attempt = self._try(path, now)
-            if self._attempt is None:
-                return now
-        return self._await(self._attempt, now)
+            self._try(path, now)
+        return now if self._attempt is None else self._await(self._attempt, now)
 
     def _await(self, attempt: ConnectAttempt, now: int) -> int:
         """Gives an attempt up at its deadline; returns when to be called again."""
-        if now >= attempt.deadline:
-            self._failed(attempt, CloseReason.TIMED_OUT, now)
-            return now
-        return attempt.deadline
-
-    def _try(self, path: Path, now: int) -> ConnectAttempt | None:
-        failures = self._paths.backoffs[path].failures if path in self._paths.backoffs else 0
-        ours, theirs = self._sender.orders.interfaces[path.ours], self._peers[path.theirs]
-        made, error = sockets.begin_connect(ours, theirs)
-        if made is None:
-            self._missed(path, sockets.meaning(error), now)
-            return None
-        attempt = ConnectAttempt(self._loop, path, made, now + patience(CONNECT, failures))
-        self._loop.watch(made.fileno(), WRITE, lambda mask: self._tried(attempt))
-        return attempt
-
-    def _tried(self, attempt: ConnectAttempt) -> None:
-        now = time.perf_counter_ns()
-        error = attempt.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if error:
-            self._failed(attempt, sockets.meaning(error), now)
-            return
-        attempt.release()
+        if now < attempt.deadline:
+            return attempt.deadline
+        attempt.close()
         self._attempt = None
-        if self._stream is None:
+        self._missed(attempt.path, CloseReason.TIMED_OUT, now)
+        return now
+
+    def _try(self, path: Path, now: int) -> None:
+        ours, deadline = self._sender.orders.interfaces, now + patience(CONNECT, self._paths.failures(path), LONGEST)
+        try:
+            self._attempt = ConnectAttempt(self._loop, path, ours, self._peers, deadline, self._tried)
+        except OSError as error:
+            self._missed(path, sockets.meaning(error.errno), now)
+
+    def _tried(self, attempt: ConnectAttempt, error: int) -> None:
+        self._attempt, now = None, time.perf_counter_ns()
+        if error:
+            self._missed(attempt.path, sockets.meaning(error), now)
+        elif self._stream is None:
             self._greet(attempt, now)
         else:
             self._drained = attempt
-
-    def _failed(self, attempt: ConnectAttempt, why: CloseReason, now: int) -> None:
-        attempt.close()
-        self._attempt = None
-        self._missed(attempt.path, why, now)
 
     def _missed(self, path: Path, why: CloseReason, now: int) -> None:
         self._paths = self._paths.failed(path, now)
@@ -179,10 +140,9 @@ class OutLane:
 
     def _greet(self, attempt: ConnectAttempt, now: int) -> None:
         """A connection over a path stands: says which lane and epoch it is."""
-        failures = self._paths.backoffs[attempt.path].failures if attempt.path in self._paths.backoffs else 0
         self._path = attempt.path
         self._state = self._state.connect()
-        self._deadline = now + patience(WELCOME, failures)
+        self._deadline = now + patience(WELCOME, self._paths.failures(attempt.path), LONGEST)
         self._came.clear()
         self._stream = SocketStream(self._loop, attempt.socket, self._on_ready)
         self._put(pack(Frame(FrameKind.HELLO, self.lane, self._state.epoch, self._sender.orders.key)))
@@ -231,7 +191,7 @@ class OutLane:
         path, when = self._paths.better(self._path, now)
         if path is None:
             return when
-        self._attempt = self._try(path, now)
+        self._try(path, now)
         return now + BEAT if self._attempt is None else self._attempt.deadline
 
     def _move(self, attempt: ConnectAttempt, now: int) -> None:

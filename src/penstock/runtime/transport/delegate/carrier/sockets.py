@@ -1,4 +1,5 @@
-"""TCP as delegates use it: what they sleep in, what its errors mean, and a connection that stands (`SocketStream`).
+"""TCP as delegates use it: what they sleep in, what its errors mean, and a connection, while it is made
+(`ConnectAttempt`) and when it stands (`SocketStream`).
 
 An `EventLoop` is one epoll, woken by descriptors or at a moment, never spinning.
 """
@@ -12,11 +13,10 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from .lane import MS, Path
 from .ring import CloseReason
-
-MS = 1_000_000
 
 BEAT = 250 * MS
 """A connection on which nothing is sent for so long is asked whether it lives."""
@@ -26,15 +26,10 @@ UNACKNOWLEDGED_MS = 500
 """Milliseconds for which the network may leave bytes unacknowledged before a connection counts as dead."""
 CONNECT = 1_000 * MS
 WELCOME = 2_000 * MS
-"""Deadlines of the two steps of connecting; they double with each failure."""
+"""Deadlines of the two steps of connecting; they double with each failure, up to `LONGEST`."""
 LONGEST = 16_000 * MS
 PROBE = 500 * MS
 """How often a rank that does not connect is looked for."""
-
-
-def patience(first: int, failures: int) -> int:
-    """A deadline after so many failures in a row."""
-    return min(LONGEST, first << min(failures, 8))
 
 
 READ, WRITE, GONE = select.EPOLLIN, select.EPOLLOUT, select.EPOLLHUP | select.EPOLLERR
@@ -131,21 +126,20 @@ def tune(made: socket.socket) -> None:
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def begin_connect(ours: str, theirs: tuple[str, int]) -> tuple[socket.socket | None, int]:
-    """Starts to connect from one of our addresses; returns the socket, or None and the error."""
+def begin_connect(ours: str, theirs: tuple[str, int]) -> socket.socket:
+    """Starts to connect from one of our addresses. Raises OSError: it failed at once."""
     made = socket.socket(family_of(theirs[0]), socket.SOCK_STREAM)
     try:
         tune(made)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         made.setsockopt(socket.IPPROTO_IP, _BIND_ADDRESS_NO_PORT, 1)
         made.bind((ours, 0))
-        error = made.connect_ex(theirs)
-    except OSError as failed:
-        error = failed.errno or errno.EIO
-    if error not in (0, errno.EINPROGRESS):
+        if (error := made.connect_ex(theirs)) not in (0, errno.EINPROGRESS):
+            raise OSError(error, os.strerror(error))
+    except OSError:
         made.close()
-        return None, error
-    return made, 0
+        raise
+    return made
 
 
 def close(made: socket.socket) -> None:
@@ -197,6 +191,45 @@ def _limit_ms(info: bytes, least_ms: int = UNACKNOWLEDGED_MS) -> int:
 
 _BIND_ADDRESS_NO_PORT = 24
 _LINGER_NOT = b"\x01\x00\x00\x00\x00\x00\x00\x00"
+
+
+class ConnectAttempt:
+    """A connection over a path that is being made.
+
+    Args:
+        ours: our addresses. theirs: where the other end listens on each of its own.
+        deadline: when its maker gives it up, in nanoseconds of the monotonic clock.
+        done: called once, by the loop, with the attempt and its error; with 0 where it stands, and its socket is for
+            the caller to watch.
+
+    Raises:
+        OSError: it failed at once.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        path: Path,
+        ours: Sequence[str],
+        theirs: Sequence[tuple[str, int]],
+        deadline: int,
+        done: Callable[[ConnectAttempt, int], None],
+    ) -> None:
+        self._loop, self._done = loop, done
+        self.path, self.deadline = path, deadline
+        self.socket = begin_connect(ours[path.ours], theirs[path.theirs])
+        loop.watch(self.socket.fileno(), WRITE, self._ready)
+
+    def _ready(self, mask: int) -> None:
+        error = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        self._loop.forget(self.socket.fileno())
+        if error:
+            close(self.socket)
+        self._done(self, error)
+
+    def close(self) -> None:
+        self._loop.forget(self.socket.fileno())
+        close(self.socket)
 
 
 MOST_PARTS = 16
