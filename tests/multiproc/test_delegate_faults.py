@@ -21,7 +21,7 @@ from delegate_ranks import Chain, Ended, exchange, payload_of, run_delegate_rank
 from listening import runs
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.transport.delegate import DelegateTransport
-from penstock.runtime.transport.delegate.carrier.frame import Frame, FrameKind, Lane, pack
+from penstock.runtime.transport.delegate.carrier.descriptor import Descriptor, DescriptorKind, Lane
 from penstock.runtime.transport.delegate.delegates import KINDS
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
@@ -246,7 +246,7 @@ def told_of_a_dead_interface(rank: int, gather: Any) -> dict[str, Any]:
             presence = next(ends for kind, _, ends in met[1][3] if kind == KINDS)
             for key in (met[0][2] + 1, met[0][2]):  # another run's news is no news
                 with socket.create_connection(presence[1]) as call:
-                    call.sendall(pack(Frame(FrameKind.DOWN, Lane(1, 0, 0, 0), 0, key)))
+                    call.sendall(Descriptor(DescriptorKind.THEIRS_DOWN, Lane(1, 0, 0, 0), 0, key).frame())
         end = time.monotonic() + 60
         while rank == 1 and transport.counters.failovers < 1 and time.monotonic() < end:
             transport.arrivals()

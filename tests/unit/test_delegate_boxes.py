@@ -10,8 +10,7 @@ import pytest
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages
-from penstock.runtime.transport.delegate.carrier.frame import Lane
-from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
+from penstock.runtime.transport.delegate.carrier.descriptor import Descriptor, DescriptorKind, Lane
 from penstock.runtime.transport.delegate.delegates import DelegateKey
 from penstock.runtime.transport.delegate.inbox import DelegateInbox
 from penstock.runtime.transport.delegate.outbox import MOST_WAITING, Outbox

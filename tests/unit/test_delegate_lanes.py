@@ -14,8 +14,7 @@ from penstock.control.events import LinkDown, LinkUp
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.delegate import Counters, LaneCount, lanes_for
 from penstock.runtime.transport.delegate import __file__ as package
-from penstock.runtime.transport.delegate.carrier.frame import Lane
-from penstock.runtime.transport.delegate.carrier.ring import CloseReason, Descriptor, DescriptorKind
+from penstock.runtime.transport.delegate.carrier.descriptor import CloseReason, Descriptor, DescriptorKind, Lane
 from penstock.runtime.transport.delegate.health import ConnectionHealth
 
 pytestmark = pytest.mark.unit

@@ -32,14 +32,14 @@ from typing import Any, NamedTuple
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.interfaces import listen
 from penstock.runtime.transport.delegate.carrier.delegate_io import DelegateOrders
-from penstock.runtime.transport.delegate.carrier.frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, unpack
-from penstock.runtime.transport.delegate.carrier.ring import (
-    DEPTH,
-    RING_BYTES,
+from penstock.runtime.transport.delegate.carrier.descriptor import (
+    FRAME_BYTES,
     Descriptor,
     DescriptorKind,
-    DescriptorRing,
+    FrameError,
+    Lane,
 )
+from penstock.runtime.transport.delegate.carrier.ring import DEPTH, RING_BYTES, DescriptorRing
 from penstock.runtime.transport.mapped_memory import MappedMemory
 
 _CODE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from carrier.main import main; main()"
@@ -298,14 +298,14 @@ class PresenceConnections:
     def __contains__(self, descriptor: int) -> bool:
         return descriptor in self._sockets
 
-    def read(self, descriptor: int) -> Frame | None:
+    def read(self, descriptor: int) -> Descriptor | None:
         """What comes over a connection, if it is news. It is closed then."""
         made = self._sockets.pop(descriptor)
         with made, contextlib.suppress(OSError, FrameError):
-            data = made.recv(HEADER_BYTES)
-            if len(data) == HEADER_BYTES:
-                frame = unpack(data)
-                if frame.kind is FrameKind.DOWN and frame.tag == self._key:
+            data = made.recv(FRAME_BYTES)
+            if len(data) == FRAME_BYTES:
+                frame = Descriptor.of_frame(data)
+                if frame.kind is DescriptorKind.THEIRS_DOWN and frame.tag == self._key:
                     return frame
         return None
 
@@ -388,7 +388,7 @@ class Delegates:
             raise
         self._connections = PresenceConnections(self._key)
         self._stack.callback(self._connections.close)
-        self._news: list[Frame] = []
+        self._news: list[Descriptor] = []
         for one in self._listeners.of(*PRESENCE):
             self._presence[one.fileno()] = one
             self._watched.register(one.fileno(), select.EPOLLIN)
@@ -537,7 +537,7 @@ class Delegates:
             for key, delegate in self._delegates.items():
                 if key.outgoing:
                     lane = Lane(self.rank, frame.lane.target, key.kind, key.place)
-                    delegate.order(Descriptor(DescriptorKind.THEIRS_DOWN, lane, tag=frame.number))
+                    delegate.order(Descriptor(DescriptorKind.THEIRS_DOWN, lane, frame.number, frame.tag))
 
     def dead(self, key: DelegateKey) -> bool:
         """Whether the delegate of a key was started and is dead."""

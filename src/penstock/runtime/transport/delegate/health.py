@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.control.events import LinkDown, LinkUp
-from penstock.runtime.transport.delegate.carrier.frame import Lane
-from penstock.runtime.transport.delegate.carrier.ring import CloseReason, Descriptor, DescriptorKind
+from penstock.runtime.transport.delegate.carrier.descriptor import CloseReason, Descriptor, DescriptorKind, Lane
 
 
 @dataclass

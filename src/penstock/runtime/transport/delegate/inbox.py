@@ -13,8 +13,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.base import CrossingLog
 from penstock.runtime.transport.channel import ExpectedMessages
-from penstock.runtime.transport.delegate.carrier.frame import Lane
-from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
+from penstock.runtime.transport.delegate.carrier.descriptor import Descriptor, DescriptorKind, Lane
 from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates, PredecessorState
 from penstock.runtime.transport.delegate.outbox import lanes_for
 from penstock.runtime.transport.wire_format import ALIGN

@@ -20,8 +20,8 @@ from time import perf_counter_ns
 from typing import NamedTuple
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.transport.delegate.carrier.frame import Lane
-from penstock.runtime.transport.delegate.carrier.ring import DEPTH, Descriptor, DescriptorKind
+from penstock.runtime.transport.delegate.carrier.descriptor import Descriptor, DescriptorKind, Lane
+from penstock.runtime.transport.delegate.carrier.ring import DEPTH
 from penstock.runtime.transport.delegate.carrier.slots import Slots
 from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates, PredecessorState
 

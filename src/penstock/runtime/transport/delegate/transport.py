@@ -25,8 +25,13 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages, TransferRecord
 from penstock.runtime.transport.channel import ChannelKey, Tags
-from penstock.runtime.transport.delegate.carrier.frame import Lane, body_bytes, spec_room
-from penstock.runtime.transport.delegate.carrier.ring import Descriptor, DescriptorKind
+from penstock.runtime.transport.delegate.carrier.descriptor import (
+    Descriptor,
+    DescriptorKind,
+    Lane,
+    body_bytes,
+    spec_room,
+)
 from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates, Supervisor, cannot
 from penstock.runtime.transport.delegate.health import ConnectionHealth, Counters
 from penstock.runtime.transport.delegate.inbox import DelegateInbox

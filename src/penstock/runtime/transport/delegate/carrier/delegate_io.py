@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from mmap import MAP_SHARED, mmap
 
-from .frame import Lane
+from .descriptor import Descriptor, DescriptorKind, Lane
 from .monitor import InterfaceMonitor
-from .ring import RING_BYTES, Descriptor, DescriptorKind, DescriptorRing
+from .ring import RING_BYTES, DescriptorRing
 from .sockets import READ, EventLoop, watch_parent
 
 

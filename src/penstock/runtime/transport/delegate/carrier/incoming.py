@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator
 
 from . import sockets
 from .delegate_io import Delegate, DelegateOrders
-from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, unpack
+from .descriptor import FRAME_BYTES, CloseReason, Descriptor, DescriptorKind, FrameError, Lane
 from .lane import MS, LaneError, Path, ReceivingEnd, by_preference
-from .ring import CloseReason, Descriptor, DescriptorKind
 from .slots import Slots
 from .sockets import BEAT, CONNECT, GONE, LONGEST, PROBE, READ, SILENCE, WRITE, ConnectAttempt, SocketStream
 
@@ -40,10 +39,10 @@ class InConnection:
         self._stream, self._socket = SocketStream(receiver.loop, made, self._on_ready), made
         self.lane: Lane | None = None
         self._epoch = 0
-        self._header = bytearray(HEADER_BYTES)
+        self._header = bytearray(FRAME_BYTES)
         self._head_view = memoryview(self._header)
         self._got = 0
-        self._frame: Frame | None = None  # of the body that is coming in
+        self._frame: Descriptor | None = None  # of the body that is coming in
         self._slot: tuple[int, int] | None = None
         self._view: memoryview | None = None  # what is still to be filled; None: dropped
         self._left = 0
@@ -108,7 +107,7 @@ class InConnection:
             if not self._starved:
                 self._heard = time.perf_counter_ns()
                 if self.lane is not None:
-                    self._put(pack(Frame(FrameKind.ROOM, self.lane)))
+                    self._put(Descriptor(DescriptorKind.ROOM, self.lane).frame())
                 self._stream.read(True)
 
     # Reading.
@@ -132,9 +131,9 @@ class InConnection:
             budget -= count
             self._hear()
             if self._frame is None:
-                if self._got == HEADER_BYTES:
+                if self._got == FRAME_BYTES:
                     self._got = 0
-                    self._take(unpack(self._header))
+                    self._take(Descriptor.of_frame(self._header))
             elif not self._left:
                 self._whole(self._frame)
 
@@ -144,14 +143,14 @@ class InConnection:
             self._silent = False
             self._receiver.io.tell(Descriptor(DescriptorKind.HEARD, self.lane))
 
-    def _take(self, frame: Frame) -> None:
-        if frame.kind is FrameKind.HELLO:
+    def _take(self, frame: Descriptor) -> None:
+        if frame.kind is DescriptorKind.HELLO:
             self._greet(frame)
         elif self.lane is None or frame.lane != self.lane:
             raise FrameError("a frame before its connection said which lane it carries")
-        elif frame.kind is FrameKind.PING:
-            self._put(pack(Frame(FrameKind.PONG, self.lane)))
-        elif frame.kind is FrameKind.DATA and frame.body_bytes > 0:
+        elif frame.kind is DescriptorKind.PING:
+            self._put(Descriptor(DescriptorKind.PONG, self.lane).frame())
+        elif frame.kind is DescriptorKind.DATA and frame.body_bytes > 0:
             new = self._receiver.lanes[self.lane].begins(self._epoch, frame.number)
             self._frame, self._left, self._view = frame, frame.body_bytes, None
             if new:
@@ -162,7 +161,7 @@ class InConnection:
         else:
             raise FrameError(f"a {frame.kind.name} from a sender")
 
-    def _greet(self, frame: Frame) -> None:
+    def _greet(self, frame: Descriptor) -> None:
         orders = self._receiver.orders
         lane = frame.lane
         mine = orders.rank, orders.kind, orders.place
@@ -174,7 +173,7 @@ class InConnection:
             return
         last = self._receiver.greeted(self, lane, frame.number)
         self.lane, self._epoch = lane, frame.number
-        self._put(pack(Frame(FrameKind.WELCOME, lane, last)))
+        self._put(Descriptor(DescriptorKind.WELCOME, lane, last).frame())
         sockets.trust(self._socket)
         self._receiver.io.tell(Descriptor(DescriptorKind.CONNECTED, lane, 0, self.place))
 
@@ -195,37 +194,26 @@ class InConnection:
         self._slot = slot
         self._view = self._receiver.io.memory[slot[0] : slot[0] + size]
 
-    def _whole(self, frame: Frame) -> None:
+    def _whole(self, frame: Descriptor) -> None:
         """A message has come in to its last byte."""
         assert self.lane is not None
         slot, self._slot, self._frame, self._view = self._slot, None, None, None
         receiver, lane = self._receiver, self.lane
         if slot is None:
-            self._put(pack(Frame(FrameKind.ANSWER, lane, receiver.lanes[lane].last)))
+            self._put(Descriptor(DescriptorKind.ANSWER, lane, receiver.lanes[lane].last).frame())
             return
         receiver.lanes[lane] = receiver.lanes[lane].whole(self._epoch, frame.number)
-        note = Descriptor(
-            DescriptorKind.MESSAGE,
-            lane,
-            frame.number,
-            frame.tag,
-            frame.step,
-            frame.digest,
-            frame.sent,
-            self._posted,
-            self._heard,
-            *slot,
-            frame.spec_bytes,
-            frame.payload_bytes,
+        note = frame._replace(
+            kind=DescriptorKind.MESSAGE, start=self._posted, arrived=self._heard, offset=slot[0], capacity=slot[1]
         )
-        receiver.io.tell(note, lambda: self._put(pack(Frame(FrameKind.ANSWER, lane, frame.number))))
+        receiver.io.tell(note, lambda: self._put(Descriptor(DescriptorKind.ANSWER, lane, frame.number).frame()))
 
     # Writing.
 
     def _say_full(self) -> None:
         self._said = time.perf_counter_ns()
         if self.lane is not None:
-            self._put(pack(Frame(FrameKind.FULL, self.lane)))
+            self._put(Descriptor(DescriptorKind.FULL, self.lane).frame())
 
     def _put(self, *parts: bytes) -> None:
         if self._open:
@@ -274,10 +262,10 @@ class LinkDownNotice:
                 return
 
     def _connected(self, attempt: ConnectAttempt, error: int) -> None:
-        frame = Frame(FrameKind.DOWN, self._lane, self._down, self._receiver.orders.key)
+        news = Descriptor(DescriptorKind.THEIRS_DOWN, self._lane, self._down, self._receiver.orders.key)
         try:
             if not error:
-                attempt.socket.send(pack(frame))
+                attempt.socket.send(news.frame())
                 attempt.socket.close()  # what was sent still goes
                 self._attempt = None
                 return

@@ -18,9 +18,8 @@ from collections import deque
 
 from . import sockets
 from .delegate_io import Delegate, DelegateOrders
-from .frame import HEADER_BYTES, Frame, FrameError, FrameKind, Lane, pack, spec_room, unpack
+from .descriptor import FRAME_BYTES, CloseReason, Descriptor, DescriptorKind, FrameError, Lane
 from .lane import LaneError, Path, Paths, SendingEnd, by_preference, patience
-from .ring import CloseReason, Descriptor, DescriptorKind
 from .sockets import BEAT, CONNECT, LONGEST, SILENCE, WELCOME, WRITE, ConnectAttempt, SocketStream
 
 QUEUED = 256 << 10
@@ -145,7 +144,7 @@ class OutLane:
         self._deadline = now + patience(WELCOME, self._paths.failures(attempt.path), LONGEST)
         self._came.clear()
         self._stream = SocketStream(self._loop, attempt.socket, self._on_ready)
-        self._put(pack(Frame(FrameKind.HELLO, self.lane, self._state.epoch, self._sender.orders.key)))
+        self._put(Descriptor(DescriptorKind.HELLO, self.lane, self._state.epoch, self._sender.orders.key).frame())
 
     def _welcomed(self, last: int, now: int) -> None:
         assert self._stream is not None
@@ -213,30 +212,15 @@ class OutLane:
                 break
             message = self._messages[number - self._state.answered - 1]
             self._state = self._state.wrote()
-            self._put(*self._frame(message))
+            body = self._io.memory[message.offset : message.offset + message.body_bytes]
+            self._put(message._replace(kind=DescriptorKind.DATA).frame(), body)
             now = time.perf_counter_ns()
         return now + LONGEST
-
-    def _frame(self, message: Descriptor) -> tuple[bytes, memoryview]:
-        spec, payload = message.spec_bytes, message.payload_bytes
-        header = Frame(
-            FrameKind.DATA,
-            self.lane,
-            message.number,
-            message.tag,
-            message.step,
-            message.digest,
-            message.sent,
-            spec,
-            payload,
-        )
-        end = message.offset + spec_room(spec) + payload
-        return pack(header), self._io.memory[message.offset : end]
 
     def _keep_alive(self, now: int) -> int:
         assert self._stream is not None
         if not self._stream.queued and now - self._stream.spoke >= BEAT:
-            self._put(pack(Frame(FrameKind.PING, self.lane)))
+            self._put(Descriptor(DescriptorKind.PING, self.lane).frame())
             if self._stream is None:
                 return now
         is_quiet = now - self._heard >= SILENCE
@@ -279,26 +263,26 @@ class OutLane:
         self._be_heard()
         self._came += data
         try:
-            while len(self._came) >= HEADER_BYTES and self._stream is stream:
-                frame = unpack(self._came[:HEADER_BYTES])
-                del self._came[:HEADER_BYTES]
+            while len(self._came) >= FRAME_BYTES and self._stream is stream:
+                frame = Descriptor.of_frame(self._came[:FRAME_BYTES])
+                del self._came[:FRAME_BYTES]
                 self._take(frame, now)
         except (FrameError, LaneError):
             self._cut(CloseReason.BROKEN, now)
 
-    def _take(self, frame: Frame, now: int) -> None:
-        if frame.kind is FrameKind.WELCOME:
+    def _take(self, frame: Descriptor, now: int) -> None:
+        if frame.kind is DescriptorKind.WELCOME:
             self._welcomed(frame.number, now)
-        elif frame.kind is FrameKind.ANSWER:
+        elif frame.kind is DescriptorKind.ANSWER:
             before = self._state.answered
             self._state = self._state.answer(frame.number)
             if self._state.answered > before:
                 self._release()
-        elif frame.kind in (FrameKind.FULL, FrameKind.ROOM):
-            self._full = frame.kind is FrameKind.FULL
+        elif frame.kind in (DescriptorKind.FULL, DescriptorKind.ROOM):
+            self._full = frame.kind is DescriptorKind.FULL
             if self._stream is not None:
                 sockets.trust(self._stream.socket, stands_still=self._full)
-        elif frame.kind is not FrameKind.PONG:
+        elif frame.kind is not DescriptorKind.PONG:
             raise FrameError(f"a {frame.kind.name} from a receiver")
 
     def _release(self) -> None:
@@ -332,7 +316,7 @@ class Sender(Delegate):
         if descriptor.kind is DescriptorKind.THEIRS_DOWN:
             for one in self._lanes.values():
                 if one.lane.target == descriptor.lane.target:
-                    one.theirs_down(descriptor.tag, time.perf_counter_ns())
+                    one.theirs_down(descriptor.number, time.perf_counter_ns())
             return
         lane = self._lanes.get(descriptor.lane)
         if lane is None:

@@ -15,8 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from .descriptor import CloseReason
 from .lane import MS, Path
-from .ring import CloseReason
 
 BEAT = 250 * MS
 """A connection on which nothing is sent for so long is asked whether it lives."""
