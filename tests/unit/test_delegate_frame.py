@@ -18,7 +18,7 @@ from penstock.runtime.transport.delegate.carrier.descriptor import (
     body_bytes,
     spec_room,
 )
-from penstock.runtime.transport.delegate.carrier.ring import DEPTH, RING_BYTES, DescriptorRing
+from penstock.runtime.transport.delegate.carrier.shared import DEPTH, RING_BYTES, DescriptorRing
 
 pytestmark = pytest.mark.unit
 

@@ -98,7 +98,7 @@ def test_who_is_gone_and_who_stands_still() -> None:
 def test_a_delegate_loads_neither_torch_nor_numpy_nor_penstock() -> None:
     folder = str(Path(package).parent)
     code = (
-        f"import sys; sys.path.insert(0, {folder!r}); import carrier.main, carrier.outgoing, carrier.incoming; "
+        f"import sys; sys.path.insert(0, {folder!r}); import carrier.delegate, carrier.outgoing, carrier.incoming; "
         "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     )
     result = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.transport.delegate.carrier.slots import PAGE, Slots, rounded
+from penstock.runtime.transport.delegate.carrier.shared import PAGE, Slots, rounded
 
 pytestmark = pytest.mark.unit
 

@@ -8,8 +8,8 @@
 
 transport   the rank's end: send, arrivals, wait, take       delegates   the processes, started and restarted
 outbox      what was sent and is not answered yet            inbox       what came in and was not taken
-memory      shared memory: payloads into slots, and out      health      the links, as delegates report them
-carrier/    what a delegate process runs
+health      the links, as delegates report them              carrier/     what a delegate process runs
+payload_copies   payloads into slots of shared memory, and out
 """
 
 from penstock.runtime.transport.delegate.health import Counters

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.interfaces import listen
-from penstock.runtime.transport.delegate.carrier.delegate_io import DelegateOrders
+from penstock.runtime.transport.delegate.carrier.delegate import DelegateOrders
 from penstock.runtime.transport.delegate.carrier.descriptor import (
     FRAME_BYTES,
     Descriptor,
@@ -39,10 +39,10 @@ from penstock.runtime.transport.delegate.carrier.descriptor import (
     FrameError,
     Lane,
 )
-from penstock.runtime.transport.delegate.carrier.ring import DEPTH, RING_BYTES, DescriptorRing
+from penstock.runtime.transport.delegate.carrier.shared import DEPTH, RING_BYTES, DescriptorRing
 from penstock.runtime.transport.mapped_memory import MappedMemory
 
-_CODE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from carrier.main import main; main()"
+_CODE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from carrier.delegate import main; main()"
 STOP_GRACE = 2.0
 """Seconds that a delegate gets to end."""
 MOST_DEATHS = 5

@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.delegate.carrier.descriptor import Descriptor, DescriptorKind, Lane
-from penstock.runtime.transport.delegate.carrier.ring import DEPTH
-from penstock.runtime.transport.delegate.carrier.slots import Slots
+from penstock.runtime.transport.delegate.carrier.shared import DEPTH, Slots
 from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates, PredecessorState
 
 

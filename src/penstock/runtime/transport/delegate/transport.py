@@ -35,8 +35,8 @@ from penstock.runtime.transport.delegate.carrier.descriptor import (
 from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates, Supervisor, cannot
 from penstock.runtime.transport.delegate.health import ConnectionHealth, Counters
 from penstock.runtime.transport.delegate.inbox import DelegateInbox
-from penstock.runtime.transport.delegate.memory import PayloadCopier, SlotPacket, SpecCache, copying_for
 from penstock.runtime.transport.delegate.outbox import Outbox
+from penstock.runtime.transport.delegate.payload_copies import PayloadCopier, SlotPacket, SpecCache, copying_for
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
 
 HOST_MEMORY = 1 << 30

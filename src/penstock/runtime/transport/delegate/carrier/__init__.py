@@ -5,11 +5,11 @@
                                 |
                                 lane: the best pair of interfaces; monitor: the kernel says which of ours are up
 
-main        where the process starts                    delegate_io   the rings and the memory, from this side
+delegate    where the process starts, and its ties to its rank
 outgoing    a delegate that sends, lane by lane         incoming      a delegate that receives, by connections
-lane        exactly once, and by which interfaces       sockets       the event loop, and a connection that stands
-frame       what goes over a connection                 monitor       the kernel's word on interfaces
-ring        descriptors between rank and delegate       slots         who has which part of the shared memory
+lane        exactly once, and by which interfaces       sockets       the event loop, and connections
+descriptor  what is told, over rings and connections    shared        the rings, and who has which part of the memory
+monitor     the kernel's word on interfaces
 
 The process puts this folder's parent on its path and imports `carrier` by itself: neither penstock nor torch is
 loaded. Hence the imports between these files are relative, and nothing here may import penstock.

@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from . import sockets
-from .delegate_io import Delegate, DelegateOrders
+from .delegate import Delegate, DelegateOrders
 from .descriptor import FRAME_BYTES, CloseReason, Descriptor, DescriptorKind, FrameError, Lane
 from .lane import MS, LaneError, Path, ReceivingEnd, by_preference
-from .slots import Slots
+from .shared import Slots
 from .sockets import BEAT, CONNECT, GONE, LONGEST, PROBE, READ, SILENCE, WRITE, ConnectAttempt, SocketStream
 
 BUDGET = 8 << 20

@@ -17,7 +17,7 @@ import time
 from collections import deque
 
 from . import sockets
-from .delegate_io import Delegate, DelegateOrders
+from .delegate import Delegate, DelegateOrders
 from .descriptor import FRAME_BYTES, CloseReason, Descriptor, DescriptorKind, FrameError, Lane
 from .lane import LaneError, Path, Paths, SendingEnd, by_preference, patience
 from .sockets import BEAT, CONNECT, LONGEST, SILENCE, WELCOME, WRITE, ConnectAttempt, SocketStream

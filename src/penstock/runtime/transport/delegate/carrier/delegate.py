@@ -1,13 +1,17 @@
-"""A delegate's ties to its rank: what it was started with, the rings, the shared memory, the wake-ups.
+"""A delegate process: where it starts, and its ties to its rank.
 
-`Delegate` is what both kinds of delegate are: those ties, the event loop, and the kernel's word on interfaces.
+The ties are what it was started with, the rings, the shared memory and the wake-ups. `Delegate` is what both kinds of
+delegate are: those ties, the event loop, and the kernel's word on interfaces.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
+import signal
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,7 +20,7 @@ from mmap import MAP_SHARED, mmap
 
 from .descriptor import Descriptor, DescriptorKind, Lane
 from .monitor import InterfaceMonitor
-from .ring import RING_BYTES, DescriptorRing
+from .shared import RING_BYTES, DescriptorRing
 from .sockets import READ, EventLoop, watch_parent
 
 
@@ -175,3 +179,18 @@ class Delegate(ABC):
             kind = DescriptorKind.UP if up else DescriptorKind.DOWN
             self.io.tell(Descriptor(kind, self.lane_of_rank, tag=place))
             self.interface(place, up)
+
+
+def main() -> None:
+    """Runs the delegate whose orders the descriptor in the first argument holds, until its rank ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's to handle
+    orders = DelegateOrders.read(int(sys.argv[1]))
+    gc.freeze()
+    if orders.outgoing:
+        from .outgoing import Sender
+
+        Sender(orders).run()
+    else:
+        from .incoming import Receiver
+
+        Receiver(orders).run()

@@ -1,7 +1,6 @@
-"""Shared memory that holds messages, and how payloads get into its slots and out of them.
+"""How payloads get into slots of the memory that a rank and its delegates share, and out of them.
 
-The memory is one long, sparse mapping, of which rank and delegates use the same parts. Payloads are copied at once
-from the host, and beside ops from a GPU.
+Payloads are copied at once from the host, and beside ops from a GPU.
 
 In a slot lie the bytes of the spec, then the flat buffer of the wire format. Copies between a GPU and slots have
 streams of their own, and slots that CUDA knows (pinned):
