@@ -21,7 +21,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -99,9 +98,41 @@ def _in_place(view: Tensor, place: BufferPlace) -> Tensor:
     return view if place.repeated is None else view.expand(place.repeated)
 
 
-class GpuPayloadCopier:
-    """Args:
-    lock: held while a packed message is handed over.
+class PayloadCopier:
+    """Copies between payloads and packets in shared memory: here at once, from and to host memory.
+
+    Attributes:
+        lends: whether payloads may stay where they came in.
+    """
+
+    lends = True
+
+    def pack(self, packet: SlotPacket, payload: Payload, packed: Callable[[], None]) -> None:
+        """Copies a payload in; calls `packed` when all of it is there, in the order of the calls."""
+        packet.pack(payload)
+        packed()
+
+    def unpack(self, packet: SlotPacket, unpacked: Callable[[], None]) -> Payload:
+        """The payload, copied out; calls `unpacked` when the packet's memory is free again."""
+        payload = packet.unpack()
+        unpacked()
+        return payload
+
+    def progress(self) -> None:
+        """Calls what has become due."""
+
+    def flush(self) -> None:
+        """Waits until all that is packed is there."""
+
+    def close(self) -> None:
+        """Ends what runs beside."""
+
+
+class GpuPayloadCopier(PayloadCopier):
+    """From and to a GPU, beside its ops.
+
+    Args:
+        lock: held while a packed message is handed over.
     """
 
     lends = False
@@ -195,55 +226,6 @@ def _to_host(view: Tensor, place: BufferPlace, leaf: Tensor) -> None:
     view.copy_(source, non_blocking=True)
 
 
-class PayloadCopier(Protocol):
-    """Copies between payloads and packets in shared memory.
-
-    Attributes:
-        lends: whether payloads may stay where they came in.
-    """
-
-    lends: bool
-
-    def pack(self, packet: SlotPacket, payload: Payload, packed: Callable[[], None]) -> None:
-        """Copies a payload in; calls `packed` when all of it is there, in the order of the calls."""
-
-    def unpack(self, packet: SlotPacket, unpacked: Callable[[], None]) -> Payload:
-        """The payload, copied out; calls `unpacked` when the packet's memory is free again."""
-
-    def progress(self) -> None:
-        """Calls what has become due."""
-
-    def flush(self) -> None:
-        """Waits until all that is packed is there."""
-
-    def close(self) -> None:
-        """Ends what runs beside."""
-
-
-class HostPayloadCopier:
-    """From and to host memory."""
-
-    lends = True
-
-    def pack(self, packet: SlotPacket, payload: Payload, packed: Callable[[], None]) -> None:
-        packet.pack(payload)
-        packed()
-
-    def unpack(self, packet: SlotPacket, unpacked: Callable[[], None]) -> Payload:
-        payload = packet.unpack()
-        unpacked()
-        return payload
-
-    def progress(self) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 def copying_for(device: torch.device, lock: threading.RLock) -> PayloadCopier:
     """The way of copying for payloads on a device; `lock` is held where messages are handed over beside."""
-    return GpuPayloadCopier(device, lock) if device.type == "cuda" else HostPayloadCopier()
+    return GpuPayloadCopier(device, lock) if device.type == "cuda" else PayloadCopier()

@@ -36,7 +36,7 @@ from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates
 from penstock.runtime.transport.delegate.health import ConnectionHealth, Counters
 from penstock.runtime.transport.delegate.inbox import DelegateInbox
 from penstock.runtime.transport.delegate.outbox import Outbox
-from penstock.runtime.transport.delegate.payload_copies import PayloadCopier, SlotPacket, SpecCache, copying_for
+from penstock.runtime.transport.delegate.payload_copies import SlotPacket, SpecCache, copying_for
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
 
 HOST_MEMORY = 1 << 30
@@ -110,7 +110,7 @@ class DelegateTransport:
         self._full = self._room = self._failed = self._closed = False
         # One thread of the rank's uses this; the other one is the supervisor.
         self._lock = threading.RLock()
-        self._copying: PayloadCopier = copying_for(place, self._lock)
+        self._copying = copying_for(place, self._lock)
         self._supervisor = Supervisor(self._delegates, self._lock, self._restart)
         try:
             self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
