@@ -116,37 +116,22 @@ class KindTest(NamedTuple):
     against: ast.expr | None
 
 
-class TestAnswers(NamedTuple):
-    """How a test of a traced value is answered.
-
-    Attributes:
-        refuse: called with what the line does and the line.
-        example: of a traced value: what it is, or is like; or nothing, where nobody knows.
-        suspended: a context in which nothing is recorded. recording: whether anything is.
-    """
-
-    refuse: Callable[[str, SourceLine | None], None]
-    example: Callable[[fx.Proxy], tuple[Any, ...]]
-    suspended: Callable[[], Any]
-    recording: Callable[[], bool]
-
-
 @contextmanager
-def watching(answers: TestAnswers) -> Iterator[None]:
+def watching(recorder: Recorder) -> Iterator[None]:
     """Looks at every line of the user's code that runs inside; no garbage is collected, as that runs other code."""
     before, collected = sys.gettrace(), gc.isenabled()
     known: dict[CodeType, dict[int, list[KindTest]]] = {}
 
     def on_line(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" and answers.recording():
+        if event == "line" and not recorder.is_suspended:
             for test in known[frame.f_code].get(frame.f_lineno, ()):
-                _look(test, frame, answers)
+                _look(test, frame, recorder)
         return on_line
 
     def on_call(frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
-        if code is _CHECKPOINT and answers.recording():  # by whatever name the user has imported it
-            answers.refuse(
+        if code is _CHECKPOINT and not recorder.is_suspended:  # by whatever name the user has imported it
+            recorder.refuse_at(
                 "recomputes activations (torch.utils.checkpoint), which is the schedule's part: penstock.passes",
                 line_of(frame),
             )
@@ -166,24 +151,24 @@ def watching(answers: TestAnswers) -> Iterator[None]:
             gc.enable()
 
 
-def _look(test: KindTest, frame: FrameType, answers: TestAnswers) -> None:
+def _look(test: KindTest, frame: FrameType, recorder: Recorder) -> None:
     line = SourceLine(frame.f_code.co_filename, frame.f_lineno)
     if test.kind == "global":
-        answers.refuse("sets a variable outside of it, which tracing would do once", line)
+        recorder.refuse_at("sets a variable outside of it, which tracing would do once", line)
     if test.of is None:
-        answers.refuse("asks what kind of thing a value is, and there is no source to read of what", line)
+        recorder.refuse_at("asks what kind of thing a value is, and there is no source to read of what", line)
         return
-    with answers.suspended():
+    with recorder.suspended():
         value = _value(test.of, frame)
         if test.kind == "is" and not isinstance(value, fx.Proxy) and test.against is not None:
             value, test = _value(test.against, frame), KindTest("is", test.against, test.of)
         if not isinstance(value, fx.Proxy):
             return
-        examples = answers.example(value)
+        examples = recorder.examples(value)
         against = _MISSING if test.against is None else _value(test.against, frame)
     if test.kind == "is" and against is None:
         if not examples or examples[0] is None:
-            answers.refuse("asks whether what a layer returned is None, which is not known while tracing", line)
+            recorder.refuse_at("asks whether what a layer returned is None, which is not known while tracing", line)
         return
     if examples and against is not _MISSING:
         example = examples[0]
@@ -191,7 +176,7 @@ def _look(test: KindTest, frame: FrameType, answers: TestAnswers) -> None:
             return
         if test.kind in ("getattr", "hasattr") and isinstance(against, str) and hasattr(example, against):
             return
-    answers.refuse("asks what kind of thing a value is, which tracing would answer wrongly", line)
+    recorder.refuse_at("asks what kind of thing a value is, which tracing would answer wrongly", line)
 
 
 def _tests_in(code: CodeType) -> dict[int, list[KindTest]]:

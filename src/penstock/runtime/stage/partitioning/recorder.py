@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.runtime.stage.partitioning.proxies import A_TENSOR, IN_PLACE, TestAnswers, TracedProxy, watching
+from penstock.runtime.stage.partitioning.proxies import A_TENSOR, IN_PLACE, TracedProxy, watching
 from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable, here, line_of_error
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, unflatten
@@ -134,9 +134,7 @@ class Recorder(fx.Tracer):
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(_replaced(self._replacements()))
                 stack.enter_context(_RecordingMode(self))
-                stack.enter_context(
-                    watching(TestAnswers(self._refuse_at, self._examples, self.suspended, self._is_recording))
-                )
+                stack.enter_context(watching(self))
                 graph = self.trace(entry)
         except Untraceable:
             raise
@@ -261,15 +259,13 @@ class Recorder(fx.Tracer):
 
     def refuse(self, doing: str) -> Any:
         """Raises Untraceable at the line that is being run."""
-        self._refuse_at(doing, here())
+        self.refuse_at(doing, here())
 
-    def _refuse_at(self, what: str, line: SourceLine | None) -> None:
+    def refuse_at(self, what: str, line: SourceLine | None) -> None:
+        """The same, at another line."""
         error = Untraceable(f"the forward {what}", line)
         self._refused_first = self._refused_first or error
         raise error
-
-    def _is_recording(self) -> bool:
-        return not self._concrete
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -282,9 +278,10 @@ class Recorder(fx.Tracer):
 
     @property
     def is_suspended(self) -> bool:
+        """Whether nothing is recorded now."""
         return self._concrete > 0
 
-    def _examples(self, value: Any) -> tuple[Any, ...]:
+    def examples(self, value: Any) -> tuple[Any, ...]:
         """What a traced value is, or is like: a tensor where a function of torch made it; or nothing."""
         node = value.node
         while "value" not in node.meta:
