@@ -7,6 +7,6 @@
 stage          layers that run one after another                ops           F, B, I, W and R (`StageRunner`)
 microbatches   a batch in weighted parts, or a replica's part   branches      stages that fork and join
 autograd       where a stage's autograd graph begins and ends   host_memory   activations moved to host memory
-recompute      a forward run again before its backward          registered_ops  ops of the user's own kinds
+recompute      a forward run again, and what it changes        registered_ops  ops of the user's own kinds
 partitioning/  any module, or a list, cut into stages           split_backward/  backward in two halves, I and W
 """

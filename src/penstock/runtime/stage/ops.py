@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.autograd import GraphInputs, exits, run_backward
-from penstock.runtime.stage.first_step import FirstStep
 from penstock.runtime.stage.host_memory import HostMemory, OffloadStatistics, SavedTensors, copied_to
 from penstock.runtime.stage.microbatches import NO_LOSS, LossFn, Microbatches, Signature
 from penstock.runtime.stage.recompute import (
     BufferHistory,
+    FirstStep,
     GradientAskedFor,
     copy_of,
     keeping_nothing,
