@@ -17,10 +17,8 @@ import penstock as ps
 from penstock.cli import main
 from penstock.train import checks
 from penstock.train.compare.contenders import contenders
-from penstock.train.compare.result import Comparison, ComparisonRow
+from penstock.train.compare.result import Comparison, ComparisonRow, SimulatedResult, TrainingResult, simulated
 from penstock.train.compare.run import headline
-from penstock.train.compare.simulated import SimulatedResult, simulated
-from penstock.train.compare.trained import TrainingResult
 from penstock.train.settings import Settings
 from report_cases import Page
 from train_runs import losses

@@ -13,10 +13,8 @@ from penstock.analyze.analysis_page import to_page as analysis_page
 from penstock.draw import to_html
 from penstock.formats.traces import read_trace
 from penstock.report import to_page as report_page
-from penstock.train.compare.result import Comparison, ComparisonRow
+from penstock.train.compare.result import Comparison, ComparisonRow, SimulatedResult, TrainingResult
 from penstock.train.compare.run import to_page as compare_page
-from penstock.train.compare.simulated import SimulatedResult
-from penstock.train.compare.trained import TrainingResult
 from report_cases import story_of
 from trace_samples import study_sample
 

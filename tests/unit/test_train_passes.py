@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.train.passes import Passes, usual_steps
+from penstock.train.asynchronous import Passes, usual_steps
 
 pytestmark = pytest.mark.unit
 

@@ -15,9 +15,9 @@ import tune_models
 from penstock.cli import main
 from penstock.models import CLIPConfig, clip_presets, tower_costs
 from penstock.runtime import partition
+from penstock.train.kinds import CONTRAST
 from penstock.train.settings import Settings
 from penstock.train.tasks.clip import clip_config, clip_schedule
-from penstock.train.towers import CONTRAST
 from penstock.tune import meter, verify
 from penstock.tune.errors import TuneError
 from penstock.tune.layers import NO_LAYER, RankShare, measure_layers

@@ -171,8 +171,8 @@ def compare(
             return _given(costs)
         return _measured(asked[0], options.database_path(database), seconds, fresh, json)
 
+    from penstock.train.compare.result import SimulatedRun
     from penstock.train.compare.run import compare as run
-    from penstock.train.compare.simulated import SimulatedRun
 
     found, files = run(
         asked,

@@ -28,14 +28,13 @@ from penstock.train.batch_planner import BatchPlanner, BatchProblem
 from penstock.train.folder import RunFolder, is_folder, write_whole
 from penstock.train.inputs import Inputs, build_pipeline, device_of
 from penstock.train.measured_dispatch import MeasuredDispatch
-from penstock.train.metrics import Metrics
+from penstock.train.metrics import Metrics, ProgressView
 from penstock.train.planned_batches import BatchRecord, PlannedBatches, is_measured
-from penstock.train.progress import ProgressView
 from penstock.train.report import Report, TimingReport, UpdateReport, notices_of, timing_report, update_report
 from penstock.train.resume_checks import way_back
 from penstock.train.run_report import read_adaptation, write_plan
 from penstock.train.settings import ARRIVAL, MEASURED, Settings
-from penstock.train.stop import StopRequest
+from penstock.train.start import StopRequest
 from penstock.train.tasks.task import ExportableTask, ModelQuality
 from penstock.train.training import Training
 

@@ -31,8 +31,15 @@ from penstock.train.report import Report
 from penstock.train.resume_checks import ResumePoint, check_resume
 from penstock.train.run_report import RunReport
 from penstock.train.settings import SettingsError, mesh_words
-from penstock.train.start import INTERRUPTED, RunFailed, check_interfaces, check_port, check_store, start_ranks
-from penstock.train.stop import StopRequest
+from penstock.train.start import (
+    INTERRUPTED,
+    RunFailed,
+    StopRequest,
+    check_interfaces,
+    check_port,
+    check_store,
+    start_ranks,
+)
 from penstock.train.tasks.text import check_tokens
 
 

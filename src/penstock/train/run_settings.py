@@ -13,7 +13,7 @@ from penstock.cost import CostError, Costs, Links
 from penstock.cost.over_time import read_quantity
 from penstock.dispatch import Dispatch
 from penstock.schedule import Schedule
-from penstock.train.asynchronous import check_updates
+from penstock.train.asynchronous import Passes, check_updates
 from penstock.train.checks import (
     SettingsError,
     check_choices,
@@ -23,7 +23,6 @@ from penstock.train.checks import (
     read_schedule,
     refuse_options,
 )
-from penstock.train.passes import Passes
 
 if TYPE_CHECKING:
     from penstock.runtime.transport.choose import DelegateOptions, TransportOptions

@@ -16,7 +16,7 @@ from penstock.runtime.checkpoint import CheckpointError
 from penstock.runtime.execute.step_result import sum_in_order
 from penstock.runtime.stage.microbatches import split
 from penstock.schedule import count_mismatch
-from penstock.train.passes import Passes
+from penstock.train.asynchronous import Passes
 from penstock.train.tasks.task import Example, TaskBatches
 
 

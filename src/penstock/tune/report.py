@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.simulation.memory_footprint import in_bytes
-from penstock.train.towers import read_towers
+from penstock.train.kinds import read_towers
 from penstock.tune.profile import MessageCosts, Profile
 from penstock.tune.search import SETTINGS, RankedCandidate, TuneCandidate, settings_of
 from penstock.tune.session import TuneOutcome

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.train.kinds import CLIP
+from penstock.train.kinds import CLIP, CONTRAST
 from penstock.train.settings import Settings
-from penstock.train.towers import CONTRAST
 from penstock.tune.costs_file import CostsFile, load_costs_file
 from penstock.tune.database import Database
 from penstock.tune.device import num_devices

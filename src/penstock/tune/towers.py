@@ -27,10 +27,9 @@ from penstock.runtime import partition
 from penstock.schedule import ScheduleError
 from penstock.simulation.memory_footprint import in_bytes
 from penstock.train.checks import SettingsError
-from penstock.train.kinds import CLIP, USUAL
+from penstock.train.kinds import CLIP, CONTRAST, STYLES, USUAL, TowerOptions, check_towers, read_towers
 from penstock.train.settings import Settings
 from penstock.train.tasks.clip import INTERLEAVED, Tower, branches_of, clip_config, clip_schedule, counts_of, cut_of
-from penstock.train.towers import CONTRAST, STYLES, TowerOptions, check_towers, read_towers
 from penstock.tune.errors import TuneError
 from penstock.tune.memory import POSTED
 from penstock.tune.profile import MessageCosts, Profile, joined_profile

@@ -17,7 +17,7 @@ from penstock.runtime import PartitionError, split
 from penstock.runtime.stage.stage import GATHERS
 from penstock.runtime.tensors.pytree import flatten
 from penstock.train.inputs import device_of, optimizer_class
-from penstock.train.kinds import CAPTIONER, CLIP, GPT, is_path
+from penstock.train.kinds import CAPTIONER, CLIP, CONTRAST, GPT, is_path
 from penstock.train.own_file import is_own, own_name
 from penstock.train.settings import Settings, SettingsError
 from penstock.train.tasks.clip import clip_config
@@ -25,7 +25,6 @@ from penstock.train.tasks.gpt import gpt_config
 from penstock.train.tasks.open import open_layers, open_task
 from penstock.train.tasks.own import OwnTask
 from penstock.train.tasks.sizes import words_of_sizes
-from penstock.train.towers import CONTRAST
 from penstock.tune.errors import TuneError
 
 

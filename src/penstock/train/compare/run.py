@@ -24,9 +24,16 @@ from penstock.schedule import Schedule
 from penstock.simulation.simulator import untimed_kinds
 from penstock.train.checks import SettingsError
 from penstock.train.compare.contenders import shown_name
-from penstock.train.compare.result import MIB, Comparison, ComparisonRow
-from penstock.train.compare.simulated import AS_PLANNED, Costing, SimulatedRun, simulated
-from penstock.train.compare.trained import trained
+from penstock.train.compare.result import (
+    AS_PLANNED,
+    MIB,
+    Comparison,
+    ComparisonRow,
+    Costing,
+    SimulatedRun,
+    simulated,
+    trained,
+)
 from penstock.train.inputs import Inputs, gather_inputs
 from penstock.train.settings import Settings
 from penstock.train.tasks.open import schedule_of

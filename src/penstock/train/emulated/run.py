@@ -25,10 +25,9 @@ from penstock.train.asynchronous import bound, one_every, proved_mismatch
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder
 from penstock.train.job import EmulatedJob
-from penstock.train.metrics import Metrics
-from penstock.train.progress import ProgressView
+from penstock.train.metrics import Metrics, ProgressView
 from penstock.train.run_report import RunReport, read_adaptation, write_plan
-from penstock.train.stop import StopRequest
+from penstock.train.start import StopRequest
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,11 @@ from penstock.runtime import Pipeline, partition
 from penstock.runtime.stage.branches import starts_of
 from penstock.schedule import Schedule, ScheduleError
 from penstock.train.checks import SettingsError, is_schedule_file, read_schedule, refuse_options
+from penstock.train.kinds import CONTRAST, MIXED, STYLES, TowerOptions, check_towers, read_towers
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed, require_one_end
 from penstock.train.tasks.sizes import kept_sizes, preset_of, require_shards
 from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, ModelQuality, TaskData
-from penstock.train.towers import CONTRAST, MIXED, STYLES, TowerOptions, check_towers, read_towers
 
 SEEN = 152
 """How many of the 216 combinations of factors are trained on. The other 64 show whether it has
