@@ -26,7 +26,15 @@ from torch import Tensor, fx, nn
 
 from penstock.cost.cut import PartitionError
 from penstock.runtime.stage.partitioning.layers import why_hooked
-from penstock.runtime.stage.partitioning.recorder import MODEL, Recorder, attribute_of, own_lists
+from penstock.runtime.stage.partitioning.recorder import (
+    MODEL,
+    Attributes,
+    Recorder,
+    attribute_of,
+    attributes_of,
+    has_others,
+    own_lists,
+)
 from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, device_of, flatten, num_leaves, unflatten
@@ -227,9 +235,6 @@ def _tensors(entry: nn.Module) -> dict[str, Any]:
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
-_SIMPLE = (int, float, str, tuple)
-
-
 class ModelTracer:
     """Traces a model, and again where its inputs have another form or the forward's constants have changed.
 
@@ -254,7 +259,7 @@ class ModelTracer:
             self.skeleton = _form_of(model)
         self._programs: dict[tuple[str, tuple[bool, ...]], TracedProgram] = {}
         self._parts: dict[tuple[str, tuple[bool, ...]], list[StageProgram]] = {}
-        self._state: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._state: list[Attributes] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelTracer:
         return self
@@ -312,7 +317,7 @@ class ModelTracer:
         finally:
             for module, mode in zip(self.opened, before, strict=True):
                 module.training = mode
-        self._state = [(vars(module), _constants(module)) for module in self.opened]
+        self._state = [attributes_of(module) for module in self.opened]
         return TracedProgram(graph, entry, recorder.kinds)
 
     def _require_same(self) -> None:
@@ -321,16 +326,13 @@ class ModelTracer:
         Raises:
             Untraceable: it has got a hook.
         """
-        for now, before in self._state:
-            for name, value in before.items():
-                if now.get(name) is not value and not (isinstance(value, _SIMPLE) and now.get(name) == value):
-                    self._programs.clear()
-                    self._parts.clear()
-                    self._state = []
-                    return
         for module in self.opened:
             if why := why_hooked(module):
                 raise Untraceable(f"the {type(module).__name__} {why} since it was cut", None)
+        if any(map(has_others, self.opened, self._state)):
+            self._programs.clear()
+            self._parts.clear()
+            self._state = []
 
     def compare(self, value: Any, output: Any) -> None:
         """Raises Untraceable where the stages give something else than the model."""
@@ -399,11 +401,6 @@ def _form_of(model: nn.Module) -> Skeleton:
 
 
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def _constants(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that tracing takes as they are."""
-    return {name: value for name, value in vars(module).items() if name != "training"}
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

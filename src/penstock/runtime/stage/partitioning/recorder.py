@@ -127,7 +127,7 @@ class Recorder(fx.Tracer):
         """
         entry = EntryModule(model, skeleton, num_leaves)
         self._opened.add(entry)
-        before = {module: _plain_state(module) for module in self._opened}
+        before = {module: attributes_of(module) for module in self._opened}
         generators = random.getstate()
         try:
             with ExitStack() as stack:
@@ -540,9 +540,31 @@ def _contents_of(value: Any) -> Any:
     return id(value)
 
 
-def _plain_state(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """A module's attributes, and what its lists, dicts and sets hold."""
+Attributes = dict[str, tuple[Any, Any]]
+"""Of a module, by name, and what its lists, dicts and sets hold."""
+
+
+def attributes_of(module: nn.Module) -> Attributes:
+    """As they are now."""
     return {name: (value, _contents(value)) for name, value in vars(module).items()}
+
+
+def has_others(module: nn.Module, before: Attributes) -> bool:
+    """Whether a module has other attributes than before, leaving out its mode and what its stages hold for it."""
+    own = vars(module)
+    if own.keys() != before.keys():
+        return True
+    for name, (value, contents) in before.items():  # before every forward of a stage, so it has to be quick
+        now = own[name]
+        if now is not value and name != "training" and not (isinstance(value, _SIMPLE) and now == value):
+            return True
+        if contents is not None and (value or contents) and name not in _REGISTERED and not _same(value, contents):
+            return True
+    return False
+
+
+_SIMPLE = (int, float, str, tuple)
+"""Types of values that may be equal and not the same object."""
 
 
 def _contents(value: Any) -> Any:
@@ -551,7 +573,7 @@ def _contents(value: Any) -> Any:
     return list(value) if isinstance(value, list | set) else None
 
 
-def _put_back(before: dict[nn.Module, dict[str, tuple[Any, Any]]]) -> tuple[nn.Module, str] | None:
+def _put_back(before: dict[nn.Module, Attributes]) -> tuple[nn.Module, str] | None:
     """Sets all that a forward has changed back; the first change."""
     first: tuple[nn.Module, str] | None = None
     for module, state in before.items():
