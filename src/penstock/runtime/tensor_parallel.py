@@ -31,23 +31,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.mesh.collective import is_late
 from penstock.runtime.tensors.dtensor import as_shard, local
 from penstock.runtime.tensors.rng import mix, seed_generators
-
-__all__ = [
-    "ColumnLinear",
-    "ShardedModule",
-    "RowLinear",
-    "Shardable",
-    "Sharding",
-    "VocabularyEmbedding",
-    "VocabularyLinear",
-    "entered",
-    "largest",
-    "shard_of",
-    "span",
-    "summed",
-]
 
 
 def entered(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -103,7 +89,7 @@ def _over_ranks(x: Tensor, mesh: DeviceMesh, how: Any) -> Tensor:
 
 def _explained(error: RuntimeError, mesh: DeviceMesh) -> RuntimeFailure:
     shard = f"shard {mesh.get_local_rank()} of {mesh.size()}"
-    if "timed out" in str(error).lower():
+    if is_late(error):
         return DeadlineExceeded(
             f"{shard} waited for the others' parts of a sum for longer than the timeout; if they are just slow, "
             "give a longer one; if not, one stands still or was given other batches or calls"

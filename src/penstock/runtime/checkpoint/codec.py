@@ -25,8 +25,6 @@ from torch.nn import Parameter
 from penstock.runtime.checkpoint.format import as_bytes, check_tensor
 from penstock.runtime.errors import CheckpointError
 
-__all__ = ["AS_JSON", "digests_of", "names_by_base", "pack", "unpack"]
-
 AS_JSON = "#json"
 
 PAIRS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}

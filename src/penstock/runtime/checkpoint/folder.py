@@ -19,19 +19,6 @@ from penstock.runtime.checkpoint.format import INDEX, STEP, NewerVersion
 from penstock.runtime.checkpoint.reader import Reader
 from penstock.runtime.errors import CheckpointError
 
-__all__ = [
-    "candidates",
-    "commit",
-    "complete",
-    "fresh",
-    "latest",
-    "prune",
-    "remove",
-    "set_aside",
-    "step_folder",
-    "temporary_folder",
-]
-
 REMAINS = re.compile(r"\.step-\d{8,18}(\.old)?\.(writing|deleting)", re.ASCII)
 
 

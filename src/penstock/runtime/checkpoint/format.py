@@ -39,27 +39,6 @@ from torch import Tensor
 from penstock.formats.native import without_repeats
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = [
-    "DTYPES",
-    "INDEX",
-    "Index",
-    "IndexEntry",
-    "JSON",
-    "STEP",
-    "TensorSpec",
-    "as_bytes",
-    "by_alignment",
-    "check_tensor",
-    "checksum",
-    "compact",
-    "dtype_code",
-    "num_bytes_of",
-    "read_regular",
-    "shard_name",
-    "write_file",
-]
-
-
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -27,8 +27,6 @@ from penstock.runtime.checkpoint.reader import TensorSource, load_packed
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.tensors.dtensor import local, own_shard
 
-__all__ = ["optimizer_tensors", "stage_optimizer"]
-
 PREFIX = "optimizer/"
 ON_HOST = ("step", "mu_product")  # 0-dim state that torch keeps in host memory unless capturable or fused
 FACTORED = ("Adafactor", "LBFGS")  # those of torch.optim whose state has other shapes than the parameter

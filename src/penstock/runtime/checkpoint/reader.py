@@ -17,9 +17,6 @@ from penstock.runtime.checkpoint.codec import unpack
 from penstock.runtime.checkpoint.format import DTYPES, INDEX, JSON, STEP, Index, IndexEntry, checksum, read_regular
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError, listed
 
-__all__ = ["Kind", "Reader", "TensorSource", "load_packed", "match", "problem_of"]
-
-
 MOST_OPEN = 32
 Kind = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor."""

@@ -31,8 +31,6 @@ from penstock.runtime.checkpoint.reader import Reader
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.tensors.dtensor import is_sharded, whole
 
-__all__ = ["UNWRITTEN", "export", "write"]
-
 UNWRITTEN = "could not be written"
 
 T = TypeVar("T")

@@ -74,18 +74,12 @@ class GradientBucket:
                 parameter.grad = None  # what a sum towards another process left here is no one's
             return
         flat = self._op.tensor
-        there = flat[-len(self._parameters) :].tolist()
-        start = 0
-        for parameter, found in zip(self._parameters, there, strict=True):
-            mine = local(parameter)
-            if found:
-                part = flat[start : start + mine.numel()].view(mine.shape)
-                gradient = None if parameter.grad is None else local(parameter.grad)
-                if gradient is None:
-                    parameter.grad = as_shard(part.clone(), parameter)
-                else:
-                    gradient.copy_(part)
-            start += mine.numel()
+        *parts, there = pieces(flat, [*(local(p).shape for p in self._parameters), (len(self._parameters),)])
+        for parameter, part, found in zip(self._parameters, parts, there.tolist(), strict=True):
+            if found and parameter.grad is None:
+                parameter.grad = as_shard(part.clone(), parameter)
+            elif found:
+                local(parameter.grad).copy_(part)
 
 
 class PartBucket:
@@ -105,14 +99,13 @@ class PartBucket:
         self._parts, self._dims, self._peers = parts, dims, peers
         there = _there(parameters)
         rows: list[list[Tensor]] = [[] for _ in range(peers.num_ranks)]
-        self._rows = []
+        self._shapes: list[Sequence[int]] = []
         for parameter, dim in zip(parameters, dims, strict=True):
-            gradient = gradient_of(parameter).movedim(dim, 0)
+            gradient = gradient_of(parameter)
             parameter.grad = None
-            per_part = -(-gradient.shape[0] // peers.num_ranks)
-            self._rows.append((per_part, *gradient.shape[1:]))
-            padded = gradient.new_zeros((peers.num_ranks * per_part, *gradient.shape[1:]))
-            padded[: gradient.shape[0]] = gradient
+            per_part = rows_per_part(gradient.shape[dim], peers.num_ranks)
+            padded = padded_rows(gradient, dim, peers.num_ranks * per_part)
+            self._shapes.append((per_part, *padded.shape[1:]))
             for row, part in zip(rows, padded.reshape(peers.num_ranks, -1), strict=True):
                 row.append(part)
         whole = torch.cat([part for row in rows for part in (*row, there)])
@@ -125,14 +118,30 @@ class PartBucket:
 
     def unpack(self) -> None:
         flat = torch.view_as_complex(self._op.tensor) if self._is_complex else self._op.tensor
-        there = flat[-len(self._parts) :].tolist()
-        start = 0
-        for part, dim, shape, found in zip(self._parts, self._dims, self._rows, there, strict=True):
-            end = start + math.prod(shape)
-            if found:
-                mine = flat[start:end].view(shape)[: local(part).shape[dim]].movedim(0, dim)
+        *found, there = pieces(flat, [*self._shapes, (len(self._parts),)])
+        for part, dim, rows, is_there in zip(self._parts, self._dims, found, there.tolist(), strict=True):
+            if is_there:
+                mine = rows[: local(part).shape[dim]].movedim(0, dim)
                 part.grad = as_shard(mine.clone(memory_format=torch.contiguous_format), part)
-            start = end
+
+
+def rows_per_part(num: int, num_parts: int) -> int:
+    """How many of `num` rows a part has at most; as DTensor cuts them, the last ones may have fewer."""
+    return -(-num // num_parts)
+
+
+def padded_rows(tensor: Tensor, dim: int, num: int) -> Tensor:
+    """A tensor's rows along a dimension, which comes first then, and zeros behind them: `num` rows in all."""
+    rows = tensor.movedim(dim, 0)
+    padded = rows.new_zeros((num, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    return padded
+
+
+def pieces(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The tensors of these shapes that lie in a flat one, one after the other."""
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -184,11 +193,9 @@ class ValueBucket:
 
     def unpack(self) -> None:
         flat = torch.view_as_complex(self.op.tensor) if self._is_complex else self.op.tensor
-        start = 0
         with torch.no_grad():
-            for tensor in self._tensors:
-                tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-                start += tensor.numel()
+            for tensor, part in zip(self._tensors, pieces(flat, [t.shape for t in self._tensors]), strict=True):
+                tensor.copy_(part)
 
 
 def send_values(tensors: Iterable[Any], source: Callable[[Any], int], peers: GroupPeers) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,6 @@ from penstock.runtime.parameters.sharding import ShardedParameters
 from penstock.runtime.parameters.shared_tensors import Parallelize, SharedTensors, cut_stages, share_values_of_stages
 from penstock.runtime.parameters.tied_gradients import TiedGradients
 from penstock.runtime.parameters.ties import (
-    Ties,
     keep_as_one,
     names_of_one,
     require_cut_alike,
@@ -108,8 +107,9 @@ class LocalModel:
             send_values([*copies.parameters(), *self.buffers()], lambda _: 0, mesh.replicas)
         self.sharded = ShardedParameters(stages, mesh) if mesh.has_parts else None
         self.parameters: list[Parameter] = copies.parameters()
-        self.named = _owned_parameters(self.stages, self.ties, lambda _: True)
-        self.own = _owned_parameters(self.stages, self.ties, lambda stage: placement.hosts(0, stage)[0] in peers.here)
+        answered = [index for index in self.stages if placement.hosts(0, index)[0] in peers.here]
+        self.named = {name: p for index in self.stages for name, p in copies.own(index).items()}
+        self.own = {name: p for index in answered for name, p in copies.own(index).items()}
         self.dtypes = _all_dtypes(self.stages, self.own, peers)
 
     def owned(self) -> list[Parameter]:
@@ -234,20 +234,6 @@ def device_of(stages: Iterable[Stage], device: torch.device | str | None) -> tor
         for parameter in stage.parameters():
             return parameter.device
     return torch.device("cpu")
-
-
-def _owned_parameters(
-    stages: Mapping[int, Stage], ties: Ties, answers: Callable[[int], bool]
-) -> dict[str, Parameter]:
-    """Name -> parameter, for those this process answers for: a tied one is its lowest stage's.
-
-    Args:
-        answers: whether it does for a stage here.
-    """
-    own: dict[str, Parameter] = {}
-    for index, stage in stages.items():
-        own.update((n, p) for n, p in stage.named_parameters() if not ties.is_elsewhere(n) and answers(index))
-    return own
 
 
 def _all_dtypes(stages: Mapping[int, Stage], own: Mapping[str, Parameter], peers: Peers) -> dict[str, torch.dtype]:

@@ -10,7 +10,6 @@ If a rule predicts weights, the replica that steps a parameter predicts it, and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,8 @@ from penstock.runtime.parameters.buckets import (
     SumBucket,
     as_real,
     cut_into_buckets,
+    padded_rows,
+    rows_per_part,
     send_values,
 )
 from penstock.runtime.parameters.copy_weights import Write
@@ -296,25 +297,18 @@ class ShardedParameters(UnshardedParameters):
         Args:
             parts: what each replica has: the parts themselves, or others like them.
         """
-        num, mine, shapes = self._mesh.num_replicas, [], []
-        for one, own in zip(bucket, parts, strict=True):
-            part = own.movedim(one.dim, 0)
-            shapes.append((rows_per_part(local(one.whole).shape[one.dim], num), *part.shape[1:]))
-            padded = part.new_zeros(shapes[-1])
-            padded[: len(part)] = part
-            mine.append(padded.reshape(-1))
-        flat = torch.cat(mine)
-        found = flat.new_empty(num * flat.numel())
-        rows = found.view(num, -1)
+        num, mine = self._mesh.num_replicas, []
+        for one, part in zip(bucket, parts, strict=True):
+            mine.append(padded_rows(part, one.dim, rows_per_part(local(one.whole).shape[one.dim], num)))
+        flat = torch.cat([rows.reshape(-1) for rows in mine])
+        rows = flat.new_empty(num, flat.numel())
         op = AllGather(as_real(flat), as_real(rows).unbind(0))
         self._peers.wait_for(self._peers.start(op), "parts of a stage")
         if op.parts[0].data_ptr() != rows.data_ptr():  # it was done again, elsewhere
             as_real(rows).copy_(torch.stack(op.parts))
-        start = 0
-        for one, shape, whole in zip(bucket, shapes, into, strict=True):
-            size = math.prod(shape)
-            value = rows[:, start : start + size].reshape(num * shape[0], *shape[1:])
-            start += size
+        found = rows.split([own.numel() for own in mine], dim=1)
+        for one, own, value, whole in zip(bucket, mine, found, into, strict=True):
+            value = value.reshape(num * len(own), *own.shape[1:])
             whole.copy_(value[: whole.shape[one.dim]].movedim(0, one.dim))
 
     @torch.no_grad()
@@ -395,11 +389,6 @@ class ShardedParameters(UnshardedParameters):
                     "that is there between steps is a part, to which no backward comes; register the hook before the "
                     "pipeline is made"
                 )
-
-
-def rows_per_part(num: int, num_parts: int) -> int:
-    """How many of `num` rows a part has at most; as DTensor cuts them, the last ones may have fewer."""
-    return -(-num // num_parts)
 
 
 def _has_own_memory(parameter: Parameter) -> bool:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -141,6 +141,18 @@ def share_values_of_stages(stages: Mapping[int, Stage], placement: Placement, pe
             Holders(ranks[:1], tuple(sorted(ranks))).share([*one.parameters(), *one.buffers()], peers)
 
 
+class SharedSum(NamedTuple):
+    """A gradient to be added up. All ranks that hold a parameter have its sum in the same place of theirs.
+
+    Attributes:
+        parameters: those here that get the sum. parts: by pipeline what adds up here.
+    """
+
+    parameters: Sequence[Parameter]
+    holders: Holders
+    parts: Mapping[int, Tensor | None]
+
+
 class SharedTensors:
     """What the stages of this process have in common with one another and with those of other ranks.
 
@@ -167,16 +179,30 @@ class SharedTensors:
         """
         by_copy = {index: self._copies.take_gradients(index) for index in self._adding}
         owned = {tie.name for tie in self._ties}
-        stages, tied = _GradientParts(), _GradientParts()
-        for index, holders in self._of_stages.items():
-            for name, parameter in self._copies.own(index).items():
-                if name not in owned:
-                    stages.add([parameter], holders, {k: found[name] for k, found in by_copy[index].items()})
-        for tie, holders, mine in zip(self._ties, self._of_ties, self._tied, strict=True):
-            if mine:
-                tied.add(mine, holders, {k: found[tie.name] for k, found in by_copy.get(tie.owner, {}).items()})
-        for parts in (stages, tied):
-            parts.sum(self._peers)
+        of_stages = [
+            SharedSum([parameter], holders, {k: found[name] for k, found in by_copy[index].items()})
+            for index, holders in self._of_stages.items()
+            for name, parameter in self._copies.own(index).items()
+            if name not in owned
+        ]
+        of_ties = [
+            SharedSum(mine, holders, {k: found[tie.name] for k, found in by_copy.get(tie.owner, {}).items()})
+            for tie, holders, mine in zip(self._ties, self._of_ties, self._tied, strict=True)
+            if mine
+        ]
+        for sums in (of_stages, of_ties):
+            self._sum({id(each.parameters[0]): each for each in sums})
+
+    def _sum(self, sums: Mapping[int, SharedSum]) -> None:
+        """Gives parameters their sums, bucket by bucket; by the first one's id."""
+        for bucket in cut_into_buckets((each.parameters[0] for each in sums.values()), lambda p: sums[id(p)].holders):
+            mine = [sums[id(p)] for p in bucket]
+            pipelines = {k for each in mine for k in each.parts}
+            parts = {k: [each.parts.get(k) for each in mine] for k in pipelines}
+            totals = mine[0].holders.summed(parts, bucket, self._peers)
+            for each, total in zip(mine, totals, strict=True):
+                for parameter in each.parameters:
+                    parameter.grad = total
 
     def followers(self) -> list[tuple[Parameter, Parameter]]:
         """Of the parameters of a tie here all but the first, and that one: they have its value and gradient."""
@@ -215,37 +241,11 @@ class SharedTensors:
 
     def share_of_tie(self, slot: int, tensor: Tensor) -> None:
         """Gives a tensor what the owner of a tied parameter has in its place, on all ranks that hold it."""
-        if (holders := self._of_ties[slot - 1]).adds:
-            holders.share([tensor], self._peers)
+        self._of_ties[slot - 1].share([tensor], self._peers)
 
     def spread(self, slot: int, tensor: Tensor | None) -> Tensor | None:
         """What the owner of a tied parameter has of it, for all ranks that hold it."""
         return self._of_ties[slot - 1].given([tensor], [self.tied(slot)], self._peers)[0]
-
-
-class _GradientParts:
-    """Gradients to be added up, each with all parameters here that get the sum."""
-
-    def __init__(self) -> None:
-        self._parameters: dict[int, Sequence[Parameter]] = {}
-        self._holders: dict[int, Holders] = {}
-        self._parts: dict[int, Mapping[int, Tensor | None]] = {}
-
-    def add(self, parameters: Sequence[Parameter], holders: Holders, parts: Mapping[int, Tensor | None]) -> None:
-        """`parts`: by pipeline. All ranks that hold a parameter add it in the same order."""
-        first = id(parameters[0])
-        self._parameters[first], self._holders[first], self._parts[first] = parameters, holders, parts
-
-    def sum(self, peers: Peers) -> None:
-        """Gives the parameters their sums, bucket by bucket."""
-        firsts = [parameters[0] for parameters in self._parameters.values()]
-        for bucket in cut_into_buckets(firsts, lambda p: self._holders[id(p)]):
-            pipelines = {k for p in bucket for k in self._parts[id(p)]}
-            parts = {k: [self._parts[id(p)].get(k) for p in bucket] for k in pipelines}
-            totals = self._holders[id(bucket[0])].summed(parts, bucket, peers)
-            for parameter, total in zip(bucket, totals, strict=True):
-                for each in self._parameters[id(parameter)]:
-                    each.grad = total
 
 
 def _parameters_of(tie: Tie, stages: Mapping[int, Stage]) -> list[Parameter]:
