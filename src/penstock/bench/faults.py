@@ -193,7 +193,7 @@ def delegates_of(pid: int) -> list[int]:
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
-            if b"carrier.delegate" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"from carrier." in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(int(child))
     return found
 

@@ -42,7 +42,9 @@ from penstock.runtime.transport.delegate.carrier.descriptor import (
 from penstock.runtime.transport.delegate.carrier.shared import DEPTH, RING_BYTES, DescriptorRing
 from penstock.runtime.transport.mapped_memory import MappedMemory
 
-_CODE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from carrier.delegate import main; main()"
+_PATH = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+_SENDING = f"{_PATH}from carrier.outgoing import Sender; Sender.main()"
+_RECEIVING = f"{_PATH}from carrier.incoming import Receiver; Receiver.main()"
 STOP_GRACE = 2.0
 """Seconds that a delegate gets to end."""
 MOST_DEATHS = 5
@@ -100,7 +102,7 @@ class DelegateProcess:
             brief.callback(os.close, written)
             passed = [written, lifeline, orders.rings, self._wake, self.notes_ready, orders.memory, *orders.listeners]
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _CODE, str(written)],
+                [sys.executable, "-I", "-S", "-c", _SENDING if orders.outgoing else _RECEIVING, str(written)],
                 pass_fds=passed,
                 stdin=subprocess.DEVNULL,
                 # A group of its own: a signal to the rank's group is not meant for it, and a stopped one is woken and

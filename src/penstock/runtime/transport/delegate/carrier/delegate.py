@@ -150,6 +150,14 @@ class Delegate(ABC):
         self.lane_of_rank = orders.lane(source, target)
         """In what is told of the whole delegate and not of a lane."""
 
+    @classmethod
+    def main(cls) -> None:
+        """Runs the delegate whose orders the descriptor in the first argument holds, until its rank ends."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's to handle
+        orders = DelegateOrders.read(int(sys.argv[1]))
+        gc.freeze()
+        cls(orders).run()
+
     def run(self) -> None:
         """Runs forever."""
         self.loop.watch(self.io.wake, READ, self._on_commands)
@@ -179,18 +187,3 @@ class Delegate(ABC):
             kind = DescriptorKind.UP if up else DescriptorKind.DOWN
             self.io.tell(Descriptor(kind, self.lane_of_rank, tag=place))
             self.interface(place, up)
-
-
-def main() -> None:
-    """Runs the delegate whose orders the descriptor in the first argument holds, until its rank ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's to handle
-    orders = DelegateOrders.read(int(sys.argv[1]))
-    gc.freeze()
-    if orders.outgoing:
-        from .outgoing import Sender
-
-        Sender(orders).run()
-    else:
-        from .incoming import Receiver
-
-        Receiver(orders).run()
