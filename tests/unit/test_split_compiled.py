@@ -236,7 +236,7 @@ def test_compiled_layers_among_others() -> None:
 
     report = assert_same(Mixed(), as_it_is, 2, 5, 16)
     assert {"first.bias", "block._orig_mod.up.weight"} <= set(report.deferred)
-    assert "block._orig_mod.up.bias" in report.at_once
+    assert "block._orig_mod.up.bias" in report.shared.others
 
 
 @pytest.mark.slow

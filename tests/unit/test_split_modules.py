@@ -68,7 +68,7 @@ def test_report_names_what_waits() -> None:
     assert report.can_split
     assert report.reason == ""
     assert report.deferred == ("0.weight", "2.weight", "2.bias")
-    assert report.at_once == ("1.weight", "1.bias", "3.weight", "3.bias")
+    assert tuple(report.shared.others) == ("1.weight", "1.bias", "3.weight", "3.bias")
 
 
 def test_a_stage_without_anything_to_defer_says_so() -> None:

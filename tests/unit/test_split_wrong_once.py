@@ -439,7 +439,7 @@ def test_conv1d_of_transformers_waits(shape: tuple[int, ...], column_major: bool
                 return self.last(self.second(torch.tanh(self.first(y)))).float()
 
     stage = Cast()
-    assert prepare(stage).at_once == ()
+    assert not prepare(stage).shared.others
     unprepare(stage)
     assert assert_same(stage, batches(*shape)) > 0
     column = nn.Sequential(Columns(), layers.Conv1D(3, 4))

@@ -200,7 +200,7 @@ class RunReport(ABC):
         ran = f"{ended}{self.steps} {self.UNIT} of {self.schedule}, {self.dispatch}, on {self.num_ranks} ranks"
         rows = [("run", ran), *self.rows()]
         for notice in self.notices:
-            rows += [("note" if place == 0 else "", line) for place, line in enumerate(textwrap.wrap(notice, WIDTH))]
+            rows += _wrapped("note", notice)
         rows += self.last_rows()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)

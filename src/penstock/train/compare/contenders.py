@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.library import options_of_each
-from penstock.train.asynchronous import ASYNCHRONOUS, completed, usual_microbatches
+from penstock.train.asynchronous import ASYNCHRONOUS, OPTIONS, completed, usual_microbatches
 from penstock.train.checks import SettingsError, is_schedule_file, said_by_file
 from penstock.train.kinds import GPT, is_path, usual_of
 from penstock.train.settings import Settings
@@ -19,7 +19,7 @@ USUAL = ("1f1b", "zb-v", "amdp", "pipedream-2bw")
 """The schedules that are compared by default."""
 
 STEPS = 64
-OF_UPDATES = ("window", "rule", "max_mismatch", "drain_every", "sharding")
+OF_UPDATES = (*OPTIONS, "sharding")
 """Options that only asynchronous schedules take."""
 
 

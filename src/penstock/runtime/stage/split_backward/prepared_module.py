@@ -392,10 +392,8 @@ class SplitReport:
 
     deferred: tuple[str, ...]
     """Parameters whose gradients may wait for W."""
-    at_once: tuple[str, ...]
-    """Parameters whose gradients are computed in I."""
     shared: SplitStage = field(repr=False, compare=False)
-    """What the stage's prepared modules share."""
+    """What the stage's prepared modules share, and the parameters whose gradients are computed in I (`others`)."""
 
     @property
     def can_split(self) -> bool:
@@ -405,13 +403,11 @@ class SplitReport:
     @property
     def reason(self) -> str:
         """Why not, in a sentence; empty if it can."""
+        if self.can_split:
+            return ""
         return (
-            ""
-            if self.deferred
-            else (
-                "the stage has no linear, convolution or embedding module that can be split, "
-                "so I runs the full backward and W does nothing"
-            )
+            "the stage has no linear, convolution or embedding module that can be split, "
+            "so I runs the full backward and W does nothing"
         )
 
 
@@ -433,8 +429,7 @@ def prepare(stage: nn.Module) -> SplitReport:
             shared.compiled_biases.add(f"{path}.bias" if path else "bias")
     waiting = {id(parameters[name]) for name in deferred}
     shared.others.update((name, p) for name, p in stage.named_parameters() if id(p) not in waiting)
-    at_once = tuple(name for name, p in parameters.items() if id(p) not in waiting)
-    return SplitReport(tuple(deferred), at_once, shared)
+    return SplitReport(tuple(deferred), shared)
 
 
 def unprepare(stage: nn.Module) -> None:
