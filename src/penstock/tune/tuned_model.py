@@ -22,9 +22,9 @@ from penstock.train.own_file import is_own, own_name
 from penstock.train.settings import Settings, SettingsError
 from penstock.train.tasks.clip import clip_config
 from penstock.train.tasks.gpt import gpt_config
+from penstock.train.tasks.layers import words_of_sizes
 from penstock.train.tasks.open import open_layers, open_task
 from penstock.train.tasks.own import OwnTask
-from penstock.train.tasks.sizes import words_of_sizes
 from penstock.tune.errors import TuneError
 
 

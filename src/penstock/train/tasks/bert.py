@@ -13,9 +13,8 @@ from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.settings import Settings
-from penstock.train.tasks.layers import ChainTask
+from penstock.train.tasks.layers import ChainTask, changed, preset_of
 from penstock.train.tasks.masked import judge_masked
-from penstock.train.tasks.sizes import changed, preset_of
 from penstock.train.tasks.task import VALIDATION_BATCHES, Example, ModelQuality, StepBatches, TaskData
 from penstock.train.tasks.text import tokenizer_of
 

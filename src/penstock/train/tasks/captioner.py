@@ -24,8 +24,7 @@ from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError, refuse_options
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import costs_by_length
-from penstock.train.tasks.layers import ChainTask, refuse_shared, require_chain, stage_layers
-from penstock.train.tasks.sizes import changed, preset_of
+from penstock.train.tasks.layers import ChainTask, changed, preset_of, refuse_shared, require_chain, stage_layers
 from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, ModelQuality, TaskData
 
 FRESH = 1 << 40

@@ -40,8 +40,7 @@ from penstock.schedule import Schedule, ScheduleError
 from penstock.train.checks import SettingsError, is_schedule_file, read_schedule, refuse_options
 from penstock.train.kinds import CONTRAST, MIXED, STYLES, TowerOptions, check_towers, read_towers
 from penstock.train.settings import Settings
-from penstock.train.tasks.layers import recomputed, require_one_end
-from penstock.train.tasks.sizes import kept_sizes, preset_of, require_shards
+from penstock.train.tasks.layers import kept_sizes, preset_of, recomputed, require_one_end, require_shards
 from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, ModelQuality, TaskData
 
 SEEN = 152

@@ -16,8 +16,7 @@ from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import packed_documents
-from penstock.train.tasks.layers import ChainTask
-from penstock.train.tasks.sizes import changed, preset_of
+from penstock.train.tasks.layers import ChainTask, changed, preset_of
 from penstock.train.tasks.task import ModelQuality, TaskData
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 

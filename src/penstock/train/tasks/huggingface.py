@@ -26,11 +26,10 @@ from penstock.train.kinds import lora_of, place_of
 from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import packed_documents
-from penstock.train.tasks.layers import chain_bytes, recomputed, refuse_shared, stage_layers
+from penstock.train.tasks.layers import chain_bytes, recomputed, refuse_shared, require_shards, stage_layers
 from penstock.train.tasks.masked import judge_masked, mask_token, masked
 from penstock.train.tasks.own_data import own_data
 from penstock.train.tasks.pictures import GeneratedPictures
-from penstock.train.tasks.sizes import require_shards
 from penstock.train.tasks.spans import SpanForm, judge_spans, span_form, spans
 from penstock.train.tasks.task import BYTES, ModelQuality, TaskData
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
