@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import penstock as ps
 from device_queues import LateLines
+from penstock.runtime.mesh.retried_group import RetriedGroup
 from penstock.runtime.transport import choose, nccl
 from penstock.runtime.transport.bounded import Acknowledgements
 from penstock.runtime.transport.gloo import GlooTransport
-from penstock.runtime.transport.retried_group import RetriedGroup
 
 INTERFACES = "127.0.0.3,127.0.0.2"
 NUM_STEPS = 4

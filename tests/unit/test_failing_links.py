@@ -14,6 +14,7 @@ import torch
 import penstock as ps
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.collective import AllReduce, Reduce
+from penstock.runtime.mesh.retried_group import RetriedGroup
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport import choose
 from penstock.runtime.transport.base import StepMessages
@@ -21,7 +22,6 @@ from penstock.runtime.transport.bounded import BoundedTransport
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.gloo import LeftMessages
 from penstock.runtime.transport.inbox import Inbox
-from penstock.runtime.transport.retried_group import RetriedGroup
 from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Op

@@ -20,7 +20,8 @@ import atexit
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import FunctionType
 from typing import Any, Protocol
@@ -88,13 +89,20 @@ def is_late(error: Exception) -> bool:
 
 
 def wait_for(work: Any, rank: int, peer: int | None, what: str, timeout: float) -> None:
-    """Waits for an op of a group; see `explain`.
+    """Waits for an op of a group. Raises as `explained`."""
+    with explained(rank, peer, what, timeout) as limit:
+        work.wait(limit)
+
+
+@contextmanager
+def explained(rank: int, peer: int | None, what: str, timeout: float) -> Iterator[timedelta]:
+    """Around what is done with a group; gives how long a wait there may take. See `explain`.
 
     Raises:
         DeadlineExceeded, PeerLost: with who waited for what from whom.
     """
     try:
-        work.wait(timedelta(seconds=timeout))
+        yield timedelta(seconds=timeout)
     except RuntimeError as error:
         raise explain(error, rank, peer, what, timeout) from None
 

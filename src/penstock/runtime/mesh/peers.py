@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import astuple
 from datetime import timedelta
 from functools import reduce
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.collective import AllGather, AllReduce, Collective, WeakGroup, explain, wait_for
+from penstock.runtime.mesh.collective import AllGather, AllReduce, Collective, WeakGroup, explained, wait_for
+from penstock.runtime.mesh.retried_group import RetriedGroup
 from penstock.schedule import Schedule
 from penstock.schedule.placement import ranks_together
 
@@ -68,19 +69,6 @@ class LocalPeers:
         pass
 
 
-class CollectiveRetrier(Protocol):
-    """Does collective ops again where their group's connections broke."""
-
-    def start(self, op: Collective) -> Any:
-        """Begins an op; returns what to wait for."""
-
-    def send(self, tensor: Tensor, target: int, limit: timedelta) -> None:
-        """Returns when the target has it."""
-
-    def receive(self, tensor: Tensor, source: int, limit: timedelta) -> None:
-        """Fills a tensor with what the source sends."""
-
-
 class GroupPeers:
     """One process per rank.
 
@@ -91,7 +79,7 @@ class GroupPeers:
         retried: what ops go by where there is another interface for them; None: the group alone.
     """
 
-    retried: CollectiveRetrier | None = None
+    retried: RetriedGroup | None = None
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self._group = WeakGroup(group)
@@ -244,14 +232,11 @@ class GroupPeers:
 
         return wait
 
-    @contextmanager
-    def explained(self, peer: int | None, what: str, timeout: float | None = None) -> Iterator[timedelta]:
+    def explained(
+        self, peer: int | None, what: str, timeout: float | None = None
+    ) -> AbstractContextManager[timedelta]:
         """Around a wait; gives how long it may take."""
-        seconds = self._timeout if timeout is None else timeout
-        try:
-            yield timedelta(seconds=seconds)
-        except RuntimeError as error:
-            raise explain(error, self.here[0], peer, what, seconds) from None
+        return explained(self.here[0], peer, what, self._timeout if timeout is None else timeout)
 
 
 def _kind_of(tensor: Tensor | None) -> list[int]:

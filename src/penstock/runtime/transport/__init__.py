@@ -18,7 +18,6 @@ layers in front of any of them (base.TransportLayer)
 what goes on when a network dies
     failover        all groups of a process change over to another interface
     heartbeats      who can be reached by which interface; what ranks tell one another while they change over
-    retried_group   one group's collective ops, done again on the next group
 
 wiring       which messages an op receives and sends       channel       messages told apart, and kept in order
 inbox        where a rank sleeps until something comes     wire_format   a payload as one flat buffer, a header

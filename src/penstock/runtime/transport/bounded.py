@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.errors import DeadlineExceeded, RuntimeFailure
-from penstock.runtime.mesh.collective import WeakGroup, explain
+from penstock.runtime.mesh.collective import WeakGroup, explain, explained, wait_for
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import Transport, TransportLayer
 from penstock.runtime.transport.channel import ChannelKey
@@ -216,10 +216,8 @@ class Acknowledgements:
     def answer(self, peer: int) -> None:
         """Tells a rank that a message of its own has arrived; any thread may."""
         token = torch.zeros(1, dtype=torch.uint8)
-        try:
+        with explained(self._rank, peer, "an acknowledgement to leave", self._timeout):
             self._answers.append((self._group().send([token], peer, TAG), token))
-        except RuntimeError as error:
-            raise explain(error, self._rank, peer, "an acknowledgement to leave", self._timeout) from None
 
     def end(self) -> None:
         """Ends a step: waits until all that was sent has arrived."""
@@ -238,12 +236,9 @@ class Acknowledgements:
     def flush(self) -> None:
         """Waits until what this rank answered has been taken."""
         while self._answers:
-            work, _ = self._answers.popleft()
-            try:
-                work.wait(timedelta(seconds=self._timeout))
-            except RuntimeError as error:
-                what = "the last acknowledgements to be taken"
-                raise explain(error, self._rank, None, what, self._timeout) from None
+            wait_for(
+                self._answers.popleft()[0], self._rank, None, "the last acknowledgements to be taken", self._timeout
+            )
 
     def close(self) -> None:
         """Ends the group, once.

@@ -9,8 +9,8 @@
 
 Where a rank stands in its program when that happens does not matter: the changing over is done by a thread, for all
 of a process's groups at once. What waits for an op goes on waiting for the same op on another group
-(`retried_group.py`). Messages from stage to stage then go by delegates (`routed.py`), which have interfaces of their
-own to choose from.
+(`mesh/retried_group.py`). Messages from stage to stage then go by delegates (`routed.py`), which have interfaces of
+their own to choose from.
 
     heartbeats, or an op that failed --> want number 1 --> say so with every beat: everyone wants number 1
       |
@@ -46,8 +46,8 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.interfaces import listen, local_addresses, named
 from penstock.runtime.mesh.peers import GroupPeers, MeshPeers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
+from penstock.runtime.mesh.retried_group import RetriedGroup
 from penstock.runtime.transport.heartbeats import Heartbeats
-from penstock.runtime.transport.retried_group import RetriedGroup
 
 MAKING = 5.0
 """Seconds that the ranks of a group get to connect."""
@@ -222,7 +222,7 @@ class Failover:
 
     def group(self, peers: GroupPeers) -> Any:
         """The group that there is now, for messages."""
-        assert isinstance(peers.retried, RetriedGroup)
+        assert peers.retried is not None
         return peers.retried.group
 
     def group_apart(self, peers: GroupPeers, name: str) -> Any:
@@ -238,7 +238,7 @@ class Failover:
         Raises:
             PeerLost, DeadlineExceeded: as `lost`.
         """
-        assert isinstance(peers.retried, RetriedGroup)
+        assert peers.retried is not None
         group, end = peers.retried, time.monotonic() + self._timeout
         if self.number > 0:
             return None

@@ -28,7 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.collective import WeakGroup, explain
+from penstock.runtime.mesh.collective import WeakGroup, explained
 from penstock.runtime.mesh.interfaces import names_of
 from penstock.runtime.mesh.peers import groups_of
 from penstock.runtime.transport.channel import ChannelKey, IncomingChannel, OutgoingChannel
@@ -219,31 +219,29 @@ class DeviceLines:
 
     def packet(self, spec: WireSpec) -> Packet:
         """A buffer for payloads."""
-        if self._streams is None:
-            return DevicePacket(spec, self._device)
-        with self._streams.receiving(None):
-            return DevicePacket(spec, self._device, self._streams.used)
+        with self._receiving(None):
+            return DevicePacket(spec, self._device, None if self._streams is None else self._streams.used)
 
     def send(self, channel: OutgoingChannel, packet: Packet, timeout: float) -> Any:
         """Starts to send; the error of a line that failed names the other end."""
         end = self._end(channel.peer)
-        try:
-            with self._at_line(channel.key, sends=True) as line:
-                return self._begun(dist.isend(packet.buffer, group=line, group_dst=end))
-        except RuntimeError as error:
-            raise explain(error, self._rank, channel.peer, "a message to leave", timeout) from None
+        what = "a message to leave"
+        with explained(self._rank, channel.peer, what, timeout), self._at_line(channel.key, sends=True) as line:
+            return self._begun(dist.isend(packet.buffer, group=line, group_dst=end))
 
     def receive(self, channel: IncomingChannel, packet: DevicePacket, timeout: float) -> Any:
         """Starts to receive, likewise."""
         end = self._end(channel.peer)
-        try:
-            with self._at_line(channel.key, sends=False) as line:
-                if self._streams is None:
-                    return self._begun(dist.irecv(packet.buffer, group=line, group_src=end))
-                with self._streams.receiving(packet.free):
-                    return self._begun(dist.irecv(packet.buffer, group=line, group_src=end))
-        except RuntimeError as error:
-            raise explain(error, self._rank, channel.peer, "a message", timeout) from None
+        with (
+            explained(self._rank, channel.peer, "a message", timeout),
+            self._at_line(channel.key, sends=False) as line,
+            self._receiving(packet.free),
+        ):
+            return self._begun(dist.irecv(packet.buffer, group=line, group_src=end))
+
+    def _receiving(self, free: Any) -> AbstractContextManager[Any]:
+        """See `LineStreams`."""
+        return nullcontext() if self._streams is None else self._streams.receiving(free)
 
     @contextmanager
     def _at_line(self, key: ChannelKey, sends: bool) -> Iterator[dist.ProcessGroup]:
