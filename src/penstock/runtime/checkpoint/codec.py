@@ -29,13 +29,8 @@ AS_JSON = "#json"
 
 PAIRS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 ITEMS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "torch.Size"}
-FROM_PAIRS: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
-FROM_ITEMS: dict[str, Callable[[Any], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "torch.Size": torch.Size,
-}
+FROM_PAIRS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in PAIRS.items()}
+FROM_ITEMS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in ITEMS.items()}
 DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 

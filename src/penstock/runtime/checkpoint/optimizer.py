@@ -1,7 +1,7 @@
 """An optimizer's state as plain named tensors, and back, whatever the rank that will hold each parameter.
 
     optimizer/layers.3.qkv.weight/exp_avg      a state tensor
-    optimizer/layers.3.qkv.weight/calls#json   any other plain data, see `plain`
+    optimizer/layers.3.qkv.weight/calls#json   any other plain data, see `codec.py`
     optimizer/layers.3.qkv.weight/calls#0      a tensor inside it
 
 The options of the parameter groups are the same on all ranks and small: they are the meta.

@@ -178,25 +178,19 @@ def match(reader: Reader, expected: Mapping[str, Kind], *, prefix: str = "") -> 
     """
     wanted = {name: kind for name, kind in expected.items() if name.startswith(prefix)}
     held = {name: (reader.shape(name), reader.dtype(name)) for name in reader.names() if name.startswith(prefix)}
+
+    def differing(place: int) -> list[str]:
+        return [
+            f"{name} {held[name][place]} here, {kind[place]} wanted"
+            for name, kind in wanted.items()
+            if name in held and held[name][place] != kind[place]
+        ]
+
     differences = [
         _list("missing", [name for name in wanted if name not in held]),
         _list("unexpected", [name for name in held if name not in wanted]),
-        _list(
-            "of another shape",
-            [
-                f"{name} {held[name][0]} here, {shape} wanted"
-                for name, (shape, _) in wanted.items()
-                if name in held and held[name][0] != shape
-            ],
-        ),
-        _list(
-            "of another type",
-            [
-                f"{name} {held[name][1]} here, {dtype} wanted"
-                for name, (_, dtype) in wanted.items()
-                if name in held and held[name][1] != dtype
-            ],
-        ),
+        _list("of another shape", differing(0)),
+        _list("of another type", differing(1)),
     ]
     if any(differences):
         raise CheckpointError(

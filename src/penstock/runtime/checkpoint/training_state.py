@@ -3,7 +3,7 @@
     model/layers.3.mlp.up.weight             parameters and persistent buffers, by their names in the whole model
     constants/layers.3.mlp.up.weight         in place of a parameter that never changes, a number of its values
     buffers/layers.3.mask                    other buffers
-    extra/layers.3#json                      what a module's `get_extra_state` gave, see `checkpoint.plain`
+    extra/layers.3#json                      what a module's `get_extra_state` gave, see `checkpoint/codec.py`
     extra/layers.3@1.0.0#json                the same of one holder, where those of a stage differ
     optimizer/layers.3.mlp.up.weight/exp_avg
     gradients/layers.3.mlp.up.weight         where gradients wait for an update

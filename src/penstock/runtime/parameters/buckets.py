@@ -109,7 +109,6 @@ class PartBucket:
             for row, part in zip(rows, padded.reshape(peers.num_ranks, -1), strict=True):
                 row.append(part)
         whole = torch.cat([part for row in rows for part in (*row, there)])
-        self._is_complex = whole.is_complex()
         mine = whole.new_empty(whole.numel() // peers.num_ranks)
         self._op = ReduceScatter(as_real(whole).chunk(peers.num_ranks), as_real(mine))
 
@@ -117,7 +116,7 @@ class PartBucket:
         return self._peers.start(self._op)
 
     def unpack(self) -> None:
-        flat = torch.view_as_complex(self._op.tensor) if self._is_complex else self._op.tensor
+        flat = real_as(self._op.tensor, self._parts[0])
         *found, there = pieces(flat, [*self._shapes, (len(self._parts),)])
         for part, dim, rows, is_there in zip(self._parts, self._dims, found, there.tolist(), strict=True):
             if is_there:
@@ -149,6 +148,11 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def real_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """What `as_real` made of numbers like these, as such numbers again."""
+    return torch.view_as_complex(tensor) if like.is_complex() else tensor
+
+
 def _there(parameters: Sequence[Parameter]) -> Tensor:
     """A number for each that says whether it has a gradient."""
     like = parameters[0]
@@ -177,32 +181,17 @@ def gradient_of(parameter: Parameter) -> Tensor:
     return local(gradient)
 
 
-class ValueBucket:
-    """The values of some tensors on their way from one process to the others.
-
-    Args:
-        source: the rank that has them.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], source: int) -> None:
-        self.source = source
-        self._tensors = [local(t.detach()) for t in tensors]
-        whole = torch.cat([t.reshape(-1) for t in self._tensors])
-        self._is_complex = whole.is_complex()
-        self.op = Broadcast(as_real(whole), source)
-
-    def unpack(self) -> None:
-        flat = torch.view_as_complex(self.op.tensor) if self._is_complex else self.op.tensor
-        with torch.no_grad():
-            for tensor, part in zip(self._tensors, pieces(flat, [t.shape for t in self._tensors]), strict=True):
-                tensor.copy_(part)
-
-
 def send_values(tensors: Iterable[Any], source: Callable[[Any], int], peers: GroupPeers) -> None:
     """Gives every process the values of the one that `source` says of each tensor. All must call it for the same."""
-    buckets = [ValueBucket(part, source(part[0])) for part in cut_into_buckets(tensors, source)]
-    works = [peers.start(bucket.op) for bucket in buckets]
-    for bucket, work in zip(buckets, works, strict=True):
+    begun: list[tuple[list[Tensor], int, Broadcast, Any]] = []
+    for bucket in cut_into_buckets(tensors, source):
+        mine, root = [local(tensor.detach()) for tensor in bucket], source(bucket[0])
+        op = Broadcast(as_real(torch.cat([tensor.reshape(-1) for tensor in mine])), root)
+        begun.append((mine, root, op, peers.start(op)))
+    for mine, root, op, work in begun:
         peers.wait_for(work, "parameters of the replica that owns them")
-        if bucket.source != peers.here[0]:
-            bucket.unpack()
+        if root != peers.here[0]:
+            with torch.no_grad():
+                flat = real_as(op.tensor, mine[0])
+                for tensor, part in zip(mine, pieces(flat, [each.shape for each in mine]), strict=True):
+                    tensor.copy_(part)

@@ -90,6 +90,8 @@ class UnshardedParameters:
 
     def spread(self, stepped: Iterable[Parameter]) -> None:
         """After an update: every replica gets what the others have stepped."""
+        whole = list(stepped)
+        self.bring(whole, [memory((self.owned([one]) or [one])[0]) for one in whole], whole)
 
     def predicted(self, masters: Sequence[Parameter], write: Write) -> list[Tensor]:
         """Of each master where it will be, on every replica. Where `has_all_state` is not set all must call it.
@@ -98,9 +100,17 @@ class UnshardedParameters:
             write: writes into a tensor where something will be that this replica steps.
         """
         found = [torch.empty_like(memory(master)) for master in masters]
-        for out, master in zip(found, masters, strict=True):
-            write(out, master)
+        parts = list(found)
+        for place, master in enumerate(masters):
+            for stepped in self.owned([master]):
+                if stepped is not master:
+                    parts[place] = torch.empty_like(memory(stepped))
+                write(parts[place], stepped)
+        self.bring(masters, parts, found)
         return found
+
+    def bring(self, masters: Sequence[Parameter], parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """Gives every replica in `into` what those who step the masters have in `parts`, each what it steps."""
 
 
 class OwnedParameters(UnshardedParameters):
@@ -144,17 +154,9 @@ class OwnedParameters(UnshardedParameters):
     def tells(self, parameter: Tensor) -> bool:
         return self._owner.get(id(parameter), 0) == self._replica
 
-    def spread(self, stepped: Iterable[Parameter]) -> None:
-        send_values(stepped, lambda p: self._owner[id(p)], self._peers)
-
-    def predicted(self, masters: Sequence[Parameter], write: Write) -> list[Tensor]:
-        found = [torch.empty_like(memory(master)) for master in masters]
-        owner = {id(out): self._owner[id(master)] for out, master in zip(found, masters, strict=True)}
-        for out, master in zip(found, masters, strict=True):
-            if owner[id(out)] == self._replica:
-                write(out, master)
-        send_values(found, lambda out: owner[id(out)], self._peers)
-        return found
+    def bring(self, masters: Sequence[Parameter], parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        owner = {id(out): self._owner[id(master)] for out, master in zip(into, masters, strict=True)}
+        send_values(into, lambda out: owner[id(out)], self._peers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,26 +361,12 @@ class ShardedParameters(UnshardedParameters):
         rows = [g if one is None or g is None else one.rows_of(g) for one, g in zip(known, gradients, strict=True)]
         return [m if one is None else one.part for one, m in zip(known, masters, strict=True)], rows
 
-    def spread(self, stepped: Iterable[Parameter]) -> None:
-        mine = [master for master in stepped if id(master) in self._of_master]
-        for bucket in cut_into_buckets(mine, lambda _: None):
+    def bring(self, masters: Sequence[Parameter], parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        known = zip(masters, parts, into, strict=True)
+        cut = {id(m): (part, memory(out)) for m, part, out in known if id(m) in self._of_master}  # not single numbers
+        for bucket in cut_into_buckets((master for master in masters if id(master) in cut), lambda _: None):
             ones = [self._of_master[id(master)] for master in bucket]
-            self.gather(ones, [local(one.part) for one in ones], [memory(m) for m in bucket])
-
-    def predicted(self, masters: Sequence[Parameter], write: Write) -> list[Tensor]:
-        found = {id(master): torch.empty_like(memory(master)) for master in masters}
-        parts: dict[int, Tensor] = {}
-        for master in masters:
-            one = self._of_master.get(id(master))
-            if one is None:  # one number, which every replica steps
-                write(found[id(master)], master)
-            else:
-                parts[id(master)] = torch.empty_like(memory(one.part))
-                write(parts[id(master)], one.part)
-        for bucket in cut_into_buckets((m for m in masters if id(m) in parts), lambda _: None):
-            ones = [self._of_master[id(master)] for master in bucket]
-            self.gather(ones, [parts[id(m)] for m in bucket], [found[id(m)] for m in bucket])
-        return list(found.values())
+            self.gather(ones, *zip(*(cut[id(master)] for master in bucket), strict=True))
 
     def require_unhooked(self) -> None:
         """Raises RuntimeFailure where a hook waits for the gradient of a part: none comes to it by a backward."""
