@@ -132,12 +132,11 @@ def _training(rank: int, case: LinkCase) -> dict[str, Any]:
                 losses.append(pipe.evaluate(x, x.sum(1, keepdim=True)).losses)
         state = [p.detach().clone() for p in pipe.parameters()]
         state = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in state]
-        transport: Any = pipe._local.transport
         return {
             "losses": torch.cat(losses),
             "state": state,
             "number": pipe._local.failover.number if pipe._local.failover is not None else None,
-            "counters": vars(transport.counters) if hasattr(transport, "counters") else {},
+            "counters": pipe._local.choice.counters(pipe._local.transport) or {},
             "notices": pipe.notices,
             "longest": longest,
             "rooms": rooms,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
 from time import perf_counter_ns
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.bounded import Acknowledgements, BoundedTransport
 from penstock.runtime.transport.channel import Tags
+from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.delegate import Counters, DelegateTransport
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
@@ -34,7 +36,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 class Second(GlooTransport):
     """In the place of delegates: channels over a second group."""
 
-    counters: ClassVar[dict[str, int]] = {}
+    counters = Counters()
     watched = -1
 
     def also_watch(self, descriptor: int) -> None:
@@ -44,9 +46,6 @@ class Second(GlooTransport):
         left = 20.0 if until is None else max(0.0, (until - perf_counter_ns()) / 1e9)
         assert select.select([self.inbox.fileno(), self.watched], [], [], left)[0] or until is not None, who()
         return self.inbox.poll() or []
-
-    def prepare(self, links: Collection[tuple[int, int]]) -> None:
-        pass
 
     def link_events(self) -> list[str]:
         return ["what it tells"]
@@ -78,6 +77,7 @@ def emulated(rank: int, second: str, dispatch: str) -> list[tuple[int, int]]:
     schedule = ps.build("1f1b", num_ranks=3, num_microbatches=6)
     transport = routed(second, tags_of(schedule), "0:1=latency:20ms 1:0=latency:100ms 1:2=latency:45ms", 1)
     wiring, costs = wire(schedule), ps.Costs.uniform(3, 1, 1, 1)
+    choice: Any = TransportChoice(ps.TransportOptions())
     found = []
     for delegated in [(), [(0, 1), (1, 2)], (), [(1, 0)], [(1, 2)], [(1, 2), (0, 1)]]:
         transport.route(delegated)
@@ -85,8 +85,9 @@ def emulated(rank: int, second: str, dispatch: str) -> list[tuple[int, int]]:
         held = [delay_count(seen, link) for link in ((0, 1), (1, 2))]
         found.append((held[0], held[1]))
     if second == "group":  # delegates may have something to tell where the machine is busy
-        assert transport.inner.link_events() == ["what it tells"]
-    assert isinstance(transport.inner.counters, dict if second == "group" else Counters)
+        assert choice.link_events(transport.whole) == ["what it tells"]
+    counters = choice.counters(transport.whole)
+    assert counters == asdict(Second.counters) if second == "group" else counters["messages"] > 0
     transport.whole.close()
     return found
 

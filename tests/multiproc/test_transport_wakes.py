@@ -40,7 +40,9 @@ def transports(rank: int) -> dict[str, Transport]:
     }
     for name, delegated in (("routed", []), ("routed, delegated", [(0, 1)])):
         base = GlooTransport(dist.new_group(), tags, LIMIT, Acknowledgements(world(), LIMIT, 1))
-        made[name] = RoutedTransport(base, DelegateTransport(rank, 2, gather, tags, LIMIT), delegated)
+        routed = RoutedTransport(base, DelegateTransport(rank, 2, gather, tags, LIMIT))
+        routed.route(delegated)
+        made[name] = routed
     late = Conditions(Links.parse("0:1=latency:1ms"))
     made |= {
         f"{name}, late and bounded": BoundedTransport(ConditionedTransport(t, late), 1) for name, t in made.items()

@@ -80,21 +80,20 @@ class BoundedTransport(TransportLayer):
     Args:
         depth: most messages under way to another rank. Gradients of tied parameters ride along with those of the
             chain.
-        delegated: links, by their two ranks in either order, that have no bound.
 
     Raises:
         RuntimeFailure: a depth below 1.
     """
 
-    def __init__(self, inner: Transport, depth: int, delegated: Collection[tuple[int, int]] = ()) -> None:
+    def __init__(self, inner: Transport, depth: int) -> None:
         super().__init__(inner)
         if depth < 1:
             raise RuntimeFailure(f"a channel of depth {depth} can carry nothing: give at least 1")
         self._depth = depth
-        self.route(delegated)
+        self._unbounded: set[int] = set()
 
     def route(self, delegated: Collection[tuple[int, int]]) -> None:
-        """Says, between two steps, which links are without bound from now on."""
+        """Says, between two steps, which links, by their two ranks in either order, are without bound from now on."""
         self._unbounded = {a + b - self.rank for a, b in delegated if self.rank in (a, b)}
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:

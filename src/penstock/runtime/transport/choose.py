@@ -21,8 +21,8 @@ from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.transport import HOST_MEMORY
 from penstock.runtime.transport.failover import Failover
 from penstock.runtime.transport.gloo import GlooTransport
-from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, clocks_ahead
-from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, clocks_ahead, loopback_ends
+from penstock.runtime.transport.loopback import Mailbox
 from penstock.runtime.transport.nccl import CudaLineStreams, DeviceLines, lines_of, require_queues
 from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.shared_memory import open_shared_memory
@@ -148,23 +148,19 @@ class TransportChoice:
 
     def prepare(self, transport: Transport | None, delegated: Collection[tuple[int, int]]) -> None:
         """Starts delegates of links that will be delegated, before they are needed. Any thread may call it."""
-        for layer in layers_of(transport):
-            if isinstance(layer, RoutedTransport) and delegated:
-                layer.prepare(delegated)
+        delegates = _delegates_of(transport)
+        if delegates is not None and delegated:
+            delegates.prepare(delegated)
 
     def counters(self, transport: Transport | None) -> dict[str, int] | None:
         """What this rank's delegates have counted so far, if there are any."""
-        for layer in layers_of(transport):
-            if isinstance(layer, RoutedTransport | DelegateTransport):
-                return asdict(layer.counters)
-        return None
+        delegates = _delegates_of(transport)
+        return None if delegates is None else asdict(delegates.counters)
 
     def link_events(self, transport: Transport | None) -> list[Event]:
         """Links whose interfaces died or came back since the last call, as far as delegates know."""
-        for layer in layers_of(transport):
-            if isinstance(layer, RoutedTransport | DelegateTransport):
-                return list(layer.link_events())
-        return []
+        delegates = _delegates_of(transport)
+        return [] if delegates is None else [*delegates.link_events()]
 
     def notices(self, transport: Transport | None) -> list[str]:
         """Messages for the user about the interfaces that messages use."""
@@ -193,11 +189,10 @@ class TransportChoice:
 
     def between_threads(self, boxes: Sequence[Mailbox], conditions: Conditions, timeout: float) -> list[Transport]:
         """The ends of ranks that are threads, by rank. Messages are handed over, with this transport's bound."""
-        made: list[Transport] = []
-        for rank in range(len(boxes)):
-            end = ConditionedTransport(LoopbackTransport(boxes, rank, timeout), conditions)
-            made.append(end if self.depth is None else BoundedTransport(end, self.depth))
-        return made
+        return [self._bounded(end) for end in loopback_ends(boxes, conditions, timeout)]
+
+    def _bounded(self, end: Transport) -> Transport:
+        return end if self.depth is None else BoundedTransport(end, self.depth)
 
     def make(
         self,
@@ -226,7 +221,7 @@ class TransportChoice:
         made = self._carrying(peers, tags, timeout, wiring, device, failover)
         if conditions is not None:
             made = ConditionedTransport(made, conditions, clocks_ahead(peers))
-        return made if self.depth is None else BoundedTransport(made, self.depth)
+        return self._bounded(made)
 
     def _carrying(
         self,
@@ -286,6 +281,16 @@ class TransportChoice:
             device=device,
             takes_over=takes_over,
         )
+
+
+def _delegates_of(transport: Transport | None) -> DelegateTransport | None:
+    """The delegates of a rank, those of single links among them."""
+    for layer in layers_of(transport):
+        if isinstance(layer, RoutedTransport):
+            return layer.delegates
+        if isinstance(layer, DelegateTransport):
+            return layer
+    return None
 
 
 def _lines(group: dist.ProcessGroup, timeout: float, wiring: Wiring, device: torch.device) -> DeviceLines:

@@ -265,6 +265,13 @@ def clocks_ahead(peers: GroupPeers) -> list[int]:
     return [ahead[peers.here[0]] - each for each in ahead]
 
 
+def loopback_ends(
+    boxes: Sequence[Mailbox], conditions: Conditions, timeout: float = 0.0
+) -> list[ConditionedTransport]:
+    """The ends of ranks of one process, by rank."""
+    return [ConditionedTransport(LoopbackTransport(boxes, rank, timeout), conditions) for rank in range(len(boxes))]
+
+
 def local_transports(
     num_ranks: int, conditions: Conditions | None
 ) -> tuple[Callable[[int], Transport], Callable[[], bool]]:
@@ -274,20 +281,16 @@ def local_transports(
     boxes = [Mailbox() for _ in range(num_ranks)]
     if conditions is None:
         return lambda rank: LoopbackTransport(boxes, rank), nothing_comes
-    made: list[ConditionedTransport] = []
-
-    def make(rank: int) -> Transport:
-        made.append(ConditionedTransport(LoopbackTransport(boxes, rank), conditions))
-        return made[-1]
+    ends = loopback_ends(boxes, conditions)
 
     def pause() -> bool:
-        due = min((moment for each in made if (moment := each.next_due()) is not None), default=None)
+        due = min((moment for each in ends if (moment := each.next_due()) is not None), default=None)
         if due is None:
             return False
         time.sleep(max(0, due - time.perf_counter_ns()) / 1e9)
         return True
 
-    return make, pause
+    return ends.__getitem__, pause
 
 
 def nothing_comes() -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
@@ -36,9 +36,8 @@ class RoutedTransport:
     """One rank's end of all its channels, by two transports.
 
     Args:
-        base: of all links but the delegated ones.
+        base: of all links but the delegated ones, see `route`.
         delegates: of those.
-        delegated: links, by their two ranks in either order; the same on every rank.
         guard: where links of the base that fail are to go by delegates.
 
     Threads receive, so that it is known of all messages when they came, and since a wait of gloo's own for a message
@@ -49,26 +48,23 @@ class RoutedTransport:
         self,
         base: GlooTransport,
         delegates: DelegateTransport,
-        delegated: Collection[tuple[int, int]] = (),
         guard: Failover | None = None,
     ) -> None:
         self.rank = base.rank
-        self._base, self._delegates, self._guard = base, delegates, guard
+        self._base, self.delegates, self._guard = base, delegates, guard
         self._source: dict[Edge, GlooTransport | DelegateTransport] = {}
         self._both = self._watches = self._left = False
         self._came: list[Edge] = []
         self._step = StepMessages()
-        self.route(delegated)
+        self._delegated: set[int] = set()
         if guard is not None:
             guard.at_change(self._go_over, self._base.end_waits)
 
     def route(self, delegated: Collection[tuple[int, int]]) -> None:
-        """Says, between two steps, which links go by delegates from now on. Every rank says the same."""
+        """Says, between two steps, which links, by their two ranks in either order, go by delegates from now on.
+        Every rank says the same.
+        """
         self._delegated = {a + b - self.rank for a, b in delegated if self.rank in (a, b)}
-
-    def prepare(self, links: Collection[tuple[int, int]]) -> None:
-        """Starts the delegates of links that are to be delegated, before they are needed. Any thread may call it."""
-        self._delegates.prepare(links)
 
     def begin(self, step: StepMessages) -> None:
         """Starts a step on both, or on the only one that carries anything."""
@@ -78,23 +74,23 @@ class RoutedTransport:
         self._source = {edge: self._carrier(peer) for _, peer, messages in step.expected for edge, _ in messages}
         self._both = not self._left and (self._guard is None or bool(self._delegated))
         if self._left:
-            self._delegates.begin(step)
+            self.delegates.begin(step)
             return
         if not self._both:
-            self._delegates.skip()
+            self.delegates.skip()
             self._retried(lambda: self._base.begin(step))
             return
         self._watch()
         by_delegates = [channel for channel in step.expected if channel.peer in self._delegated]
         by_base = [channel for channel in step.expected if channel.peer not in self._delegated]
-        self._delegates.begin(replace(step, expected=by_delegates))
+        self.delegates.begin(replace(step, expected=by_delegates))
         self._retried(lambda: self._base.begin(replace(step, expected=by_base)))
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
         if self._left or target in self._delegated:
-            return self._delegates.send(edge, target, payload)
+            return self.delegates.send(edge, target, payload)
         sent = self._guarded(lambda: self._base.send(edge, target, payload))
-        return self._delegates.send(edge, target, payload) if sent is None else sent
+        return self.delegates.send(edge, target, payload) if sent is None else sent
 
     def has_room(self, target: int, depth: int) -> bool:
         return self._carrier(target).has_room(target, depth)
@@ -104,7 +100,7 @@ class RoutedTransport:
         if not self._left:
             came += self._guarded(self._base.arrivals) or []
         if self._left or self._both:
-            came += self._came + self._delegates.arrivals()
+            came += self._came + self.delegates.arrivals()
             self._came = []
         return came
 
@@ -120,10 +116,10 @@ class RoutedTransport:
             came = self._guarded(lambda: self._base.wait(awaited, who, until))
             return self.arrivals() if came is None else came
         if self._left:
-            return self._delegates.wait(awaited, who, until)
+            return self.delegates.wait(awaited, who, until)
         if (came := self._happened()) is not None:
             return came
-        found = self._delegates.wait(awaited, who, until)
+        found = self.delegates.wait(awaited, who, until)
         return found + (self._happened() or [])
 
     def _happened(self) -> list[Edge] | None:
@@ -137,7 +133,7 @@ class RoutedTransport:
         """Ends this rank's wait, or the next one; any thread may call it."""
         self._base.wake()
         if self._left:
-            self._delegates.wake()
+            self.delegates.wake()
 
     def take(self, edge: Edge) -> Payload:
         return self._source[edge].take(edge)
@@ -146,7 +142,7 @@ class RoutedTransport:
         if not self._left:
             self._guarded(self._base.end)
         if self._left or self._both:
-            self._delegates.end()
+            self.delegates.end()
 
     # Links that fail.
 
@@ -187,36 +183,27 @@ class RoutedTransport:
             for channel in self._step.expected
             if channel.peer not in self._delegated
         ]
-        self._source |= {edge: self._delegates for one in rest for edge, _ in one.messages}
+        self._source |= {edge: self.delegates for one in rest for edge, _ in one.messages}
         self._came += left.came
-        self._delegates.begin_within(replace(self._step, expected=[one for one in rest if one.messages]))
+        self.delegates.begin_within(replace(self._step, expected=[one for one in rest if one.messages]))
         for edge, target, payload in left.sent:
             who = f"rank {self.rank} sends the message of {edge} to rank {target} once more"
-            while not self._delegates.send(edge, target, payload):
-                self._came += self._delegates.wait((), partial(str, who))
+            while not self.delegates.send(edge, target, payload):
+                self._came += self.delegates.wait((), partial(str, who))
 
     def _watch(self) -> None:
         """Lets a wait for delegates end when something happens on the base."""
         if not self._watches:
-            self._delegates.also_watch(self._base.inbox.fileno())
+            self.delegates.also_watch(self._base.inbox.fileno())
             self._watches = True
 
     def crossings(self) -> list[TransferRecord]:
         """The messages that came in by either since the last call."""
-        return self._base.crossings() + self._delegates.crossings()
-
-    def link_events(self) -> list[Any]:
-        """What happened to the delegates' links since the last call."""
-        return self._delegates.link_events()
-
-    @property
-    def counters(self) -> Any:
-        """What the delegates count."""
-        return self._delegates.counters
+        return self._base.crossings() + self.delegates.crossings()
 
     def close(self) -> None:
-        self._delegates.close()
+        self.delegates.close()
         self._base.close()
 
     def _carrier(self, peer: int) -> GlooTransport | DelegateTransport:
-        return self._delegates if self._left or peer in self._delegated else self._base
+        return self.delegates if self._left or peer in self._delegated else self._base
