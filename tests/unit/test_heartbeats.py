@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import selectors
 import socket
 import threading
 from collections.abc import Iterator
@@ -50,19 +49,25 @@ def test_the_larger_of_two_numbers_is_said_though_two_threads_say_one_at_once(he
 
 def test_a_call_that_ends_with_its_first_words_is_made_again(heartbeats: Heartbeats) -> None:
     (call,) = heartbeats._calls
-    call.made = socket.create_connection(heartbeats._ends[1][0])
-    call.made.shutdown(socket.SHUT_WR)
-    heartbeats._ready(call, selectors.EVENT_WRITE)
-    assert not call.up
-    assert call.made is None
+    heartbeats._turn(call, 0)
+    assert call.attempt is not None
+    call.attempt.socket.shutdown(socket.SHUT_WR)
+    call.attempt._ready(sockets.WRITE)
+    assert call.attempt is None
+    assert call.stream is None
+    assert call.due == 0
 
 
 def test_a_link_whose_network_acknowledges_nothing_is_dead_though_its_kernel_keeps_it(
     heartbeats: Heartbeats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (call,) = heartbeats._calls
-    call.made, call.up = socket.create_connection(heartbeats._ends[1][0]), True
-    monkeypatch.setattr(sockets, "is_unacknowledged", lambda made, least_ms: made is call.made)
-    heartbeats._turn(call, 0.0)
-    assert not call.up
+    heartbeats._turn(call, 0)
+    assert call.attempt is not None
+    call.attempt._ready(sockets.WRITE)
+    assert call.stream is not None
+    stands = call.stream.socket
+    monkeypatch.setattr(sockets, "is_unacknowledged", lambda made, least_ms: made is stands)
+    heartbeats._turn(call, 0)
+    assert call.stream is None
     assert heartbeats.down() == {0}

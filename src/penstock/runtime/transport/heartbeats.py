@@ -13,21 +13,28 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from penstock.runtime.transport.delegate.carrier import sockets
+from penstock.runtime.transport.delegate.carrier.descriptor import CloseReason
+from penstock.runtime.transport.delegate.carrier.lane import Path
 from penstock.runtime.transport.delegate.carrier.monitor import InterfaceMonitor
+from penstock.runtime.transport.delegate.carrier.sockets import (
+    BEAT,
+    CONNECT,
+    READ,
+    WRITE,
+    ConnectAttempt,
+    EventLoop,
+    SocketStream,
+)
 
-BEAT = 0.25
-"""Seconds between two signs of life."""
-CONNECT = 1.0
-"""Seconds that a call may take."""
 UNACKNOWLEDGED_MS = 1000
 """Milliseconds after which a link that acknowledges nothing is dead."""
 LONGEST = 1 << 22
@@ -39,16 +46,15 @@ class HeartbeatLine:
     """This process's connection to another by one interface.
 
     Attributes:
-        up: it stands. made: the socket, also while it is being connected. due: when to try, or give up trying.
-        out: what is to be written.
+        attempt: while it is being made; stream: when it stands.
+        due: when to say something, or to try again (nanoseconds of the monotonic clock).
     """
 
     peer: int
     place: int
-    up: bool = False
-    made: socket.socket | None = None
-    due: float = 0.0
-    out: bytearray = field(default_factory=bytearray)
+    attempt: ConnectAttempt | None = None
+    stream: SocketStream | None = None
+    due: int = 0
 
 
 class Heartbeats:
@@ -84,10 +90,9 @@ class Heartbeats:
         self._calls = [HeartbeatLine(peer, place) for peer in peers for place in range(len(listeners))]
         self._incoming: dict[socket.socket, bytearray] = {}
         self._greeted: set[socket.socket] = set()
-        self._selector = selectors.DefaultSelector()
+        self._loop = EventLoop()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._monitor = InterfaceMonitor([address for address, _ in ends[me]])
-        self._stopped = False
         self._thread = threading.Thread(target=self._run, name="penstock-heartbeats", daemon=True)
 
     def begin(self) -> None:
@@ -135,7 +140,7 @@ class Heartbeats:
         self._wake()
 
     def close(self) -> None:
-        self._stopped = True
+        self._loop.stop()
         self._wake()
         self._thread.join()
         for call in self._calls:
@@ -144,7 +149,7 @@ class Heartbeats:
             sockets.close(one)
         if self._monitor.socket is not None:
             self._monitor.socket.close()
-        self._selector.close()
+        self._loop.close()
         os.close(self._waker)
 
     def _wake(self) -> None:
@@ -153,22 +158,21 @@ class Heartbeats:
     # The thread.
 
     def _run(self) -> None:
-        self._selector.register(self._waker, selectors.EVENT_READ, self._woken)
+        self._loop.watch(self._waker, READ, self._woken)
         for one in self._listeners:
             one.setblocking(False)
-            self._selector.register(one, selectors.EVENT_READ, self._accept)
+            self._loop.watch(one.fileno(), READ, partial(self._accept, one))
         if self._monitor.socket is not None:
-            self._selector.register(self._monitor.socket, selectors.EVENT_READ, self._interfaces_changed)
-        while not self._stopped:
-            now = time.monotonic()
-            for call in self._calls:
-                if now >= call.due:
-                    self._turn(call, now)
-            rest = min((call.due for call in self._calls), default=now + BEAT) - time.monotonic()
-            for key, mask in self._selector.select(max(0.0, min(rest, BEAT))):
-                key.data(key.fileobj, mask)
+            self._loop.watch(self._monitor.socket.fileno(), READ, self._interfaces_changed)
+        self._loop.run(self._turn_all)
 
-    def _woken(self, _: Any, mask: int) -> None:
+    def _turn_all(self, now: int) -> int:
+        for call in self._calls:
+            if now >= call.due:
+                self._turn(call, now)
+        return min((call.due for call in self._calls), default=now + BEAT)
+
+    def _woken(self, mask: int) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._waker)
         with self._lock:
@@ -176,93 +180,85 @@ class Heartbeats:
             lines = b"".join(_line({"key": key, "value": self._told[key]}) for key in news if key in self._told)
         lines += self._beat()
         for call in self._calls:
-            if call.up:
-                self._write(call, lines)
+            if call.stream is not None:
+                self._write(call, call.stream, lines)
 
     def _beat(self) -> bytes:
         return _line({"number": self.number})
 
-    def _turn(self, call: HeartbeatLine, now: float) -> None:
+    def _turn(self, call: HeartbeatLine, now: int) -> None:
         """A beat; or another try to connect."""
-        if call.up and call.made is not None and sockets.is_unacknowledged(call.made, UNACKNOWLEDGED_MS):
-            self._lost(call)  # its kernel does not always end it
+        if call.stream is not None:
             call.due = now + BEAT
+            if sockets.is_unacknowledged(call.stream.socket, UNACKNOWLEDGED_MS):
+                self._lost(call)  # its kernel does not always end it
+            else:
+                self._write(call, call.stream, self._beat())
             return
-        if call.up:
-            call.due = now + BEAT
-            self._write(call, self._beat())
-            return
-        if call.made is not None:  # it took too long
+        if call.attempt is not None:  # it took too long
             self._lost(call)
         call.due = now + CONNECT
-        ours = self._ends[self._me][call.place][0]
+        ours, theirs = ([address for address, _ in self._ends[self._me]], self._ends[call.peer])
+        path, answered = Path(call.place, call.place), partial(self._answered, call)
         try:
-            call.made = sockets.begin_connect(ours, self._ends[call.peer][call.place])
+            call.attempt = ConnectAttempt(self._loop, path, ours, theirs, call.due, answered)
         except OSError as error:
             self._failed(call, error.errno or 0)
-            return
-        self._selector.register(call.made, selectors.EVENT_WRITE, lambda _, mask: self._ready(call, mask))
 
-    def _ready(self, call: HeartbeatLine, mask: int) -> None:
-        """A call was answered or refused, can be written to again, or ended."""
-        if call.made is None:  # it ended while other news was read
-            return
-        if error := call.made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+    def _answered(self, call: HeartbeatLine, attempt: ConnectAttempt, error: int) -> None:
+        """A call was answered or refused."""
+        call.attempt = None
+        if error:
             self._failed(call, error)
             return
-        if not call.up:
-            call.up, call.due = True, 0.0
-            call.made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
-            with self._lock:
-                self._down.discard((call.peer, call.place))
-                self._gone.discard(call.peer)
-                told = [_line({"key": key, "value": value}) for key, value in self._told.items()]
-            call.out = bytearray()
-            self._write(call, _line({"hello": self._key, "from": self._me}) + b"".join(told))
-            self._changed()
-            return
-        if mask & selectors.EVENT_READ:
-            try:
-                ended = call.made.recv(1) == b""  # nothing is ever said this way
-            except BlockingIOError:
-                ended = False
-            except OSError as failed:
-                self._failed(call, failed.errno or 0)
-                return
-            if ended:  # the process there is gone, or goes: whoever calls again finds out
-                self._hang_up(call)
-                call.due = 0.0
-                return
-        self._write(call, b"")
+        call.due = 0
+        attempt.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
+        with self._lock:
+            self._down.discard((call.peer, call.place))
+            self._gone.discard(call.peer)
+            told = [_line({"key": key, "value": value}) for key, value in self._told.items()]
+        call.stream = SocketStream(self._loop, attempt.socket, partial(self._ready, call))
+        self._write(call, call.stream, _line({"hello": self._key, "from": self._me}) + b"".join(told))
+        self._changed()
 
-    def _write(self, call: HeartbeatLine, data: bytes) -> None:
-        call.out += data
-        assert call.made is not None
+    def _ready(self, call: HeartbeatLine, mask: int) -> None:
+        """A call can be written to again, or ended."""
+        stream = call.stream
+        if stream is None:
+            return
         try:
-            while call.out and (sent := call.made.send(call.out)):
-                del call.out[:sent]
+            ended = mask & ~WRITE and stream.socket.recv(1) == b""  # nothing is ever said this way
         except BlockingIOError:
-            pass
+            ended = False
         except OSError as error:
             self._failed(call, error.errno or 0)
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if call.out else 0)
-        self._selector.modify(call.made, wanted, lambda _, mask: self._ready(call, mask))
+        if ended:  # the process there is gone, or goes: whoever calls again finds out
+            self._hang_up(call)
+            call.due = 0
+        else:
+            self._write(call, stream)
+
+    def _write(self, call: HeartbeatLine, stream: SocketStream, *lines: bytes) -> None:
+        try:
+            stream.put(*lines)
+        except OSError as error:
+            self._failed(call, error.errno or 0)
 
     def _failed(self, call: HeartbeatLine, error: int) -> None:
         """A call ended with an error, or could not be made."""
-        if sockets.meaning(error).name == "REFUSED":
+        why, stood = sockets.meaning(error), call.stream is not None
+        call.due = time.perf_counter_ns() + BEAT
+        if why is CloseReason.REFUSED:
             self._hang_up(call)
             with self._lock:
                 self._gone.add(call.peer)
-            call.due = time.monotonic() + BEAT
             self._changed()
-        elif call.up and sockets.meaning(error).name == "RESET":
+        elif stood and why is CloseReason.RESET:
             self._hang_up(call)
-            call.due = 0.0
+            call.due = 0
         else:
             self._lost(call)
-            call.due = time.monotonic() + BEAT
 
     def _lost(self, call: HeartbeatLine) -> None:
         self._hang_up(call)
@@ -271,34 +267,30 @@ class Heartbeats:
         self._changed()
 
     def _hang_up(self, call: HeartbeatLine) -> None:
-        call.up = False
-        if call.made is not None:
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(call.made)
-            sockets.close(call.made)
-            call.made = None
+        for one in (call.attempt, call.stream):
+            if one is not None:
+                one.close()
+        call.attempt = call.stream = None
 
-    def _interfaces_changed(self, _: Any, mask: int) -> None:
+    def _interfaces_changed(self, mask: int) -> None:
         """The kernel says that an interface of ours went down: nobody is reached by it any more."""
         for place, up in self._monitor.changes():
             for call in self._calls:
                 if call.place == place:
                     if up:
-                        call.due = 0.0
+                        call.due = 0
                     else:
                         self._lost(call)
-                        call.due = time.monotonic() + BEAT
+                        call.due = time.perf_counter_ns() + BEAT
 
-    def _accept(self, listener: Any, mask: int) -> None:
+    def _accept(self, listener: socket.socket, mask: int) -> None:
         with contextlib.suppress(OSError):
             made, _ = listener.accept()
             made.setblocking(False)
             self._incoming[made] = bytearray()
-            self._selector.register(made, selectors.EVENT_READ, self._read)
+            self._loop.watch(made.fileno(), READ, partial(self._read, made))
 
-    def _read(self, made: Any, mask: int) -> None:
-        if made not in self._incoming:
-            return
+    def _read(self, made: socket.socket, mask: int) -> None:
         data = b""
         with contextlib.suppress(OSError):
             data = made.recv(1 << 16)
@@ -309,12 +301,12 @@ class Heartbeats:
             line, held[: end + 1] = bytes(held[:end]), b""
             fine = self._heard(made, line)
         if not fine:
-            self._selector.unregister(made)
+            self._loop.forget(made.fileno())
             del self._incoming[made]
             self._greeted.discard(made)
             made.close()
 
-    def _heard(self, made: Any, line: bytes) -> bool:
+    def _heard(self, made: socket.socket, line: bytes) -> bool:
         """Takes a line in; returns whether it is one of ours."""
         try:
             said = json.loads(line)

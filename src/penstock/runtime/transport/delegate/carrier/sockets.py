@@ -42,6 +42,7 @@ class EventLoop:
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._forgotten: set[int] = set()
+        self._stopped = False
 
     def watch(self, descriptor: int, mask: int, handler: Callable[[int], None]) -> None:
         self._epoll.register(descriptor, mask)
@@ -57,11 +58,11 @@ class EventLoop:
             self._epoll.unregister(descriptor)
 
     def run(self, turn: Callable[[int], int]) -> None:
-        """Runs forever. `turn(now)` does what is due and returns when it wants to be called again at the latest.
+        """Runs until `stop` is called. `turn(now)` does what is due and returns when to call it again at the latest.
 
         Moments are nanoseconds of the monotonic clock.
         """
-        while True:
+        while not self._stopped:
             ready = self._wait(turn(time.perf_counter_ns()))
             self._forgotten.clear()
             for descriptor, mask in ready:
@@ -69,6 +70,13 @@ class EventLoop:
                 # One that was forgotten meanwhile may have a new owner, to whom this is no news.
                 if handler is not None and descriptor not in self._forgotten:
                     handler(mask)
+
+    def stop(self) -> None:
+        """Has `run` return once something that is watched is ready, or `turn` is due."""
+        self._stopped = True
+
+    def close(self) -> None:
+        self._epoll.close()
 
     def _wait(self, until: int) -> list[tuple[int, int]]:
         left = until - time.perf_counter_ns()
