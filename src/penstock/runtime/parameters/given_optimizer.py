@@ -71,15 +71,15 @@ def facts_of(optimizer: Optimizer | None) -> dict[str, object]:
     """
     if optimizer is None:
         return {"optimizer": None}
-    plain = {
-        f"{name} of the optimizer": value
-        for name, value in optimizer.defaults.items()
-        if all(isinstance(one, _PLAIN) for one in (value if isinstance(value, tuple | list) else (value,)))
-    }
+    plain = {f"{name} of the optimizer": value for name, value in optimizer.defaults.items() if is_plain(value)}
     return {"optimizer": type(optimizer).__qualname__, **plain}
 
 
-_PLAIN = (int, float, str, type(None))
+def is_plain(value: object) -> bool:
+    """Whether an option is numbers and words, which processes can compare."""
+    return all(
+        isinstance(one, int | float | str | None) for one in (value if isinstance(value, tuple | list) else (value,))
+    )
 
 
 def step_mixed_groups_singly(optimizer: Optimizer) -> None:
