@@ -354,7 +354,7 @@ def _other_versions(pipe: ps.Pipeline, sharding: str, num_replicas: int) -> list
     counted = ps.schedule.count_versions(
         pipe.schedule, sharding=sharding, num_replicas=num_replicas, tied_stages=ties
     )
-    held = {(stage, k): weights.peak_versions for (k, stage), weights in state.updating.weights.items()}
+    held = {(stage, k): weights.versions.most for (k, stage), weights in state.updating.weights.items()}
     return [
         f"versions of {each}: {num}, counted {counted[each]}" for each, num in held.items() if num != counted[each]
     ]

@@ -66,7 +66,7 @@ def test_stage_i_of_pipedream_holds_p_minus_i_versions(rule: str) -> None:
     optimizer = sgd if rule == "pipedream" else torch.optim.NAdam
     loop = Loop([linear(4)], pipedream(4, 12, 1, rule), optimizer)
     loop.run(*batch(12))
-    assert [loop.weights[0, i].peak_versions for i in range(4)] == [4, 3, 2, 1]
+    assert [loop.weights[0, i].versions.most for i in range(4)] == [4, 3, 2, 1]
     assert [loop.weights[0, i].bytes() for i in range(4)] == [
         {"parameters": 112, "versions": 112 * beside, "gradients": 112} for beside in (3, 2, 1, 0)
     ]
@@ -76,7 +76,7 @@ def test_2bw_holds_two_versions() -> None:
     loop = Loop([linear(4)], pipedream(4, 16, 4, "pipedream-2bw"), sgd)
     for n_pass in range(3):
         loop.run(*batch(16, n_pass))
-        assert [loop.weights[0, i].peak_versions for i in range(4)] == [2] * 4
+        assert [loop.weights[0, i].versions.most for i in range(4)] == [2] * 4
         assert [loop.weights[0, i].bytes()["versions"] for i in range(4)] == [112] * 4
     # Gradients of the next window begin before those of the first are taken only where W waits; here never.
     assert loop.weights[0, 0].bytes()["gradients"] == 112
@@ -86,7 +86,7 @@ def test_none_holds_one_version_which_the_optimizer_shares() -> None:
     loop = Loop([linear(3)], pipedream(3, 6, 1, "none"), sgd)
     loop.run(*batch(6))
     for w in loop.weights.values():
-        assert (w.peak_versions, w.bytes()["versions"]) == (1, 0)
+        assert (w.versions.most, w.bytes()["versions"]) == (1, 0)
     for stage, w in zip(loop.copies[0], loop.weights.values(), strict=True):
         assert [p.data_ptr() for p in stage.parameters()] == [m.data_ptr() for m in w.masters.values()]
 
@@ -95,7 +95,7 @@ def test_none_holds_one_version_which_the_optimizer_shares() -> None:
 def test_predictions_take_memory_of_their_own_where_anything_is_predicted(rule: str, num: list[int]) -> None:
     loop = Loop([linear(4)], pipedream(4, 6, 1, rule), sgd if rule == "spectrain" else torch.optim.Adam)
     loop.run(*batch(6))
-    assert [loop.weights[0, i].peak_versions for i in range(4)] == num
+    assert [loop.weights[0, i].versions.most for i in range(4)] == num
     for stage, w in zip(loop.copies[0], loop.weights.values(), strict=True):
         assert same(parameters_of([stage]), list(w.masters.values()))  # the newest, once the pass is over
 
@@ -299,7 +299,7 @@ def test_after_a_pass_nothing_of_it_is_left_however_it_went() -> None:
         assert all(p.grad is None for p in stage.parameters())
         assert set(w.state()) <= {f"versions/{name}" for name in w.masters}
         w.begin(optimizer, None, None)
-        assert w.peak_versions == (2 if rule in ("pipedream-2bw", "spectrain") else 1)
+        assert w.versions.most == (2 if rule in ("pipedream-2bw", "spectrain") else 1)
         with pytest.raises(RuntimeFailure, match="no forward of it is in flight"):
             w.before_backward(0)
 
@@ -413,7 +413,7 @@ def test_a_pass_that_broke_off_leaves_nothing_once_weights_are_loaded(rule: str,
     w.num_updates = 17
     w.load_state({})
     w.begin(optimizer, None, None)
-    assert w.peak_versions == (2 if rule == "spectrain" else 1)
+    assert w.versions.most == (2 if rule == "spectrain" else 1)
     for values in (w.versions.copies(), parameters_of([stage])):
         assert all(bool((p == 0.25).all()) for p in values)
     w.end()

@@ -81,7 +81,7 @@ def run_forwards(schedule: Schedule) -> None:
             w.done(m)
         else:
             w.apply(m, [[None, None]])
-    assert w.peak_versions == 2
+    assert w.versions.most == 2
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])

@@ -32,7 +32,7 @@ from torch.nn import Parameter
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.collective import is_late
-from penstock.runtime.tensors.dtensor import as_shard, local
+from penstock.runtime.tensors.dtensor import as_shard, local, rows_of_part
 from penstock.runtime.tensors.rng import mix, seed_generators
 
 
@@ -108,9 +108,7 @@ def shard_of(parameter: Parameter, mesh: DeviceMesh, dim: int) -> Parameter:
 
 def span(size: int, mesh: DeviceMesh) -> range:
     """Which of `size` rows lie on this rank; of the last ranks it may be none."""
-    each = -(-size // mesh.size())
-    first = min(mesh.get_local_rank() * each, size)
-    return range(first, min(first + each, size))
+    return rows_of_part(size, mesh.size(), mesh.get_local_rank())
 
 
 class ShardedModule(nn.Module):

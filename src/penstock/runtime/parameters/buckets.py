@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.collective import AllReduce, Broadcast, Reduce, ReduceScatter
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.tensors.dtensor import as_shard, local, placements_of
+from penstock.runtime.tensors.dtensor import as_shard, local, placements_of, rows_per_part
 
 BUCKET_BYTES = 25 * 2**20
 """Most bytes of a bucket, unless one tensor alone has more: large enough for a link's full speed, small enough that
@@ -122,11 +122,6 @@ class PartBucket:
             if is_there:
                 mine = rows[: local(part).shape[dim]].movedim(0, dim)
                 part.grad = as_shard(mine.clone(memory_format=torch.contiguous_format), part)
-
-
-def rows_per_part(num: int, num_parts: int) -> int:
-    """How many of `num` rows a part has at most; as DTensor cuts them, the last ones may have fewer."""
-    return -(-num // num_parts)
 
 
 def padded_rows(tensor: Tensor, dim: int, num: int) -> Tensor:

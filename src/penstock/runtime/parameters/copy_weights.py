@@ -127,7 +127,6 @@ class CopyWeights:
         self._rates: Sequence[float] | None = None
         self._clip_norm: float | None = None
         self._open = False
-        self._first = 0
 
     def own(self) -> Iterator[tuple[str, Parameter]]:
         """The stage's parameters that no other stage owns, by name."""
@@ -153,7 +152,6 @@ class CopyWeights:
         """
         self._optimizer, self._rates, self._clip_norm, self._open = optimizer, rates, clip_norm, open_window
         self._groups = {} if optimizer is None else {id(p): g for g in optimizer.param_groups for p in g["params"]}
-        self._first = self.num_updates
         self.mismatch = {}
         for each in self._all():
             each.begin()
@@ -254,15 +252,6 @@ class CopyWeights:
     # -- between passes --------------------------------------------------------------------------------------
 
     @property
-    def trained(self) -> Collection[str]:
-        """The names of the parameters that updates change."""
-        return self._parameters.keys()
-
-    def stepped(self) -> list[Parameter]:
-        """The parameters that updates change."""
-        return list(self._parameters.values())
-
-    @property
     def num_updates(self) -> int:
         """Updates of this copy over all passes; may be set on loading."""
         return self.versions.newest
@@ -321,11 +310,6 @@ class CopyWeights:
             "gradients": self._gradients.peak_bytes,
         }
 
-    @property
-    def peak_versions(self) -> int:
-        """Sets of weights held at most in the pass, the newest and a prediction included."""
-        return self.versions.most
-
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _window(self, m: int) -> int:
@@ -342,7 +326,7 @@ class CopyWeights:
                 "them; give ps.Pipeline an optimizer over all parameters"
             )
         group = self._groups[id(stepped)]
-        rate = group["lr"] if self._rates is None else self._rates[self.num_updates - self._first]
+        rate = group["lr"] if self._rates is None else self._rates[self.versions.num_in_pass]
         state = {key: local(value) for key, value in self._optimizer.state.get(stepped, {}).items()}
         self._rule.predict(out, memory(stepped), num_steps, float(rate) / self._slowed, group, state)
 
@@ -350,9 +334,9 @@ class CopyWeights:
         return self._open and update == self._windows.num_updates - 1
 
     def _require_next(self, update: int) -> None:
-        if update != self.num_updates - self._first:
+        if update != self.versions.num_in_pass:
             raise RuntimeFailure(
-                f"update {update} of stage {self._index} came where update {self.num_updates - self._first} is next"
+                f"update {update} of stage {self._index} came where update {self.versions.num_in_pass} is next"
             )
 
     def _require_fitting(self, state: Mapping[str, Tensor]) -> None:

@@ -221,12 +221,12 @@ class ScheduledUpdates:
             self.copies.select(OWNER, index)
             return self.weights[OWNER, index].versions.ahead(steps)
         pipeline = next(k for k, stage in self.weights if stage == index)
-        return [torch.empty_like(memory(p)) for p in self.weights[pipeline, index].stepped()]
+        return [torch.empty_like(memory(p)) for p in self.weights[pipeline, index].versions.named.values()]
 
     def _look_ahead_of_tie(self, slot: int, tie: Tie) -> None:
         """The same of a tied parameter, for the stages that read it and do not own it."""
         parameter = self._model.shared.tied(slot)
-        trained = any(tie.name in weights.tied or tie.name in weights.trained for weights in self.weights.values())
+        trained = any(tie.name in {*copy.tied, *copy.versions.named} for copy in self.weights.values())
         if parameter is None or not trained:
             return
         reads = [one for stage in tie.stages[1:] for one in self._tied_reads[tie.name, stage].values()]
@@ -248,7 +248,7 @@ class ScheduledUpdates:
             weights.end()
             if self.leaves_open:
                 # One replica keeps the sum so far, to which its part of the next step adds.
-                parameters = weights.stepped()
+                parameters = list(weights.versions.named.values())
                 sums = self.replicas.summed(parameters, [p.grad for p in parameters])
                 for parameter, gradient in zip(parameters, sums, strict=True):
                     kept = self.replicas.is_first and gradient is not None
@@ -291,7 +291,7 @@ class ScheduledUpdates:
         """Raises RuntimeFailure where a parameter is to be trained that was frozen when the pipeline was made."""
         for (_, index), weights in self.weights.items():
             for name, parameter in weights.own():
-                if parameter.requires_grad and name not in weights.trained:
+                if parameter.requires_grad and name not in weights.versions.named:
                     raise RuntimeFailure(
                         f"{name} of stage {index} was frozen when the pipeline was made and is not any more, and the "
                         f"updates that {self.schedule.name} has in its order are those of what was trained then; "

@@ -30,14 +30,13 @@ from penstock.runtime.parameters.buckets import (
     as_real,
     cut_into_buckets,
     padded_rows,
-    rows_per_part,
     send_values,
 )
 from penstock.runtime.parameters.copy_weights import Write
 from penstock.runtime.parameters.gradients import Gradients
 from penstock.runtime.stage.autograd import sees_gradients
 from penstock.runtime.stage.stage import Stage
-from penstock.runtime.tensors.dtensor import is_sharded, local, memory
+from penstock.runtime.tensors.dtensor import is_sharded, local, memory, rows_of_part, rows_per_part
 
 
 class UnshardedParameters:
@@ -247,10 +246,8 @@ class ShardedParameters(UnshardedParameters):
         """What is kept here of a parameter, and its first row."""
         from torch.distributed.tensor import DTensor, Shard
 
-        num, number = self._mesh.num_replicas, self._mesh.replica
         value = local(parameter.data)
-        begin = min(number * rows_per_part(value.shape[dim], num), value.shape[dim])
-        length = min(rows_per_part(value.shape[dim], num), value.shape[dim] - begin)
+        rows = rows_of_part(value.shape[dim], self._mesh.num_replicas, self._mesh.replica)
         holders, cuts = self._mesh.holders, (Shard(dim),)
         if is_sharded(parameter):
             cuts = (*cuts, *parameter.placements)  # type: ignore[attr-defined]
@@ -259,14 +256,14 @@ class ShardedParameters(UnshardedParameters):
         elif self._mesh.shards is not None:
             holders = holders[REPLICAS]
         part = DTensor.from_local(
-            value.narrow(dim, begin, length).clone(memory_format=torch.contiguous_format),
+            value.narrow(dim, rows.start, len(rows)).clone(memory_format=torch.contiguous_format),
             holders,
             cuts,
             run_check=False,
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-        return Parameter(part, requires_grad=parameter.requires_grad), begin
+        return Parameter(part, requires_grad=parameter.requires_grad), rows.start
 
     def _holders_with(self, across: Any) -> Any:
         """The device mesh of the replicas of all ranks that have a stage together."""

@@ -181,9 +181,14 @@ class VersionedParameters:
             ahead = [value.clone() for value in values[num:]]
             self.give_ahead({each: ahead[n * num : (n + 1) * num] for n, each in enumerate(steps)})
 
+    @property
+    def num_in_pass(self) -> int:
+        """Updates of the pass that the newest version has."""
+        return self.newest - self._first
+
     def needed(self) -> Sequence[int]:
         """How far ahead of the newest version it must be known here by now."""
-        return self._needs.get(self.newest - self._first, ())
+        return self._needs.get(self.num_in_pass, ())
 
     def give_ahead(self, ahead: Ahead) -> None:
         """What is predicted on top of the newest version, which is held until there is another."""

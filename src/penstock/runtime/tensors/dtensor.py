@@ -72,3 +72,15 @@ def as_shard(part: Tensor, like: Any) -> Tensor:
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def rows_per_part(num: int, num_parts: int) -> int:
+    """How many of `num` rows a part has at most, as DTensor cuts them and `torch.chunk`."""
+    return -(-num // num_parts)
+
+
+def rows_of_part(num: int, num_parts: int, part: int) -> range:
+    """Which of `num` rows a part has; of the last parts it may be fewer than others have, or none."""
+    each = rows_per_part(num, num_parts)
+    first = min(part * each, num)
+    return range(first, min(first + each, num))
