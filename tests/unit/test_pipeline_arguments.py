@@ -371,3 +371,18 @@ def test_a_parameter_that_is_replaced_after_the_pipeline_was_made_was_never_trai
     with pytest.raises(RuntimeFailure, match=r"parameter .* of stage 1 is another one .*make a new pipeline"):
         pipe.step(x, x)
     pipe.evaluate(x, x)  # which trains nothing
+
+
+def test_a_parameter_is_found_replaced_also_after_a_module_without_any_was_replaced() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)))
+    pipe = ps.Pipeline(
+        model, ps.build("1f1b", 2, 2), loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    x = torch.ones(4, 4)
+    pipe.step(x, x)
+    model[1][1] = nn.Tanh()
+    pipe.step(x, x)  # in force, and nothing of it is trained
+    pipe.step(x, x)
+    model[1][1] = nn.PReLU()
+    with pytest.raises(RuntimeFailure, match=r"parameter 1\.1\.weight of stage 1 is another one"):
+        pipe.step(x, x)

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -156,6 +156,7 @@ class LocalPipeline:
         self._interfaces = choice.delegates.interfaces
         self._made = ExitStack()
         self._own_parameters: dict[int, nn.Parameter] = {}
+        self._seen = ModuleContents(())
 
     def build(self) -> None:
         """Makes all that a step needs. What is there when it fails, `close` takes back."""
@@ -349,7 +350,9 @@ class LocalPipeline:
 
     def require_own_parameters(self) -> None:
         """Raises RuntimeFailure where a parameter of a stage is another one now: optimizers have the one before."""
-        for index, stage in self.model.copies.stages.items() if self._own_parameters else ():
+        if not self._own_parameters or self._seen.are_same():
+            return
+        for index, stage in self.model.copies.stages.items():
             for name, parameter in stage.named_parameters():
                 if id(parameter) not in self._own_parameters:
                     raise RuntimeFailure(
@@ -357,6 +360,7 @@ class LocalPipeline:
                         "optimizer would train it; make a new pipeline, or change the parameter in place, such "
                         "as by copy_() under torch.no_grad()"
                     )
+        self._seen = ModuleContents(self.model.copies.stages.values())
 
     # Batches.
 
@@ -397,6 +401,26 @@ class LocalPipeline:
     def _end_failover(self, failover: Failover | None) -> None:
         if failover is not None:
             failover.close(parts=not self._life.is_broken)
+
+
+class ModuleContents:
+    """What modules held when they were looked at. Looking again takes far less time than naming all parameters."""
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        modules = [module for root in roots for module in root.modules()]
+        holders: list[dict[str, Any]] = [m._modules for m in modules] + [m._parameters for m in modules]
+        self._sizes = [(holder, len(holder)) for holder in holders]
+        self._entries = [(holder, name, one) for holder in holders for name, one in holder.items()]
+
+    def are_same(self) -> bool:
+        """Whether they hold the same modules and parameters still; False of none."""
+        for holder, size in self._sizes:
+            if len(holder) != size:
+                return False
+        for holder, name, one in self._entries:
+            if holder.get(name) is not one:
+                return False
+        return bool(self._sizes)
 
 
 def _layers_of(model: Any, sources: Sequence[Any]) -> list[tuple[str, dict[str, Any], str, nn.Module]]:
