@@ -5,10 +5,9 @@
     in     place 0, 1, ...    place 0, 1, ...      each has a memory of its own, whose slots it gives out
 
 The sockets at which receiving delegates are reached are held by the rank (`Listeners`), so that they outlive one.
-Other ranks connect to them to see whether it is there, or to report on an interface (`PresenceConnections`). The
-`Supervisor` is a thread that starts delegates while the rank computes or waits for something else: it sleeps until
-the kernel says that a delegate is dead, that somebody wants to connect to one not started yet, or that another rank
-has news of its interfaces.
+Other ranks connect to them to see whether it is there, or to report on an interface. A thread starts delegates while
+the rank computes or waits for something else: it sleeps until the kernel says that a delegate is dead, that somebody
+wants to connect to one not started yet, or that another rank has news of its interfaces.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from penstock.runtime.transport.delegate.carrier.descriptor import (
     Lane,
 )
 from penstock.runtime.transport.delegate.carrier.shared import DEPTH, RING_BYTES, DescriptorRing
+from penstock.runtime.transport.delegate.carrier.sockets import LONGEST, MS, READ, EventLoop
 from penstock.runtime.transport.mapped_memory import MappedMemory
 
 _PATH = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
@@ -271,54 +272,14 @@ class Listeners:
         self._sockets.clear()
 
 
-MOST = 64
-"""Connections that are open at once."""
-
-
-class PresenceConnections:
-    """Args:
-    key: of the run; others' news are no news.
-    """
-
-    def __init__(self, key: int) -> None:
-        self._key = key
-        self._sockets: dict[int, socket.socket] = {}
-
-    def accept(self, listener: socket.socket) -> int | None:
-        """Takes a connection; returns the descriptor to wait for, or None."""
-        try:
-            made, _ = listener.accept()
-        except OSError:
-            return None
-        made.setblocking(False)
-        if len(self._sockets) >= MOST:
-            made.close()
-            return None
-        self._sockets[made.fileno()] = made
-        return made.fileno()
-
-    def __contains__(self, descriptor: int) -> bool:
-        return descriptor in self._sockets
-
-    def read(self, descriptor: int) -> Descriptor | None:
-        """What comes over a connection, if it is news. It is closed then."""
-        made = self._sockets.pop(descriptor)
-        with made, contextlib.suppress(OSError, FrameError):
-            data = made.recv(FRAME_BYTES)
-            if len(data) == FRAME_BYTES:
-                frame = Descriptor.of_frame(data)
-                if frame.kind is DescriptorKind.THEIRS_DOWN and frame.tag == self._key:
-                    return frame
-        return None
-
-    def close(self) -> None:
-        for made in self._sockets.values():
-            made.close()
-        self._sockets.clear()
-
-
+MOST_VISITORS = 64
+"""Connections to the sockets that show presence that are open at once."""
 MOST_GRANTED = 8
 """How many times its rank's host memory a receiving delegate may be granted; what is not used takes no pages."""
+LOOK = 500 * MS
+"""Nanoseconds between two looks on kernels that tell no deaths."""
+ENDS = 10.0
+"""Seconds that a delegate's start, in which `stop` may find the thread, is waited for."""
 
 
 class DelegateKey(NamedTuple):
@@ -363,42 +324,36 @@ class Delegates:
         self._stack = contextlib.ExitStack()
         self._delegates: dict[DelegateKey, DelegateProcess] = {}
         self._memories: dict[DelegateKey, MappedMemory] = {}
-        self._deaths: dict[int, DelegateKey] = {}  # by process descriptor
-        self._waiting: dict[int, DelegateKey] = {}
-        """By descriptor: listeners of receiving delegates that are not started."""
         self._others: set[int] = set()
-        self._presence: dict[int, socket.socket] = {}
+        self._visitors: set[socket.socket] = set()
+        self._thread: threading.Thread | None = None
+        self.error: RuntimeFailure | None = None
         self.restarts = 0
-        self.blind = not _tells_deaths()
+        self._rest = LONGEST if _tells_deaths() else LOOK
         try:
             self._listeners = Listeners(interfaces, num_places)
             self._stack.callback(self._listeners.close)
             told = gather((rank, num_places, secrets.randbits(62), self._listeners.ports()))
             self._meet(told, num_ranks)
-            self._notes_poll, self._watched = select.epoll(), select.epoll()
+            self._notes_poll, self._loop = select.epoll(), EventLoop()
             self._stack.callback(self._notes_poll.close)
-            self._stack.callback(self._watched.close)
+            self._stack.callback(self._loop.close)
             self.out_memory = self._memory(host_memory)
-            self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-            self._stack.callback(os.close, self._stop)
-            self._watched.register(self._stop, select.EPOLLIN)
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+            self._stack.callback(os.close, self._wake)
         except OSError as error:
             self._stack.close()
             raise cannot(error) from None
         except BaseException:
             self._stack.close()
             raise
-        self._connections = PresenceConnections(self._key)
-        self._stack.callback(self._connections.close)
-        self._news: list[Descriptor] = []
+        self._loop.watch(self._wake, READ, lambda mask: None)
         for one in self._listeners.of(*PRESENCE):
-            self._presence[one.fileno()] = one
-            self._watched.register(one.fileno(), select.EPOLLIN)
+            self._loop.watch(one.fileno(), READ, partial(self._visited, one))
         for kind in range(KINDS):
             for place in range(num_places):
                 for one in self._listeners.of(kind, place):
-                    self._waiting[one.fileno()] = DelegateKey(False, kind, place)
-                    self._watched.register(one.fileno(), select.EPOLLIN)
+                    self._loop.watch(one.fileno(), READ, partial(self._tend, DelegateKey(False, kind, place)))
 
     def _meet(self, told: list[Any], num_ranks: int) -> None:
         if len(told) != num_ranks or [one[0] for one in told] != list(range(num_ranks)):
@@ -447,8 +402,7 @@ class Delegates:
             memory = self._memories[key] = self._memory(self.host_memory * (1 if self._pinned else MOST_GRANTED))
             listeners = [one.fileno() for one in self._listeners.of(kind, place)]
             for number in listeners:
-                del self._waiting[number]
-                self._watched.unregister(number)
+                self._loop.forget(number)
         return DelegateOrders(
             key.outgoing,
             self.rank,
@@ -507,44 +461,69 @@ class Delegates:
 
     # Life and death.
 
-    def watch(self, seconds: float) -> list[DelegateKey] | None:
-        """Waits, at most so long, until delegates are to be started or started again; returns which.
+    def supervise(self, lock: threading.RLock, restart: Callable[[DelegateKey], None]) -> None:
+        """Has a thread start delegates that are called, and dead ones again.
 
-        None: `close` was called. Needs no lock.
+        Args:
+            lock: held while one is started. restart: starts a dead one again; called with the lock held.
         """
-        found: list[DelegateKey] = []
-        for number, _ in self._watched.poll(seconds):
-            if number == self._stop:
-                return None
-            if number in self._presence:
-                connection = self._connections.accept(self._presence[number])
-                if connection is not None:
-                    self._watched.register(connection, select.EPOLLIN)
-            elif number in self._connections:
-                self._watched.unregister(number)
-                frame = self._connections.read(number)
-                if frame is not None:
-                    self._news.append(frame)
-            key = self._waiting.get(number) or self._deaths.get(number)
-            if key is not None and key not in found:
-                found.append(key)
-        if self._news:
-            return found
-        return found or [key for key, one in list(self._delegates.items()) if one.end is None and one.ended()]
+        self._lock, self._restart = lock, restart
+        self._thread = threading.Thread(target=self._work, name="penstock-delegates", daemon=True)
+        self._thread.start()
 
-    def pass_on(self) -> None:
-        """Tells the delegates that send what other ranks said of their interfaces."""
-        news, self._news = self._news, []
-        for frame in news:
+    def _work(self) -> None:
+        try:
+            self._loop.run(self._look)
+        except RuntimeFailure as error:
+            self.error = error
+        except Exception as error:
+            self.error = RuntimeFailure(f"the delegates cannot be kept running: {error!r}")
+            self.error.__cause__ = error
+
+    def _look(self, now: int) -> int:
+        """Looks for deaths that the kernel does not tell."""
+        for key in [key for key, one in list(self._delegates.items()) if one.end is None and one.ended()]:
+            self._tend(key)
+        return now + self._rest
+
+    def _tend(self, key: DelegateKey, mask: int = 0) -> None:
+        """Somebody wants to connect to a delegate, or it is dead."""
+        with self._lock:
+            delegate = self._delegates.get(key)
+            if delegate is not None and delegate.ended():
+                self._restart(key)
+            else:
+                self.get(key)
+
+    def _visited(self, listener: socket.socket, mask: int) -> None:
+        """Another rank looks whether this one is there, or has news."""
+        try:
+            made, _ = listener.accept()
+        except OSError:
+            return
+        made.setblocking(False)
+        if len(self._visitors) >= MOST_VISITORS:
+            made.close()
+            return
+        self._visitors.add(made)
+        self._loop.watch(made.fileno(), READ, partial(self._hear, made))
+
+    def _hear(self, made: socket.socket, mask: int) -> None:
+        """Tells the delegates that send what another rank of this run says of its interfaces."""
+        self._loop.forget(made.fileno())
+        self._visitors.discard(made)
+        try:
+            with made:
+                data = made.recv(FRAME_BYTES)
+            news = Descriptor.of_frame(data) if len(data) == FRAME_BYTES else None
+        except (OSError, FrameError):
+            return
+        if news is None or news.kind is not DescriptorKind.THEIRS_DOWN or news.tag != self._key:
+            return
+        with self._lock:
             for key, delegate in self._delegates.items():
                 if key.outgoing:
-                    lane = Lane(self.rank, frame.lane.target, key.kind, key.place)
-                    delegate.order(Descriptor(DescriptorKind.THEIRS_DOWN, lane, frame.number, frame.tag))
-
-    def dead(self, key: DelegateKey) -> bool:
-        """Whether the delegate of a key was started and is dead."""
-        delegate = self._delegates.get(key)
-        return delegate is not None and delegate.ended()
+                    delegate.order(news._replace(lane=Lane(self.rank, news.lane.target, key.kind, key.place)))
 
     def restart(self, key: DelegateKey, resumed: PredecessorState) -> DelegateProcess:
         """Starts a dead delegate again. What it told must have been read."""
@@ -561,21 +540,26 @@ class Delegates:
     def _register(self, key: DelegateKey, delegate: DelegateProcess) -> None:
         self._notes_poll.register(delegate.notes_ready, select.EPOLLIN)
         if delegate.end is not None:
-            self._watched.register(delegate.end, select.EPOLLIN)
-            self._deaths[delegate.end] = key
+            self._loop.watch(delegate.end, READ, partial(self._tend, key))
 
     def _unregister(self, delegate: DelegateProcess) -> None:
         self._notes_poll.unregister(delegate.notes_ready)
         if delegate.end is not None:
-            self._watched.unregister(delegate.end)
-            del self._deaths[delegate.end]
+            self._loop.forget(delegate.end)
 
-    def stop_watching(self) -> None:
-        """Has `watch` return None."""
-        os.eventfd_write(self._stop, 1)
+    def stop(self) -> None:
+        """Ends the thread; one that still starts a delegate after `ENDS` seconds is left to end by itself."""
+        if self._thread is not None:
+            self._loop.stop()
+            os.eventfd_write(self._wake, 1)
+            self._thread.join(ENDS)
+            self._thread = None
 
     def close(self) -> None:
         """Ends all delegates: none is left."""
+        self.stop()
+        for made in self._visitors:
+            made.close()
         for delegate in self._delegates.values():
             delegate.release()
         for delegate in self._delegates.values():
@@ -591,48 +575,3 @@ def _tells_deaths() -> bool:
     except (OSError, AttributeError):
         return False
     return True
-
-
-LOOK = 0.5
-"""Seconds between two looks on kernels that tell no deaths."""
-ENDS = 10.0
-"""Seconds that a delegate's start, in which `stop` may find the thread, is waited for."""
-
-
-class Supervisor:
-    """Args:
-    lock: held while a delegate is started.
-    restart: starts a dead delegate again; called with the lock held.
-    """
-
-    def __init__(self, delegates: Delegates, lock: threading.RLock, restart: Callable[[DelegateKey], None]) -> None:
-        self._delegates, self._lock, self._restart = delegates, lock, restart
-        self.error: RuntimeFailure | None = None
-        self._thread = threading.Thread(target=self._work, name="penstock-delegates", daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
-        while (keys := self._delegates.watch(LOOK if self._delegates.blind else -1.0)) is not None:
-            with self._lock:
-                try:
-                    self._tend(keys)
-                except RuntimeFailure as error:
-                    self.error = error
-                    return
-                except Exception as error:
-                    self.error = RuntimeFailure(f"the delegates cannot be kept running: {error!r}")
-                    self.error.__cause__ = error
-                    return
-
-    def _tend(self, keys: list[DelegateKey]) -> None:
-        self._delegates.pass_on()
-        for key in keys:
-            if self._delegates.dead(key):
-                self._restart(key)
-            else:
-                self._delegates.get(key)
-
-    def stop(self) -> None:
-        """Ends the thread; one that still starts a delegate after `ENDS` seconds is left to end by itself."""
-        self._delegates.stop_watching()
-        self._thread.join(ENDS)

@@ -32,7 +32,7 @@ from penstock.runtime.transport.delegate.carrier.descriptor import (
     body_bytes,
     spec_room,
 )
-from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates, Supervisor, cannot
+from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates, cannot
 from penstock.runtime.transport.delegate.health import ConnectionHealth, Counters
 from penstock.runtime.transport.delegate.inbox import DelegateInbox
 from penstock.runtime.transport.delegate.outbox import Outbox
@@ -108,10 +108,10 @@ class DelegateTransport:
         self._arrived: list[Edge] = []
         self._starving: dict[DelegateKey, int] = {}
         self._full = self._room = self._failed = self._closed = False
-        # One thread of the rank's uses this; the other one is the supervisor.
+        # One thread of the rank's uses this; the other one is the delegates' own.
         self._lock = threading.RLock()
         self._copying = copying_for(place, self._lock)
-        self._supervisor = Supervisor(self._delegates, self._lock, self._restart)
+        self._delegates.supervise(self._lock, self._restart)
         try:
             self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         except OSError as error:
@@ -181,7 +181,7 @@ class DelegateTransport:
         except RuntimeFailure:
             pass  # nothing more can be done for what is on its way
         finally:
-            self._supervisor.stop()
+            self._delegates.stop()
             self._copying.close()
             self._delegates.close()
             os.close(self._waker)
@@ -381,8 +381,8 @@ class DelegateTransport:
 
     def _listen(self) -> None:
         """Takes in all that the delegates told."""
-        if self._supervisor.error is not None:
-            raise self._supervisor.error
+        if self._delegates.error is not None:
+            raise self._delegates.error
         self._copying.progress()
         self._inbox.take_back()
         for key, note in self._delegates.notes():
