@@ -10,10 +10,10 @@ import pytest
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages
+from penstock.runtime.transport.delegate import Counters
+from penstock.runtime.transport.delegate.boxes import MOST_WAITING, DelegateInbox, Outbox
 from penstock.runtime.transport.delegate.carrier.descriptor import Descriptor, DescriptorKind, Lane
 from penstock.runtime.transport.delegate.delegates import DelegateKey
-from penstock.runtime.transport.delegate.inbox import DelegateInbox
-from penstock.runtime.transport.delegate.outbox import MOST_WAITING, Outbox
 from penstock.schedule import Op
 
 pytestmark = pytest.mark.unit
@@ -128,7 +128,7 @@ def message(number: int, tag: int, step: int = 1, digest: int = 5, sent: int = 0
 
 def test_messages_are_known_by_their_tags_and_freed_once_taken() -> None:
     fleet = Orders(1, 64 * MB)
-    inbox = DelegateInbox(fleet)  # type: ignore[arg-type]
+    inbox = DelegateInbox(fleet, Counters())  # type: ignore[arg-type]
     assert inbox.begin(1, 5, EXPECTED, 1) == []
     assert inbox.came(POST, message(1, 102)) == EDGES[2]
     assert inbox.owed() == {0}
@@ -144,7 +144,7 @@ def test_messages_are_known_by_their_tags_and_freed_once_taken() -> None:
 
 
 def test_messages_of_the_next_step_wait_and_late_ones_are_errors() -> None:
-    inbox = DelegateInbox(Orders(1, 64 * MB))  # type: ignore[arg-type]
+    inbox = DelegateInbox(Orders(1, 64 * MB), Counters())  # type: ignore[arg-type]
     inbox.begin(1, 5, EXPECTED, 1)
     assert inbox.came(POST, message(1, 100, step=2)) is None
     assert inbox.begin(2, 5, EXPECTED, 1) == [EDGES[0]]
@@ -154,7 +154,7 @@ def test_messages_of_the_next_step_wait_and_late_ones_are_errors() -> None:
 
 def test_a_new_receiving_delegate_knows_what_its_forerunner_delivered_and_what_is_held() -> None:
     fleet = Orders(1, 64 * MB)
-    inbox = DelegateInbox(fleet)  # type: ignore[arg-type]
+    inbox = DelegateInbox(fleet, Counters())  # type: ignore[arg-type]
     inbox.begin(1, 5, EXPECTED, 1)
     for number in (1, 2, 3):
         inbox.came(POST, message(number, 99 + number))
@@ -167,7 +167,7 @@ def test_a_new_receiving_delegate_knows_what_its_forerunner_delivered_and_what_i
 
 def test_delegates_are_granted_what_the_messages_on_their_way_take() -> None:
     fleet = Orders(1, 80 * 1024)  # ten slots are a share
-    inbox = DelegateInbox(fleet)  # type: ignore[arg-type]
+    inbox = DelegateInbox(fleet, Counters())  # type: ignore[arg-type]
     inbox.begin(1, 5, EXPECTED, 1)
     for number in range(4):  # one each ms, 6 ms on its way: ceil(2 * 6) + 1 must have a place
         inbox.came(POST, message(number + 1, 100 + number, sent=number * MS, arrived=(number + 6) * MS))

@@ -7,13 +7,13 @@
                          delegates: starts one again when it dies; numbers and answers leave nothing out
 
 transport   the rank's end: send, arrivals, wait, take       delegates   the processes, started and restarted
-outbox      what was sent and is not answered yet            inbox       what came in and was not taken
-health      the links, as delegates report them              carrier/     what a delegate process runs
+boxes       what was sent and is not answered, what came in and was not taken
+health      the links, as delegates report them              carrier/    what a delegate process runs
 payload_copies   payloads into slots of shared memory, and out
 """
 
+from penstock.runtime.transport.delegate.boxes import LaneCount, lanes_for
 from penstock.runtime.transport.delegate.health import Counters
-from penstock.runtime.transport.delegate.outbox import LaneCount, lanes_for
 from penstock.runtime.transport.delegate.transport import DelegateTransport
 
 __all__ = ["Counters", "DelegateTransport", "LaneCount", "lanes_for"]

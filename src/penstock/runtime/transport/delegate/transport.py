@@ -25,6 +25,7 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages, TransferRecord
 from penstock.runtime.transport.channel import ChannelKey, Tags
+from penstock.runtime.transport.delegate.boxes import DelegateInbox, Outbox
 from penstock.runtime.transport.delegate.carrier.descriptor import (
     Descriptor,
     DescriptorKind,
@@ -34,8 +35,6 @@ from penstock.runtime.transport.delegate.carrier.descriptor import (
 )
 from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates, cannot
 from penstock.runtime.transport.delegate.health import ConnectionHealth, Counters
-from penstock.runtime.transport.delegate.inbox import DelegateInbox
-from penstock.runtime.transport.delegate.outbox import Outbox
 from penstock.runtime.transport.delegate.payload_copies import SlotPacket, SpecCache, copying_for
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
 
@@ -99,7 +98,7 @@ class DelegateTransport:
         pinned = place.type == "cuda"
         self._delegates = Delegates(rank, num_ranks, gather, interfaces, most_lanes, host_memory, pinned)
         self._outbox = Outbox(self._delegates, num_lanes, most_lanes)
-        self._inbox = DelegateInbox(self._delegates, takes_over)
+        self._inbox = DelegateInbox(self._delegates, self.counters, takes_over)
         self._health = ConnectionHealth(rank, self._delegates.addresses, self.counters)
         self._num_lanes = num_lanes
         self._specs = SpecCache()
@@ -387,14 +386,7 @@ class DelegateTransport:
         self._inbox.take_back()
         for key, note in self._delegates.notes():
             if note.kind is DescriptorKind.MESSAGE:
-                doubled = self._inbox.doubled
-                edge = self._inbox.came(key, note)
-                if self._inbox.doubled > doubled:
-                    self.counters.doubled += 1
-                    continue
-                self.counters.messages += 1
-                self.counters.num_bytes += note.payload_bytes
-                if edge is not None:
+                if (edge := self._inbox.came(key, note)) is not None:
                     self._arrived.append(edge)
             elif note.kind is DescriptorKind.ANSWERED:
                 self._room = self._outbox.answered(note) or self._room
