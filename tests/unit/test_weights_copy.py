@@ -17,6 +17,7 @@ import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.copy_weights import CopyWeights, summed
 from penstock.runtime.parameters.version_rules import rule_of
+from penstock.runtime.tensor_parallel import Sharding
 from penstock.runtime.tensors.dtensor import local
 from penstock.schedule import Schedule, ScheduleError, Updates
 from penstock.schedule.updates import RULES
@@ -459,6 +460,20 @@ def test_old_versions_were_written_over_the_newest_beside_shards(sharded: nn.Mod
         assert same([local(value) for value in w.versions.newest_values().values()], versions[3])
     w.end()
     assert same(local_values(sharded), versions[3])
+
+
+def test_pipedream_trained_another_model_beside_shards(sharded: nn.Module) -> None:
+    """A mesh of one process: what is cut over it is to train as the whole does, to the bit."""
+    schedule = pipedream(2, 8, 1, "pipedream")
+    cut, whole = linear(2), linear(2)
+    for stage in cut:
+        Sharding(dist.device_mesh.DeviceMesh("cpu", [0])).rows(stage[0])
+    for stages in (cut, whole):
+        loop = Loop([stages], schedule, sgd)
+        for seed in range(2):
+            loop.run(*batch(8, seed))
+    for mine, other in zip(cut, whole, strict=True):
+        assert same(local_values(mine), local_values(other))
 
 
 def test_a_broken_step_took_loaded_values_back_from_shards(sharded: nn.Module) -> None:
