@@ -26,7 +26,7 @@ from penstock.runtime.execute.worker import Worker
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport import link_conditions
+from penstock.runtime.transport import loopback
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.wiring import WiredOp, wire
 from penstock.schedule import Op
@@ -379,7 +379,7 @@ def test_memory_let_go_of_too_soon_is_found_out(forgotten: str, monkeypatch: pyt
     """What a forward takes in, and what its stage keeps: where a pair holds no references to it."""
     clocks = LaneClocks()
     monkeypatch.setattr(torch_backend, "queue_of", lambda device: clocks)
-    monkeypatch.setattr(link_conditions, "LoopbackTransport", Unpacking)
+    monkeypatch.setattr(loopback, "LoopbackTransport", Unpacking)
     if forgotten == "inputs":
         monkeypatch.setattr(torch_backend, "LaunchedOps", ForgetsInputs)
     elif forgotten == "state":

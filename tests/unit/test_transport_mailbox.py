@@ -16,8 +16,8 @@ from penstock.runtime import DeadlineExceeded
 from penstock.runtime.errors import PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import KEPT, CrossingLog, StepMessages, TransferRecord
-from penstock.runtime.transport.link_conditions import Conditions, local_transports
-from penstock.runtime.transport.loopback import Mailbox
+from penstock.runtime.transport.link_conditions import Conditions
+from penstock.runtime.transport.loopback import Mailbox, local_transports
 from penstock.schedule import Op
 
 pytestmark = pytest.mark.unit

@@ -24,8 +24,8 @@ from penstock.runtime.execute.plan import ActivePlan, StepPlan
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.base import StepMessages, Transport
 from penstock.runtime.transport.choose import TransportChoice
-from penstock.runtime.transport.link_conditions import Conditions, local_transports, nothing_comes
-from penstock.runtime.transport.loopback import Mailbox
+from penstock.runtime.transport.link_conditions import Conditions
+from penstock.runtime.transport.loopback import Mailbox, local_transports, nothing_comes
 
 
 class Devices(Protocol):

@@ -21,8 +21,8 @@ from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.transport import HOST_MEMORY
 from penstock.runtime.transport.failover import Failover
 from penstock.runtime.transport.gloo import GlooTransport
-from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, clocks_ahead, loopback_ends
-from penstock.runtime.transport.loopback import Mailbox
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, clocks_ahead
+from penstock.runtime.transport.loopback import Mailbox, loopback_ends
 from penstock.runtime.transport.nccl import CudaLineStreams, DeviceLines, lines_of, require_queues
 from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.shared_memory import open_shared_memory

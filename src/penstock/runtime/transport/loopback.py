@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import StepMessages, TransferRecord
+from penstock.runtime.transport.base import StepMessages, TransferRecord, Transport
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
 
 
 class Envelope(NamedTuple):
@@ -129,3 +130,36 @@ class LoopbackTransport:
     def crossings(self) -> list[TransferRecord]:
         """None: what is handed over crosses no link."""
         return []
+
+
+def loopback_ends(
+    boxes: Sequence[Mailbox], conditions: Conditions, timeout: float = 0.0
+) -> list[ConditionedTransport]:
+    """The ends of ranks of one process, by rank."""
+    return [ConditionedTransport(LoopbackTransport(boxes, rank, timeout), conditions) for rank in range(len(boxes))]
+
+
+def local_transports(
+    num_ranks: int, conditions: Conditions | None
+) -> tuple[Callable[[int], Transport], Callable[[], bool]]:
+    """What makes the ends of one step's ranks, which take turns in one thread, and what waits for the next message
+    that is on its way between them; it returns False where none is.
+    """
+    boxes = [Mailbox() for _ in range(num_ranks)]
+    if conditions is None:
+        return lambda rank: LoopbackTransport(boxes, rank), nothing_comes
+    ends = loopback_ends(boxes, conditions)
+
+    def pause() -> bool:
+        due = min((moment for each in ends if (moment := each.next_due()) is not None), default=None)
+        if due is None:
+            return False
+        time.sleep(max(0, due - time.perf_counter_ns()) / 1e9)
+        return True
+
+    return ends.__getitem__, pause
+
+
+def nothing_comes() -> bool:
+    """What is sent is there at once, so there is nothing to wait for."""
+    return False
