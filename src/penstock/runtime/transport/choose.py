@@ -23,7 +23,7 @@ from penstock.runtime.transport.failover import Failover
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, clocks_ahead
 from penstock.runtime.transport.loopback import Mailbox, loopback_ends
-from penstock.runtime.transport.nccl import CudaLineStreams, DeviceLines, lines_of, require_queues
+from penstock.runtime.transport.nccl import DeviceLines, LineStreams, lines_of, require_queues
 from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.shared_memory import open_shared_memory
 from penstock.runtime.transport.wiring import Wiring
@@ -299,4 +299,4 @@ def _lines(group: dist.ProcessGroup, timeout: float, wiring: Wiring, device: tor
     channels = lines_of(wiring)
     for rank in range(dist.get_world_size(group)):  # all of them, so that all are told
         require_queues(channels, rank)
-    return DeviceLines(group, channels, "nccl", timeout, device, CudaLineStreams(device))
+    return DeviceLines(group, channels, "nccl", timeout, device, LineStreams(device))

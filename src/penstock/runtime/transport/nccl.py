@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -131,8 +131,15 @@ def _num_queues() -> int:
         return QUEUES
 
 
-class LineStreams(Protocol):
-    """The streams of a device on which messages move, apart from the one that computes."""
+class LineStreams:
+    """Two streams of a GPU on which messages move, apart from the one that computes.
+
+    Neither ever waits for a message, so that neither holds up another.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._receives, self._ends = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._device = device
 
     def receiving(self, free: Any) -> AbstractContextManager[Any]:
         """Around what makes or posts a buffer.
@@ -140,30 +147,16 @@ class LineStreams(Protocol):
         Args:
             free: a mark behind the last use of the buffer, for which its receive waits; None for a new one.
         """
-
-    def ending(self) -> AbstractContextManager[Any]:
-        """Around the backend's own wait for a message that has come or left: no other work waits with it."""
-
-    def used(self, buffer: torch.Tensor) -> Any:
-        """A mark behind what the stream that computes was given, the use of a buffer being the last."""
-
-
-class CudaLineStreams:
-    """Two streams of a GPU. Neither ever waits for a message, so that neither holds up another."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._receives, self._ends = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._device = device
-
-    def receiving(self, free: Any) -> AbstractContextManager[Any]:
         if free is not None:
             self._receives.wait_event(free)
         return torch.cuda.stream(self._receives)
 
     def ending(self) -> AbstractContextManager[Any]:
+        """Around the backend's own wait for a message that has come or left: no other work waits with it."""
         return torch.cuda.stream(self._ends)
 
     def used(self, buffer: torch.Tensor) -> Any:
+        """A mark behind what the stream that computes was given, the use of a buffer being the last."""
         computing = torch.cuda.current_stream(self._device)
         buffer.record_stream(computing)  # once let go, its memory is not used again before
         mark = torch.cuda.Event()
@@ -240,7 +233,7 @@ class DeviceLines:
             return self._begun(dist.irecv(packet.buffer, group=line, group_src=end))
 
     def _receiving(self, free: Any) -> AbstractContextManager[Any]:
-        """See `LineStreams`."""
+        """See `LineStreams`; nothing where there are none."""
         return nullcontext() if self._streams is None else self._streams.receiving(free)
 
     @contextmanager
