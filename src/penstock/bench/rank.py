@@ -64,7 +64,7 @@ def work(job: RankJob, rank: int) -> dict[str, Any]:
     schedule = ps.build(job.schedule, num_ranks=job.num_ranks, num_microbatches=job.num_microbatches)
     task = SideTask.of(SIZES[job.size], schedule, rank)
     # A group each, so that no side's messages meet another's.
-    groups = {name: dist.new_group(timeout=timedelta(seconds=job.deadline)) for name in ("ours", "torch")}
+    groups = {name: dist.new_group(timeout=timedelta(seconds=job.deadline)) for name in ("ours", "torch", "bare")}
     makers = builders(task, groups, job.dispatch, job.transport, Path(job.folder))
     memory = MemoryMeter()
     sides = {name: makers[name]() for name in job.sides}
@@ -103,24 +103,27 @@ def measure(side: Side, steps: int) -> Metrics:
 
 
 def difference(sides: dict[str, Side]) -> Metrics:
-    """Largest differences of loss and gradients between ours and torch's, relative to their size.
+    """Largest differences of loss and gradients between torch's and the other sides', relative to their size.
 
     Raises RuntimeError where they are more than rounding, or where there is nothing to compare: such sides did
     not run the same thing.
     """
-    losses = {name: sides[name].run() for name in ("ours", "torch")}
-    gradients = {name: sides[name].gradients() for name in ("ours", "torch")}
+    names = [name for name in ("ours", "torch", "bare") if name in sides]
+    losses = {name: sides[name].run() for name in names}
+    gradients = {name: sides[name].gradients() for name in names}
     found = {"gradient": 0.0}
-    for a, b in zip(gradients["ours"], gradients["torch"], strict=True):
-        found["gradient"] = max(found["gradient"], float((a - b).norm() / b.norm().clamp(min=1e-12)))
-    if losses["torch"] is not None and losses["ours"] is not None:
-        found["loss"] = float(abs(losses["ours"] - losses["torch"]) / losses["torch"])
+    for name in names:
+        for a, b in zip(gradients[name], gradients["torch"], strict=True):
+            found["gradient"] = max(found["gradient"], float((a - b).norm() / b.norm().clamp(min=1e-12)))
+        loss, of_torch = losses[name], losses["torch"]
+        if of_torch is not None and loss is not None:
+            found["loss"] = max(found.get("loss", 0.0), float(abs(loss - of_torch) / of_torch))
     if not any(gradient.any() for gradient in gradients["torch"]):
         raise RuntimeError("torch's pipelining left no gradients; its times mean nothing")
     for side in sides.values():
         side.clear()
     if max(found.values()) > 1e-4:
-        raise RuntimeError(f"ours and torch's differ: {found}; their times can't be compared")
+        raise RuntimeError(f"the sides differ: {found}; their times can't be compared")
     return found
 
 

@@ -1,4 +1,5 @@
-"""What the runtime benchmark compares: the same stages run by penstock, by torch's pipelining, in turns, and alone.
+"""What the runtime benchmark compares: the same stages run by penstock, by torch's pipelining, by a bare loop, in
+turns, and alone.
 
 Each side has the same weights, inputs and loss, and the same step: every forward and backward of the schedule,
 the gradients of the mean over the batch in `.grad`, then those cleared. No optimizer.
@@ -251,6 +252,69 @@ class OrderedComputeSide(ComputeOnlySide):
         return None
 
 
+class BareLoopSide(ComputeOnlySide):
+    """The same forwards and backwards in the schedule's order, with tensors between ranks by the calls of gloo alone:
+    the least that Python can do which runs a schedule over gloo.
+
+    All receives of a step are posted before its first op, into buffers that stay from step to step, and what is sent
+    is the tensor itself. Nothing is copied, checked, decided, timed or recorded, and only this rank's loss is known.
+    """
+
+    def __init__(self, task: SideTask, group: dist.ProcessGroup) -> None:
+        super().__init__(task)
+        schedule, self._group = task.schedule, group
+        rank_of = {op: rank for rank, order in enumerate(schedule.order) for op in order}
+        number = {op: place for place, op in enumerate(sorted(rank_of))}
+        self._ops = [op for op in schedule.order[task.rank] if op.kind != "W"]  # of two halves the first does it all
+        self._comes: dict[Op, tuple[Tensor, int, int]] = {}
+        self._goes: dict[Op, tuple[int, int]] = {}
+        for op in self._ops:
+            for before in predecessors(op, schedule.graph, rank_of):
+                if before.stage != op.stage and rank_of[before] != task.rank:
+                    self._comes[op] = torch.empty_like(self._activation), rank_of[before], number[op]
+        for op in rank_of:
+            for before in predecessors(op, schedule.graph, rank_of):
+                if before.stage != op.stage and rank_of[before] == task.rank != rank_of[op]:
+                    self._goes[before] = rank_of[op], number[op]
+
+    def run(self) -> Tensor | None:
+        group = self._group
+        due = {op: group.recv([buffer], source, tag) for op, (buffer, source, tag) in self._comes.items()}
+        held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        here: dict[tuple[str, int, int], Tensor] = {}
+        sent: list[tuple[Any, Tensor]] = []
+        losses: list[Tensor] = []
+        for op in self._ops:
+            kind, stage, microbatch = op
+            if op in due:
+                due[op].wait()
+                came = self._comes[op][0]
+            else:
+                came = here.pop(("F" if kind == "F" else "B", stage, microbatch), self._activation)
+            if kind == "F":
+                taken = self._inputs[microbatch] if stage == 0 else came.detach().requires_grad_()
+                output: Tensor = self._modules[stage](taken)
+                if stage == self._last:
+                    output = self._loss(output, self._targets[microbatch]) * self._share
+                    losses.append(output.detach())
+                held[stage, microbatch] = taken, output
+                gives, to = output.detach(), ("F", stage + 1, microbatch)
+            else:
+                taken, output = held.pop((stage, microbatch))
+                output.backward(None if stage == self._last else came)
+                if taken.grad is None:
+                    continue
+                gives, to = taken.grad, ("B", stage - 1, microbatch)
+            if op in self._goes:
+                target, tag = self._goes[op]
+                sent.append((group.send([gives], target, tag), gives))
+            else:
+                here[to] = gives
+        for work, _ in sent:
+            work.wait()
+        return torch.stack(losses).sum() if losses else None
+
+
 def _gradients(parameters: Sequence[Parameter]) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
 
@@ -262,6 +326,7 @@ def builders(
     return {
         "ours": lambda: PenstockSide(task, groups["ours"], dispatch, transport),
         "torch": lambda: TorchSide(task, groups["torch"]),
+        "bare": lambda: BareLoopSide(task, groups["bare"]),
         "in turns": lambda: OrderedComputeSide(task, folder),
         "alone": lambda: ComputeOnlySide(task),
     }
