@@ -271,6 +271,7 @@ class Replicas:
         if self._agreement is not None:
             self._agreement.begin(optimizer)
         self.unshard()
+        self._under_way.clear()
         if not self.keeps_aside:
             return
         self._cut()
@@ -281,7 +282,6 @@ class Replicas:
             parameter.grad = None
         self._ready.clear()
         self._due = deque(self._order)
-        self._under_way.clear()
 
     def start(self, stage: int) -> None:
         """A stage's gradients are complete: starts their sum, once those that come before it in the order have
@@ -304,11 +304,7 @@ class Replicas:
             self.start(stage)
         for parameters in self._late:
             self._reduce(parameters)
-        for bucket, work, due in self._under_way:
-            self._peers.wait_for(work, SUM)
-            sleep_until(due)
-            bucket.unpack()
-        self._under_way.clear()
+        self._wait(self._peers)
         for parameter, before in self._kept:
             parameter.grad = before if parameter.grad is None else _added(before, parameter.grad)
         self._kept.clear()
@@ -327,11 +323,21 @@ class Replicas:
 
     def _reduce(self, parameters: Sequence[Parameter]) -> None:
         assert self._peers is not None, "sums are asked for where there are others"
-        bucket = self.sharding.bucket(parameters, self._peers)
+        self._begin(self.sharding.bucket(parameters, self._peers), parameters)
+
+    def _begin(self, bucket: SumBucket, parameters: Sequence[Parameter]) -> None:
         due = 0
         if self._late_ring is not None:
             due = self._late_ring.due(sum(local(p).numel() * p.element_size() for p in parameters))
         self._under_way.append((bucket, bucket.start(), due))
+
+    def _wait(self, peers: GroupPeers) -> None:
+        """For all sums that are under way."""
+        for bucket, work, due in self._under_way:
+            peers.wait_for(work, SUM)
+            sleep_until(due)
+            bucket.unpack()
+        self._under_way.clear()
 
     def summed(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The sums over all replicas, where updates are ops, of shards what lies here; every replica must call it for
@@ -342,10 +348,9 @@ class Replicas:
         self._require_alike()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else as_shard(local(gradient), parameter)
-        buckets = [GradientBucket(part, self._peers, None) for part in cut_into_buckets(parameters, lambda _: None)]
-        for bucket, work in [(bucket, bucket.start()) for bucket in buckets]:
-            self._peers.wait_for(work, SUM)
-            bucket.unpack()
+        for part in cut_into_buckets(parameters, lambda _: None):
+            self._begin(GradientBucket(part, self._peers, None), part)
+        self._wait(self._peers)
         found = [None if parameter.grad is None else local(parameter.grad) for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
