@@ -85,12 +85,7 @@ class GroupPeers:
         self._group = WeakGroup(group)
         self.num_ranks = dist.get_world_size(group)
         self.here: tuple[int, ...] = (dist.get_rank(group),)
-        self._timeout = timeout
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that any wait may last."""
-        return self._timeout
+        self.timeout = timeout
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -219,7 +214,7 @@ class GroupPeers:
 
     def wait_for(self, work: Any, what: str, peer: int | None = None) -> None:
         """Waits for what was begun here, with one rank or all. Raises DeadlineExceeded, PeerLost, with `what`."""
-        wait_for(work, self.here[0], peer, what, self._timeout)
+        wait_for(work, self.here[0], peer, what, self.timeout)
 
     def _begun(self, op: Collective, what: str) -> Callable[[], None]:
         """Begins an op; returns what waits for it. Both raise DeadlineExceeded, PeerLost, with `what`."""
@@ -236,7 +231,7 @@ class GroupPeers:
         self, peer: int | None, what: str, timeout: float | None = None
     ) -> AbstractContextManager[timedelta]:
         """Around a wait; gives how long it may take."""
-        return explained(self.here[0], peer, what, self._timeout if timeout is None else timeout)
+        return explained(self.here[0], peer, what, self.timeout if timeout is None else timeout)
 
 
 def _kind_of(tensor: Tensor | None) -> list[int]:

@@ -432,10 +432,6 @@ class Delegates:
 
     # What delegates say.
 
-    def fileno(self) -> int:
-        """A descriptor that is ready to be read when a delegate may have something to say."""
-        return self._notes_poll.fileno()
-
     def notes(self) -> Iterator[tuple[DelegateKey, Descriptor]]:
         """What all delegates told since the last call."""
         for key, delegate in list(self._delegates.items()):

@@ -336,10 +336,6 @@ class DelegateTransport:
         """What a person should know of interfaces that were left for others."""
         return self._health.notices
 
-    def fileno(self) -> int:
-        """A descriptor that is ready to be read when something may have come, for use in a poll."""
-        return self._delegates.fileno()
-
     def also_watch(self, descriptor: int) -> None:
         """Lets `wait` return, too, when this descriptor is ready to be read."""
         self._delegates.also_watch(descriptor)
@@ -355,10 +351,6 @@ class DelegateTransport:
     def memory_is_pinned(self) -> bool:
         """Whether CUDA knows the memory of messages, so that copies are asynchronous."""
         return bool(self._delegates.out_memory.part(0, 1).is_pinned())
-
-    def lanes_to(self, target: int) -> tuple[int, int]:
-        """How many delegates send to a rank, forward and backward."""
-        return self._outbox.lanes_to(target, 0), self._outbox.lanes_to(target, 1)
 
     # Delegates.
 
