@@ -89,7 +89,7 @@ def points() -> list[Fault]:
         "delegating": (
             ("penstock.runtime.transport.delegate.transport:DelegateTransport.prepare", (1,)),
             ("penstock.runtime.transport.delegate.delegates:DelegateProcess._begin", (1, 2, 4)),
-            ("penstock.runtime.transport.routed:RoutedTransport.route", (4, 5, 7)),
+            ("penstock.runtime.transport.routed:RoutedTransport.route", (3, 4, 6)),
             ("penstock.runtime.transport.delegate.transport:DelegateTransport.send", (1, 3)),
             ("penstock.runtime.transport.delegate.transport:DelegateTransport.take", (1, 4)),
             ("penstock.runtime.transport.delegate.transport:DelegateTransport.end", (1,)),
@@ -343,7 +343,7 @@ class _Switches:
         self.pipe.reconfigure(then)
 
     def delegates(self) -> Iterator[int]:
-        yield from self.pipe._local.transport._delegates.pids.values()
+        yield from self.pipe._local.transport.delegates.pids.values()
 
 
 class _Moves:

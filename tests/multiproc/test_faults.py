@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fault_runs import Fault, apart, filling, may_mount, points, undisturbed, without_delegates, wrong
+from tiers import others_nightly
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -19,26 +20,16 @@ pytestmark = [
 DELEGATE = "penstock.runtime.transport.delegate"
 
 
+KILLED = [
+    Fault("switching", "penstock.runtime.pipeline:Pipeline._switch", 1, "after", 1),
+    Fault("delegating", f"{DELEGATE}.delegates:DelegateProcess._begin", 2, "after", 0),
+    Fault("delegating", f"{DELEGATE}.transport:DelegateTransport.send", 3, "after", 1, "kill delegates"),
+    Fault("handing over", "penstock.runtime.checkpoint.state_transfer:_exchange", 1, "before", 1),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault("switching", "penstock.runtime.pipeline:Pipeline._switch", 1, "after", 1),
-        pytest.param(
-            Fault("delegating", f"{DELEGATE}.process:DelegateProcess._begin", 2, "after", 0),
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            Fault("delegating", f"{DELEGATE}.transport:DelegateTransport.send", 3, "after", 1, "kill delegates"),
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            Fault("handing over", "penstock.runtime.checkpoint.state_transfer:_exchange", 1, "before", 1),
-            marks=pytest.mark.nightly,
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("fault", others_nightly(KILLED, KILLED[:1]), ids=str)
 def test_what_is_killed_goes_on_with_the_same_losses(fault: Fault, tmp_path: Path) -> None:
     expected = undisturbed(fault.phase, tmp_path / "plain")
     assert wrong(fault, apart(fault, tmp_path / "struck"), expected) == []
@@ -58,7 +49,7 @@ def test_every_place_of_the_list_is_there() -> None:
     import importlib
     from operator import attrgetter
 
-    faults = [*points(), *filling(), *without_delegates()]
+    faults = [*KILLED, *points(), *filling(), *without_delegates()]
     assert {fault.phase for fault in faults} == {"switching", "delegating", "handing over"}
     for where in {fault.at for fault in faults}:
         module, _, path = where.partition(":")
