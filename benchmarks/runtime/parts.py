@@ -191,6 +191,17 @@ def beside_torch(transport: str) -> list[str]:
     return [f"| {' | '.join(row[:without] + row[without + 1 :])} |" for row in cells]
 
 
+def shares_of_torch(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What ours by default, the bare loop and working in turns take per op, as shares of torch's overhead."""
+    body = []
+    for row in rows:
+        if row["transport"] == "host":
+            took = {side: mean(values) for side, values in row["overhead_us_an_op"].items()}
+            shares = (f"{took[side] / took['torch']:.2f}" for side in ("ours", "bare", "in turns"))
+            body.append([row["size"], row["schedule"], *shares])
+    return markdown(["size", "schedule", "ours by default", "bare loop over gloo", "in turns"], body)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default="1f1b")
@@ -207,6 +218,8 @@ def main() -> None:
         write_between(HERE / "README.md", "parts", table(json.loads((HERE / "parts.json").read_text())["rows"]))
         for transport in ("host", "gloo"):
             write_between(HERE / "README.md", transport, beside_torch(transport))
+        in_turns = json.loads((HERE / "in_turns.json").read_text())["rows"]
+        write_between(HERE / "README.md", "shares", shares_of_torch(in_turns))
         return
     result, rows = record(), []
     for run in range(given.runs):

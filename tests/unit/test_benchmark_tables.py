@@ -224,6 +224,8 @@ def test_what_a_step_costs_beside_torch() -> None:
     page = lines_of("runtime")
     assert sum("tiny" in row or "small" in row for row in rows) == 12
     assert [row for row in rows if "---" not in row and row not in page] == []
+    shares = script("runtime/parts.py").shares_of_torch(read("runtime/in_turns.json")["rows"])
+    assert [row for row in shares if " ".join(row.split()) not in page] == []
 
 
 def test_where_the_time_of_a_step_goes() -> None:
