@@ -101,6 +101,7 @@ class CarryingDelegates:
     def __init__(self) -> None:
         self.steps = 0
         self.within: list[tuple[int, list[Edge]]] = []
+        self.notices: list[str] = []
         self.sent: list[tuple[int, Edge]] = []
         self.is_full = False
         self.depths: list[int] = []
@@ -228,6 +229,15 @@ def test_lines_between_gpus_are_guarded_by_what_changes_over(monkeypatch: pytest
     assert isinstance(made, RoutedTransport)
     assert guarded == [(lines.give_up, lines.may_use)]
     assert len(guard.hooks) == 1
+
+
+def test_notices_of_delegates_of_single_links_were_told_to_nobody() -> None:
+    transport, _, delegates, _ = make()
+    delegates.notices = ["messages of rank 0 to rank 1 go from the second interface"]
+    choice = choose.TransportChoice(ps.TransportOptions())
+    made: Any = transport
+    assert choice.notices(made) == delegates.notices
+    assert choice.notices(None) == []
 
 
 def test_a_deadline_that_passed_is_no_link_that_failed() -> None:

@@ -164,12 +164,8 @@ class TransportChoice:
 
     def notices(self, transport: Transport | None) -> list[str]:
         """Messages for the user about the interfaces that messages use."""
-        return [
-            notice
-            for layer in layers_of(transport)
-            if isinstance(layer, DelegateTransport)
-            for notice in layer.notices
-        ]
+        delegates = _delegates_of(transport)
+        return [] if delegates is None else [*delegates.notices]
 
     def require_schedule(self, schedule: Schedule, delegated: Collection[tuple[int, int]] = ()) -> None:
         """Raises RuntimeFailure if a schedule could deadlock in channels of this depth, or if links are to be
