@@ -18,8 +18,9 @@ from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
+from penstock.runtime.transport.rank_memory import OwnMemory
 from penstock.runtime.transport.routed import RoutedTransport
-from penstock.runtime.transport.shared_memory import OwnMemory, SharedMemoryTransport
+from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc

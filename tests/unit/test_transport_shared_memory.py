@@ -15,9 +15,10 @@ import torch
 
 from delegate_ranks import Chain, exchange, payload_of
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
-from penstock.runtime.transport import shared_memory
+from penstock.runtime.transport import rank_memory
 from penstock.runtime.transport.base import StepMessages
-from penstock.runtime.transport.shared_memory import OwnMemory, SharedMemoryTransport, open_shared_memory
+from penstock.runtime.transport.rank_memory import OwnMemory
+from penstock.runtime.transport.shared_memory import SharedMemoryTransport, open_shared_memory
 
 pytestmark = pytest.mark.unit
 
@@ -99,8 +100,7 @@ def test_memory_is_used_again_from_step_to_step() -> None:
 
 
 def test_what_finds_no_room_in_a_ring_is_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "RING", 2)
-    monkeypatch.setattr(shared_memory, "_RING_WORDS", shared_memory._ENTRIES + 2)
+    monkeypatch.setattr(rank_memory, "RING", 2)
     chain = Chain(2, 9)
     made = ends(2, chain)
     edges = chain.forward(0)

@@ -28,8 +28,8 @@ from penstock.runtime.mesh.peers import MeshPeers, Peers, require_same
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.ops import StageRunner
+from penstock.runtime.transport.rank_memory import ROW
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
-from penstock.runtime.transport.shared_sums import ROW
 from penstock.schedule.short_repr import short_repr
 
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

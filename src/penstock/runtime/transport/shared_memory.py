@@ -15,111 +15,46 @@ somebody sleeps there. It also watches the processes that owe it messages, and s
 from __future__ import annotations
 
 import os
-import platform
-import select
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from mmap import MADV_REMOVE, PAGESIZE
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
-from penstock.runtime.mesh.interfaces import network_name
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import CrossingLog, StepMessages, TransferRecord
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
-from penstock.runtime.transport.mapped_memory import MappedMemory
-from penstock.runtime.transport.shared_sums import LOOK, SUM_WORDS, SharedSums
+from penstock.runtime.transport.rank_memory import (
+    ASLEEP,
+    FULL,
+    NONCE,
+    SENT,
+    SPEC,
+    STEP,
+    TAG,
+    THERE,
+    TOLD,
+    TOLD_AT,
+    WANTED,
+    IncomingRing,
+    MemoryAddress,
+    MemorySlot,
+    OwnMemory,
+    PeerMemory,
+    PeerRing,
+    fence,
+)
+from penstock.runtime.transport.shared_sums import LOOK, SharedSums
 from penstock.runtime.transport.wire_format import ALIGN, Packet, WireSpec
 
-RING = 1024
-"""Messages that a rank may have sent to another without that one having looked; the next ones wait at the sender."""
 KEPT_PLANS = 16
 """Kinds of steps of which it is remembered what they bring."""
 TRIMMED = 1 << 16
 """Bytes from which a slot that is no longer used gives its pages back."""
-
-_WORD = 8
-_ASLEEP, _NONCE, _HEAD = 0, 8, 16
-"""Words of a rank's memory: whether it sleeps, what tells it from other memory; then come its rings, and its rows of
-sums."""
-_WRITTEN, _READ, _WANTED, _ENTRIES = 0, 8, 9, 16
-"""Words of a ring: how many messages were put in; how many were taken out, and whether the sender waits until one is
-used; then the places of slots."""
-_RING_WORDS = _ENTRIES + RING
-_FULL, _TAG, _STEP, _SENT, _THERE, _SPEC, _TOLD_AT, _TOLD = range(8)
-"""Words of a slot, before its tensors. The step's has the digest of its shapes too; the last two say where in the
-slot the bytes of a spec lie that the receiver has not met, and how many they are."""
-
-_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
-"""Whether processors see one another's writes in the order in which they were made, and read in order. None of them
-keeps a read behind a write that comes before it."""
-_fence_lock = threading.Lock()
-
-
-def _fence() -> None:
-    """Orders what this process reads and writes before and after: taking a lock does."""
-    with _fence_lock:
-        pass
-
-
-class MemoryAddress(NamedTuple):
-    """Where a process of the same host finds a rank's memory and the pipe that wakes it.
-
-    Attributes:
-        host: the same for processes that can reach each other's descriptors.
-        memory, wake: descriptors of process `pid`.
-        nonce: what the memory holds, so that nothing else is taken for it.
-    """
-
-    host: str
-    pid: int
-    memory: int
-    wake: int
-    span: int
-    nonce: int
-
-
-class PeerMemory(MappedMemory):
-    """One rank's memory, as its own process or another one maps it."""
-
-    def __init__(self, descriptor: int, span: int) -> None:
-        super().__init__(descriptor, span)
-        self.words = memoryview(self.map).cast("q")
-
-    def numbers(self, start: int, size: int) -> memoryview[float]:
-        """Some of its words, as floating-point numbers."""
-        return memoryview(self.map)[start * _WORD : (start + size) * _WORD].cast("d")
-
-    def ring(self, target: int) -> memoryview:
-        """The ring of messages to a rank."""
-        start = _HEAD + target * _RING_WORDS
-        return self.words[start : start + _RING_WORDS]
-
-    def packet(self, offset: int, spec: WireSpec) -> Packet:
-        """A slot, laid out for payloads of a spec."""
-        return Packet(spec, self.part(offset, spec.num_bytes))
-
-    def close(self) -> None:
-        self.words.release()
-        super().close()
-
-
-class MemorySlot:
-    """A piece of this rank's memory, used for one message after another."""
-
-    __slots__ = ("capacity", "header", "offset", "packet", "spec", "step")
-
-    def __init__(self, memory: PeerMemory, offset: int, capacity: int) -> None:
-        self.offset, self.capacity = offset, capacity
-        self.header = memory.words[offset // _WORD : (offset + ALIGN) // _WORD]
-        self.spec: WireSpec | None = None
-        self.packet: Packet | None = None
-        self.step = 0
 
 
 class KnownSpec:
@@ -147,43 +82,6 @@ class OutChannel:
         self.under_way: deque[MemorySlot] = deque()
         self.known: dict[str, KnownSpec] = {}
         self.slots: dict[int, deque[MemorySlot]] = {}
-
-
-class PeerRing:
-    """The way to one rank: its ring, what found no room there yet, and how it is woken."""
-
-    __slots__ = ("asleep", "ring", "specs", "unsent", "wake")
-
-    def __init__(self, ring: memoryview, asleep: memoryview, wake: int) -> None:
-        self.ring, self.asleep, self.wake = ring, asleep, wake
-        self.unsent: deque[int] = deque()
-        self.specs: dict[WireSpec, int] = {}
-
-    def rouse(self) -> None:
-        """Wakes the rank, once."""
-        self.asleep[0] = 0
-        with suppress(BlockingIOError, BrokenPipeError):
-            os.write(self.wake, b"\0")
-
-
-class IncomingRing:
-    """What comes from one rank.
-
-    Attributes:
-        due: this step's messages that are yet to come, by tag.
-        early: places of messages of the next step.
-        gone: whether its process is known to have ended. What it wrote before may be there still.
-    """
-
-    __slots__ = ("due", "early", "gone", "memory", "packets", "peer", "ring", "specs")
-
-    def __init__(self, peer: int, memory: PeerMemory, ring: memoryview) -> None:
-        self.peer, self.memory, self.ring = peer, memory, ring
-        self.due: dict[int, Edge] = {}
-        self.early: list[int] = []
-        self.specs: dict[int, WireSpec] = {}
-        self.packets: dict[int, tuple[int, Packet, memoryview]] = {}
-        self.gone = False
 
 
 class SharedMemoryTransport:
@@ -227,8 +125,7 @@ class SharedMemoryTransport:
             for peer, address in enumerate(addresses):
                 if peer != rank:
                     self._meet(peer, address)
-            start = _HEAD + len(addresses) * _RING_WORDS
-            self._sums = SharedSums(rank, own, self._senders, self._receivers, start, timeout, _fence, self._sleep)
+            self._sums = SharedSums(rank, own, self._senders, self._receivers, timeout, self._sleep)
         except BaseException:
             self.close()
             raise
@@ -240,14 +137,14 @@ class SharedMemoryTransport:
             memory = PeerMemory(memory_fd, address.span)
         finally:
             os.close(memory_fd)
-        if memory.words[_NONCE] != address.nonce:
+        if memory.words[NONCE] != address.nonce:
             raise ValueError(f"what process {address.pid} has there is not rank {peer}'s memory")
         wake = os.open(f"{descriptors}{address.wake}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._opened.append(wake)
         pidfd = os.pidfd_open(address.pid)
         self._opened.append(pidfd)
         self._own.watch(pidfd)
-        self._senders[peer] = PeerRing(self._own.memory.ring(peer), memory.words[_ASLEEP : _ASLEEP + 1], wake)
+        self._senders[peer] = PeerRing(self._own.memory.ring(peer), memory.words[ASLEEP : ASLEEP + 1], wake)
         self._receivers[peer] = self._watched[pidfd] = IncomingRing(peer, memory, memory.ring(self.rank))
 
     # Steps.
@@ -294,7 +191,7 @@ class SharedMemoryTransport:
     def _trim(self, slots: deque[MemorySlot]) -> None:
         """Gives back the pages of slots that the last two steps did not use."""
         for slot in slots:
-            if slot.step and slot.step < self._step - 1 and not slot.header[_FULL]:
+            if slot.step and slot.step < self._step - 1 and not slot.header[FULL]:
                 first, last = -(-slot.offset // PAGESIZE) * PAGESIZE, (slot.offset + slot.capacity) // PAGESIZE
                 slot.step = 0
                 with suppress(OSError):
@@ -356,15 +253,15 @@ class SharedMemoryTransport:
         if told:
             start = slot.offset + spec.num_bytes
             self._own.memory.map[start : start + len(told)] = told
-            known.told, header[_TOLD_AT] = b"", spec.num_bytes
-        header[_TAG], header[_STEP], header[_SPEC], header[_TOLD] = tag, self._now, known.number, len(told)
-        header[_SENT], header[_THERE] = sent, perf_counter_ns()
-        header[_FULL] = 1
+            known.told, header[TOLD_AT] = b"", spec.num_bytes
+        header[TAG], header[STEP], header[SPEC], header[TOLD] = tag, self._now, known.number, len(told)
+        header[SENT], header[THERE] = sent, perf_counter_ns()
+        header[FULL] = 1
         slot.step = self._step
         if self._window:
             channel.under_way.append(slot)
         sender = self._senders[target]
-        if sender.unsent or not self._put(sender, slot.offset):
+        if sender.unsent or not sender.put(slot.offset):
             sender.unsent.append(slot.offset)
             self._has_unsent = True
         return True
@@ -376,35 +273,20 @@ class SharedMemoryTransport:
     def _is_open(self, channel: OutChannel, target: int, window: int) -> bool:
         """Whether fewer messages of a channel than that are not taken; where not, this rank is woken once one is."""
         under_way = channel.under_way
-        while under_way and not under_way[0].header[_FULL]:
+        while under_way and not under_way[0].header[FULL]:
             under_way.popleft()
         if len(under_way) < window:
             self._full = None
             return True
         self._full = channel
-        self._senders[target].ring[_WANTED] = 1
+        self._senders[target].ring[WANTED] = 1
         return False
-
-    def _put(self, sender: PeerRing, offset: int) -> bool:
-        """Tells a rank of a message, and wakes it where it sleeps; False where its ring has no room."""
-        ring = sender.ring
-        written = ring[_WRITTEN]
-        if written - ring[_READ] >= RING:
-            return False
-        ring[_ENTRIES + written % RING] = offset
-        if not _IN_ORDER:
-            _fence()
-        ring[_WRITTEN] = written + 1
-        _fence()
-        if sender.asleep[0]:
-            sender.rouse()
-        return True
 
     def _flush(self) -> None:
         """Puts in what found no room before."""
         self._has_unsent = False
         for sender in self._senders.values():
-            while sender.unsent and self._put(sender, sender.unsent[0]):
+            while sender.unsent and sender.put(sender.unsent[0]):
                 sender.unsent.popleft()
             self._has_unsent = self._has_unsent or bool(sender.unsent)
 
@@ -429,7 +311,7 @@ class SharedMemoryTransport:
         slots = channel.slots.get(capacity)
         if slots is None:
             slots = channel.slots[capacity] = deque()
-        if slots and not slots[0].header[_FULL]:
+        if slots and not slots[0].header[FULL]:
             slot = slots.popleft()
         else:
             if self._next + capacity > self._own.span:
@@ -455,14 +337,8 @@ class SharedMemoryTransport:
         if self._has_unsent:
             self._flush()
         for receiver in self._owing:
-            ring = receiver.ring
-            read, written = ring[_READ], ring[_WRITTEN]
-            if read != written:
-                if not _IN_ORDER:
-                    _fence()
-                for number in range(read, written):
-                    self._came(receiver, ring[_ENTRIES + number % RING])
-                ring[_READ] = written
+            for offset in receiver.new():
+                self._came(receiver, offset)
         arrived = self._arrived
         if arrived:
             self._arrived = []
@@ -471,9 +347,9 @@ class SharedMemoryTransport:
     def _came(self, receiver: IncomingRing, offset: int) -> None:
         """Takes note of a message."""
         number, packet, header = receiver.packets.get(offset) or self._laid_out(receiver, offset)
-        if header[_SPEC] != number:
+        if header[SPEC] != number:
             number, packet, header = self._laid_out(receiver, offset)
-        now, tag = header[_STEP], header[_TAG]
+        now, tag = header[STEP], header[TAG]
         if now != self._now and now >> 32 > self._step:
             receiver.early.append(offset)
             return
@@ -481,18 +357,18 @@ class SharedMemoryTransport:
         if edge is None or now != self._now:
             raise RuntimeFailure(self._foreign(receiver.peer, tag, now >> 32, edge))
         self._ready[edge] = receiver, packet, header
-        sent = header[_SENT]
-        self._log.add(receiver.peer, self.rank, packet.spec.carried_bytes, sent, sent, header[_THERE])
+        sent = header[SENT]
+        self._log.add(receiver.peer, self.rank, packet.spec.carried_bytes, sent, sent, header[THERE])
         self._arrived.append(edge)
 
     def _laid_out(self, receiver: IncomingRing, offset: int) -> tuple[int, Packet, memoryview]:
         memory = receiver.memory
-        header = memory.words[offset // _WORD : (offset + ALIGN) // _WORD]
-        number = header[_SPEC]
+        header = memory.header(offset)
+        number = header[SPEC]
         spec = receiver.specs.get(number)
         if spec is None:
-            start = offset + header[_TOLD_AT]
-            spec = receiver.specs[number] = WireSpec.from_json(memory.map[start : start + header[_TOLD]].decode())
+            start = offset + header[TOLD_AT]
+            spec = receiver.specs[number] = WireSpec.from_json(memory.map[start : start + header[TOLD]].decode())
         found = receiver.packets[offset] = number, memory.packet(offset, spec), header
         return found
 
@@ -511,11 +387,11 @@ class SharedMemoryTransport:
         """The payload of an edge that has arrived. Its slot is free again."""
         receiver, packet, header = self._ready.pop(edge)
         payload = packet.unpack()
-        header[_FULL] = 0
+        header[FULL] = 0
         if self._window:
-            _fence()
-            if receiver.ring[_WANTED]:
-                receiver.ring[_WANTED] = 0
+            fence()
+            if receiver.ring[WANTED]:
+                receiver.ring[WANTED] = 0
                 self._senders[receiver.peer].rouse()
         return payload
 
@@ -528,11 +404,11 @@ class SharedMemoryTransport:
         end = time.monotonic() + self._timeout
         asleep = self._own.memory.words
         while True:
-            asleep[_ASLEEP] = 1
-            _fence()
+            asleep[ASLEEP] = 1
+            fence()
             full = self._full
-            if (came := self.arrivals()) or self._woken or (full and not full.under_way[0].header[_FULL]):
-                asleep[_ASLEEP] = 0
+            if (came := self.arrivals()) or self._woken or (full and not full.under_way[0].header[FULL]):
+                asleep[ASLEEP] = 0
                 self._woken = False
                 return came
             lost = next((receiver.peer for receiver in self._owing if receiver.gone and receiver.due), None)
@@ -546,7 +422,7 @@ class SharedMemoryTransport:
             if until is not None:
                 soon = (until - perf_counter_ns()) / 1e9
                 if soon <= 0:
-                    asleep[_ASLEEP] = 0
+                    asleep[ASLEEP] = 0
                     return came
                 if soon < FINELY:
                     time.sleep(min(soon, BRIEFLY))
@@ -568,65 +444,6 @@ class SharedMemoryTransport:
     def crossings(self) -> list[TransferRecord]:
         """The messages that came in since the last call: each arrived when it was written, whoever looked when."""
         return self._log.take()
-
-
-class OwnMemory:
-    """The memory that a rank sends from, and the pipe that it sleeps on.
-
-    Args:
-        num_ranks: of the pipeline.
-        span: bytes of memory, of which what was never written takes none.
-
-    Raises:
-        OSError: the system has no such memory.
-    """
-
-    def __init__(self, num_ranks: int, span: int | None = None) -> None:
-        if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
-            raise OSError("this system has no memory that processes could share by descriptors")
-        self.first_slot = -(-(_HEAD + num_ranks * _RING_WORDS + SUM_WORDS) * _WORD // PAGESIZE) * PAGESIZE
-        self.span = self.first_slot + (span or 2 * os.sysconf("SC_PHYS_PAGES") * PAGESIZE)
-        self._sleeper = select.epoll()
-        self.memory = PeerMemory.make("penstock-shared", self.span)
-        try:
-            self.pipe, self.wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            self._sleeper.register(self.pipe, select.EPOLLIN)
-        except BaseException:
-            self.memory.close()
-            raise
-        self._nonce = int.from_bytes(os.urandom(7))
-        self.memory.words[_NONCE] = self._nonce
-        self.asleep = self.memory.words[_ASLEEP : _ASLEEP + 1]
-
-    @property
-    def address(self) -> MemoryAddress:
-        host = f"{network_name()}/{os.stat('/proc/self/ns/pid').st_ino}"
-        return MemoryAddress(host, os.getpid(), self.memory.descriptor, self.wake, self.span, self._nonce)
-
-    def watch(self, process: int) -> None:
-        """Lets the end of a process, given as a descriptor, end a sleep."""
-        self._sleeper.register(process, select.EPOLLIN)
-
-    def sleep(self, seconds: float) -> list[int]:
-        """Sleeps until somebody writes to the pipe, a process ends, or the time is over.
-
-        Returns those of the processes watched that have ended, each once.
-        """
-        ended = [descriptor for descriptor, _ in self._sleeper.poll(seconds)]
-        if self.pipe in ended:
-            ended.remove(self.pipe)
-            with suppress(BlockingIOError):
-                os.read(self.pipe, 1 << 12)
-        for process in ended:
-            self._sleeper.unregister(process)
-        return ended
-
-    def close(self) -> None:
-        self.asleep.release()
-        self.memory.close()
-        self._sleeper.close()
-        for descriptor in (self.pipe, self.wake):
-            os.close(descriptor)
 
 
 def open_shared_memory(

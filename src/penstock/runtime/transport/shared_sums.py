@@ -13,18 +13,18 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
+from penstock.runtime.transport.rank_memory import (
+    PLACE,
+    ROW,
+    IncomingRing,
+    OwnMemory,
+    PeerRing,
+    fence,
+    sums_start,
+)
 
-if TYPE_CHECKING:
-    from penstock.runtime.transport.shared_memory import IncomingRing, OwnMemory, PeerRing
-
-ROW = 4096
-"""Most numbers of a row."""
-_PLACE = 8 + ROW
-SUM_WORDS = 2 * _PLACE
-"""Words of a rank's memory that rows take: of each place the number of the sum, then its row."""
 SUMMING = 2
 """What a rank that sleeps until a sum is whole says in its memory; nobody wakes it for less."""
 LOOK = 0.5
@@ -37,8 +37,6 @@ class SharedSums:
     Args:
         own: this rank's memory, and the pipe that it sleeps on.
         senders, receivers: how other ranks are woken, and what of theirs is mapped, by rank.
-        start: the first of a rank's words that rows take.
-        fence: orders what this process reads and writes before and after.
         sleep: sleeps for at most so many seconds, until somebody writes to the pipe or another rank's process ends.
     """
 
@@ -48,18 +46,17 @@ class SharedSums:
         own: OwnMemory,
         senders: Mapping[int, PeerRing],
         receivers: Mapping[int, IncomingRing],
-        start: int,
         timeout: float,
-        fence: Callable[[], None],
         sleep: Callable[[float], None],
     ) -> None:
         self._rank, self._own, self._senders, self._receivers = rank, own, senders, receivers
-        self._timeout, self._fence, self._sleep = timeout, fence, sleep
+        self._timeout, self._sleep = timeout, sleep
         self._number = 0
         memories = {rank: own.memory} | {peer: receiver.memory for peer, receiver in receivers.items()}
+        start = sums_start(len(memories))
         self._places = [
             [(memories[each].words[at : at + 1], memories[each].numbers(at + 8, ROW)) for each in sorted(memories)]
-            for at in (start, start + _PLACE)
+            for at in (start, start + PLACE)
         ]
 
     def sum(self, row: Sequence[float]) -> list[float]:
@@ -73,9 +70,9 @@ class SharedSums:
         places = self._places[number % 2]
         word, numbers = places[self._rank]
         numbers[:size] = array("d", row)
-        self._fence()
+        fence()
         word[0] = number
-        self._fence()
+        fence()
         if missing := [rank for rank, (word, _) in enumerate(places) if word[0] != number]:
             self._wait(missing, places, number)
         else:
@@ -89,11 +86,11 @@ class SharedSums:
         end = time.monotonic() + self._timeout
         while True:
             asleep[0] = SUMMING
-            self._fence()
+            fence()
             missing = [rank for rank in missing if places[rank][0][0] != number]
             if not missing:
                 asleep[0] = 0
-                self._fence()
+                fence()
                 return
             if lost := [rank for rank in missing if self._receivers[rank].gone]:
                 raise PeerLost(
