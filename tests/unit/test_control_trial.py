@@ -193,6 +193,16 @@ def test_a_step_that_is_no_slower_is_no_reason_for_a_change() -> None:
     assert [link for link, _ in said.cause] == [(2, 3)]
 
 
+def test_a_link_that_was_late_all_the_time_was_left_so_once_noise_had_raised_another() -> None:
+    always = {(2, 3): 60.0}
+    ms = as_simulated(always)
+    machine = Machine()
+    machine.run(5, always, ms)
+    machine.run(30, always | {(0, 1): 5.0}, ms)  # steps are no slower for it
+    assert machine.tried()
+    assert machine.ms[-1] < machine.ms[0]
+
+
 def test_what_a_trial_could_not_tell_from_noise_is_not_tried_and_the_noise_is_named() -> None:
     draw = random.Random(3)
     usual = as_simulated({})(JOB.start)

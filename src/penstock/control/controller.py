@@ -572,7 +572,7 @@ class Controller:
             return None
         now = None if forced else self._scored[0]
         if now is not None and chosen.candidate.action is not Action.UNDELEGATE:
-            doubt = self._doubt(now.ms - chosen.ms)
+            doubt = self._doubt(now.ms - chosen.ms, chosen.candidate)
             if doubt is not None:
                 self._explain(*doubt)
                 return None
@@ -608,12 +608,15 @@ class Controller:
         cause = {key: ms for key, (ms, _) in self._causes.items()}
         return candidate.action is not Action.KEEP and any(each.bars(what, cause) for each in self._taken_back)
 
-    def _doubt(self, gain: float) -> tuple[Obstacle, str] | None:
+    def _doubt(self, gain: float, candidate: Candidate | None = None) -> tuple[Obstacle, str] | None:
         """Why a simulated gain (ms) is not worth a trial: measured steps could not show it, neither directly nor each
         compared with its own links.
+
+        Args:
+            candidate: what promises it; None where nodes are to move.
         """
         doubt = self._doubt_by_steps(gain)
-        if doubt is None:
+        if doubt is None or (candidate is not None and self._gains_anyway(candidate)):
             return None
         found = self._steps.explained
         if found is None or gain < TELLS * error_of(found.noise, len(self._steps.latest)):
@@ -640,6 +643,23 @@ class Controller:
                 f"{steps.noise:.3g} ms a trial could not tell {needed:.3g} needed"
             )
         return None
+
+    def _gains_anyway(self, candidate: Candidate) -> bool:
+        """Whether a change gains enough by simulation also with links as they were before some became late.
+
+        What was late all the time is in the steps before and since, which then do not differ by it. A change that was
+        taken back is not tried again for this.
+        """
+        causes = {key: ms for key, (ms, _) in self._causes.items()}
+        steps = self._steps
+        told = [step.simulated for step in steps.present if step.simulated is not None]
+        is_of_links = bool(causes) and all(a != b for a, b in causes)
+        what = _what(candidate.action, candidate.configuration)
+        if not is_of_links or not told or any(each.what == what for each in self._taken_back):
+            return False
+        gains = [each(self.now, True, causes) - each(candidate.configuration, True, causes) for each in told]
+        level, error = median(steps.now), steps.error()
+        return steps.are_enough and median(gains) >= max(TELLS * error, self.job.least_gain * level)
 
     def _say_why(self, allowed: Sequence[Scored], gain: float, returning: bool, wary: bool) -> None:
         """Says why what runs stays although there is a cause to change it."""
