@@ -268,14 +268,12 @@ class BareLoopSide(ComputeOnlySide):
         self._ops = [op for op in schedule.order[task.rank] if op.kind != "W"]  # of two halves the first does it all
         self._comes: dict[Op, tuple[Tensor, int, int]] = {}
         self._goes: dict[Op, tuple[int, int]] = {}
-        for op in self._ops:
+        for op, rank in rank_of.items():
             for before in predecessors(op, schedule.graph, rank_of):
-                if before.stage != op.stage and rank_of[before] != task.rank:
+                if rank_of[before] != rank == task.rank:
                     self._comes[op] = torch.empty_like(self._activation), rank_of[before], number[op]
-        for op in rank_of:
-            for before in predecessors(op, schedule.graph, rank_of):
-                if before.stage != op.stage and rank_of[before] == task.rank != rank_of[op]:
-                    self._goes[before] = rank_of[op], number[op]
+                elif rank_of[before] == task.rank != rank:
+                    self._goes[before] = rank, number[op]
 
     def run(self) -> Tensor | None:
         group = self._group

@@ -630,7 +630,7 @@ class Controller:
         if not steps.are_enough:
             return Obstacle.NOISE, "too few steps have run to tell how much they vary"
         level, error, rise = median(steps.now), steps.error(), steps.rise
-        if rise is not None and rise <= max(self.job.least_gain * level, TELLS * error):
+        if rise is not None and rise <= self._least_told():
             # A step that is no slower has nothing to gain back, whatever the simulation says.
             return Obstacle.ABSORBED, (
                 f"measured steps are no slower for it beyond their noise of {steps.noise:.3g} ms: "
@@ -643,6 +643,10 @@ class Controller:
                 f"{steps.noise:.3g} ms a trial could not tell {needed:.3g} needed"
             )
         return None
+
+    def _least_told(self) -> float:
+        """The least difference (ms) between steps that counts, and that their noise does not hide."""
+        return max(self.job.least_gain * median(self._steps.now), TELLS * self._steps.error())
 
     def _gains_anyway(self, candidate: Candidate) -> bool:
         """Whether a change gains enough by simulation also with links as they were before some became late.
@@ -658,8 +662,7 @@ class Controller:
         if not is_of_links or not told or any(each.what == what for each in self._taken_back):
             return False
         gains = [each(self.now, True, causes) - each(candidate.configuration, True, causes) for each in told]
-        level, error = median(steps.now), steps.error()
-        return steps.are_enough and median(gains) >= max(TELLS * error, self.job.least_gain * level)
+        return steps.are_enough and median(gains) >= self._least_told()
 
     def _say_why(self, allowed: Sequence[Scored], gain: float, returning: bool, wary: bool) -> None:
         """Says why what runs stays although there is a cause to change it."""
