@@ -275,7 +275,7 @@ def _stages(tracing: ModelTracer, program: TracedProgram) -> list[Stage]:
     model = tracing.model
     programs = [program]
     try:
-        programs.append(tracing.program(tracing.skeleton, (False,) * len(tracing.opened)))
+        programs.append(tracing.program(tracing.skeleton, False, (False,) * len(tracing.opened)))
         parts = [each.parts(tracing.begins) for each in programs]
     except PartitionError:  # which an evaluation then says
         parts = [program.parts(tracing.begins)]

@@ -25,14 +25,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.cost.cut import PartitionError
+from penstock.runtime.stage.partitioning.forward_reads import ForwardReads
 from penstock.runtime.stage.partitioning.layers import why_hooked
 from penstock.runtime.stage.partitioning.recorder import (
     MODEL,
-    Attributes,
     Recorder,
+    attribute_line,
     attribute_of,
-    attributes_of,
-    has_others,
     own_lists,
 )
 from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable
@@ -94,9 +93,11 @@ class TracedProgram:
     steps: in order. tensors: slot -> path of a parameter or buffer of the model, or the tensor itself, a constant.
     used_at: by path of a tensor, a line of the forward that uses it.
     output: what the forward returns, made of `ValueRef`s. calls: of layers, in order.
+    reads: what else it reads; the program holds as long as that stays the same.
     """
 
-    def __init__(self, graph: fx.Graph, entry: nn.Module, kinds: bool) -> None:
+    def __init__(self, graph: fx.Graph, entry: nn.Module, kinds: bool, reads: ForwardReads) -> None:
+        self.reads = reads
         own = {id(tensor): name for name, tensor in _tensors(entry).items()}
         slots = {node: slot for slot, node in enumerate(graph.nodes)}
         self.tensors: dict[int, str] = {}
@@ -257,12 +258,14 @@ class ModelTracer:
             self._leaves, self.skeleton = flatten(example)
         else:
             self.skeleton = _form_of(model)
-        self._programs: dict[tuple[str, tuple[bool, ...]], TracedProgram] = {}
-        self._parts: dict[tuple[str, tuple[bool, ...]], list[StageProgram]] = {}
-        self._state: list[Attributes] = []
+        self._programs: dict[_Form, TracedProgram] = {}
+        self._parts: dict[_Form, list[StageProgram]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelTracer:
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_programs": {}, "_parts": {}}  # what they read may lie in this process alone
 
     def first(self) -> TracedProgram:
         """The program in training; modules whose forward cannot be traced are layers from then on.
@@ -272,7 +275,7 @@ class ModelTracer:
         """
         while True:
             try:
-                return self.program(self.skeleton, (True,) * len(self.opened))
+                return self.program(self.skeleton, True, (True,) * len(self.opened))
             except Untraceable as error:
                 failed = error.__dict__.get("module")
                 if failed is None or failed is self.model or failed not in self.opened:
@@ -287,52 +290,68 @@ class ModelTracer:
         Args:
             training: False: in evaluation mode, whatever the model's own mode.
         """
-        self._require_same()
+        for module in self.opened:
+            if why := why_hooked(module):
+                raise Untraceable(f"the {type(module).__name__} {why} since it was cut", None)
         modes = tuple(training and module.training for module in self.opened)
-        key = str(skeleton), modes
+        key = str(skeleton), training, modes
+        if key in self._programs and not self._programs[key].reads.are_same():
+            del self._programs[key]
+            self._parts.pop(key, None)
         if key not in self._parts:
-            program = self.program(skeleton, modes)
+            program = self.program(skeleton, training, modes)
             self._parts[key] = program.parts(self.begins)
         return self._programs[key], self._parts[key][stage]
 
-    def program(self, skeleton: Skeleton, modes: tuple[bool, ...]) -> TracedProgram:
-        key = str(skeleton), modes
+    def program(self, skeleton: Skeleton, training: bool, modes: tuple[bool, ...]) -> TracedProgram:
+        """Args:
+        modes: of opened modules, whether they are in training mode.
+        """
+        key = str(skeleton), training, modes
         if key not in self._programs:
-            self._programs[key] = Context().run(self._traced, skeleton, modes)
+            self._programs[key] = Context().run(self._traced, skeleton, training, modes)
         return self._programs[key]
 
-    def _traced(self, skeleton: Skeleton, modes: tuple[bool, ...]) -> TracedProgram:
+    def _traced(self, skeleton: Skeleton, training: bool, modes: tuple[bool, ...]) -> TracedProgram:
         _require_fits(self.model, skeleton)
         like_example = self._leaves is not None and skeleton == self.skeleton
-        recorder = Recorder(self.opened, self._leaves if like_example else None)
-        before = [module.training for module in self.opened]
+        example = self._leaves if like_example else None
+        before = [(module, module.training) for module in self.model.modules()]
         try:
+            for module, _ in () if training else before:
+                module.training = False
             for module, mode in zip(self.opened, modes, strict=True):
                 module.training = mode
+            first = self._recorded(skeleton, example, training)
+            if not (changes := first.reads.changed_inside()):
+                return first
+            if not any(change.has_proxy for change in changes):  # something is kept from the first time on
+                second = self._recorded(skeleton, example, training)
+                if not (again := second.reads.changed_inside()):
+                    return second
+                changes = [*again, *changes]
+            for change in changes:
+                change.put_back()
+            where, owner, name = changes[0].root
+            line = None if owner is None else attribute_line(owner, name)
+            error = Untraceable(f"the forward changes what lies in {where}, which tracing would do once", line)
+            error.__dict__["module"] = owner
+            raise error
+        finally:
+            for module, mode in before:
+                module.training = mode
+
+    def _recorded(self, skeleton: Skeleton, example: list[Tensor] | None, training: bool) -> TracedProgram:
+        recorder = Recorder(self.opened, example, training)
+        try:
             with untouched(self.model), restored(device_of(self._leaves or [])):
                 graph, entry = recorder.record(self.model, skeleton, num_leaves(skeleton))
         except Untraceable as error:
             error.__dict__["module"] = recorder.failed_in
+            for change in recorder.reads.changed_inside():
+                change.put_back()
             raise
-        finally:
-            for module, mode in zip(self.opened, before, strict=True):
-                module.training = mode
-        self._state = [attributes_of(module) for module in self.opened]
-        return TracedProgram(graph, entry, recorder.kinds)
-
-    def _require_same(self) -> None:
-        """Lets go of the programs where an attribute of an opened module is not what it was.
-
-        Raises:
-            Untraceable: it has got a hook.
-        """
-        for module in self.opened:
-            if why := why_hooked(module):
-                raise Untraceable(f"the {type(module).__name__} {why} since it was cut", None)
-        if any(map(has_others, self.opened, self._state)):
-            self._programs.clear()
-            self._parts.clear()
-            self._state = []
+        return TracedProgram(graph, entry, recorder.kinds, recorder.reads)
 
     def compare(self, value: Any, output: Any) -> None:
         """Raises Untraceable where the stages give something else than the model."""
@@ -345,6 +364,10 @@ class ModelTracer:
         """The model's own output for the example."""
         assert self._leaves is not None
         return with_arguments(self.model, unflatten(list(self._leaves), self.skeleton))
+
+
+_Form = tuple[str, bool, tuple[bool, ...]]
+"""Of inputs, whether in training, and the modes of opened modules."""
 
 
 @contextmanager

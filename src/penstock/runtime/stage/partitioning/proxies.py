@@ -137,6 +137,8 @@ def watching(recorder: Recorder) -> Iterator[None]:
             )
         if not is_users(code.co_filename):
             return None
+        if not recorder.is_suspended:
+            recorder.reads.enter(frame)
         if code not in known:
             known[code] = _tests_in(code)
         return on_line if known[code] else None

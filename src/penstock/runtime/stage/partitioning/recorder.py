@@ -23,8 +23,9 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.runtime.stage.partitioning.forward_reads import ForwardReads
 from penstock.runtime.stage.partitioning.proxies import A_TENSOR, IN_PLACE, TracedProxy, watching
-from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable, here, line_of_error
+from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable, here, is_users, line_of_error
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, unflatten
 
@@ -100,16 +101,19 @@ class Recorder(fx.Tracer):
     """Args:
     opened: modules whose forwards are traced; all others are layers.
     example: the tensors of the inputs, with which everything is worked out as it is traced; None: without.
+    training: whether it is traced for training, or for evaluation.
 
     Attributes:
+        reads: what the forward reads besides its inputs.
         failed_in: the innermost opened module in which something stands in the way.
         kinds: whether the forward asked what kind of thing a value is, and the example had the answer.
     """
 
     proxy_buffer_attributes = True
 
-    def __init__(self, opened: Collection[nn.Module], example: Sequence[Tensor] | None) -> None:
+    def __init__(self, opened: Collection[nn.Module], example: Sequence[Tensor] | None, training: bool) -> None:
         super().__init__()
+        self.reads = ForwardReads(opened, training)
         self.failed_in: nn.Module | None = None
         self.kinds = False
         self._refused_first: Untraceable | None = None
@@ -133,6 +137,7 @@ class Recorder(fx.Tracer):
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(_replaced(self._replacements()))
+                stack.enter_context(self._attributes_read())
                 stack.enter_context(_RecordingMode(self))
                 stack.enter_context(watching(self))
                 graph = self.trace(entry)
@@ -145,6 +150,7 @@ class Recorder(fx.Tracer):
             raise Untraceable(f"tracing stops with {type(error).__name__}: {text}", line_of_error(error)) from error
         finally:
             changed = _put_back(before)
+        self.reads.leave()
         if changed is not None:
             module, name = changed
             self.failed_in = module
@@ -156,6 +162,21 @@ class Recorder(fx.Tracer):
         if random.getstate() != generators:
             raise Untraceable("the forward draws Python's random numbers", None)
         return graph, entry
+
+    @contextmanager
+    def _attributes_read(self) -> Iterator[None]:
+        """Notes inside which attributes of layers the forward reads."""
+
+        def read(module: nn.Module, name: str) -> Any:
+            if not self._is_not_meant() and module not in self._opened:
+                self.reads.read(module, name, sys._getframe(1).f_code)
+            return object.__getattribute__(module, name)
+
+        nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            del nn.Module.__getattribute__
 
     # What fx asks.
 
@@ -354,6 +375,7 @@ class Recorder(fx.Tracer):
         found.append((torch.autocast, "__enter__", self._refused(torch.autocast.__enter__, autocast)))
         enable = "enters torch.enable_grad(), which an evaluation would not see"
         found.append((torch.enable_grad, "__enter__", self._refused(torch.enable_grad.__enter__, enable)))
+        found.append((torch, "is_grad_enabled", self._asked_whether_gradients(torch.is_grad_enabled)))
         apply = torch.autograd.Function.__dict__["apply"].__func__
 
         def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -375,6 +397,14 @@ class Recorder(fx.Tracer):
         calls it. What is replaced is so for the whole process, and a transport's threads make tensors meanwhile.
         """
         return self._concrete > 0 or threading.get_ident() != self._thread
+
+    def _asked_whether_gradients(self, function: Callable[[], bool]) -> Callable[[], bool]:
+        def ask() -> bool:
+            if not self._is_not_meant() and is_users(sys._getframe(1).f_code.co_filename):  # torch asks, too
+                self.refuse("asks whether gradients are on, which differs in an evaluation; ask self.training")
+            return function()
+
+        return ask
 
     def _recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
@@ -547,24 +577,6 @@ Attributes = dict[str, tuple[Any, Any]]
 def attributes_of(module: nn.Module) -> Attributes:
     """As they are now."""
     return {name: (value, _contents(value)) for name, value in vars(module).items()}
-
-
-def has_others(module: nn.Module, before: Attributes) -> bool:
-    """Whether a module has other attributes than before, leaving out its mode and what its stages hold for it."""
-    own = vars(module)
-    if own.keys() != before.keys():
-        return True
-    for name, (value, contents) in before.items():  # before every forward of a stage, so it has to be quick
-        now = own[name]
-        if now is not value and name != "training" and not (isinstance(value, _SIMPLE) and now == value):
-            return True
-        if contents is not None and (value or contents) and name not in _REGISTERED and not _same(value, contents):
-            return True
-    return False
-
-
-_SIMPLE = (int, float, str, tuple)
-"""Types of values that may be equal and not the same object."""
 
 
 def _contents(value: Any) -> Any:

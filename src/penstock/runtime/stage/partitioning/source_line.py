@@ -12,8 +12,12 @@ import torch
 
 from penstock.cost.cut import PartitionError
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(linecache.__file__).parent))
-"""Folders of torch, of this package and of Python's own library, in which no line is the user's."""
+_NOT_THE_USERS = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[2]),
+    str(Path(linecache.__file__).parent),
+)
+"""Folders of torch, of Penstock's runtime and of Python's own library, in which no line is the user's."""
 _SITE = ("site-packages", "dist-packages")
 
 
@@ -44,7 +48,7 @@ class Untraceable(PartitionError):
 
 
 def is_users(path: str) -> bool:
-    """Whether a file is neither torch's, nor Python's own, nor one of this package."""
+    """Whether a file is neither torch's, nor Python's own, nor one of Penstock's runtime."""
     inside_python = path.startswith(_NOT_THE_USERS) and not any(f"/{site}/" in path for site in _SITE)
     return not (inside_python or path.startswith(_NOT_THE_USERS[:2]) or path.startswith("<frozen"))
 

@@ -1,0 +1,299 @@
+"""What a cut model's forward reads besides its inputs may change after the cut, as in a plain loop."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import pickle
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.runtime import PartitionError
+from plain_loop import differences, gradients
+from runtime_cases import lin
+
+pytestmark = pytest.mark.unit
+
+MSE = nn.MSELoss()
+SCALE = 1.0
+TABLE: dict[str, dict[str, list[float]]] = {"scales": {"of blocks": [1.0, 2.0]}}
+settings = types.ModuleType("settings")
+
+
+@dataclass
+class Deep:
+    scale: float = 1.0
+
+
+@dataclass
+class Config:
+    scale: float = 1.0
+    activation: str = "relu"
+    deep: Deep = field(default_factory=Deep)
+
+
+@dataclass(slots=True)
+class Slotted:
+    scale: float = 1.0
+
+
+class OfClass:
+    scale = 1.0
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+def helper(x: Tensor) -> Tensor:
+    return x
+
+
+def activated(model: Any, x: Tensor) -> Tensor:
+    found: Tensor = getattr(torch, model.config.activation)(x - 0.1)
+    return found
+
+
+def by_type(model: Any, x: Tensor) -> Tensor:
+    found: Tensor = x * type(model).scale
+    return found
+
+
+def counted(scale: float) -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
+    def multiply(x: Tensor) -> Tensor:
+        return x * scale
+
+    def change(new: float) -> None:
+        nonlocal scale
+        scale = new
+
+    return multiply, change
+
+
+class Block(nn.Module):
+    of_class = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor = lin(), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x))
+
+
+class Reader(nn.Module):
+    """Reads what `read` reads after its blocks."""
+
+    scale = 1.0
+
+    def __init__(self, read: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.config, self.slotted, self.of_class = Config(), Slotted(), OfClass()
+        self.namespace = types.SimpleNamespace(inside=argparse.Namespace(scale=1.0))
+        self.table = {"a": {"b": 1.0}}
+        self.multiply, self.change = counted(1.0)
+        self.partial = partial(lambda x, by: x * by["scale"], by={"scale": 1.0})
+        self.number: float = 2
+        self.read = read
+
+    @property
+    def property(self) -> float:
+        return self.config.deep.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.read(self, x)
+
+
+def set_global(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda model: globals().__setitem__(name, value)
+
+
+def put(owner: Callable[[Any], Any], name: str, value: Any = 2.0) -> Callable[[Any], None]:
+    return lambda model: setattr(owner(model), name, value)
+
+
+CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], None]]] = {
+    "config": (lambda m, x: x * m.config.scale, put(lambda m: m.config, "scale")),
+    "config in config": (lambda m, x: x * m.config.deep.scale, put(lambda m: m.config.deep, "scale")),
+    "text": (activated, put(lambda m: m.config, "activation", "tanh")),
+    "slots": (lambda m, x: x * m.slotted.scale, put(lambda m: m.slotted, "scale")),
+    "namespace": (lambda m, x: x * m.namespace.inside.scale, put(lambda m: m.namespace.inside, "scale")),
+    "dict in dict": (lambda m, x: x * m.table["a"]["b"], lambda m: m.table["a"].update(b=2.0)),
+    "class of the config": (lambda m, x: x * m.of_class.scale, put(lambda m: OfClass, "scale")),
+    "class": (lambda m, x: x * m.scale, put(lambda m: Reader, "scale")),
+    "class by type": (by_type, put(lambda m: Reader, "scale")),
+    "global": (lambda m, x: x * SCALE, set_global("SCALE", 2.0)),
+    "global of a helper": (lambda m, x: scaled(x), set_global("SCALE", 2.0)),
+    "helper": (lambda m, x: helper(x), set_global("helper", lambda x: 2 * x)),
+    "inside a global": (
+        lambda m, x: sum((x * s for s in TABLE["scales"]["of blocks"]), x),
+        lambda m: TABLE["scales"]["of blocks"].__setitem__(0, 3.0),
+    ),
+    "module of Python": (lambda m, x: x * settings.SCALE, put(lambda m: settings, "SCALE")),
+    "variable of a function around": (lambda m, x: m.multiply(x), lambda m: m.change(2.0)),
+    "partial": (lambda m, x: m.partial(x), lambda m: m.partial.keywords["by"].update(scale=2.0)),
+    "property": (lambda m, x: x * m.property, put(lambda m: m.config.deep, "scale")),
+    "layer": (lambda m, x: x * m.blocks[0].factor, put(lambda m: m.blocks[0], "factor")),
+    "class of a layer": (lambda m, x: x * m.blocks[3].of_class, put(lambda m: Block, "of_class")),
+    "mode of a layer": (lambda m, x: x * 2 if m.blocks[1].training else x, lambda m: m.blocks[1].eval()),
+    "type of a number": (lambda m, x: x * (len(repr(m.number))), put(lambda m: m, "number")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_forward_read_deeper_inside_or_outside_was_taken_as_at_the_cut(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for owner in (OfClass, Reader):
+        monkeypatch.setattr(owner, "scale", 1.0)
+    monkeypatch.setattr(Block, "of_class", 1.0)
+    monkeypatch.setattr(settings, "SCALE", 1.0, raising=False)
+    for name in ("SCALE", "helper"):
+        monkeypatch.setitem(globals(), name, globals()[name])
+    monkeypatch.setitem(globals(), "TABLE", copy.deepcopy(TABLE))
+    torch.manual_seed(5)
+    read, change = CASES[case]
+    model = Reader(read)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=MSE)
+    losses = []
+    for number in range(3):
+        if number == 1:
+            change(model)
+        model.zero_grad()
+        for x_m, y_m in zip(x.chunk(4), y.chunk(4), strict=True):
+            (MSE(model(x_m), y_m) / 4).backward()
+        want = {name: grad.clone() for name, grad in gradients([model]).items()}
+        model.zero_grad()
+        losses.append(pipe.step(x, y, update=False).loss)
+        assert not differences(want, gradients([model]))
+    assert losses[0] != losses[1], "the change makes no difference, so this shows nothing"
+    assert losses[1] == losses[2]
+
+
+class Dropped(nn.Module):
+    """Asks a layer that it does not call for its mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.drop = nn.ModuleList(lin() for _ in range(4)), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * 3 if self.drop.training else x
+
+
+def test_an_evaluation_took_the_branch_of_training_where_a_forward_asked_a_layer_for_its_mode() -> None:
+    model, x, y = Dropped(), torch.randn(8, 8), torch.randn(8, 8)
+    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=MSE)
+    pipe.step(x, y, update=False)
+    found = pipe.evaluate(x, y).loss
+    with torch.no_grad():
+        torch.testing.assert_close(found, MSE(model.eval()(x), y))
+
+
+class Balanced(nn.Module):
+    """Its blocks leave a loss of their own in an attribute, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Leaving() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + sum(block.left for block in self.blocks)
+
+
+class Leaving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.left = lin(), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.left = x.square().mean()
+        return x
+
+
+def test_what_blocks_left_in_attributes_was_read_as_it_was_at_the_cut() -> None:
+    model, x, y = Balanced(), torch.randn(8, 8), torch.randn(8, 8)
+    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=MSE)
+    with pytest.raises(PartitionError, match=r"reads attribute 'left' of a Leaving.*layer return it, at .*sum"):
+        pipe.step(x, y)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(lin() for _ in range(4))
+        self.state: dict[str, Any] = {"inside": {"calls": 0, "kept": {}}}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.counted(x)
+
+    def counted(self, x: Tensor) -> Tensor:
+        self.state["inside"]["calls"] += 1
+        return x * self.state["inside"]["calls"]
+
+
+class Keeps(Counts):
+    def counted(self, x: Tensor) -> Tensor:
+        return x * self.state["inside"]["kept"].setdefault("scale", 3.0)
+
+
+class KeepsTensor(Counts):
+    def counted(self, x: Tensor) -> Tensor:
+        kept = self.state["inside"]["kept"]
+        if "mask" not in kept:
+            kept["mask"] = torch.ones(8)
+        return x * kept["mask"]
+
+
+class AsksForGradients(Counts):
+    def counted(self, x: Tensor) -> Tensor:
+        return 2 * x if torch.is_grad_enabled() else x
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Counts, r"changes what lies in its attribute 'state', which tracing would do once, at .*\+= 1"),
+        (KeepsTensor, r"changes what lies in its attribute 'state', which tracing would do once, at .*kept = "),
+        (AsksForGradients, r"asks whether gradients are on, which differs in an evaluation.*, at .*is_grad_enabled"),
+    ],
+)
+def test_a_state_deeper_inside_was_changed_once_and_kept_what_tracing_had_put_in(
+    kind: type[Counts], words: str
+) -> None:
+    model = kind()
+    with pytest.raises(PartitionError, match=words):
+        ps.split(model, 2)
+    kept = model.state["inside"]["kept"]
+    assert not kept, kept
+
+
+def test_what_a_forward_keeps_from_its_first_call_on_is_no_change() -> None:
+    model = Keeps()
+    stages = ps.split(model, 2)
+    x = torch.randn(2, 8)
+    assert torch.equal(stages[1](stages[0](x)), model(x))
+
+
+def test_stages_that_read_what_lies_in_this_process_alone_are_still_pickled() -> None:
+    stages = ps.split(nn.Sequential(*(lin() for _ in range(4))), 2)
+    assert len(pickle.loads(pickle.dumps(list(stages)))) == 2
