@@ -222,7 +222,7 @@ MISUSE = {
     "play 1f1b --ranks 2 --microbatches 2 --max-in-flight x": "--max-in-flight x: 'x' is not a number",
     f"simulate {ZB} --memory-limit 9,8": "--memory-limit 9,8 has 2 entries; give one, or one per rank: 4",
     f"simulate {ZB} --costs c.json": "--costs c.json and --f both give costs; use one of them",
-    f"simulate {ZB} --timeline x.bmp": "x.bmp: pictures are written as",
+    f"simulate {ZB} --timeline x.bmp": "--timeline x.bmp: pictures are written as",
     f"simulate {ZB} --timeline no/such/x.svg": "no/such/x.svg: No such file or directory",
     "check": "Missing argument 'NAME|FILE...'",
     "check none.txt": "none.txt: No such file or directory",

@@ -114,6 +114,50 @@ def test_out_meant_a_trace_in_simulate_and_a_schedule_elsewhere(tmp_path: Path) 
         assert main([*words, str(tmp_path / "x.json.gz")]) == 2, "a trace is of a timeline"
 
 
+RESULTS = sorted(
+    {(given.verb, given.name) for given in EVERY if re.fullmatch("Where the (result|timeline) goes", given.meaning)}
+    - {("train", "--out"), ("compare", "--out")}  # folders, which are made at once
+)
+
+
+@pytest.mark.parametrize(("verb", "name"), RESULTS)
+@pytest.mark.parametrize("place", ["nowhere/x", "x.json/x"])
+def test_that_a_result_cannot_be_written_was_found_out_after_all_the_work(
+    verb: str,
+    name: str,
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Now before anything else, so also before files that are to be read are looked for."""
+    monkeypatch.chdir(tmp_path)
+    Path("x.json").touch()
+    given = f"{place}.html" if verb in ("analyze", "report", "play") else f"{place}.json"
+    needed = {"analyze": ["t.json"], "report": ["run"], "show": ["zb"], "simulate": ["zb"], "data generate": ["2"]}
+    needed |= {"data images": ["2"], "plan": [], "search": ["--ranks", "2", "--microbatches", "4"]}
+    assert main([*verb.split(), *needed.get(verb, []), name, given]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(
+        (f"penstock: {given}: No such file or directory; name", f"penstock: {given}: Not a dir")
+    ), told
+
+
+def test_the_collection_of_results_is_whole() -> None:
+    verbs = {
+        "analyze",
+        "bench split",
+        "bench runtime",
+        "data generate",
+        "plan",
+        "play",
+        "profile",
+        "report",
+        "search",
+    }
+    assert {("simulate", "--timeline"), ("tune", "--out"), *((verb, "--out") for verb in verbs)} <= set(RESULTS)
+
+
 def test_what_was_renamed_is_gone_and_what_is_named_instead_is_there() -> None:
     there = {(given.verb, given.name) for given in EVERY}
     for (verb, old), new in RENAMED.items():

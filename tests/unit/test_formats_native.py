@@ -11,6 +11,7 @@ import pytest
 
 import penstock as ps
 from penstock.formats import from_json, to_json
+from penstock.formats.files import require_place
 
 pytestmark = pytest.mark.unit
 
@@ -153,3 +154,28 @@ def test_other_endings_are_refused(tmp_path: Path) -> None:
         ps.save(ps.build("1f1b", 2, 2), tmp_path / "s.yaml")
     with pytest.raises(ps.ScheduleError, match="No such file or directory"):
         ps.save(ps.build("1f1b", 2, 2), tmp_path / "no" / "s.json")
+
+
+def test_a_result_took_the_place_of_a_device_or_of_a_link(tmp_path: Path) -> None:
+    """`--out /dev/null`, given by root, left a file in place of the device."""
+    schedule, target, link, pipe = ps.build("1f1b", 2, 2), tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "c.txt"
+    link.symlink_to(target)
+    ps.save(schedule, link)
+    assert link.is_symlink()
+    assert ps.load(target) == schedule
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        ps.save(schedule, pipe)
+        assert ps.parse(os.read(reader, 10_000).decode()) == schedule
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert {each.name for each in tmp_path.iterdir()} == {"a.txt", "b.txt", "c.txt"}
+
+
+def test_a_place_for_a_result_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    require_place(tmp_path / "x.json")
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(ps.ScheduleError, match="Is a directory"):
+        require_place(tmp_path)

@@ -21,6 +21,7 @@ from typing import Any
 
 import penstock as ps
 from penstock.bench.record import record
+from penstock.formats.files import require_place
 from penstock.runtime.launch import init_process, launch
 
 OP = 10.0
@@ -128,6 +129,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--processes", action="store_true")
     parser.add_argument("--out")
     given = parser.parse_args(arguments)
+    if given.out:
+        require_place(Path(given.out))
     ranks, schedules = [int(part) for part in given.ranks.split(",")], given.schedules.split(",")
     rank = init_process(60.0)[0] if "RANK" in os.environ else 0
     rows = (run_processes if given.processes else run)(ranks, schedules, given.steps, given.stretch)

@@ -33,6 +33,7 @@ from typing import Any
 
 from penstock.bench.faults_rank import MICROBATCHES, FaultJob
 from penstock.bench.record import record
+from penstock.formats.files import require_place
 from penstock.lab import HostProcess, Lab
 
 NUM_STEPS = 4
@@ -417,6 +418,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=None, help="of the moments and hosts; drawn where not given")
     parser.add_argument("--out", default=None, help="write every number here as JSON")
     given = parser.parse_args(argv)
+    if given.out:
+        require_place(Path(given.out))
     names = given.faults.split(",")
     if unknown := [name for name in names if name not in FAULTS]:
         parser.error(f"no fault {unknown[0]!r}; choose among {', '.join(FAULTS)}")

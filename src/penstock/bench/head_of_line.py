@@ -22,6 +22,7 @@ from typing import Any
 import penstock as ps
 from penstock.bench.record import record
 from penstock.cost.presets import PRESETS
+from penstock.formats.files import require_place
 from penstock.runtime.emulation.pipeline import Emulation, emulate_processes
 from penstock.runtime.transport.choose import TransportOptions
 
@@ -163,6 +164,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--processes", action="store_true")
     parser.add_argument("--out")
     given = parser.parse_args(arguments)
+    if given.out:
+        require_place(Path(given.out))
     pipelines = [GPT_7B] if given.processes else [GPT_7B, CHAIN_8]
     rows = []
     for row in run(pipelines, given.steps, given.stretch, given.processes):

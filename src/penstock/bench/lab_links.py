@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.record import record
+from penstock.formats.files import require_place
 from penstock.lab import Lab
 
 CONDITIONS = (
@@ -98,6 +99,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--large", type=int, default=10, help="transfers of 16 MB")
     parser.add_argument("--out", default=None, help="write every number here as JSON")
     given = parser.parse_args(argv)
+    if given.out:
+        require_place(Path(given.out))
     rows = run(given.small, given.large)
     if given.out is not None:
         Path(given.out).write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n", encoding="utf-8")

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 import penstock as ps
 from penstock.bench.record import record
+from penstock.formats.files import require_place
 from penstock.runtime.launch import init_process, launch
 
 OP = 10.0
@@ -104,6 +105,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--out")
     given = parser.parse_args(arguments)
+    if given.out:
+        require_place(Path(given.out))
     if "RANK" in os.environ:
         rank, _ = init_process(60.0)
         rows = run(given.ranks, given.steps, given.blocks)

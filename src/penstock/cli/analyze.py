@@ -12,9 +12,9 @@ import typer
 
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json
+from penstock.cli.options import Json, result_page
 from penstock.cli.output import print_json
-from penstock.formats.files import write_whole
+from penstock.formats.files import require_place, write_whole
 
 
 @app.command(short_help="Find out what slowed a recorded run, and what would help.")
@@ -28,6 +28,7 @@ def analyze(
         typer.Option(
             "--out",
             metavar="FILE",
+            callback=result_page("--out", "the analysis"),
             help="Where the result goes: the page, .html. [TRACE.analysis.html in this folder]",
         ),
     ] = None,
@@ -82,8 +83,6 @@ def analyze(
     json: Json = False,
 ) -> None:
     """Replay a run of Megatron, TorchTitan, DeepSpeed or Penstock, and say what slowed it, on a page too."""
-    if out is not None and not out.lower().endswith((".html", ".htm")):
-        raise Misuse(f"--out {out}: the analysis is a page; give a name that ends with .html")
     # Imported here, as only this verb needs them.
     from penstock.analyze import analyze_trace
     from penstock.analyze.analysis_page import to_page
@@ -100,12 +99,14 @@ def analyze(
         num_microbatches=microbatches,
         steps=None if only_steps is None else _whole_numbers(only_steps, "--only-steps"),
     )
+    target = None if json and out is None else Path(out or f"{trace.name}.analysis.html")
+    if target is not None:
+        require_place(target)
     found = analyze_trace(
         trace,
         layers=() if layers is None else _whole_numbers(layers, "--layers"),
         drop_incomplete=drop_incomplete,
     )
-    target = None if json and out is None else Path(out or f"{trace.name}.analysis.html")
     if target is not None:
         write_whole(target, to_page(found))
     if json:

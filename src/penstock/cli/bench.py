@@ -13,7 +13,7 @@ import typer
 
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json
+from penstock.cli.options import Json, result_file
 from penstock.cli.output import print_json
 from penstock.formats.files import write_whole
 
@@ -26,7 +26,13 @@ bench = typer.Typer(
 app.add_typer(bench, name="bench")
 
 Raw = Annotated[
-    str | None, typer.Option("--out", metavar="FILE", help="Where the result goes: every single number, as JSON.")
+    str | None,
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        callback=result_file("--out"),
+        help="Where the result goes: every single number, as JSON.",
+    ),
 ]
 
 

@@ -16,7 +16,7 @@ import typer
 
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json
+from penstock.cli.options import Json, result_file
 from penstock.cli.output import plural, print_json
 from penstock.cli.tune import Tokenizer
 from penstock.formats.files import write_whole
@@ -130,7 +130,13 @@ def generate(
     ] = "0.81,0.88,1.92",
     longest: Annotated[float, typer.Option("--longest", help="The longest length, divided by the mean.")] = 4.0,
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE", help="Where the result goes: the lengths, as a JSON list.")
+        str | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            callback=result_file("--out"),
+            help="Where the result goes: the lengths, as a JSON list.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -166,6 +172,7 @@ def draw_images(
         typer.Option(
             "--out",
             metavar="FILE",
+            callback=result_file("--out"),
             help="Where the result goes: the sizes, as JSON that ps.planning.plan_batch takes.",
         ),
     ] = None,

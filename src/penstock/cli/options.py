@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from penstock.cli.failure import Misuse
 from penstock.cost import Links
+from penstock.formats.files import path_of, require_place
 from penstock.simulation import Blocking, Decoupled
+
+
+def result_file(option: str, words: str = "", *endings: str) -> Callable[[str | None], str | None]:
+    """The callback of an option that names the file of a result: that it can be written is found out before the work.
+
+    Args:
+        words: what is wrong with another ending than `endings`; any may be given where there are none.
+    """
+
+    def check(given: str | None) -> str | None:
+        if given is None:
+            return None
+        if endings and not given.lower().endswith(endings):
+            raise Misuse(f"{option} {given}: {words}")
+        require_place(path_of(given))
+        return given
+
+    return check
+
+
+def result_page(option: str, what: str) -> Callable[[str | None], str | None]:
+    """The same of an option that names the file of a page."""
+    return result_file(option, f"{what} is a page; give a name that ends with .html", ".html", ".htm")
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Ranks = Annotated[int | None, typer.Option("--ranks", help="Number of ranks, for a schedule given by name.")]
@@ -60,6 +86,15 @@ Out = Annotated[
     typer.Option(
         "--out",
         metavar="FILE",
+        callback=result_file(
+            "--out",
+            "schedules are written as .json, .txt or .csv, and their pictures as .svg or .html",
+            ".json",
+            ".txt",
+            ".csv",
+            ".svg",
+            ".html",
+        ),
         help="Where the result goes: the schedule as .json, .txt or .csv (torch's), or its picture as .svg or .html.",
     ),
 ]

@@ -16,7 +16,7 @@ import typer
 from penstock.cli import source
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, MaxInFlight, Microbatches, Ranks, ScheduleOption, Stages, Warmup
+from penstock.cli.options import Json, MaxInFlight, Microbatches, Ranks, ScheduleOption, Stages, Warmup, result_page
 from penstock.cli.output import print_json
 from penstock.schedule import check
 
@@ -37,7 +37,10 @@ def play(
     out: Annotated[
         str | None,
         typer.Option(
-            "--out", metavar="FILE", help="Where the result goes: the page, .html, which is then not served."
+            "--out",
+            metavar="FILE",
+            callback=result_page("--out", "the playground"),
+            help="Where the result goes: the page, .html, which is then not served.",
         ),
     ] = None,
     port: Annotated[
@@ -62,8 +65,6 @@ def play(
     elif given := "--ranks" if ranks else "--microbatches" if microbatches else "":
         raise Misuse(f"{given} is for a schedule: name one, like penstock play zb-v --ranks 4 --microbatches 8")
     if out is not None:
-        if not out.lower().endswith((".html", ".htm")):
-            raise Misuse(f"--out {out}: the playground is a page; give a name that ends with .html")
         save(out)
         if json:
             print_json({"out": out, "fragment": fragment})

@@ -12,7 +12,7 @@ import typer
 
 from penstock.cli import tune as options
 from penstock.cli.app import app
-from penstock.cli.options import Json, counts
+from penstock.cli.options import Json, counts, result_file
 from penstock.cli.output import print_json
 from penstock.formats.files import write_whole
 
@@ -61,6 +61,7 @@ def profile(
         typer.Option(
             "--out",
             metavar="FILE",
+            callback=result_file("--out"),
             help="Where the result goes: what was measured, as JSON for penstock tune --costs.",
         ),
     ] = None,

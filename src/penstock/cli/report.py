@@ -15,7 +15,7 @@ import typer
 
 from penstock.cli.app import app
 from penstock.cli.failure import INVALID, Misuse
-from penstock.cli.options import Json
+from penstock.cli.options import Json, result_page
 from penstock.cli.output import print_json
 from penstock.formats.files import write_whole
 from penstock.report import RunStory, to_page
@@ -40,15 +40,16 @@ def report(
     out: Annotated[
         str | None,
         typer.Option(
-            "--out", metavar="FILE", help="Where the result goes: the page, .html. [report.html in the run's folder]"
+            "--out",
+            metavar="FILE",
+            callback=result_page("--out", "the report"),
+            help="Where the result goes: the page, .html. [report.html in the run's folder]",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
     """Show a run that adapted on one HTML page: its iteration times, links, decisions and savings."""
     folder = _folder(Path(run))
-    if out is not None and not out.lower().endswith((".html", ".htm")):
-        raise Misuse(f"--out {out}: the report is a page; give a name that ends with .html")
     story = _story(folder, Path(run))
     target = None if json and out is None else Path(out) if out is not None else folder / "report.html"
     if target is not None:

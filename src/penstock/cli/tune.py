@@ -21,7 +21,7 @@ import typer
 from penstock.cli.app import app
 from penstock.cli.costs import MemoryLimit
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, ScheduleOption, bytes_of, counts
+from penstock.cli.options import Json, ScheduleOption, bytes_of, counts, result_file
 from penstock.cli.output import print_json
 from penstock.cost.presets import is_preset
 from penstock.library.options import read_options
@@ -189,6 +189,7 @@ def tune(
         typer.Option(
             "--out",
             metavar="FILE",
+            callback=result_file("--out", "a schedule is written as .json or .txt", ".json", ".txt"),
             help="Where the result goes: the schedule of the choice, .json or .txt. A program, which has no name, "
             "goes to runs/ without it.",
         ),
@@ -212,8 +213,6 @@ def tune(
         tokenizer=usual_tokenizer(model, tokenizer, data), microbatches=1, ranks=1, precision=precision,
         optimizer=optimizer, optimizer_options=options, clip=clip, device=device, threads=threads, dispatch=dispatch,
     )  # fmt: skip
-    if out is not None and Path(out).suffix not in (".json", ".txt"):
-        raise Misuse(f"--out {out}: a schedule is written as .json or .txt")
     asked = TuneRequest(
         settings,
         _source(costs, tflops, latency, bandwidth, database, seconds, fresh),

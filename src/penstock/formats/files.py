@@ -6,6 +6,7 @@ ps.save(s, "s.json")     ps.save(s, "s.txt")     ps.save(s, "s.csv")     ps.load
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from pathlib import Path
@@ -150,13 +151,62 @@ def path_of(given: object) -> Path:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file as a whole: if the process is killed, the old file or the new one is there, never half of one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Writes a file as a whole: if the process is killed, the old file or the new one is there, never half of one.
+
+    A link stays a link, and what is no file, such as /dev/null or a pipe, is written into.
+
+    Raises:
+        ScheduleError: it can't be written.
+    """
+    data = content.encode("utf-8") if isinstance(content, str) else content
     try:
-        beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
-        beside.replace(path)
+        if _is_device(path):
+            path.write_bytes(data)
+            return
+        target = _target(path)
+        beside = _beside(target)
+        try:
+            beside.write_bytes(data)
+            beside.replace(target)
+        except OSError:
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
+            raise
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-        hint = "; name a file in a folder that is there" if isinstance(error, FileNotFoundError) else ""
-        raise ScheduleError(f"{path}: {error.strerror or error}{hint}", rule="file") from None
+        raise _cannot_write(path, error) from None
+
+
+def require_place(path: Path) -> None:
+    """Finds out whether `write_whole` can write a file, before the work whose result it is for.
+
+    Raises:
+        ScheduleError: it can't.
+    """
+    try:
+        if _is_device(path):
+            with path.open("ab"):
+                return
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        beside = _beside(_target(path))
+        beside.touch()
+        beside.unlink()
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+
+
+def _is_device(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _target(path: Path) -> Path:
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _cannot_write(path: Path, error: OSError) -> ScheduleError:
+    hint = "; name a file in a folder that is there" if isinstance(error, FileNotFoundError) else ""
+    return ScheduleError(f"{path}: {error.strerror or error}{hint}", rule="file")

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.formats.files import require_place
+from penstock.schedule import ScheduleError
 from penstock.train.settings import SettingsError
 
 
@@ -139,5 +141,9 @@ def check_place(path: Path, what: str, folder: bool = False) -> None:
         raise SettingsError(f"{what} {path} is a folder; give a file")
     if not path.parent.is_dir():
         raise SettingsError(f"{what} {path}: there is no folder {path.parent}; make it first, or give another file")
-    if not os.access(path.parent, os.W_OK):
-        raise SettingsError(f"{what} {path}: the folder {path.parent} can't be written to; give another file")
+    try:
+        require_place(path.parent / f"{path.name}.new")  # a folder that is there and empty is no file
+    except ScheduleError as error:
+        raise SettingsError(
+            f"{what} {path}: the folder {path.parent} can't be written to ({error}); give another file"
+        ) from None
