@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from penstock.cli.run import main
+from penstock.rank_environment import RankEnvironment, RankEnvironmentError
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.launch import init_process
+from penstock.train.command import run_command
 
 pytestmark = pytest.mark.unit
 
@@ -35,7 +40,10 @@ def joined(monkeypatch: pytest.MonkeyPatch, changed: dict[str, str]) -> str:
         ({"RANK": "2"}, "RANK is 2 and WORLD_SIZE is 2"),
         ({"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc', not a number"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT is 99999; a port is"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT is 0; a port is"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ({"LOCAL_RANK": "first"}, "LOCAL_RANK is 'first', not a number"),
+        ({"LOCAL_WORLD_SIZE": "-2"}, "LOCAL_WORLD_SIZE is '-2', not a number"),
         ({"PENSTOCK_LAUNCH": "nonsense"}, "PENSTOCK_LAUNCH is 'nonsense'"),
         ({"PENSTOCK_LAUNCH": "3"}, "PENSTOCK_LAUNCH is '3'"),
     ],
@@ -44,6 +52,53 @@ def test_nonsense_in_the_environment_ended_in_a_traceback(
     monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], said: str
 ) -> None:
     assert said in joined(monkeypatch, changed)
+
+
+OWN = """
+import torch
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def data(replica, num_replicas):
+    while True:
+        yield torch.ones(4, 4), torch.ones(4, 4)
+"""
+
+
+@pytest.mark.parametrize("command", [main, run_command])
+@pytest.mark.parametrize("model", ["--preset nano", "--model net.py:Net --data net.py:data", "--device emulated"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+def test_nonsense_in_the_environment_was_a_bug_of_ours_where_data_is_read(
+    command: Callable[[list[str]], int],
+    model: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And what is wrong with where the ranks meet was said after the data was read."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("penstock.train.command.LET_SPEAK", 0.0)
+    Path("net.py").write_text(OWN)
+    for variable, value in {**FINE, name: "abc"}.items():
+        monkeypatch.setenv(variable, value)
+    words = ["train"] if command is main else []
+    assert command([*words, *model.split(), "--ranks", "2", "--steps", "1"]) == 1
+    assert capsys.readouterr().err.startswith(
+        f"penstock: environment variable {name} is 'abc', not a number from 0 on; start with `penstock train`"
+    )
+    assert not Path("runs").exists()
+
+
+def test_a_variable_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RankEnvironmentError, match="WORLD_SIZE is not set, and RANK is; start with"):
+        RankEnvironment.of({"RANK": "0"})
+    assert RankEnvironment.of({"WORLD_SIZE": "abc"}) is None, "no launcher has started this process"
 
 
 def test_a_port_that_is_in_use_ended_in_a_traceback_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

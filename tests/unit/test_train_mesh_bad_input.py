@@ -196,7 +196,8 @@ WORLDS: dict[str, tuple[int, str, list[str]]] = {
 def test_sizes_that_do_not_multiply_to_the_world(
     tell: Tell, monkeypatch: pytest.MonkeyPatch, world: int, options: str, words: list[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "0")
+    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("WORLD_SIZE", str(world))
     (line,) = tell(options)
     for word in words:

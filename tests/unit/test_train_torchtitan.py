@@ -114,7 +114,8 @@ def test_the_processes_that_are_left_share_out_weights(tmp_path: Path, monkeypat
     text = job(tmp_path, "[parallelism]\npipeline_parallel_degree = 2\ndata_parallel_shard_degree = -1")
     with pytest.raises(SettingsError, match=r"data_parallel_shard_degree = -1: .* give --dp"):
         read_titan(text, {**BESIDE, "lr_decay": "cosine"})
-    monkeypatch.setenv("RANK", "0")
+    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("WORLD_SIZE", "8")
     options = read_titan(text, {**BESIDE, "lr_decay": "cosine"}).options
     assert (options["dp"], options["sharding"], options["batch"], options["microbatches"]) == (4, "fsdp", 32, 8)

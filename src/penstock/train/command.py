@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cost.presets import PRESETS
+from penstock.rank_environment import RankEnvironment
 from penstock.schedule.updates import RULES
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.job import EmulatedJob, emulated_order_of, order_of, read_given
@@ -285,6 +286,7 @@ def train(
 ) -> Any:
     """Train a GPT, BERT, CLIP, captioner, Hugging Face decoder or your own model over a mesh; or emulate a plan."""
     given = {name: value for name, value in locals().items() if value is not None}
+    RankEnvironment.of(os.environ)  # what is wrong there is said before anything is made of it
     del given["call"]
     is_program = getattr(call.obj, "is_program", False)  # nothing is known of a launcher's
     for name in ("torchtitan", "out", "resume", "fallback", "export", "port", "as_json", "help_all"):

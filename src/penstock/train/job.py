@@ -23,6 +23,7 @@ import numpy as np
 from penstock.cost.presets import is_preset
 from penstock.data import Corpus
 from penstock.library.options import read_options
+from penstock.rank_environment import RankEnvironment
 from penstock.train.asynchronous import ASYNCHRONOUS, completed, usual_microbatches
 from penstock.train.checks import SettingsError, said_by_file
 from penstock.train.emulated.settings import EmulatedSettings
@@ -148,12 +149,13 @@ def _ranks_here(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[s
 
     Raises:
         SettingsError: sizes that do not multiply to the number of processes.
+        RankEnvironmentError: the launcher says what cannot be.
     """
-    world = os.environ.get("WORLD_SIZE", "")
-    if "RANK" not in os.environ or not world.isdigit() or settings.get("in_process"):
+    environment = RankEnvironment.of(os.environ)
+    if environment is None or settings.get("in_process"):
         return {}
     sizes = [settings.get(name) or 1 for name in ("dp", "tp")]
-    return {"ranks": share_out(given.get("ranks"), sizes[0], sizes[1], int(world))}
+    return {"ranks": share_out(given.get("ranks"), sizes[0], sizes[1], environment.num_ranks)}
 
 
 def emulated_order_of(

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.library.registry import TORCH_NAMES
+from penstock.rank_environment import RankEnvironment
 from penstock.train.checks import SettingsError
 from penstock.train.own_file import is_own
 
@@ -88,7 +89,8 @@ def titan_options(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("device") == "emulated":
         raise SettingsError("--torchtitan is for training; emulated devices learn nothing, so leave it out")
     titan = read_titan(path, given)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    environment = RankEnvironment.of(os.environ)
+    if environment is None or environment.local_rank == 0:
         print(f"{path} says {titan.line()}", file=sys.stderr)
         if titan.aside:
             print(f"{path}: left aside {', '.join(titan.aside)}", file=sys.stderr, flush=True)
@@ -211,9 +213,9 @@ def _read_mesh(reading: _ConfigReader) -> None:
     if tp > 1:
         reading.set("tp", tp)
     if "dp" not in reading.given:
-        world = os.environ.get("WORLD_SIZE", "")
-        if shards < 0 and "RANK" in os.environ and world.isdigit():
-            shards = max(1, int(world) // max(1, ranks * tp * replicas))
+        environment = RankEnvironment.of(os.environ)
+        if shards < 0 and environment is not None:
+            shards = max(1, environment.num_ranks // max(1, ranks * tp * replicas))
         if shards < 0:
             reading.refuse(
                 "parallelism",

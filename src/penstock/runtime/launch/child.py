@@ -26,6 +26,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from penstock.rank_environment import RankEnvironment, RankEnvironmentError
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.launch.failures import (
     FailureKind,
@@ -238,9 +239,11 @@ def watch() -> None:
     _write_whole_lines()
     launch_env = LaunchEnvironment.of(os.environ)
     if launch_env and not isinstance(sys.excepthook, Reporter):
-        sys.excepthook = Reporter(_number("RANK"), FolderReportSink(launch_env.reports))
+        environment = _environment()
+        rank = 0 if environment is None else environment.rank
+        sys.excepthook = Reporter(rank, FolderReportSink(launch_env.reports))
         hold(launch_env.lifeline, launch_env.reports)
-        let_through(launch_env.reports, _number("RANK"), launch_env.stderr)
+        let_through(launch_env.reports, rank, launch_env.stderr)
 
 
 def init_process(timeout: float) -> tuple[int, int]:
@@ -257,15 +260,16 @@ def init_process(timeout: float) -> tuple[int, int]:
     deadline = timedelta(seconds=timeout)
     rank, num_ranks = 0, 1
     try:
-        if "RANK" not in os.environ:
+        environment = _environment()
+        if environment is None:
             store: dist.Store = dist.HashStore()
         else:
-            rank, num_ranks = _place()
-            store = _store(num_ranks, deadline)
+            rank, num_ranks = environment.rank, environment.num_ranks
+            store = _store(environment, deadline)
         if not isinstance(sys.excepthook, Reporter) and num_ranks > 1:
             sys.excepthook = Reporter(rank, StoreReportSink(store))
         hook = sys.excepthook
-        dist.init_process_group(_backend(), store=store, rank=rank, world_size=num_ranks, timeout=deadline)
+        dist.init_process_group(_backend(environment), store=store, rank=rank, world_size=num_ranks, timeout=deadline)
         sys.excepthook = hook  # torch puts one around it that writes "[rank2]:" before every line
         dist.all_reduce(torch.zeros(1))  # nobody needs rank 0's store any more to find the others
     except RuntimeError as error:
@@ -337,11 +341,11 @@ def _write_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _store(num_ranks: int, deadline: timedelta) -> dist.Store:
+def _store(environment: RankEnvironment, deadline: timedelta) -> dist.Store:
     launch_env = LaunchEnvironment.of(os.environ)
     if launch_env is None:
         return next(dist.rendezvous("env://", timeout=deadline))[0]
-    host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+    host, port, num_ranks = environment.host, environment.port, environment.num_ranks
     if launch_env.store is None:
         return dist.TCPStore(host, port, num_ranks, False, deadline)
     return dist.TCPStore(
@@ -349,42 +353,20 @@ def _store(num_ranks: int, deadline: timedelta) -> dist.Store:
     )
 
 
-def _backend() -> str:
-    local, num_local = _number("LOCAL_RANK", "0"), _number("LOCAL_WORLD_SIZE", "1")
+def _backend(environment: RankEnvironment | None) -> str:
+    local, num_local = (0, 1) if environment is None else (environment.local_rank, environment.num_local)
     if torch.cuda.is_available() and torch.cuda.device_count() >= num_local:
         torch.cuda.set_device(local)
         return "cpu:gloo,cuda:nccl"
     return "gloo"
 
 
-def _place() -> tuple[int, int]:
-    """This rank and the number of ranks, from the environment, which must say too where the ranks meet.
-
-    Raises:
-        RuntimeFailure: names the variable that cannot be.
-    """
-    rank, num_ranks, port = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
-    if rank >= num_ranks:
-        raise RuntimeFailure(
-            f"environment variable RANK is {rank} and WORLD_SIZE is {num_ranks}: ranks are numbered from 0, below "
-            "their number; start with `penstock train` or torchrun"
-        )
-    if port > 65535:
-        raise RuntimeFailure(f"environment variable MASTER_PORT is {port}; a port is a number from 1 to 65535")
-    if not os.environ.get("MASTER_ADDR"):
-        raise RuntimeFailure(
-            "environment variable MASTER_ADDR is not set, the host of rank 0; start with `penstock train` or torchrun"
-        )
-    return rank, num_ranks
-
-
-def _number(variable: str, default: str = "") -> int:
-    text = os.environ.get(variable, default)
-    if not (text.isascii() and text.isdigit()):
-        raise RuntimeFailure(
-            f"environment variable {variable} is {text!r}, not a number: start with `penstock train` or torchrun"
-        )
-    return int(text)
+def _environment() -> RankEnvironment | None:
+    """What the launcher says. Raises RuntimeFailure where that cannot be."""
+    try:
+        return RankEnvironment.of(os.environ)
+    except RankEnvironmentError as error:
+        raise RuntimeFailure(str(error)) from None
 
 
 def _leave() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.data import Corpus
 from penstock.models import CrossEntropy
+from penstock.rank_environment import rank_of
 from penstock.runtime import Pipeline, Split
 from penstock.runtime import split as cut_model
 from penstock.runtime.stage.microbatches import split
@@ -116,7 +117,7 @@ class OwnTask:
     def _rank(self) -> int:
         """The rank of this process in the pipeline."""
         settings = self._settings
-        return int(os.environ.get("RANK", "0")) // (settings.dp * settings.tp)  # as `mesh_of` has them
+        return rank_of(os.environ) // (settings.dp * settings.tp)  # as `mesh_of` has them
 
     def message_bytes(self, schedule: Schedule) -> list[float]:
         assert self._split is not None, "data was read"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from penstock.rank_environment import rank_of
 from penstock.runtime.stage.microbatches import split
 from penstock.runtime.tensors.digest import batch_digest
 from penstock.runtime.tensors.pytree import flatten
@@ -318,7 +319,7 @@ def _dealt(settings: Settings, text: str, read: Reader) -> OwnData:
         )
     if settings.batch % dp:
         raise SettingsError(f"--batch {settings.batch} cannot be dealt to {dp} replicas; give a multiple of {dp}")
-    here = range(dp) if settings.in_process else [int(os.environ.get("RANK", "0")) // settings.tp % dp]
+    here = range(dp) if settings.in_process else [rank_of(os.environ) // settings.tp % dp]
     found = [
         opened(OwnSource(text, settings.batch // dp, settings.seed, replica, dp), settings.batch // dp, num, read)
         for replica in here
