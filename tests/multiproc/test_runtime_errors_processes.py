@@ -33,6 +33,33 @@ def made(loss_fn: Any = nn.functional.mse_loss, optimizer: Any = None) -> ps.Pip
     return ps.Pipeline(layers, ps.build("1f1b", 4, 4), loss_fn=loss_fn, optimizer=optimizer, timeout=20)
 
 
+def other_types(rank: int, changed: int) -> str:
+    """One rank's model gets another type between two steps."""
+    torch.manual_seed(0)
+    model = [nn.Embedding(8, 4), nn.Linear(4, 4)]
+    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss(), timeout=20)
+    x, y = torch.arange(8), torch.randn(8, 4)
+    pipe.step(x, y)
+    if rank == changed:
+        model[rank].double()
+    try:
+        pipe.step(x, y)
+    except RuntimeError as error:
+        return "\n".join([str(error), *error.__notes__]) if hasattr(error, "__notes__") else str(error)
+    return "a step with other types"
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_rank_whose_model_has_another_type_was_told_by_torch_alone(changed: int) -> None:
+    first, second = run_ranks(2, other_types, changed)
+    assert (first.code, second.code) == (0, 0), first.text[-2000:] + second.text[-2000:]
+    if changed == 1:
+        assert "weight of stage 1 is torch.float64 now, and was torch.float32 when" in second.value
+        assert "lost its connection to rank 1" in first.value
+    else:
+        assert "before is torch.float64, and the parameters of stage 1 are torch.float32; give inputs" in second.value
+
+
 class Raises(nn.Module):
     """Works until its third call."""
 

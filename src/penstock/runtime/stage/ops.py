@@ -152,6 +152,7 @@ class StageRunner:
         self._saved: dict[int, SavedTensors] = {}
         """What forwards saved, for microbatches whose activations go to host memory."""
         self._buffers = BufferHistory(stage)
+        self._dtypes = {name: parameter.dtype for name, parameter in stage.named_parameters()}
         self._first_step = FirstStep(stage, index, watched)
         # Microbatches of which nothing was found worth deferring, while none of another kind was: no tape for them.
         self._plain: set[Signature] = set()
@@ -363,7 +364,31 @@ class StageRunner:
 
     def _call(self, value: Any, m: int) -> Any:
         seed = self.settings.seed
-        return self.stage(value, None if seed is None else mix(seed, self._first + m))
+        try:
+            return self.stage(value, None if seed is None else mix(seed, self._first + m))
+        except RuntimeError as error:  # torch's own, as of what has another type than before
+            if words := self._types(value):
+                error.add_note(words)
+            raise
+
+    def _types(self, value: Any) -> str:
+        """In words, that the stage's parameters have changed their type, or that what came has another."""
+        now = {name: parameter.dtype for name, parameter in self.stage.named_parameters()}
+        for name, dtype in now.items():
+            if (before := self._dtypes.get(name, dtype)) is not dtype:
+                return (
+                    f"parameter {name} of stage {self.index} is {dtype} now, and was {before} when ps.Pipeline was "
+                    "made; change the type of a model on every rank, between the same two steps"
+                )
+        came = {leaf.dtype for leaf in flatten(value)[0] if leaf.is_floating_point()} - set(now.values())
+        if not came or not now:
+            return ""
+        held = ", ".join(sorted({str(dtype) for dtype in now.values()}))
+        where = "the inputs are" if self.index == 0 else "what comes from the stage before is"
+        return (
+            f"{where} {', '.join(sorted(map(str, came)))}, and the parameters of stage {self.index} are {held}; give "
+            "inputs of that type, and change the type of a model on every rank, between the same two steps"
+        )
 
     def _casting(self) -> AbstractContextManager[Any]:
         if self._autocast is None:
