@@ -149,6 +149,20 @@ def test_what_goes_to_two_stages_is_changed_by_one(name: str) -> None:
         pipe.step(*branches_runs.batch_of(name, 1))
 
 
+@pytest.mark.parametrize("part", ["the same tensor", "a view"])
+def test_inputs_that_lie_in_targets_too_were_changed_in_a_copy_alone(part: str) -> None:
+    """As an autoencoder has them: the first layer of a plain loop changes what the loss compares with."""
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    x = torch.randn(8, 8)
+    y, plain, mine = (x if part == "the same tensor" else x[:, :]), copy.deepcopy(model), x.clone()
+    schedule = ps.build("1f1b", 2, 4)
+    with pytest.raises(RuntimeFailure, match=r"stage 0 changed one of its inputs.*that of targets.*\(clone\(\)\)"):
+        ps.Pipeline(copy.deepcopy(model), with_recompute(schedule), loss_fn=nn.MSELoss()).step(x, y)
+    assert torch.equal(x, mine), "copies were changed"
+    found = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss()).step(x, y, update=False).loss
+    assert torch.equal(found, sum(nn.MSELoss()(plain(part), part) / 4 for part in mine.chunk(4)))
+
+
 def test_outputs_that_share_memory_join_others() -> None:
     """A stage with two sources, each of which gives views of its output."""
 

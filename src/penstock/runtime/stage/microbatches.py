@@ -24,6 +24,7 @@ an error.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -36,6 +37,7 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.branches import end_of, starts_of
+from penstock.runtime.tensors.aliases import storage_of
 from penstock.runtime.tensors.digest import batch_digest
 from penstock.runtime.tensors.pytree import DTYPES, flatten, unflatten
 from penstock.schedule import Schedule
@@ -66,6 +68,7 @@ class Microbatches:
         windows: the microbatches that each update gathers; all are one window where updates are no ops.
         replica: whose part of a larger batch this is. Each window of the whole is dealt to the replicas, in as many
             microbatches for each, one replica's after those of the one before.
+    overlap: gives the memory that several parts of the batch lie in, see `shared_memory`.
     """
 
     inputs: Mapping[int, Sequence[Any]]
@@ -75,9 +78,15 @@ class Microbatches:
     digest: int
     windows: tuple[range, ...]
     replica: int = 0
+    overlap: Callable[[], frozenset[int]] = frozenset
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    @cached_property
+    def shared_memory(self) -> frozenset[int]:
+        """The addresses of memory in which inputs of several stages lie, or inputs and targets."""
+        return self.overlap()
 
     @cached_property
     def scales(self) -> list[float]:
@@ -110,7 +119,9 @@ class Microbatches:
         inputs = {stage: part(values) for stage, values in self.inputs.items()}
         windows = tuple(range(w.start // num_replicas, w.stop // num_replicas) for w in self.windows)
         targets, signatures = part(self.targets), part(self.signatures)
-        return Microbatches(inputs, targets, lambda: part(self.scales), signatures, self.digest, windows, replica)
+        return Microbatches(
+            inputs, targets, lambda: part(self.scales), signatures, self.digest, windows, replica, self.overlap
+        )
 
 
 def _dealt(values: Sequence[Any], replica: int, num_replicas: int) -> list[Any]:
@@ -316,10 +327,18 @@ def cut_batch(
         _require_matching(given[first], cut_inputs, targets, cut_targets)
     digest = batch_digest(*given.values(), targets) if digested else 0
     weighed = partial(weigh, cut_inputs, cut_targets, loss_fn if targets is not None else None, windows)
-    batch = Microbatches(cut, cut_targets, weighed, _signatures(list(cut.values())), digest, windows)
+    overlap = partial(_overlap, [*given.values(), *([] if targets is None else [targets])])
+    signatures = _signatures(list(cut.values()))
+    batch = Microbatches(cut, cut_targets, weighed, signatures, digest, windows, overlap=overlap)
     if not digested or len(windows) > 1:
         _ = batch.scales  # before the step, on every rank: some window may weigh nothing
     return batch
+
+
+def _overlap(parts: Sequence[Any]) -> frozenset[int]:
+    """The addresses of memory in which tensors of several parts lie."""
+    found = Counter(address for part in parts for address in {storage_of(leaf) for leaf in flatten(part)[0]})
+    return frozenset(address for address, num in found.items() if num > 1 and address)
 
 
 def _require_samples(cut: Sequence[Any], loss_fn: LossFn) -> None:

@@ -37,6 +37,7 @@ from penstock.runtime.tensors.aliases import (
     has_views,
     inner,
     is_shared,
+    kept_of,
     renewed,
     share,
     storage_of,
@@ -333,10 +334,11 @@ class StageRunner:
             leaves, skeleton = flatten(self._on_device(self.settings.microbatches.into(self.index)[m]))
             if copied:
                 copies = [copy_of(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
-                return unflatten(copies, skeleton), _NO_ENTRY, _NO_READ_ONLY_INPUTS
+                return unflatten(copies, skeleton), _NO_ENTRY, self._read_only(leaves, copies)
             # Microbatches cut from one tensor count its changes together: one in place would look like one in all.
             given = [leaf if leaf.requires_grad else leaf.data for leaf in leaves]
-            return unflatten(given, skeleton), _NO_ENTRY, _NO_READ_ONLY_INPUTS
+            kept = self._read_only(leaves, given) if self.settings.microbatches.digest else _NO_READ_ONLY_INPUTS
+            return unflatten(given, skeleton), _NO_ENTRY, kept
         leaves = [leaf for leaf in received.leaves if leaf is not None]
         if copied:
             leaves = [copy_of(leaf) for leaf in leaves]
@@ -355,8 +357,16 @@ class StageRunner:
             if behind := renewed(skeleton):
                 entry.renew([leaves[place] for place in behind], wanted_ones)
             entry.order(wanted_ones)
-        kept = ReadOnlyInputs(leaves, skeleton)
+        kept = ReadOnlyInputs(leaves, kept_of(skeleton))
         return unflatten(values_of(leaves, views, skeleton), inner(skeleton)), entry, kept
+
+    def _read_only(self, leaves: Sequence[Tensor], given: Sequence[Tensor]) -> ReadOnlyInputs:
+        """Parts of the batch that a plain loop would change for others too, which have them in another process, or as
+        they were before a copy was made.
+        """
+        shared = self.settings.microbatches.shared_memory
+        kept = [(place, _OF_BATCH) for place, leaf in enumerate(leaves) if storage_of(leaf) in shared]
+        return ReadOnlyInputs(given, kept) if kept else _NO_READ_ONLY_INPUTS
 
     def _on_device(self, value: Any) -> Any:
         leaves, skeleton = flatten(value)
@@ -582,4 +592,8 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _NO_ENTRY = GraphInputs([])
 _WANTED = [True]
 """`needs_grad` of a single tensor that needs its gradient; nobody changes it."""
-_NO_READ_ONLY_INPUTS = ReadOnlyInputs([], 0)
+_OF_BATCH = (
+    "its memory is that of targets, or of another stage's inputs, too, which a plain loop would change with it, and "
+    "another process or a copy has as they were"
+)
+_NO_READ_ONLY_INPUTS = ReadOnlyInputs([], [])

@@ -217,10 +217,14 @@ def side_by_side(skeletons: Sequence[Skeleton], sizes: Sequence[int]) -> Skeleto
 
 
 class ReadOnlyInputs:
-    """Tensors that a stage was given and that must stay as they are."""
+    """Tensors that a stage was given and that must stay as they are.
 
-    def __init__(self, leaves: Sequence[Tensor], skeleton: Skeleton) -> None:
-        self._seen = [(leaves[place], leaves[place]._version, why) for place, why in kept_of(skeleton)]
+    Args:
+        kept: which of the leaves, and why.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], kept: Sequence[tuple[int, str]]) -> None:
+        self._seen = [(leaves[place], leaves[place]._version, why) for place, why in kept]
 
     def require_same(self, stage: int) -> None:
         """Raises RuntimeFailure where the stage changed one."""
