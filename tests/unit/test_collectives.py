@@ -110,7 +110,7 @@ def test_a_rank_that_has_its_result_keeps_it_where_others_need_the_op_once_more(
     getting = [1] if kind == "reduce" else list(range(NUM_RANKS))
     before = {rank: result(ops[rank]) for rank in getting}
     values = {rank: torch.cat(before[rank]).clone() for rank in getting}
-    works = [op.again(group, done, NUM_RANKS) for op, group in zip(ops, two_groups[1], strict=True)]
+    works = [op.again(group, done) for op, group in zip(ops, two_groups[1], strict=True)]
     for rank in done.intersection(getting):  # it may be reading them just now
         assert all(one is other for one, other in zip(result(ops[rank]), before[rank], strict=True))
     wait(works)

@@ -132,11 +132,11 @@ class Collective(Protocol):
     def start(self, group: Any) -> Any:
         """Begins it; returns what to wait for, for no longer than is said."""
 
-    def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
-        """Begins it on another group of `num_ranks` ranks; None where nobody needs that.
+    def again(self, group: Any, done: Collection[int]) -> Any | None:
+        """Begins it on another group; None where nobody needs that.
 
         Args:
-            done: the ranks on which it was done, which is the same on every rank that calls this.
+            done: the ranks on which it was done, not all of them, the same on every rank that calls this.
         """
 
 
@@ -159,10 +159,8 @@ class AllReduce:
     def start(self, group: Any) -> Any:
         return dist.all_reduce(self.tensor, group=group, async_op=True)
 
-    def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
+    def again(self, group: Any, done: Collection[int]) -> Any:
         """Where some rank has the sum it gives it to the others: what went into it may be gone by now."""
-        if len(done) == num_ranks:
-            return None
         if not done:
             self.tensor = self._fill()
             return self.start(group)
@@ -189,7 +187,7 @@ class Reduce:
     def start(self, group: Any) -> Any:
         return dist.reduce(self.tensor, group=group, group_dst=self._root, async_op=True)
 
-    def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
+    def again(self, group: Any, done: Collection[int]) -> Any | None:
         if self._root in done:
             return None
         self.tensor = self._fill()
@@ -211,9 +209,7 @@ class Broadcast:
     def start(self, group: Any) -> Any:
         return dist.broadcast(self.tensor, group=group, group_src=self._root, async_op=True)
 
-    def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
-        if len(done) == num_ranks:
-            return None
+    def again(self, group: Any, done: Collection[int]) -> Any:
         mine = group.rank()
         if mine not in done and mine != self._root:
             self.tensor = torch.empty_like(self.tensor)
@@ -254,9 +250,7 @@ class AllGather:
     def start(self, group: Any) -> Any:
         return self._begin(group, self.parts)
 
-    def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
-        if len(done) == num_ranks:
-            return None
+    def again(self, group: Any, done: Collection[int]) -> Any:
         parts = [torch.empty_like(part) for part in self.parts]
         if group.rank() not in done:
             self.parts = parts
@@ -298,9 +292,7 @@ class ReduceScatter:
     def start(self, group: Any) -> Any:
         return self._begin(group, self.tensor)
 
-    def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
-        if len(done) == num_ranks:
-            return None
+    def again(self, group: Any, done: Collection[int]) -> Any:
         part = torch.empty_like(self.tensor)
         if group.rank() not in done:
             self.tensor = part

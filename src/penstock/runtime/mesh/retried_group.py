@@ -46,7 +46,7 @@ TAGS = 1 << 20
 
 @dataclass
 class StartedCollective:
-    """An op that was begun here.
+    """An op that was begun here, on a group.
 
     Attributes:
         before: all ops below this number were done here when it began.
@@ -54,13 +54,17 @@ class StartedCollective:
         failed: how often it did.
     """
 
-    number: int
+    group: RetriedGroup
     op: Collective
     before: int
     work: Any = None
     error: RuntimeError | None = None
     done: bool = False
     failed: int = 0
+
+    def wait(self, limit: timedelta) -> None:
+        """Waits until it is done here. Raises as `RetriedGroup.wait_for`."""
+        self.group.wait_for(self, limit)
 
 
 class RetriedGroup:
@@ -87,17 +91,17 @@ class RetriedGroup:
 
     # The rank's own thread.
 
-    def start(self, op: Collective) -> CollectiveHandle:
+    def start(self, op: Collective) -> StartedCollective:
         """Begins an op; every rank of the group begins the same."""
         while True:
             self._service.run_hooks()
             with self._changed:
                 if not self._frozen:
                     before = next((n for n in sorted(self._begun) if not self._begun[n].done), self._num)
-                    one = self._begun[self._num] = StartedCollective(self._num, op, before)
+                    one = self._begun[self._num] = StartedCollective(self, op, before)
                     self._num += 1
                     self._begin(one)
-                    return CollectiveHandle(self, one)
+                    return one
                 number = self.number
             self._service.lost(number, _being_changed())
 
@@ -271,10 +275,11 @@ class RetriedGroup:
             for place in sorted(self._begun):
                 one = self._begun[place]
                 done = {rank for rank, said in states.items() if place < said["before"] or place in said["done"]}
+                work, error = None, None
                 try:
-                    work, error = one.op.again(group, done, len(self.members)), None
+                    work = one.op.again(group, done) if len(done) < len(self.members) else None
                 except RuntimeError as failed:
-                    work, error = None, failed
+                    error = failed
                 if one.done:
                     self._helping.append(work)
                 elif work is None and error is None:
@@ -283,16 +288,6 @@ class RetriedGroup:
                     one.work, one.error = work, error
             self._frozen = False
             self._changed.notify_all()
-
-
-class CollectiveHandle:
-    """An op under way."""
-
-    def __init__(self, group: RetriedGroup, one: StartedCollective) -> None:
-        self._group, self._one = group, one
-
-    def wait(self, limit: timedelta) -> None:
-        self._group.wait_for(self._one, limit)
 
 
 def _being_changed() -> RuntimeError:
