@@ -35,7 +35,7 @@ class Orders:
 
         return SimpleNamespace(order=order)
 
-    def restart(self, key: DelegateKey, resumed: Any) -> Any:
+    def restart(self, key: DelegateKey, **resumed: Any) -> Any:
         self.resumed = resumed
         self.given.pop(key, None)
         return self.get(key)
@@ -160,8 +160,8 @@ def test_a_new_receiving_delegate_knows_what_its_forerunner_delivered_and_what_i
         inbox.came(POST, message(number, 99 + number))
     inbox.free(inbox.take(EDGES[1]))
     inbox.restart(POST)
-    assert fleet.resumed.lanes == [(0, 1, 3)]
-    assert fleet.resumed.taken == [(4096, 4096), (3 * 4096, 4096)]
+    assert fleet.resumed["lanes"] == [(0, 1, 3)]
+    assert fleet.resumed["taken"] == [(4096, 4096), (3 * 4096, 4096)]
     assert [one.kind for one in fleet.given[POST]] == [DescriptorKind.EXPECT]
 
 

@@ -30,7 +30,7 @@ from penstock.runtime.transport.base import CrossingLog
 from penstock.runtime.transport.channel import ExpectedMessages
 from penstock.runtime.transport.delegate.carrier.descriptor import Descriptor, DescriptorKind, Lane
 from penstock.runtime.transport.delegate.carrier.shared import DEPTH, Slots
-from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates, PredecessorState
+from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates
 from penstock.runtime.transport.delegate.health import Counters
 from penstock.runtime.transport.wire_format import ALIGN
 
@@ -45,38 +45,26 @@ class LaneCount(NamedTuple):
     posted: int
 
 
-def lanes_for(
-    rate: float,
-    delay: float,
-    busy: float,
-    *,
-    num_bytes: float = 0.0,
-    window: float = math.inf,
-    most: int = 16,
-) -> LaneCount:
+def lanes_for(rate: float, delay: float, busy: float, most: int = 16) -> LaneCount:
     """The delegates and places that keep up with the messages of one kind on one link.
 
-    A delegate takes `busy` for each message, so that `rate * busy` of them are at work at once; and a connection
-    carries at most a window's bytes in a round trip, so that `rate * num_bytes * 2 delay / window` of them must
-    share what the messages bring. A message has a place from when it is announced until the answer is back.
+    A delegate takes `busy` for each message, so that `rate * busy` of them are at work at once. A message has a place
+    from when it is announced until the answer is back.
 
     Args:
         rate: messages a second; delay: seconds one way, PipeMorph's c; busy: seconds of a delegate for one message.
-        num_bytes: of a message; window: bytes that a connection may have under way.
         most: delegates.
 
     Raises:
         RuntimeFailure: a number that is negative, not finite, or makes no sense.
     """
-    given = {"rate": rate, "delay": delay, "busy": busy, "num_bytes": num_bytes}
-    for name, value in given.items():
+    for name, value in {"rate": rate, "delay": delay, "busy": busy}.items():
         if not 0 <= value < math.inf:
             raise RuntimeFailure(f"lanes for a {name} of {value:g}: give a number of at least 0")
-    if not window > 0 or most < 1:
-        raise RuntimeFailure(f"lanes for a window of {window:g} bytes and {most} at most: give more than 0 of each")
-    wanted = max(rate * busy, rate * num_bytes * 2 * delay / window)
+    if most < 1:
+        raise RuntimeFailure(f"{most} lanes at most: give at least 1")
     # What fits to a billionth fits: 0.1 * 30 is above 3.
-    return LaneCount(max(1, min(most, math.ceil(wanted - 1e-9))), math.ceil(2 * delay * rate - 1e-9) + 1)
+    return LaneCount(max(1, min(most, math.ceil(rate * busy - 1e-9))), math.ceil(2 * delay * rate - 1e-9) + 1)
 
 
 def rate_of(moments: Iterable[int]) -> float:
@@ -194,7 +182,7 @@ class Outbox:
 
     def restart(self, key: DelegateKey) -> int:
         """Starts a dead delegate again, with all that was not answered; returns how many messages that are."""
-        delegate, again = self._delegates.restart(key, PredecessorState([], [], 0)), 0
+        delegate, again = self._delegates.restart(key), 0
         for lane, end in self._lanes.items():
             if _delegate_of(lane) != key:
                 continue
@@ -420,12 +408,12 @@ class DelegateInbox:
         self._free.pop(key, None)
         self._limits.pop(key, None)
         mine = [lane for lane in self._last if (lane.kind, lane.place) == (key.kind, key.place)]
-        resumed = PredecessorState(
-            [(lane.source, lane.target, self._last[lane]) for lane in mine],
-            list(self._slots.get(key, {}).items()),
-            self._delegates.share + self._lent.get(key, 0),
+        delegate = self._delegates.restart(
+            key,
+            lanes=[(lane.source, lane.target, self._last[lane]) for lane in mine],
+            taken=list(self._slots.get(key, {}).items()),
+            limit=self._delegates.share + self._lent.get(key, 0),
         )
-        delegate = self._delegates.restart(key, resumed)
         for lane in self._watched:
             if (lane.kind, lane.place) == (key.kind, key.place):
                 delegate.order(Descriptor(DescriptorKind.EXPECT, lane))

@@ -88,7 +88,7 @@ class DelegateProcess:
         stack.callback(os.close, self.notes_ready)
         lifeline, self._line = os.pipe()
         self._patience = 0.0
-        stack.callback(self._let_go)
+        stack.callback(self.release)
         with contextlib.ExitStack() as brief:
             brief.callback(os.close, lifeline)
             orders = replace(
@@ -177,16 +177,13 @@ class DelegateProcess:
 
     def release(self) -> None:
         """Tells it to end, without waiting; it gets `STOP_GRACE` from now on."""
-        self._let_go()
-
-    def _let_go(self) -> None:
         line, self._line = self._line, -1
         if line >= 0:
             os.close(line)
             self._patience = time.monotonic() + STOP_GRACE
 
     def _reap(self) -> None:
-        self._let_go()
+        self.release()
         try:
             self._process.wait(max(0.01, self._patience - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -288,14 +285,6 @@ class DelegateKey(NamedTuple):
     outgoing: bool
     kind: int
     place: int
-
-
-class PredecessorState(NamedTuple):
-    """What a delegate must know of the one before it; see `DelegateOrders`."""
-
-    lanes: list[tuple[int, int, int]]
-    taken: list[tuple[int, int]]
-    limit: int
 
 
 class Delegates:
@@ -521,12 +510,16 @@ class Delegates:
                 if key.outgoing:
                     delegate.order(news._replace(lane=Lane(self.rank, news.lane.target, key.kind, key.place)))
 
-    def restart(self, key: DelegateKey, resumed: PredecessorState) -> DelegateProcess:
-        """Starts a dead delegate again. What it told must have been read."""
+    def restart(self, key: DelegateKey, **resumed: Any) -> DelegateProcess:
+        """Starts a dead delegate again. What it told must have been read.
+
+        Args:
+            resumed: what its `DelegateOrders` say now of what the one before it did.
+        """
         delegate = self._delegates[key]
         self._unregister(delegate)
         generation = delegate.orders.generation + 1
-        orders = replace(delegate.orders, generation=generation, **resumed._asdict())
+        orders = replace(delegate.orders, generation=generation, **resumed)
         self.restarts += 1
         delegate.restart(orders)
         self._register(key, delegate)

@@ -71,8 +71,6 @@ class ConnectionHealth:
         if what is DescriptorKind.DOUBLED:
             counters.doubled += 1
             return
-        if what in (DescriptorKind.DOWN, DescriptorKind.UP):
-            return
         way = self._ways.setdefault(lane, LaneState())
         if what is DescriptorKind.CONNECTED:
             path = note.tag, note.step

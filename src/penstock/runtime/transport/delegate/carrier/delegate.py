@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from mmap import MAP_SHARED, mmap
 
-from .descriptor import Descriptor, DescriptorKind, Lane
+from .descriptor import Descriptor, Lane
 from .monitor import InterfaceMonitor
 from .shared import RING_BYTES, DescriptorRing
 from .sockets import READ, EventLoop, watch_parent
@@ -146,9 +146,6 @@ class Delegate(ABC):
         watch_parent(self.loop, orders.parent, orders.lifeline)
         self.io = DelegateIO(orders)
         self.monitor = InterfaceMonitor(orders.interfaces)
-        source, target = (orders.rank, 0) if orders.outgoing else (0, orders.rank)
-        self.lane_of_rank = orders.lane(source, target)
-        """In what is told of the whole delegate and not of a lane."""
 
     @classmethod
     def main(cls) -> None:
@@ -184,6 +181,4 @@ class Delegate(ABC):
 
     def _on_news(self, mask: int) -> None:
         for place, up in self.monitor.changes():
-            kind = DescriptorKind.UP if up else DescriptorKind.DOWN
-            self.io.tell(Descriptor(kind, self.lane_of_rank, tag=place))
             self.interface(place, up)

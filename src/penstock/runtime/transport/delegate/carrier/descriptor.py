@@ -98,10 +98,6 @@ class DescriptorKind(IntEnum):
     """It said something again."""
     STARVED = 17
     """A message of `number` bytes waits for room."""
-    DOWN = 18
-    """The kernel says that interface `tag` of this rank is down."""
-    UP = 19
-    """It is up again."""
     DOUBLED = 20
     """A message came twice, and was dropped."""
     NO_WAY = 21

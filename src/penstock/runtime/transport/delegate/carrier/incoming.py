@@ -402,7 +402,8 @@ class Receiver(Delegate):
     def starve(self, connection: InConnection, num_bytes: int) -> None:
         """A message waits for room."""
         self._starved.append(connection)
-        self.io.tell(Descriptor(DescriptorKind.STARVED, self.lane_of_rank, num_bytes))
+        lane = self.orders.lane(0, self.orders.rank)  # none: the whole delegate has no room
+        self.io.tell(Descriptor(DescriptorKind.STARVED, lane, num_bytes))
 
     def command(self, descriptor: Descriptor) -> None:
         if descriptor.kind is DescriptorKind.FREE:
