@@ -37,21 +37,6 @@ from penstock.runtime.launch.failures import (
     one_line,
 )
 
-__all__ = [
-    "FolderReportSink",
-    "LaunchEnvironment",
-    "Reporter",
-    "StoreReportSink",
-    "held_path",
-    "held_text",
-    "hold",
-    "init_process",
-    "let_through",
-    "warm_up_malloc",
-    "watch",
-]
-
-
 VARIABLE = "PENSTOCK_LAUNCH"
 
 

@@ -24,20 +24,6 @@ import torch
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 
-__all__ = [
-    "RankExit",
-    "FailureKind",
-    "FailureReport",
-    "LossKind",
-    "details",
-    "exit_code",
-    "explain",
-    "loss_of",
-    "one_line",
-    "ranks",
-    "root_cause",
-]
-
 LATE = (
     "timed out waiting",
     "timed out after",

@@ -42,8 +42,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-__all__ = ["RankOrder", "WaitingServer"]
-
 TICK = 0.02  # seconds between two looks at the ranks
 MOST_DESCRIPTORS = 8
 ABOVE_STANDARD = 3

@@ -27,8 +27,6 @@ from penstock.runtime.launch.fork_server import WaitingServer
 from penstock.runtime.mesh import interfaces
 from penstock.runtime.mesh.interfaces import LOOPBACK
 
-__all__ = ["FIRST_OPTIMIZER", "RankProcess", "RankServer", "launch", "listen"]
-
 HOST = LOOPBACK
 
 
