@@ -2,6 +2,7 @@
 
 Transfers, OpTimes      measure     each direction of each link, each stage, on its own (link.py, compute.py)
 IterationEnded    --->  verify      has a delay changed, or an op's time, and does it last (changes.py)
+                                    what is late now, since when (late_causes.py)
                         choose      the best candidate that is worth its price (candidates.py, decide.py)
                         doubt       is what it promises more than a trial could tell from noise (trial.py)
 Probed            --->  move        nodes of a mesh to where a late link costs least (orchestrator.py)
@@ -42,22 +43,13 @@ from penstock.control.events import (
     show_link,
     undirected,
 )
+from penstock.control.late_causes import LateCauses
 from penstock.control.link import Cause, LinkChange, LinkEstimate
 from penstock.control.log import decision_line, event_line, header, unanswered_line, verdict_line
 from penstock.control.measured import JobMonitor
 from penstock.control.orchestrator import Orchestrator
 from penstock.control.switch_limits import SwitchLimits
-from penstock.control.trial import (
-    ANSWERS,
-    NO_LINKS,
-    TELLS,
-    ChangeTrial,
-    RevertedChange,
-    StepTimes,
-    TimedStep,
-    Verdict,
-    error_of,
-)
+from penstock.control.trial import NO_LINKS, ChangeTrial, RevertedChange, StepTimes, TimedStep, Verdict
 from penstock.cost import Links
 from penstock.schedule import Schedule, check
 
@@ -65,8 +57,6 @@ _AGES = (3, 8, 16, 32, 64)
 """Iterations since the last change after which the choice is made again, since more is known then. After
 that, every 64.
 """
-_CLEAR = 0.25
-"""A rise by this share of a step is clear: it does not wait because of changes that were taken back before."""
 _PROBES = 16
 """How many rounds of probes are remembered, each with the iteration after which it came."""
 _SAY = 3
@@ -156,10 +146,7 @@ class Controller:
         self._proven = self._fallback = job.start
         self._trial: ChangeTrial | None = None
         self._revert: Verdict | None = None
-        self._causes: dict[Link, tuple[float, float]] = {}
-        self._cause_seen: dict[Link, int] = {}
-        self._cause_since = 0
-        self._answered = False
+        self._causes = LateCauses(self._monitor, self.sensitivity.fall)
         self._taken_back: list[RevertedChange] = []
         self._tried: tuple[Action, object] = Action.KEEP, ()
         self._measured: Measured | None = None
@@ -290,10 +277,9 @@ class Controller:
             self._proven, self._trial = self.now, None
         else:
             promised = decision.ms_now - decision.ms_then if decision.action is not Action.UNDELEGATE else 0.0
-            cause = {key: ms for key, (ms, _) in self._causes.items()}
             # Where nodes moved, links are others: what ran before cannot be simulated with them.
             runs = self.now if decision.action is not Action.MOVE else None
-            self._trial = ChangeTrial(decision.number, self._steps, promised, cause, runs)
+            self._trial = ChangeTrial(decision.number, self._steps, promised, self._causes.ms, runs)
             self._fallback = self._proven
             self._tried = _what(decision.action, decision.configuration)
         self._steps = StepTimes(self.now)
@@ -314,8 +300,10 @@ class Controller:
             self._age = 0
             rose = any(change.change.rose for change in news)
             self._steps.changed(max(change.num_iterations for change in news), rose)
-            self._note_causes(news)
-        self._forget_causes()
+            new = self._causes.note(event.number, news)
+            if self._trial is not None and self._trial.is_open and any(a != b for a, b in new):
+                self._trial.void = True
+        self._causes.forget(event.number)
         self._try(event.number, step)
         back = bool(self.now.delegated) and event.number - self._delegated_at == self._hold
         self._due = self._due or bool(news) or self._is_age_to_look() or back
@@ -376,7 +364,7 @@ class Controller:
         what = _what(Action.MOVE, configuration)
         if any(each.bars(what, nodes.late) for each in self._taken_back):
             why: tuple[Obstacle, str] | None = Obstacle.TAKEN_BACK, "moving nodes was tried and taken back"
-        elif self._switch_limits.waits(self._iteration, self._is_clear()):
+        elif self._switch_limits.waits(self._iteration, self._steps.are_clearly_slower):
             why = Obstacle.PAUSE, "what runs was changed a short time ago, and is left in peace"
         elif lost < price:
             why = Obstacle.PRICE, f"moving costs {price:.3g} ms, and late links have cost {lost:.3g} ms so far"
@@ -391,13 +379,9 @@ class Controller:
             self._explain_nodes(*why, nodes, found.ms_now)
             return None
         self._switch_limits.decided(self._iteration)
-        held = tuple(peaks(configuration.schedule, self.job.costs))
         moved = ", ".join(map(str, found.moved))
-        self._number += 1
         self._moved_for, self._told_of_nodes = dict(nodes.late), dict(nodes.late)
-        self._waiting = Decision(
-            self._number,
-            self._iteration,
+        return self._propose(
             Action.MOVE,
             configuration,
             f"{late_nodes_in_words(nodes.late)}; nodes {moved} change places: {found.mesh}; "
@@ -406,10 +390,7 @@ class Controller:
             found.ms_then,
             price,
             (str(Cause.LATENCY),),
-            held,
-            self.job.in_host(held),
         )
-        return self._waiting
 
     def _explain_nodes(self, obstacle: Obstacle, why: str, nodes: Orchestrator, simulated: float) -> None:
         """Reports once for each set of late nodes that they stay, and why, unless waiting may still change that."""
@@ -418,11 +399,7 @@ class Controller:
         if dict(self._told_of_nodes).keys() == nodes.late.keys():
             return
         self._told_of_nodes = dict(nodes.late)
-        steps = self._steps
-        calm = median(steps.calm) if steps.calm else self._ms
-        now = median(steps.now) if steps.now else self._ms
-        late = tuple(sorted(nodes.late.items()))
-        self._said.append(Unanswered(self._iteration, obstacle, why, (), calm, now, simulated, nodes=late))
+        self._say_unanswered(obstacle, why, (), simulated, nodes=tuple(sorted(nodes.late.items())))
 
     def _relocate(self, then: Configuration) -> None:
         """Nodes change places from the next iteration on. Links then join other nodes, and are as late as
@@ -438,57 +415,22 @@ class Controller:
                 ms = self._nodes.late.get(undirected((own[a], own[b])), 0.0)
                 late[a, b] = max(late.get((a, b), 0.0), ms)
         self._monitor.relocate(late)
-        self._causes = {key: each for key, each in self._causes.items() if key[0] == key[1]}
-        self._cause_seen = {key: each for key, each in self._cause_seen.items() if key[0] == key[1]}
-
-    def _note_causes(self, news: Sequence[LinkChange | ComputeChange]) -> None:
-        """Remembers what is late since when, and the bound above which it still counts as late. A new cause voids
-        an open trial.
-        """
-        known = set(self._causes)
-        for change in news:
-            level = (change.change.before + change.change.after) / 2
-            if isinstance(change, ComputeChange):
-                key, ms, rose = (change.stage, change.stage), change.change.after, change.change.rose
-            else:
-                key, rose = undirected(change.link), change.change.rose
-                ms = change.after.mean if change.of_share else change.after.delay
-                level = (change.before.mean + change.after.mean) / 2 if change.of_share else level
-            if rose:
-                self._causes[key] = max((ms, level), self._causes.get(key, (0.0, 0.0)))
-            else:
-                self._causes.pop(key, None)
-                self._cause_seen.pop(key, None)
-        new = set(self._causes) - known
-        if new:
-            self._cause_since, self._answered = self._iteration, False
-        if self._trial is not None and self._trial.is_open and any(a != b for a, b in new):
-            self._trial.void = True
-
-    def _forget_causes(self) -> None:
-        """Forgets causes that have not been late for as long as a fall needs to be verified."""
-        for key, (_, bound) in list(self._causes.items()):
-            if self._monitor.is_late(key, bound):
-                self._cause_seen[key] = self._iteration
-            elif self._iteration - self._cause_seen.setdefault(key, self._iteration) >= self.sensitivity.fall:
-                del self._causes[key], self._cause_seen[key]
+        self._causes.forget_links()
 
     def _try(self, iteration: int, step: TimedStep) -> None:
         """Gives the step to the trial of what runs, and acts on its verdict."""
         trial = self._trial
         if trial is None or self._revert is not None:
             return
-        bounds = {key: bound for key, (_, bound) in self._causes.items() if key in trial.cause}
-        is_there = any(self._monitor.is_late(key, bound) for key, bound in bounds.items())
-        verdict = trial.add(iteration, step, is_there)
+        verdict = trial.add(iteration, step, self._causes.are_there(trial.cause))
         if verdict is None:
             return
         self._said.append(verdict)
         if verdict.kept:
             self._proven = self.now
-            self._answered = True
+            self._causes.answered = True
             return
-        self._answered = False
+        self._causes.answered = False
         self._proven = self._fallback  # a change that had stayed may turn out slower after all
         self._switch_limits.failed(iteration)
         cause = self._moved_for if self._tried[0] is Action.MOVE else trial.cause
@@ -501,20 +443,29 @@ class Controller:
     def _take_back(self, verdict: Verdict) -> Decision:
         """Goes back to what ran before the change that a verdict is about."""
         check(self._proven.schedule)
-        held = tuple(peaks(self._proven.schedule, self.job.costs))
+        return self._propose(Action.TAKE_BACK, self._proven, str(verdict), verdict.after, verdict.before, 0.0)
+
+    def _propose(
+        self,
+        action: Action,
+        configuration: Configuration,
+        reason: str,
+        ms_now: float | None,
+        ms_then: float,
+        price: float,
+        causes: tuple[str, ...] = (),
+        held: tuple[float, ...] | None = None,
+    ) -> Decision:
+        """The next decision, of which it is waited for that all ranks run it.
+
+        Args:
+            held: the peaks of each rank, where they are known.
+        """
+        if held is None:
+            held = tuple(peaks(configuration.schedule, self.job.costs))
         self._number += 1
-        self._waiting = Decision(
-            self._number,
-            self._iteration,
-            Action.TAKE_BACK,
-            self._proven,
-            str(verdict),
-            verdict.after,
-            verdict.before,
-            0.0,
-            peaks=held,
-            in_host=self.job.in_host(held),
-        )
+        made = action, configuration, reason, ms_now, ms_then, price, causes, held, self.job.in_host(held)
+        self._waiting = Decision(self._number, self._iteration, *made)
         return self._waiting
 
     def _is_age_to_look(self) -> bool:
@@ -558,7 +509,7 @@ class Controller:
         if not self._scored:
             return None
         forced = self._scored[0].candidate.action is not Action.KEEP
-        if not forced and self._switch_limits.waits(self._iteration, self._is_clear()):
+        if not forced and self._switch_limits.waits(self._iteration, self._steps.are_clearly_slower):
             self._explain(Obstacle.PAUSE, "what runs was changed a short time ago, and is left in peace")
             return None
         gain = self.job.least_gain * self._switch_limits.times_gain(self._iteration, bool(news))
@@ -580,11 +531,8 @@ class Controller:
         if not forced:
             self._switch_limits.decided(self._iteration)
         recent = list(news) or [self._monitor.again(change) for _, change in self.changes[-1:]]
-        self._number += 1
-        self._answered = True
-        self._waiting = Decision(
-            self._number,
-            self._iteration,
+        self._causes.answered = True
+        return self._propose(
             chosen.candidate.action,
             chosen.candidate.configuration,
             self._reason(recent, None if now is None else now.ms, chosen.ms),
@@ -593,19 +541,12 @@ class Controller:
             chosen.candidate.price,
             tuple(dict.fromkeys(str(change.cause) for change in recent)),
             chosen.peaks,
-            self.job.in_host(chosen.peaks),
         )
-        return self._waiting
-
-    def _is_clear(self) -> bool:
-        """Whether steps became so much slower that this cannot be noise."""
-        rise = self._steps.rise
-        return rise is not None and rise > max(_CLEAR * median(self._steps.calm), 2 * TELLS * self._steps.error())
 
     def _is_barred(self, candidate: Candidate) -> bool:
         """Whether it was tried for the present cause before, and taken back."""
         what = _what(candidate.action, candidate.configuration)
-        cause = {key: ms for key, (ms, _) in self._causes.items()}
+        cause = self._causes.ms
         return candidate.action is not Action.KEEP and any(each.bars(what, cause) for each in self._taken_back)
 
     def _doubt(self, gain: float, candidate: Candidate | None = None) -> tuple[Obstacle, str] | None:
@@ -615,38 +556,10 @@ class Controller:
         Args:
             candidate: what promises it; None where nodes are to move.
         """
-        doubt = self._doubt_by_steps(gain)
+        doubt = self._steps.doubt(gain, self.job.least_gain)
         if doubt is None or (candidate is not None and self._gains_anyway(candidate)):
             return None
-        found = self._steps.explained
-        if found is None or gain < TELLS * error_of(found.noise, len(self._steps.latest)):
-            return doubt
-        return None
-
-    def _doubt_by_steps(self, gain: float) -> tuple[Obstacle, str] | None:
-        steps = self._steps
-        if not steps.now:
-            return None
-        if not steps.are_enough:
-            return Obstacle.NOISE, "too few steps have run to tell how much they vary"
-        level, error, rise = median(steps.now), steps.error(), steps.rise
-        if rise is not None and rise <= self._least_told():
-            # A step that is no slower has nothing to gain back, whatever the simulation says.
-            return Obstacle.ABSORBED, (
-                f"measured steps are no slower for it beyond their noise of {steps.noise:.3g} ms: "
-                f"{median(steps.calm):.4g} ms before, {level:.4g} since"
-            )
-        credible, needed = (gain, TELLS * error) if rise is None else (min(gain, rise), ANSWERS * error)
-        if credible < max(needed, self.job.least_gain * level):
-            return Obstacle.NOISE, (
-                f"the best change promises {credible:.3g} of {level:.4g} ms a step, and with a noise of "
-                f"{steps.noise:.3g} ms a trial could not tell {needed:.3g} needed"
-            )
-        return None
-
-    def _least_told(self) -> float:
-        """The least difference (ms) between steps that counts, and that their noise does not hide."""
-        return max(self.job.least_gain * median(self._steps.now), TELLS * self._steps.error())
+        return None if self._steps.would_tell(gain) else doubt
 
     def _gains_anyway(self, candidate: Candidate) -> bool:
         """Whether a change gains enough by simulation also with links as they were before some became late.
@@ -654,15 +567,14 @@ class Controller:
         What was late all the time is in the steps before and since, which then do not differ by it. A change that was
         taken back is not tried again for this.
         """
-        causes = {key: ms for key, (ms, _) in self._causes.items()}
-        steps = self._steps
+        causes, steps = self._causes.ms, self._steps
         told = [step.simulated for step in steps.present if step.simulated is not None]
         is_of_links = bool(causes) and all(a != b for a, b in causes)
         what = _what(candidate.action, candidate.configuration)
         if not is_of_links or not told or any(each.what == what for each in self._taken_back):
             return False
         gains = [each(self.now, True, causes) - each(candidate.configuration, True, causes) for each in told]
-        return steps.are_enough and median(gains) >= self._least_told()
+        return steps.are_enough and median(gains) >= steps.least_told(self.job.least_gain)
 
     def _say_why(self, allowed: Sequence[Scored], gain: float, returning: bool, wary: bool) -> None:
         """Says why what runs stays although there is a cause to change it."""
@@ -689,24 +601,36 @@ class Controller:
         )
 
     def _is_time_to_say(self) -> bool:
-        since = self._iteration - self._cause_since
-        return bool(self._causes) and not self._answered and (self._age >= _SAY or since >= 2 * _SAY)
+        since = self._iteration - self._causes.since
+        return bool(self._causes.ms) and not self._causes.answered and (self._age >= _SAY or since >= 2 * _SAY)
 
     def _explain(self, obstacle: Obstacle, why: str) -> None:
         """Reports once for each cause that nothing is changed for it, and why."""
         if not self._is_time_to_say() or self._measured is None or not self._scored:
             return
-        if obstacle is Obstacle.PAUSE and self._iteration - self._cause_since < 2 * _SAY:
+        if obstacle is Obstacle.PAUSE and self._iteration - self._causes.since < 2 * _SAY:
             return
-        self._answered = True
-        measured, steps = self._measured, self._steps
-        cause = tuple(sorted((key, ms) for key, (ms, _) in self._causes.items()))
+        self._causes.answered = True
+        measured = self._measured
         helps: tuple[Help, ...] = ()
         if obstacle in (Obstacle.MEMORY, Obstacle.TAKEN_BACK):
             helps = what_would_help(self._job_as_measured(measured.factors), self.now, measured)
+        cause = tuple(sorted(self._causes.ms.items()))
+        self._say_unanswered(obstacle, why, cause, self._scored[0].ms, helps)
+
+    def _say_unanswered(
+        self,
+        obstacle: Obstacle,
+        why: str,
+        cause: tuple[tuple[Link, float], ...],
+        simulated: float,
+        helps: tuple[Help, ...] = (),
+        nodes: tuple[tuple[Link, float], ...] = (),
+    ) -> None:
+        steps = self._steps
         calm = median(steps.calm) if steps.calm else self._ms
         now = median(steps.now) if steps.now else self._ms
-        self._said.append(Unanswered(self._iteration, obstacle, why, cause, calm, now, self._scored[0].ms, helps))
+        self._said.append(Unanswered(self._iteration, obstacle, why, cause, calm, now, simulated, helps, nodes))
 
     def _reason(self, news: Sequence[LinkChange | ComputeChange], now: float | None, then: float) -> str:
         parts = []

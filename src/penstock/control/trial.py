@@ -33,6 +33,7 @@ from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from penstock.control.advice import Obstacle
 from penstock.control.configuration import Configuration
 from penstock.control.events import Link
 from penstock.control.measured import LinksOfStep
@@ -47,6 +48,8 @@ LATER = 16
 """Steps after which a change that stayed is looked at once more."""
 TELLS = 3.0
 """Standard errors that a change must promise to be tried, and that steps must be slower by to be a reason."""
+CLEAR = 0.25
+"""A rise by this share of a step is clear: it does not wait because of changes that were taken back before."""
 ANSWERS = 2.0
 """Standard errors that it must promise where steps have become slower."""
 STANDS = 2.0
@@ -228,6 +231,48 @@ class StepTimes:
     def error(self, num_after: int = STEPS) -> float:
         """Standard error (ms) of the difference between the median of these steps and that of so many others."""
         return error_of(self.noise, len(self.now), num_after)
+
+    @property
+    def are_clearly_slower(self) -> bool:
+        """Whether steps became so much slower that this cannot be noise."""
+        rise = self.rise
+        return rise is not None and rise > max(CLEAR * median(self.calm), 2 * TELLS * self.error())
+
+    def least_told(self, least_gain: float) -> float:
+        """The least difference (ms) between steps that counts, and that their noise does not hide.
+
+        Args:
+            least_gain: share of a step that counts.
+        """
+        return max(least_gain * median(self.now), TELLS * self.error())
+
+    def doubt(self, gain: float, least_gain: float) -> tuple[Obstacle, str] | None:
+        """Why a trial of what promises to gain so much (ms) could not show it; None where it could, or nothing is
+        known of steps.
+        """
+        if not self.now:
+            return None
+        if not self.are_enough:
+            return Obstacle.NOISE, "too few steps have run to tell how much they vary"
+        level, error, rise = median(self.now), self.error(), self.rise
+        if rise is not None and rise <= self.least_told(least_gain):
+            # A step that is no slower has nothing to gain back, whatever the simulation says.
+            return Obstacle.ABSORBED, (
+                f"measured steps are no slower for it beyond their noise of {self.noise:.3g} ms: "
+                f"{median(self.calm):.4g} ms before, {level:.4g} since"
+            )
+        credible, needed = (gain, TELLS * error) if rise is None else (min(gain, rise), ANSWERS * error)
+        if credible < max(needed, least_gain * level):
+            return Obstacle.NOISE, (
+                f"the best change promises {credible:.3g} of {level:.4g} ms a step, and with a noise of "
+                f"{self.noise:.3g} ms a trial could not tell {needed:.3g} needed"
+            )
+        return None
+
+    def would_tell(self, gain: float) -> bool:
+        """Whether steps, each compared with its own simulation, would show such a gain (ms)."""
+        found = self.explained
+        return found is not None and gain >= TELLS * error_of(found.noise, len(self.latest))
 
 
 def both_ways(
