@@ -21,6 +21,7 @@ import torch.distributed as dist
 import penstock as ps
 from penstock.bench.record import machine
 from penstock.bench.sides import SIZES, Side, SideTask, builders
+from penstock.formats.files import replaced
 
 WARM_UPS = 3
 Metrics = dict[str, float]
@@ -179,9 +180,8 @@ def main(arguments: Sequence[str]) -> None:
         timeout=timedelta(seconds=job.deadline),
     )
     result = work(job, rank)
-    unfinished = folder / f"rank{rank}.unfinished"
-    unfinished.write_text(json.dumps(result))
-    unfinished.rename(folder / f"rank{rank}.json")
+    with replaced(folder / f"rank{rank}.json") as beside:
+        beside.write_text(json.dumps(result))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # Groups of both sides are still there; taking them apart is no part of the benchmark.

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.cost import Costs
@@ -163,17 +164,26 @@ def write_whole(path: Path, content: str | bytes) -> None:
         if _is_device(path):
             path.write_bytes(data)
             return
-        target = _target(path)
-        beside = _beside(target)
-        try:
+        with replaced(_target(path)) as beside:
             beside.write_bytes(data)
-            beside.replace(target)
-        except OSError:
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
-            raise
     except OSError as error:
         raise _cannot_write(path, error) from None
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Around the writing of a file: beside `path`, whose place it takes at the end; it goes where writing fails.
+
+    Raises OSError as the disk does.
+    """
+    beside = _beside(path)
+    try:
+        yield beside
+        beside.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
 
 
 def require_place(path: Path) -> None:

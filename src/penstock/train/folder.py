@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.formats.files import require_place
+from penstock.formats.files import replaced, require_place
 from penstock.schedule import ScheduleError
 from penstock.train.settings import SettingsError
 
@@ -95,15 +95,8 @@ def write_whole(path: Path, text: str) -> None:
 
     Raises RuntimeFailure if the disk refuses. The old file is then as it was.
     """
-    beside = path.with_name(f".{path.name}.writing")
-    with writing(path):
-        try:
-            beside.write_text(text, encoding="utf-8")
-            os.replace(beside, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                beside.unlink()
-            raise
+    with writing(path), replaced(path) as beside:
+        beside.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager

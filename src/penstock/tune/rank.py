@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.formats.files import replaced
 from penstock.runtime.launch import init_process, warm_up_malloc, watch
 from penstock.train.settings import Settings
 from penstock.train.tasks.gpt import gpt_config
@@ -32,9 +33,8 @@ def run_rank(folder: Path) -> None:
         _meet()
         before = Clock.now()
         answer = {"answer": _do(task, rank, num_ranks), "clock": Clock.now().since(before)}
-        unfinished = folder / f"{number}-{rank}.unfinished"
-        unfinished.write_text(json.dumps(answer))
-        unfinished.rename(folder / f"{number}-{rank}.json")
+        with replaced(folder / f"{number}-{rank}.json") as beside:
+            beside.write_text(json.dumps(answer))
     _meet()
     sys.stdout.flush()
     os._exit(0)  # as a training rank does: everything is written

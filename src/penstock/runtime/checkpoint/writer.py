@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from penstock.formats.files import replaced
 from penstock.runtime.checkpoint import folder
 from penstock.runtime.checkpoint.folder import sync
 from penstock.runtime.checkpoint.format import (
@@ -255,15 +256,12 @@ def export(path: str | Path, source: Mapping[str, Tensor] | Reader) -> Path:
     specs, tensors = _from_reader(source) if isinstance(source, Reader) else _from_mapping(source)
     if not specs:
         raise CheckpointError(f"{path} would be empty: there are no tensors named {MODEL}... to export")
-    temporary = path.with_name(f".{path.name}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(temporary, specs, lambda spec: next(tensors))
-        os.replace(temporary, path)
+        with replaced(path) as beside:
+            write_file(beside, specs, lambda spec: next(tensors))
         sync(path.parent)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise CheckpointError(f"{path} could not be written: {error.strerror or error}. It is as it was") from error
     return path
 

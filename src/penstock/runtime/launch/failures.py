@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.formats.files import replaced
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 
 LATE = (
@@ -116,10 +117,9 @@ class FailureReport:
 
     def save(self, folder: str) -> bool:
         """Writes the report, whole or not at all; whether it is written, which a full disk refuses."""
-        path = Path(folder, f"rank-{self.rank}.json")
         try:
-            path.with_suffix(".writing").write_text(self.text())
-            os.replace(path.with_suffix(".writing"), path)
+            with replaced(Path(folder, f"rank-{self.rank}.json")) as beside:
+                beside.write_text(self.text())
         except OSError:
             return False
         return True
