@@ -12,7 +12,7 @@ import typer
 
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, result_page
+from penstock.cli.options import Json, page_option
 from penstock.cli.output import print_json
 from penstock.formats.files import require_place, write_whole
 
@@ -25,12 +25,7 @@ def analyze(
     ],
     out: Annotated[
         str | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            callback=result_page("--out", "the analysis"),
-            help="Where the result goes: the page, .html. [TRACE.analysis.html in this folder]",
-        ),
+        page_option("Where the result goes: the page, .html. [TRACE.analysis.html in this folder]", "the analysis"),
     ] = None,
     framework: Annotated[
         str | None,

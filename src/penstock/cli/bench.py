@@ -13,7 +13,7 @@ import typer
 
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, result_file
+from penstock.cli.options import Json, result_option
 from penstock.cli.output import print_json
 from penstock.formats.files import write_whole
 
@@ -25,15 +25,7 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 
-Raw = Annotated[
-    str | None,
-    typer.Option(
-        "--out",
-        metavar="FILE",
-        callback=result_file("--out"),
-        help="Where the result goes: every single number, as JSON.",
-    ),
-]
+Raw = Annotated[str | None, result_option("Where the result goes: every single number, as JSON.")]
 
 
 @bench.callback()

@@ -16,7 +16,7 @@ import typer
 
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, result_file
+from penstock.cli.options import Json, result_option
 from penstock.cli.output import plural, print_json
 from penstock.cli.tune import Tokenizer
 from penstock.formats.files import write_whole
@@ -129,15 +129,7 @@ def generate(
         ),
     ] = "0.81,0.88,1.92",
     longest: Annotated[float, typer.Option("--longest", help="The longest length, divided by the mean.")] = 4.0,
-    out: Annotated[
-        str | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            callback=result_file("--out"),
-            help="Where the result goes: the lengths, as a JSON list.",
-        ),
-    ] = None,
+    out: Annotated[str | None, result_option("Where the result goes: the lengths, as a JSON list.")] = None,
     json: Json = False,
 ) -> None:
     """Draw lengths as documents have them in production: most are alike, and a few are much longer."""
@@ -168,13 +160,7 @@ def draw_images(
         int, typer.Option("--seed", help="Seed of random numbers: the same one draws the same samples.")
     ] = 0,
     out: Annotated[
-        str | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            callback=result_file("--out"),
-            help="Where the result goes: the sizes, as JSON that ps.planning.plan_batch takes.",
-        ),
+        str | None, result_option("Where the result goes: the sizes, as JSON that ps.planning.plan_batch takes.")
     ] = None,
     json: Json = False,
 ) -> None:

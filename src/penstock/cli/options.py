@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
+from typer.models import OptionInfo
 
 from penstock.cli.failure import Misuse
 from penstock.cost import Links
@@ -14,8 +14,8 @@ from penstock.formats.files import path_of, require_place
 from penstock.simulation import Blocking, Decoupled
 
 
-def result_file(option: str, words: str = "", *endings: str) -> Callable[[str | None], str | None]:
-    """The callback of an option that names the file of a result: that it can be written is found out before the work.
+def result_option(text: str, words: str = "", *endings: str, option: str = "--out") -> OptionInfo:
+    """An option that names the file of a result: that it can be written is found out before the work.
 
     Args:
         words: what is wrong with another ending than `endings`; any may be given where there are none.
@@ -29,12 +29,13 @@ def result_file(option: str, words: str = "", *endings: str) -> Callable[[str | 
         require_place(path_of(given))
         return given
 
-    return check
+    found: OptionInfo = typer.Option(option, metavar="FILE", callback=check, help=text)
+    return found
 
 
-def result_page(option: str, what: str) -> Callable[[str | None], str | None]:
-    """The same of an option that names the file of a page."""
-    return result_file(option, f"{what} is a page; give a name that ends with .html", ".html", ".htm")
+def page_option(text: str, what: str) -> OptionInfo:
+    """The same of a page."""
+    return result_option(text, f"{what} is a page; give a name that ends with .html", ".html", ".htm")
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -83,19 +84,14 @@ PlacementNames = Annotated[
 ]
 Out = Annotated[
     str | None,
-    typer.Option(
-        "--out",
-        metavar="FILE",
-        callback=result_file(
-            "--out",
-            "schedules are written as .json, .txt or .csv, and their pictures as .svg or .html",
-            ".json",
-            ".txt",
-            ".csv",
-            ".svg",
-            ".html",
-        ),
-        help="Where the result goes: the schedule as .json, .txt or .csv (torch's), or its picture as .svg or .html.",
+    result_option(
+        "Where the result goes: the schedule as .json, .txt or .csv (torch's), or its picture as .svg or .html.",
+        "schedules are written as .json, .txt or .csv, and their pictures as .svg or .html",
+        ".json",
+        ".txt",
+        ".csv",
+        ".svg",
+        ".html",
     ),
 ]
 

@@ -16,7 +16,7 @@ import typer
 from penstock.cli import source
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, MaxInFlight, Microbatches, Ranks, ScheduleOption, Stages, Warmup, result_page
+from penstock.cli.options import Json, MaxInFlight, Microbatches, Ranks, ScheduleOption, Stages, Warmup, page_option
 from penstock.cli.output import print_json
 from penstock.schedule import check
 
@@ -35,13 +35,7 @@ def play(
     max_in_flight: MaxInFlight = None,
     option: ScheduleOption = None,
     out: Annotated[
-        str | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            callback=result_page("--out", "the playground"),
-            help="Where the result goes: the page, .html, which is then not served.",
-        ),
+        str | None, page_option("Where the result goes: the page, .html, which is then not served.", "the playground")
     ] = None,
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="Port to use, for serving the page. [any free port]")

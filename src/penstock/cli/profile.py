@@ -12,7 +12,7 @@ import typer
 
 from penstock.cli import tune as options
 from penstock.cli.app import app
-from penstock.cli.options import Json, counts, result_file
+from penstock.cli.options import Json, counts, result_option
 from penstock.cli.output import print_json
 from penstock.formats.files import write_whole
 
@@ -57,13 +57,7 @@ def profile(
     seconds: options.Seconds = 1.0,
     fresh: options.Fresh = False,
     out: Annotated[
-        str | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            callback=result_file("--out"),
-            help="Where the result goes: what was measured, as JSON for penstock tune --costs.",
-        ),
+        str | None, result_option("Where the result goes: what was measured, as JSON for penstock tune --costs.")
     ] = None,
     json: Json = False,
 ) -> None:

@@ -15,7 +15,7 @@ import typer
 
 from penstock.cli.app import app
 from penstock.cli.failure import INVALID, Misuse
-from penstock.cli.options import Json, result_page
+from penstock.cli.options import Json, page_option
 from penstock.cli.output import print_json
 from penstock.formats.files import write_whole
 from penstock.report import RunStory, to_page
@@ -39,12 +39,7 @@ def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or the control.jsonl in it.")],
     out: Annotated[
         str | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            callback=result_page("--out", "the report"),
-            help="Where the result goes: the page, .html. [report.html in the run's folder]",
-        ),
+        page_option("Where the result goes: the page, .html. [report.html in the run's folder]", "the report"),
     ] = None,
     json: Json = False,
 ) -> None:

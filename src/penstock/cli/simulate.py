@@ -26,7 +26,7 @@ from penstock.cli.options import (
     Stages,
     Warmup,
     Window,
-    result_file,
+    result_option,
 )
 from penstock.cli.output import in_colour, print_json, table
 from penstock.cost import LinkCondition
@@ -91,19 +91,15 @@ def simulate(
     ] = None,
     timeline_file: Annotated[
         str | None,
-        typer.Option(
-            "--timeline",
-            metavar="FILE",
-            callback=result_file(
-                "--timeline",
-                "pictures are written as .svg, .html or .txt, traces as .json or .json.gz",
-                ".svg",
-                ".html",
-                ".txt",
-                ".json",
-                ".json.gz",
-            ),
-            help="Where the timeline goes: as a picture, .svg, .html or .txt, or as a trace, .json or .json.gz.",
+        result_option(
+            "Where the timeline goes: as a picture, .svg, .html or .txt, or as a trace, .json or .json.gz.",
+            "pictures are written as .svg, .html or .txt, traces as .json or .json.gz",
+            ".svg",
+            ".html",
+            ".txt",
+            ".json",
+            ".json.gz",
+            option="--timeline",
         ),
     ] = None,
     json: Json = False,

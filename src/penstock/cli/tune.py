@@ -21,7 +21,7 @@ import typer
 from penstock.cli.app import app
 from penstock.cli.costs import MemoryLimit
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, ScheduleOption, bytes_of, counts, result_file
+from penstock.cli.options import Json, ScheduleOption, bytes_of, counts, result_option
 from penstock.cli.output import print_json
 from penstock.cost.presets import is_preset
 from penstock.library.options import read_options
@@ -186,12 +186,12 @@ def tune(
     fresh: Fresh = False,
     out: Annotated[
         str | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            callback=result_file("--out", "a schedule is written as .json or .txt", ".json", ".txt"),
-            help="Where the result goes: the schedule of the choice, .json or .txt. A program, which has no name, "
+        result_option(
+            "Where the result goes: the schedule of the choice, .json or .txt. A program, which has no name, "
             "goes to runs/ without it.",
+            "a schedule is written as .json or .txt",
+            ".json",
+            ".txt",
         ),
     ] = None,
     json: Json = False,
