@@ -112,17 +112,12 @@ def agree(votes: Sequence[Vote]) -> VoteResult:
         return VoteResult(stopped=stopped)
     if first.held <= first.running:
         return VoteResult()
-    theirs = [vote for vote in votes if vote.held == first.held]
-    refused = next(
-        (r for r, o in enumerate(votes) if o.held == first.held and o.held_digest != first.held_digest), None
-    )
-    if first.held_digest == REFUSED:
-        return VoteResult(refused=0)
-    if refused is not None:
-        return VoteResult(refused=refused)
-    if len(theirs) == len(votes):
-        return VoteResult(switch=first.held)
-    return VoteResult(missing=tuple(rank for rank, vote in enumerate(votes) if vote.held != first.held))
+    theirs = {rank: vote.held_digest for rank, vote in enumerate(votes) if vote.held == first.held}
+    for rank, digest in theirs.items():
+        if digest == REFUSED or digest != first.held_digest:
+            return VoteResult(refused=rank)
+    missing = tuple(rank for rank in range(len(votes)) if rank not in theirs)
+    return VoteResult(missing=missing) if missing else VoteResult(switch=first.held)
 
 
 @dataclass(frozen=True)
@@ -354,13 +349,11 @@ class Agent:
                 put = self._out.get()
                 if put is None:
                     return
-                waiting.append(self._report(*put))
+                iteration, measured, ahead, copy = put
+                waiting.append(report_of(iteration, measured, ahead, self._stretch, copy).to_json())
             failed = not client.push(self._rendezvous.reports, waiting[0])
             if not failed:
                 waiting.popleft()
-
-    def _report(self, iteration: int, measured: MeasuredStep, ahead: Sequence[int], copy: int) -> bytes:
-        return report_of(iteration, measured, ahead, self._stretch, copy).to_json()
 
     def _receive(self) -> None:
         client, queue = self._clients[1], self._rendezvous.plans(self._rendezvous.first)

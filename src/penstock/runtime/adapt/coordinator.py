@@ -366,17 +366,15 @@ class MeasuredCosts:
         self._num_seen = 0
 
     def feed(self, reports: Sequence[RankReport]) -> Costs | None:
-        """Takes an iteration's reports; returns the costs when they suffice."""
+        """Takes an iteration's reports; returns the costs when they suffice, in ms, medians; see `costs_of_ops`."""
         self._num_seen += 1
         if self._num_seen <= FIRST:
             return None
         for report in reports:
             for kind, stage, _, start, end in report.ops:
                 self._times.setdefault((kind, stage), []).append(end - start)
-        return self.costs() if self._num_seen >= FIRST + COUNT else None
-
-    def costs(self) -> Costs:
-        """Milliseconds, medians; see `costs_of_ops`."""
+        if self._num_seen < FIRST + COUNT:
+            return None
         return costs_of_ops({key: median(times) for key, times in self._times.items()}, self._num_stages)
 
 

@@ -24,6 +24,7 @@ from torch.nn import Parameter
 
 from penstock.runtime.checkpoint.format import as_bytes, check_tensor
 from penstock.runtime.errors import CheckpointError
+from penstock.runtime.tensors.pytree import DTYPES
 
 AS_JSON = "#json"
 
@@ -31,7 +32,6 @@ PAIRS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Co
 ITEMS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "torch.Size"}
 FROM_PAIRS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in PAIRS.items()}
 FROM_ITEMS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in ITEMS.items()}
-DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
 def pack(base: str, value: Any, what: str) -> dict[str, Tensor]:
@@ -162,7 +162,7 @@ def _decode(value: Any, tensors: Mapping[int, Tensor], device: torch.device | No
         held = base64.b64decode(inside, validate=True)
         return held if kind == "bytes" else bytearray(held)
     if kind == "torch.dtype":
-        return DTYPES[inside]
+        return DTYPES[inside.removeprefix("torch.")]
     if kind == "torch.device":
         return torch.device(inside)
     if kind in ("tensor", "device tensor", "array", "scalar"):
