@@ -29,9 +29,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.interfaces import addresses_for, listen, local_addresses, named, network_name
+from penstock.runtime.mesh.interfaces import addresses_for, clock_name, listen, local_addresses, named, network_name
 from penstock.runtime.mesh.peers import GroupPeers, Peers
-from penstock.runtime.mesh.probe import ahead_of_first, clock_name
+from penstock.runtime.mesh.probe import ahead_of_first
 
 
 class StoreLost(RuntimeFailure):

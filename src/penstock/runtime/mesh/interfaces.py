@@ -41,10 +41,18 @@ def local_addresses(given: Sequence[str] | None = None) -> tuple[str, ...]:
     return (_address_towards(os.environ.get("MASTER_ADDR", "")),)
 
 
+def clock_name() -> str:
+    """The same for all processes that share a monotonic clock: those of one machine, whatever its namespaces."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
 def network_name() -> str:
     """The same for processes that reach each other over loopback: those of one machine and one network namespace."""
     try:
-        return f"{_BOOT.read_text().strip()}/{_NETWORK.stat().st_ino}"
+        return f"{clock_name()}/{_NETWORK.stat().st_ino}"
     except OSError:
         return socket.gethostname()
 

@@ -21,10 +21,8 @@ Clocks are compared by the shortest of some round trips, as NTP does:
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -170,7 +168,6 @@ ROUNDS = 8
 WHAT = "the time of its clock"
 LIMIT = 20.0
 """Seconds that any trip may take."""
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class ClockSample(NamedTuple):
@@ -185,11 +182,6 @@ def clock_offset(samples: Sequence[ClockSample]) -> int:
     """Nanoseconds that the asking clock is ahead, by the sample with the shortest round trip."""
     best = min(samples, key=lambda sample: sample.heard - sample.asked)
     return (best.asked + best.heard) // 2 - best.told
-
-
-def clock_name() -> str:
-    """The same for all processes that share a monotonic clock: those of one machine, whatever its namespaces."""
-    return _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
 
 
 def ahead_of_first(peers: GroupPeers, names: Sequence[str]) -> int:

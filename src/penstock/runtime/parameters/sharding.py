@@ -70,7 +70,7 @@ class UnshardedParameters:
 
     def bucket(self, parameters: Sequence[Parameter], peers: GroupPeers) -> SumBucket:
         """The sum over replicas of the gradients of parameters that go alike."""
-        return GradientBucket(parameters, peers, None)
+        return GradientBucket(parameters, peers, self.goes_to(parameters[0]))
 
     def stands_for(self, master: Parameter, parameter: Parameter) -> None:
         """An update steps `master` in place of a parameter: it is kept as that is."""
@@ -140,9 +140,6 @@ class OwnedParameters(UnshardedParameters):
 
     def goes_to(self, parameter: Parameter) -> int | None:
         return self._owner.get(id(parameter))
-
-    def bucket(self, parameters: Sequence[Parameter], peers: GroupPeers) -> SumBucket:
-        return GradientBucket(parameters, peers, self.goes_to(parameters[0]))
 
     def stands_for(self, master: Parameter, parameter: Parameter) -> None:
         self._owner[id(master)] = self._owner[id(parameter)]
@@ -341,7 +338,7 @@ class ShardedParameters(UnshardedParameters):
 
     def bucket(self, parameters: Sequence[Parameter], peers: GroupPeers) -> SumBucket:
         if not self.goes_to(parameters[0]):
-            return super().bucket(parameters, peers)
+            return GradientBucket(parameters, peers, None)
         ones = [self.of_whole[id(p)] for p in parameters]
         return PartBucket(parameters, [one.part for one in ones], [one.dim for one in ones], peers)
 

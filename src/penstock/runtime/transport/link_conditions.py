@@ -22,8 +22,9 @@ import torch
 
 from penstock.cost.links import LinkQueues, Links
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.interfaces import clock_name
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.mesh.probe import ahead_of_first, clock_name
+from penstock.runtime.mesh.probe import ahead_of_first
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import CrossingLog, StepMessages, TransferRecord, Transport, TransportLayer
 
