@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
+import os
 import pickle
 import types
 from collections.abc import Callable
@@ -11,12 +13,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.runtime import PartitionError
+from penstock.runtime import PartitionError, RuntimeFailure
 from plain_loop import differences, gradients
 from runtime_cases import lin
 
@@ -67,6 +70,19 @@ def by_type(model: Any, x: Tensor) -> Tensor:
     return found
 
 
+def by_training(model: Any, x: Tensor) -> Tensor:
+    return 2 * x if model.blocks[0].linear.weight.requires_grad else x
+
+
+def by_attribute(x: Tensor) -> Tensor:
+    found: Tensor = x * by_attribute.scale  # type: ignore[attr-defined]
+    return found
+
+
+def by_default(x: Tensor, scales: list[float] = [1.0]) -> Tensor:  # noqa: B006
+    return x * scales[0]
+
+
 def counted(scale: float) -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
     def multiply(x: Tensor) -> Tensor:
         return x * scale
@@ -103,6 +119,7 @@ class Reader(nn.Module):
         self.multiply, self.change = counted(1.0)
         self.partial = partial(lambda x, by: x * by["scale"], by={"scale": 1.0})
         self.number: float = 2
+        self.array, self.tensors = np.ones(2), [torch.ones(1)]
         self.read = read
 
     @property
@@ -147,6 +164,15 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], None]]] 
     "layer": (lambda m, x: x * m.blocks[0].factor, put(lambda m: m.blocks[0], "factor")),
     "class of a layer": (lambda m, x: x * m.blocks[3].of_class, put(lambda m: Block, "of_class")),
     "mode of a layer": (lambda m, x: x * 2 if m.blocks[1].training else x, lambda m: m.blocks[1].eval()),
+    "array": (lambda m, x: x * float(m.array[0]), lambda m: m.array.fill(2.0)),
+    "number of a tensor in a list": (lambda m, x: x * float(m.tensors[0]), lambda m: m.tensors[0].fill_(2.0)),
+    "whether a weight is trained": (by_training, lambda m: m.blocks[0].linear.weight.requires_grad_(False)),
+    "environment": (
+        lambda m, x: x * float(os.environ.get("SCALE_OF_A_TEST", "1")),
+        lambda m: os.environ.update(SCALE_OF_A_TEST="2"),
+    ),
+    "attribute of a function": (lambda m, x: by_attribute(x), put(lambda m: by_attribute, "scale")),
+    "list as a default": (lambda m, x: by_default(x), lambda m: by_default.__defaults__[0].__setitem__(0, 2.0)),
     "type of a number": (lambda m, x: x * (len(repr(m.number))), put(lambda m: m, "number")),
 }
 
@@ -159,6 +185,8 @@ def test_what_a_forward_read_deeper_inside_or_outside_was_taken_as_at_the_cut(
         monkeypatch.setattr(owner, "scale", 1.0)
     monkeypatch.setattr(Block, "of_class", 1.0)
     monkeypatch.setattr(settings, "SCALE", 1.0, raising=False)
+    monkeypatch.setattr(by_attribute, "scale", 1.0, raising=False)
+    monkeypatch.setenv("SCALE_OF_A_TEST", "1")
     for name in ("SCALE", "helper"):
         monkeypatch.setitem(globals(), name, globals()[name])
     monkeypatch.setitem(globals(), "TABLE", copy.deepcopy(TABLE))
@@ -174,7 +202,7 @@ def test_what_a_forward_read_deeper_inside_or_outside_was_taken_as_at_the_cut(
         model.zero_grad()
         for x_m, y_m in zip(x.chunk(4), y.chunk(4), strict=True):
             (MSE(model(x_m), y_m) / 4).backward()
-        want = {name: grad.clone() for name, grad in gradients([model]).items()}
+        want = {name: None if grad is None else grad.clone() for name, grad in gradients([model]).items()}
         model.zero_grad()
         losses.append(pipe.step(x, y, update=False).loss)
         assert not differences(want, gradients([model]))
@@ -264,6 +292,35 @@ class KeepsTensor(Counts):
         return x * kept["mask"]
 
 
+class Takes(Counts):
+    """The next one of an iterator, each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = itertools.count(1)
+
+    def counted(self, x: Tensor) -> Tensor:
+        return x * next(self.scales)
+
+
+class CountsInFunction(Counts):
+    def counted(self, x: Tensor) -> Tensor:
+        return in_function(x)
+
+
+def in_function(x: Tensor) -> Tensor:
+    in_function.calls += 1  # type: ignore[attr-defined]
+    return x * in_function.calls  # type: ignore[attr-defined]
+
+
+in_function.calls = 0  # type: ignore[attr-defined]
+
+
+class ReadsGradient(Counts):
+    def counted(self, x: Tensor) -> Tensor:
+        return 2 * x if self.blocks[0].weight.grad is None else x
+
+
 class AsksForGradients(Counts):
     def counted(self, x: Tensor) -> Tensor:
         return 2 * x if torch.is_grad_enabled() else x
@@ -274,6 +331,9 @@ class AsksForGradients(Counts):
     [
         (Counts, r"changes what lies in its attribute 'state', which tracing would do once, at .*\+= 1"),
         (KeepsTensor, r"changes what lies in its attribute 'state', which tracing would do once, at .*kept = "),
+        (Takes, r"uses the iterator in its attribute 'scales', .*, at .*next\("),
+        (CountsInFunction, r"changes what lies in in_function, which tracing would do once"),
+        (ReadsGradient, r"reads the gradient of a tensor, .*, at .*grad is None"),
         (AsksForGradients, r"asks whether gradients are on, which differs in an evaluation.*, at .*is_grad_enabled"),
     ],
 )
@@ -285,6 +345,19 @@ def test_a_state_deeper_inside_was_changed_once_and_kept_what_tracing_had_put_in
         ps.split(model, 2)
     kept = model.state["inside"]["kept"]
     assert not kept, kept
+
+
+@pytest.mark.parametrize("kind", ["append", "pop"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_list_that_got_or_lost_a_layer_computed_as_before(kind: str, whole: bool) -> None:
+    layers = nn.Sequential(*(lin() for _ in range(4)))
+    model = layers if whole else Dropped()
+    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=MSE)
+    held: Any = layers if whole else model.blocks
+    held.append(lin()) if kind == "append" else held.pop(3)
+    now = 5 if kind == "append" else 3
+    with pytest.raises(RuntimeFailure, match=f"has {now} layers, and had 4 when ps.Pipeline was made"):
+        pipe.step(torch.randn(8, 8), torch.randn(8, 8))
 
 
 def test_what_a_forward_keeps_from_its_first_call_on_is_no_change() -> None:

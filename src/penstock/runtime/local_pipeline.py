@@ -148,6 +148,7 @@ class LocalPipeline:
         self._functions = functions_of(self._schedule, {**given.ops, **reducing, **moving})
         self._sources = stages_of(given.model, schedule.num_stages, parallel.costs)
         self._layers = _layers_of(given.model, self._sources)
+        self._lists = _lists_of(given.model, self._sources)
         self.notices = Notices(self.peers)
         self.transport: Transport | None = None
         self.failover: Failover | None = None
@@ -340,7 +341,15 @@ class LocalPipeline:
         return self.devices.runners[pipeline, stage].saved(microbatch)
 
     def require_own_layers(self) -> None:
-        """Raises RuntimeFailure where a layer of the model has been replaced since: stages have the one before."""
+        """Raises RuntimeFailure where a layer of the model has been replaced since: stages have the one before. So
+        have they where a list has got one or lost one.
+        """
+        for path, layers, num in self._lists:
+            if len(layers) != num:
+                raise RuntimeFailure(
+                    f"{path or 'the model'} has {len(layers)} layers, and had {num} when ps.Pipeline was made, whose "
+                    "stages have those; make a new pipeline"
+                )
         for path, holder, name, layer in self._layers:
             if (now := holder.get(name)) is not layer and now is not None:
                 raise RuntimeFailure(
@@ -423,11 +432,27 @@ class ModuleContents:
         return bool(self._sizes)
 
 
+def _lists_of(model: Any, sources: Sequence[Any]) -> list[tuple[str, dict[str, Any], int]]:
+    """The path of each list of layers that is no part of a layer itself, what it holds, and how many."""
+    if not isinstance(model, nn.Module):
+        return []
+    taken = _taken(sources)
+    return [
+        (path, module._modules, len(module._modules))
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and id(module) not in taken
+    ]
+
+
+def _taken(sources: Sequence[Any]) -> set[int]:
+    return {id(one) for source in sources if isinstance(source, nn.Module) for one in source.modules()}
+
+
 def _layers_of(model: Any, sources: Sequence[Any]) -> list[tuple[str, dict[str, Any], str, nn.Module]]:
     """The path of each layer that stages took from a model, the dict that holds it there, its name in it, and it."""
     if not isinstance(model, nn.Module):
         return []
-    taken = {id(one) for source in sources if isinstance(source, nn.Module) for one in source.modules()}
+    taken = _taken(sources)
     return [
         (f"{path}.{name}" if path else name, holder._modules, name, layer)
         for path, holder in model.named_modules()

@@ -3,7 +3,7 @@
     self.scale, self.config.scale    attributes of opened modules, and what lies inside of these
     self.block.factor                attributes of other modules that the code names
     SCALE, settings.SCALE            globals, and what the code names of the user's own Python modules
-    Model.scale                      attributes of classes that the code names
+    Model.scale, function.scale      attributes of classes and functions that the code names
     scale                            variables of a function around
 
 What lies inside is followed through dicts, lists, sets, tuples and objects of the user's own classes. It is looked at
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dis
 import gc
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,9 +30,14 @@ from torch import Tensor, fx, nn
 _MISSING = object()
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 """What torch keeps in every module: parameters, layers and hooks, which others look after, and the mode."""
+_OF_LAYERS = frozenset({"_modules", "children", "named_children", "modules", "named_modules"})
+_OF_ENVIRONMENT = frozenset({"environ", "getenv"})
 _MOST = 20_000
 """Objects that are followed."""
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), Tensor, nn.Module, FunctionType)
+_OF_ITERATORS = ("builtins", "itertools")
+_LARGEST = 1 << 16
+"""Bytes of an array of numpy's that is watched."""
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), Tensor, nn.Module)
 
 
 class _Root(NamedTuple):
@@ -80,6 +86,10 @@ class ForwardReads:
         self._slots: list[tuple[Any, str, Any]] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._of_layers: dict[tuple[nn.Module, str], Any] = {}
+        self._arrays: list[tuple[Any, bytes, _Root]] = []
+        self._values: list[tuple[Tensor, int]] = []
+        self._facts: list[tuple[Tensor, tuple[Any, ...]]] = []
+        self.iterator: _Root | None = None  # something of which the forward takes the next each time
         for module in self._opened:
             own = vars(module)
             self._dicts.append((own, [*own], [*own.values()], _Root(type(module).__name__)))
@@ -92,7 +102,9 @@ class ForwardReads:
     def enter(self, frame: FrameType) -> None:
         """A function of the user's begins."""
         code = frame.f_code
-        if code in self._codes:
+        if code in self._codes or not _is_own_name(
+            str(frame.f_globals.get("__name__"))
+        ):  # as of named tuples of torch's
             return
         self._codes[code] = None
         self._names |= (new := {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))})
@@ -100,6 +112,10 @@ class ForwardReads:
             own = vars(module)
             for name in new & (own.keys() - _TORCHS_OWN):
                 self._follow(own[name], _root_of(module, name))
+            if new & _OF_LAYERS:
+                self._follow(own["_modules"], _root_of(module, "_modules"))
+        if new & _OF_ENVIRONMENT:
+            self._follow(vars(os.environ).get("_data"), _Root("environment variables"))
         for each in dis.get_instructions(code):
             if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and each.argval in frame.f_globals:
                 self._name(frame.f_globals, each.argval)
@@ -116,6 +132,14 @@ class ForwardReads:
                 self._follow(vars(module)[name], _root_of(module, name))
         elif code in self._codes:
             self._classes[type(module)] = None
+
+    def value_of(self, tensor: Tensor) -> None:
+        """The forward asks a tensor that is there for its numbers."""
+        self._values.append((tensor, tensor._version))
+
+    def facts_of(self, tensor: Tensor) -> None:
+        """The forward goes by how a tensor is that is there."""
+        self._facts.append((tensor, _facts(tensor)))
 
     def leave(self) -> None:
         """The forward has been traced."""
@@ -157,11 +181,22 @@ class ForwardReads:
         for place, name, value in self._named:
             if (now := place.get(name, _MISSING)) is not value and not _is_same(now, value):
                 return False
-        return (
-            self.of_layers_changed() is None
-            and all(_is_same(getattr(owner, name, _MISSING), value) for owner, name, value in self._slots)
-            and all(_is_same(_content(cell), value) for cell, value in self._cells)
-        )
+        for owner, name, value in self._slots:
+            if (now := getattr(owner, name, _MISSING)) is not value and not _is_same(now, value):
+                return False
+        for cell, value in self._cells:
+            if (now := _content(cell)) is not value and not _is_same(now, value):
+                return False
+        for tensor, version in self._values:
+            if tensor._version != version:
+                return False
+        for tensor, facts in self._facts:
+            if _facts(tensor) != facts:
+                return False
+        for array, numbers, _ in self._arrays:
+            if array.tobytes() != numbers:
+                return False
+        return self.of_layers_changed() is None
 
     def of_layers_changed(self) -> tuple[nn.Module, str] | None:
         """An attribute of a layer that the forward reads and that is another one now."""
@@ -183,6 +218,9 @@ class ForwardReads:
         for each, held, root in self._sets:
             if each != held:
                 found.append(InsideChange(root, [*each], partial(_refill, each, held)))
+        for array, numbers, root in self._arrays:
+            if array.tobytes() != numbers:
+                found.append(InsideChange(root, [], partial(_put_numbers, array, numbers)))
         for owner, name, value in self._slots:
             if not _is_same(now := getattr(owner, name, _MISSING), value):
                 put = partial(delattr, owner, name) if value is _MISSING else partial(setattr, owner, name, value)
@@ -214,6 +252,15 @@ class ForwardReads:
                 waiting.extend(each)
             elif isinstance(each, MethodType):
                 waiting.append(each.__self__)
+            elif isinstance(each, FunctionType):
+                if is_own(each):
+                    waiting.extend((each.__defaults__, each.__kwdefaults__, vars(each) or None))
+                    self._slots.append((each, "__defaults__", each.__defaults__))
+            elif type(each).__module__ in _OF_ITERATORS and hasattr(type(each), "__next__"):
+                self.iterator = root
+            elif type(each).__module__ == "numpy" and hasattr(each, "tobytes"):
+                if each.nbytes <= _LARGEST and not each.dtype.hasobject:
+                    self._arrays.append((each, each.tobytes(), root))
             elif isinstance(each, partial):
                 waiting.extend((each.func, each.args, each.keywords))
             elif isinstance(each, ModuleType):
@@ -236,15 +283,27 @@ def _inner(code: CodeType) -> Iterator[CodeType]:
             yield from _inner(each)
 
 
-def is_own(what: type | ModuleType) -> bool:
-    """Whether a class or Python module is neither torch's, numpy's nor Python's own."""
-    name = what.__module__ if isinstance(what, type) else what.__name__
+def is_own(what: type | FunctionType | ModuleType) -> bool:
+    """Whether a class, function or Python module is neither torch's, numpy's nor Python's own."""
+    name = what.__name__ if isinstance(what, ModuleType) else str(what.__module__)
+    return _is_own_name(name)
+
+
+def _is_own_name(name: str) -> bool:
     first = name.partition(".")[0]
     return first not in ("builtins", "torch", "numpy") and first not in sys.stdlib_module_names
 
 
 def _root_of(module: nn.Module, name: str) -> _Root:
     return _Root(f"its attribute {name!r}", module, name)
+
+
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape
+
+
+def _put_numbers(array: Any, numbers: bytes) -> None:
+    array[...] = type(array)(array.shape, array.dtype, numbers) if array.shape else array
 
 
 def _slots_of(kind: type) -> list[str]:

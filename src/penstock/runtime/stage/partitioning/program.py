@@ -323,6 +323,11 @@ class ModelTracer:
             for module, mode in zip(self.opened, modes, strict=True):
                 module.training = mode
             first = self._recorded(skeleton, example, training)
+            if first.reads.iterator is not None:
+                where, owner, name = first.reads.iterator
+                raise _untraceable(
+                    f"the forward uses the iterator in {where}, of which tracing takes the next one once", owner, name
+                )
             if not (changes := first.reads.changed_inside()):
                 return first
             if not any(change.has_proxy for change in changes):  # something is kept from the first time on
@@ -333,10 +338,7 @@ class ModelTracer:
             for change in changes:
                 change.put_back()
             where, owner, name = changes[0].root
-            line = None if owner is None else attribute_line(owner, name)
-            error = Untraceable(f"the forward changes what lies in {where}, which tracing would do once", line)
-            error.__dict__["module"] = owner
-            raise error
+            raise _untraceable(f"the forward changes what lies in {where}, which tracing would do once", owner, name)
         finally:
             for module, mode in before:
                 module.training = mode
@@ -364,6 +366,13 @@ class ModelTracer:
         """The model's own output for the example."""
         assert self._leaves is not None
         return with_arguments(self.model, unflatten(list(self._leaves), self.skeleton))
+
+
+def _untraceable(what: str, owner: nn.Module | None, name: str) -> Untraceable:
+    """What stands in the way, reached by an attribute of a module."""
+    error = Untraceable(what, None if owner is None else attribute_line(owner, name))
+    error.__dict__["module"] = owner
+    return error
 
 
 _Form = tuple[str, bool, tuple[bool, ...]]

@@ -43,6 +43,8 @@ class TracedProxy(fx.Proxy):
         self.__dict__.update(node=node, tracer=tracer)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "grad":
+            self.tracer.refuse("reads the gradient of a tensor, which a stage may not have yet")
         return TracedAttribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

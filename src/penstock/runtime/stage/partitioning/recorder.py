@@ -56,6 +56,9 @@ _KEEP_SIZE = frozenset(
 _AT_ONCE = frozenset({"__get__", "__hash__", "__repr__", "__format__", "__len__", "__reduce_ex__", "__deepcopy__"})
 """What is never recorded of tensors that are there."""
 
+_NUMBERS = frozenset({"__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__"})
+"""What makes a number of a tensor that is there, or asks for one in it."""
+
 _DRAWS = ("random", "uniform", "randint", "randrange", "choice", "choices", "sample", "shuffle", "gauss",
           "normalvariate", "betavariate", "expovariate", "triangular", "getrandbits", "seed")  # fmt: skip
 
@@ -268,7 +271,9 @@ class Recorder(fx.Tracer):
         about_dimensions = kind is len and not isinstance(found, Tensor)
         if node.meta["sized_by_values"] and not about_dimensions and len(self._inside) > 1:
             self.refuse(f"{doing} the values of a tensor, which tracing would freeze")
-        if not node.meta["constant"]:
+        if node.meta["constant"]:
+            self._note_tensors(node)
+        else:
             with self.suspended():
                 checked = super().create_node("call_function", len, (node,), {}) if kind is len else node
                 checked.meta.setdefault("line", here())
@@ -277,6 +282,13 @@ class Recorder(fx.Tracer):
                 )
                 guard.meta["line"] = here()
         return kind(found)
+
+    def _note_tensors(self, node: fx.Node) -> None:
+        """Of a value that follows from tensors of the model alone: those tensors."""
+        if node.op == "get_attr":
+            self.reads.facts_of(attribute_of(self.root, str(node.target)))
+        for each in node.all_input_nodes:
+            self._note_tensors(each)
 
     def refuse(self, doing: str) -> Any:
         """Raises Untraceable at the line that is being run."""
@@ -458,6 +470,8 @@ class _RecordingMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in _NUMBERS and not self._recorder.is_suspended and isinstance(args[0], Tensor):
+            self._recorder.reads.value_of(args[0])
         if self._recorder.is_suspended or name in _AT_ONCE or name in _ABOUT_TENSORS or name.startswith("_"):
             return func(*args, **kwargs)
         if any(issubclass(kind, fx.Proxy) for kind in types):
