@@ -163,6 +163,25 @@ def test_inputs_that_lie_in_targets_too_were_changed_in_a_copy_alone(part: str) 
     assert torch.equal(found, sum(nn.MSELoss()(plain(part), part) / 4 for part in mine.chunk(4)))
 
 
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        found: Tensor = self.linear(x) * self.n
+        return found
+
+
+def test_a_buffer_that_a_backward_needs_was_changed_in_place_and_torch_alone_said_so() -> None:
+    pipe = ps.Pipeline([Counting(), Counting()], ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        pipe.step(torch.randn(8, 8), torch.randn(8, 8))
+    assert any("stage 0 changes a buffer in place" in note for note in caught.value.__notes__)
+
+
 def test_outputs_that_share_memory_join_others() -> None:
     """A stage with two sources, each of which gives views of its output."""
 

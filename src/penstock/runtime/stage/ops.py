@@ -538,13 +538,17 @@ class StageRunner:
             gradients += [gradient for _, gradient in also]
         if self._split is not None:
             self._split.turn_to(self)
-        if outputs:
-            if held.tape is not None:
+        try:
+            if outputs and held.tape is not None:
                 held.tape.backward_input(outputs, gradients)
                 self._note(held.tape, m, ran=True)
                 held.deferred = True
-            else:
+            elif outputs:
                 run_backward(outputs, gradients)
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                error.add_note(_CHANGED.format(m=m, stage=self.index))
+            raise
         payload = Payload.gradients(held.entry.grads, held.entry.changed)
         if kind == "B":
             del self._held[m]
@@ -592,6 +596,10 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _NO_ENTRY = GraphInputs([])
 _WANTED = [True]
 """`needs_grad` of a single tensor that needs its gradient; nobody changes it."""
+_CHANGED = (
+    "where a plain loop does not fail so, a forward of stage {stage} changes a buffer in place, and here forwards of "
+    "later microbatches run before the backward of microbatch {m}; assign a new tensor instead (self.n = self.n + 1)"
+)
 _OF_BATCH = (
     "its memory is that of targets, or of another stage's inputs, too, which a plain loop would change with it, and "
     "another process or a copy has as they were"
