@@ -564,14 +564,13 @@ class Controller:
     def _gains_anyway(self, candidate: Candidate) -> bool:
         """Whether a change gains enough by simulation also with links as they were before some became late.
 
-        What was late all the time is in the steps before and since, which then do not differ by it. A change that was
-        taken back is not tried again for this.
+        What was late all the time is in the steps before and since, which then do not differ by it. Where a change
+        was taken back, links have turned out to tell less than they seem to, and steps must tell as well.
         """
         causes, steps = self._causes.ms, self._steps
         told = [step.simulated for step in steps.present if step.simulated is not None]
         is_of_links = bool(causes) and all(a != b for a, b in causes)
-        what = _what(candidate.action, candidate.configuration)
-        if not is_of_links or not told or any(each.what == what for each in self._taken_back):
+        if not is_of_links or not told or self._taken_back:
             return False
         gains = [each(self.now, True, causes) - each(candidate.configuration, True, causes) for each in told]
         return steps.are_enough and median(gains) >= steps.least_told(self.job.least_gain)
