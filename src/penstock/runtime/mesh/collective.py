@@ -234,13 +234,13 @@ class AllGather:
 
     Args:
         mine: this rank's; a buffer that nothing else is done with.
-        parts: where each rank's are to lie.
+        tensor: one for all of them, with a dimension for the ranks in front.
     """
 
     is_meeting = True
 
-    def __init__(self, mine: Tensor, parts: Sequence[Tensor]) -> None:
-        self._mine, self.parts = mine, list(parts)
+    def __init__(self, mine: Tensor, tensor: Tensor) -> None:
+        self._mine, self.tensor = mine, tensor
 
     @staticmethod
     def is_direct(mine: Tensor, num_ranks: int) -> bool:
@@ -248,32 +248,20 @@ class AllGather:
         return mine.device.type == "cpu" and 0 < mine.numel() * mine.element_size() * num_ranks <= FEW_BYTES
 
     def start(self, group: Any) -> Any:
-        return self._begin(group, self.parts)
+        return self._begin(group, self.tensor)
 
     def again(self, group: Any, done: Collection[int]) -> Any:
-        parts = [torch.empty_like(part) for part in self.parts]
+        tensor = torch.empty_like(self.tensor)
         if group.rank() not in done:
-            self.parts = parts
-        return self._begin(group, parts)
+            self.tensor = tensor
+        return self._begin(group, tensor)
 
-    def _begin(self, group: Any, parts: Sequence[Tensor]) -> Any:
-        if not self.is_direct(self._mine, len(parts)):
-            return dist.all_gather(list(parts), self._mine, group=group, async_op=True)
-        sent = self._mine.reshape(1, -1).expand(len(parts), -1).contiguous()
-        came = torch.empty_like(sent)
-        return _DirectWork(group.alltoall_base(came, sent, [], []), came, parts)
-
-
-class _DirectWork:
-    """What comes from each rank directly."""
-
-    def __init__(self, work: Any, came: Tensor, parts: Sequence[Tensor]) -> None:
-        self._work, self._came, self._parts = work, came, parts
-
-    def wait(self, limit: timedelta) -> None:
-        self._work.wait(limit)
-        for part, row in zip(self._parts, self._came, strict=True):
-            part.copy_(row.view_as(part))
+    def _begin(self, group: Any, tensor: Tensor) -> Any:
+        num_ranks = len(tensor)
+        if not self.is_direct(self._mine, num_ranks):
+            return dist.all_gather(list(tensor.unbind(0)), self._mine, group=group, async_op=True)
+        sent = self._mine.expand(num_ranks, *self._mine.shape).contiguous()
+        return group.alltoall_base(tensor.view(num_ranks, -1), sent.view(num_ranks, -1), [], [])
 
 
 class ReduceScatter:

@@ -101,12 +101,12 @@ class GroupPeers:
     def begin_sum(self, values: Tensor) -> Callable[[], Tensor]:
         what = "a sum over all ranks"
         if AllGather.is_direct(values, self.num_ranks):
-            gathered = AllGather(values.clone(), [torch.empty_like(values) for _ in range(self.num_ranks)])
+            gathered = AllGather(values.clone(), values.new_empty(self.num_ranks, *values.shape))
             all_came = self._begun(gathered, what)
 
             def added() -> Tensor:
                 all_came()
-                return reduce(torch.add, gathered.parts)  # in the order of ranks, on all of them
+                return reduce(torch.add, gathered.tensor.unbind(0))  # in the order of ranks, on all of them
 
             return added
         op = AllReduce(values.clone)
@@ -189,9 +189,9 @@ class GroupPeers:
     def _told(self, data: bytes) -> list[bytes]:
         """Everyone's data, of which all have as much."""
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        op = AllGather(mine, [torch.empty_like(mine) for _ in range(self.num_ranks)])
+        op = AllGather(mine, mine.new_empty(self.num_ranks, len(mine)))
         self._begun(op, "what all ranks tell")()
-        return [part.numpy().tobytes() for part in op.parts]
+        return [row.tobytes() for row in op.tensor.numpy()]
 
     def barrier(self) -> None:
         self.sum(torch.zeros(1))

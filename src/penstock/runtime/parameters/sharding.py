@@ -298,10 +298,10 @@ class ShardedParameters(UnshardedParameters):
             mine.append(padded_rows(part, one.dim, rows_per_part(local(one.whole).shape[one.dim], num)))
         flat = torch.cat([rows.reshape(-1) for rows in mine])
         rows = flat.new_empty(num, flat.numel())
-        op = AllGather(as_real(flat), as_real(rows).unbind(0))
+        op = AllGather(as_real(flat), as_real(rows))
         self._peers.wait_for(self._peers.start(op), "parts of a stage")
-        if op.parts[0].data_ptr() != rows.data_ptr():  # it was done again, elsewhere
-            as_real(rows).copy_(torch.stack(op.parts))
+        if op.tensor.data_ptr() != rows.data_ptr():  # it was done again, elsewhere
+            as_real(rows).copy_(op.tensor)
         found = rows.split([own.numel() for own in mine], dim=1)
         for one, own, value, whole in zip(bucket, mine, found, into, strict=True):
             value = value.reshape(num * len(own), *own.shape[1:])
