@@ -1,4 +1,8 @@
-"""One rank's decisions, as the runtime asks for them: the core's functions around the arrays they share."""
+"""One rank's decisions, as the runtime asks for them.
+
+Dispatcher         any policy: the core's functions around the arrays they share
+FrozenDispatcher   a rank that runs the next op of its order and no other, for which two counters do
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,12 @@ class Dispatcher:
         dispatch: the policy.
         memory_change: per op, what it adds to the activations held (F) or takes away.
         cap: most activations the rank may hold where dispatch is not frozen.
-
-    The log lists events and decisions in order, as (what, op number), so a run can be replayed.
     """
 
     def __init__(
         self, graph: Graph, rank: int, dispatch: Dispatch, memory_change: Sequence[float], cap: float
     ) -> None:
         self.graph, self.rank, self.dispatch = graph, rank, dispatch
-        self.log: list[tuple[str, int]] = []
         self._missing = list(graph.num_needed)
         self._done = [0] * graph.num_ops
         self._next_frozen = list(graph.first[:-1])
@@ -85,7 +86,6 @@ class Dispatcher:
         if self._beside:
             self._note(op, 1)
         self._left -= 1
-        self.log.append(("run", op))
         return op
 
     def _note(self, op: int, sign: int) -> None:
@@ -100,21 +100,63 @@ class Dispatcher:
         decider.finish(self.graph.rank[op], op, self._memory_change, self._held)
         if self._beside:
             self._note(op, -1)
-        self.log.append(("finish", op))
         for successor in self._freed[op]:
             self._missing[successor] -= 1
 
     def arrive(self, op: int) -> None:
         """A message that `op` needs has arrived from another rank."""
         self._missing[op] -= 1
-        self.log.append(("arrive", op))
 
     def first_awaited(self) -> int | None:
         """The first op in frozen order that is not started: what a frozen rank waits for."""
         op = self._next_frozen[self.rank]
         return op if op < self.graph.first[self.rank + 1] else None
 
-    def awaited(self) -> list[int]:
-        """Ops not started, in frozen order: the first is what a frozen rank waits for."""
-        last = self.graph.first[self.rank + 1]
-        return [o for o in range(self._next_frozen[self.rank], last) if not self._done[o]]
+
+class FrozenDispatcher:
+    """The decisions of a rank without streams that runs the next op of its order, as the core's `decide` has it under
+    FROZEN.
+
+    It has the methods of `Dispatcher`, which says what they do.
+
+    Attributes:
+        held: activations the rank holds now.
+    """
+
+    dispatch = Dispatch.FROZEN
+
+    def __init__(self, graph: Graph, rank: int, memory_change: Sequence[float]) -> None:
+        self.graph, self.rank = graph, rank
+        self.held = 0.0
+        self._op, self._end = graph.first[rank], graph.first[rank + 1]
+        self._missing = list(graph.num_needed)
+        self._memory_change = memory_change
+        self._freed = graph.own_successors(rank)
+
+    @property
+    def finished(self) -> bool:
+        return self._op == self._end
+
+    def next(self) -> int | None:
+        op = self._op
+        if op == self._end or self._missing[op]:
+            return None
+        self._op = op + 1
+        if (change := self._memory_change[op]) > 0:
+            self.held += change
+        return op
+
+    def next_apart(self) -> None:
+        return None
+
+    def finish(self, op: int) -> None:
+        if (change := self._memory_change[op]) < 0:
+            self.held += change
+        for successor in self._freed[op]:
+            self._missing[successor] -= 1
+
+    def arrive(self, op: int) -> None:
+        self._missing[op] -= 1
+
+    def first_awaited(self) -> int | None:
+        return self._op if self._op < self._end else None

@@ -16,7 +16,7 @@ from functools import partial
 from time import perf_counter_ns
 from typing import Protocol
 
-from penstock.dispatch import Dispatch, Dispatcher
+from penstock.dispatch import Dispatch, Dispatcher, FrozenDispatcher
 from penstock.runtime.errors import PeerLost, RuntimeFailure
 from penstock.runtime.execute.backend import Backend
 from penstock.runtime.execute.gang import Gang, Lockstep, LockstepDispatcher, ThreadBarrier
@@ -81,12 +81,18 @@ class StepExecutor:
         is_free = training and not (takes_turns and self._together is not None)
         dispatch = running.dispatch if is_free else Dispatch.FROZEN
         together = self._together if dispatch.is_dynamic else None
+        is_plain = not (dispatch.is_dynamic or graph.has_streams)
         decides = Dispatcher if together is None else partial(LockstepDispatcher, together)
         gang = Gang(graph) if takes_turns and graph.gang_ops else None
         end_of, pause = self._ends(plan.wiring.schedule.num_ranks, transport)
         workers: list[Worker] = []
         for rank in self._ranks:
-            dispatcher = decides(graph, rank, dispatch, plan.memory_change, plan.caps[rank])
+            changes = plan.memory_change
+            dispatcher = (
+                FrozenDispatcher(graph, rank, changes)
+                if is_plain
+                else decides(graph, rank, dispatch, changes, plan.caps[rank])
+            )
             table = self._devices.table(rank, plan, training, gang)
             workers.append(Worker(plan.wiring, rank, dispatcher, table, end_of(rank), gang))
         if takes_turns:

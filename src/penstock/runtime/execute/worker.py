@@ -11,18 +11,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from time import perf_counter_ns
 from typing import NamedTuple
 
-from penstock.dispatch import Dispatcher
+from penstock.dispatch import Dispatcher, FrozenDispatcher
 from penstock.dispatch.graph import ALONE
 from penstock.runtime.execute.backend import Backend, SharedThreadStream, Stream, WatchedStream
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.launched_ops import WAITS_FOR_NOBODY, LaunchedOps
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import Transport
-from penstock.runtime.transport.wiring import Wiring
+from penstock.runtime.transport.wiring import WiredOp, Wiring
 from penstock.schedule import Op
 from penstock.schedule.dependencies import predecessors
 
@@ -60,7 +59,7 @@ class Worker:
         self,
         wiring: Wiring,
         rank: int,
-        dispatcher: Dispatcher,
+        dispatcher: Dispatcher | FrozenDispatcher,
         backend: Backend,
         transport: Transport,
         gang: Gang | None = None,
@@ -175,7 +174,7 @@ class Worker:
     def awaited(self) -> Sequence[Edge]:
         """Messages from other ranks that the first op not yet run needs (those that came in included)."""
         number = self.dispatcher.first_awaited()
-        return () if number is None else self._wiring.awaited(number)
+        return () if number is None else self._wiring.awaited[number]
 
     def stuck_on(self) -> str:
         """In words, what the rank waits for."""
@@ -232,39 +231,52 @@ class Worker:
         return alone or self._gang.may_run(number)  # type: ignore[union-attr]
 
     def _run(self, number: int) -> None:
-        op, _, _, _, _, taken, num_tokens, sent = wired = self._wired_ops[number]
-        local, transport, dispatcher = self._local, self.transport, self.dispatcher
+        wired = self._wired_ops[number]
         launched = self._launched
-        with _BY_ITSELF if launched is None else launched.turn(op):
-            inputs = [transport.take(edge) if is_remote else local.pop(edge) for edge, is_remote in taken]
-            if num_tokens:
-                del inputs[-num_tokens:]
-            if (held := dispatcher.held) > self.peak_held:
-                self.peak_held = held
-            if launched is not None:
+        if launched is None:
+            outputs, after = self._perform(wired), 0
+        else:
+            with launched.turn(wired.op):
+                inputs = self._inputs(wired)
                 launched.start(inputs)
-            start = perf_counter_ns()
-            try:
-                outputs = self._handlers[op.kind](wired, inputs)
-            except Exception as error:
-                error.add_note(f"in {op.short()} of stage {op.stage} on rank {self.rank}")
-                raise
-            if launched is None:
-                self.recorder.times.append((op, self._backend.began or start, perf_counter_ns()))
-            else:
-                launched.launched(op)
-        del inputs
-        for place, edge, target, is_local in sent:
+                outputs = self._handle(wired, inputs)
+                launched.launched(wired.op)
+            after = launched.num_launched
+        for place, edge, target, is_local in wired.sent:
             payload = TOKEN if place < 0 else outputs[place]
             if is_local:
-                local[edge] = payload
-            elif launched is not None:
-                self._unsent.append(UnsentMessage(launched.num_launched, edge, target, payload))
-            elif self._unsent or not transport.send(edge, target, payload):
-                self._unsent.append(UnsentMessage(0, edge, target, payload))
-        dispatcher.finish(number)
+                self._local[edge] = payload
+            elif after or self._unsent or not self.transport.send(edge, target, payload):
+                self._unsent.append(UnsentMessage(after, edge, target, payload))
+        self.dispatcher.finish(number)
         if launched is not None and launched.most == 1:
             launched.wait()
+
+    def _perform(self, wired: WiredOp) -> Sequence[Payload]:
+        """Runs an op that has ended when its handler returns."""
+        inputs = self._inputs(wired)
+        start = perf_counter_ns()
+        outputs = self._handle(wired, inputs)
+        self.recorder.times.append((wired.op, self._backend.began or start, perf_counter_ns()))
+        return outputs
+
+    def _handle(self, wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
+        op = wired.op
+        try:
+            return self._handlers[op.kind](wired, inputs)
+        except Exception as error:
+            error.add_note(f"in {op.short()} of stage {op.stage} on rank {self.rank}")
+            raise
+
+    def _inputs(self, wired: WiredOp) -> list[Payload]:
+        """What came in along the edges of an op that begins, without tokens."""
+        take, local = self.transport.take, self._local
+        inputs = [take(edge) if is_remote else local.pop(edge) for edge, is_remote in wired.taken]
+        if wired.num_tokens:
+            del inputs[-wired.num_tokens :]
+        if (held := self.dispatcher.held) > self.peak_held:
+            self.peak_held = held
+        return inputs
 
     def _run_beside(self, launched: LaunchedOps) -> None:
         """Launches the backward of a pair right behind its forward, if it is what comes next."""
@@ -309,5 +321,3 @@ LOOK = 1_000_000_000
 """Nanoseconds after which a rank that waits for messages looks at its device again, should no mark have woken it."""
 TOKEN = Payload([])
 """What a token carries."""
-_BY_ITSELF = nullcontext()
-"""Around an op that has run when its handler returns."""

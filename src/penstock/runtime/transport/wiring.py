@@ -150,11 +150,13 @@ class Wiring:
             return number
         return {**number, **{graph.ops[backward]: forward for forward, backward in graph.backward_of.items()}}
 
-    def awaited(self, number: int) -> tuple[Edge, ...]:
-        """What an op waits for from other ranks; the forward of a pair for both."""
-        remote = self.wired_ops[number].remote
-        backward = self.graph.backward_of.get(number)
-        return remote if backward is None else remote + self.wired_ops[backward].remote
+    @cached_property
+    def awaited(self) -> list[tuple[Edge, ...]]:
+        """What each op waits for from other ranks, by its number; the forward of a pair for both."""
+        found = [wired.remote for wired in self.wired_ops]
+        for forward, backward in self.graph.backward_of.items():
+            found[forward] += found[backward]
+        return found
 
     def expected(self, rank: int) -> list[Edge]:
         """Messages `rank` gets from other ranks, in the order in which its frozen order needs them."""
