@@ -152,10 +152,15 @@ class PostedReceive:
 
 @dataclass
 class PacketPool:
-    """A spec that both ends know, and packets of it that are free."""
+    """A spec that both ends know, and packets of it that are free.
+
+    Attributes:
+        ahead: how many receives of it are posted ahead at the least, and how many that were sent are kept.
+    """
 
     spec: WireSpec
     make: Callable[[WireSpec], Packet]
+    ahead: int = 0
     spare: list[Packet] = field(default_factory=list)
 
     def packet(self) -> Packet:
@@ -175,6 +180,7 @@ class IncomingChannel:
         answered: the channel whose messages these answer, where it is there.
         room: for messages that came in and were not taken yet, where their number has a bound.
         ahead: how many receives are posted ahead.
+        is_direct: whether payloads go from device to device.
     """
 
     key: ChannelKey
@@ -187,10 +193,11 @@ class IncomingChannel:
     answered: OutgoingChannel | None = None
     room: Semaphore | None = None
     ahead: int = 0
+    is_direct: bool = False
 
 
 class PendingSend(NamedTuple):
-    """A message not known to have been taken: all its sends, and the packet to use again."""
+    """A message that was not let go: all its sends, and the packet to use again."""
 
     edge: Edge
     works: Sequence[Any]
@@ -205,14 +212,17 @@ class OutgoingChannel:
     Attributes:
         peer: the rank that receives.
         pools: by signature: what the other side has been told.
-        under_way: this step's messages not known to have been taken.
-        taken: how many have been.
+        under_way: this step's messages that were not let go; released: how many were.
+        taken: how many are known to have been taken.
         answers: the channel that brings them.
+        is_direct: whether payloads go from device to device.
     """
 
     key: ChannelKey
     peer: int
     pools: dict[str, PacketPool] = field(default_factory=dict)
     under_way: deque[PendingSend] = field(default_factory=deque)
+    released: int = 0
     taken: int = 0
     answers: IncomingChannel | None = None
+    is_direct: bool = False

@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ from penstock.runtime.tensors.pytree import DTYPES, Skeleton
 
 ALIGN = 64
 HEADER_BYTES = 2048
+_PREAMBLE = Struct("5q")
+"""Of the fields of `Preamble`, in their order."""
 Shape = tuple[int, ...]
 LeafSpec = tuple[Shape, Shape, torch.dtype, bool] | None
 
@@ -55,15 +58,9 @@ class WireSpec:
             return False
         if self.skeleton != ("0" if type(skeleton) is int and not skeleton else _as_json(skeleton)):
             return False
-        for leaf, spec, needed in zip(leaves, self.leaves, payload.needs_grad, strict=True):
-            if leaf is None or spec is None:
-                if leaf is not spec:
-                    return False
-                continue
-            shape, strides, dtype, wanted = spec
-            if leaf.dtype != dtype or needed != wanted or leaf.stride() != strides or leaf.shape != shape:
-                return False
-        return True
+        if len(leaves) == 1:  # most payloads
+            return _fits(leaves[0], self.leaves[0], payload.needs_grad[0])
+        return all(map(_fits, leaves, self.leaves, payload.needs_grad))
 
     @cached_property
     def places(self) -> tuple[BufferPlace | None, ...]:
@@ -110,6 +107,14 @@ class WireSpec:
 
 def _as_json(skeleton: Skeleton) -> str:
     return str(skeleton) if type(skeleton) is int else json.dumps(skeleton)
+
+
+def _fits(leaf: Tensor | None, spec: LeafSpec, needed: bool) -> bool:
+    """Whether this is a leaf's spec."""
+    if leaf is None or spec is None:
+        return leaf is spec
+    shape, strides, dtype, wanted = spec
+    return leaf.dtype is dtype and needed == wanted and leaf.stride() == strides and leaf.shape == shape
 
 
 def _leaf_spec(leaf: Tensor | None, needed: bool) -> LeafSpec:
@@ -197,8 +202,7 @@ class Packet:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        # A memoryview of 64-bit numbers: far quicker to read and write than elements of a tensor.
-        self._preamble = self.buffer.numpy().data.cast("B")[:ALIGN].cast("q")
+        self._head = self.buffer.numpy().data.cast("B")[:ALIGN]
         self._views = [None if place is None else place.view(self.buffer) for place in self.spec.places]
 
     @cached_property
@@ -218,12 +222,10 @@ class Packet:
 
     def announce(self, preamble: Preamble) -> None:
         """Writes the preamble alone."""
-        words = self._preamble
-        words[0], words[1], words[2], words[3], words[4] = preamble
+        _PREAMBLE.pack_into(self._head, 0, *preamble)
 
     def preamble(self) -> Preamble:
-        words = self._preamble
-        return Preamble(words[0], words[1], words[2], words[3], words[4])
+        return Preamble(*_PREAMBLE.unpack_from(self._head))
 
     def unpack(self) -> Payload:
         """The payload, copied out: the packet is free again."""
@@ -257,7 +259,7 @@ class DevicePacket(Packet):
 
     def _lay_out(self) -> None:
         self.head = torch.empty(ALIGN, dtype=torch.uint8)
-        self._preamble = self.head.numpy().data.cast("B").cast("q")
+        self._head = self.head.numpy().data.cast("B")
         self._views = [None if place is None else place.view(self.buffer) for place in self.spec.places]
 
     def unpack(self) -> Payload:
