@@ -119,6 +119,11 @@ class FrozenDispatcher:
 
     It has the methods of `Dispatcher`, which says what they do.
 
+    Args:
+        graph: the schedule, lowered.
+        rank: the rank that it decides for.
+        memory_change: per op, what it adds to the activations held (F) or takes away.
+
     Attributes:
         held: activations the rank holds now.
     """
