@@ -195,12 +195,14 @@ def dispatched(case: dict[str, Any], schedule: ps.Schedule, dispatch: Dispatch) 
     ranks = [
         Dispatcher(graph, r, dispatch, memory_change=change, cap=float(caps[r])) for r in range(schedule.num_ranks)
     ]
+    ran: list[list[int]] = [[] for _ in ranks]
     running: dict[int, int] = {}
     messages: list[tuple[int, int]] = []
     while not all(rank.finished for rank in ranks) or running or messages:
         for r, rank in enumerate(ranks):
             if r not in running and (op := rank.next()) is not None:
                 running[r] = op
+                ran[r].append(op)
         happens = [("end", r) for r in running] + [("arrive", k) for k in range(len(messages))]
         if not happens:
             return "stuck"
@@ -213,7 +215,7 @@ def dispatched(case: dict[str, Any], schedule: ps.Schedule, dispatch: Dispatch) 
         ranks[which].finish(op)
         after = graph.edge_to[graph.edge_first[op] : graph.edge_first[op + 1]]
         messages += [(graph.rank[to], to) for to in after if graph.rank[to] != which]
-    return str([[op for what, op in rank.log if what == "run"] for rank in ranks])
+    return str(ran)
 
 
 def answers(seed: int, text: str) -> dict[str, str]:
