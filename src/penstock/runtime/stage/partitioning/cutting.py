@@ -21,8 +21,7 @@ from penstock.renamed import refuse_old
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.partitioning.layers import HOOKS, opened_modules
 from penstock.runtime.stage.partitioning.program import LayerCall, ModelTracer, TracedProgram, closed_paths, untouched
-from penstock.runtime.stage.partitioning.recorder import attribute_line
-from penstock.runtime.stage.partitioning.source_line import Untraceable
+from penstock.runtime.stage.partitioning.source_line import Untraceable, attribute_line
 from penstock.runtime.stage.partitioning.traced_stage import TracedStage
 from penstock.runtime.stage.split_backward import is_compiled
 from penstock.runtime.stage.stage import GATHERS, Stage, StageSource, require_stage, with_arguments, with_one_argument

@@ -30,11 +30,10 @@ from penstock.runtime.stage.partitioning.layers import why_hooked
 from penstock.runtime.stage.partitioning.recorder import (
     MODEL,
     Recorder,
-    attribute_line,
     attribute_of,
     own_lists,
 )
-from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable
+from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable, attribute_line
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, device_of, flatten, num_leaves, unflatten
 from penstock.runtime.tensors.rng import restored

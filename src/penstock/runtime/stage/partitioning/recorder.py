@@ -8,9 +8,7 @@ branch that depends on shapes alone is taken as for the example, and every micro
 
 from __future__ import annotations
 
-import inspect
 import random
-import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,7 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.runtime.stage.partitioning.forward_reads import ForwardReads
 from penstock.runtime.stage.partitioning.proxies import A_TENSOR, IN_PLACE, TracedProxy, watching
-from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable, here, is_users, line_of_error
+from penstock.runtime.stage.partitioning.source_line import (
+    SourceLine,
+    Untraceable,
+    attribute_line,
+    here,
+    is_users,
+    line_of_error,
+)
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, unflatten
 
@@ -632,22 +637,3 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return list(a) == list(b) and all(a[key] is b[key] for key in a)
     return len(a) == len(b) and all(one is other for one, other in zip(a, b, strict=True))
-
-
-def attribute_line(module: nn.Module, name: str) -> SourceLine | None:
-    """Where a module's code, besides what makes it, mentions an attribute or a name."""
-    for kind in type(module).__mro__:
-        if kind is nn.Module:
-            break
-        try:
-            path = inspect.getsourcefile(kind) or ""
-            lines, first = inspect.getsourcelines(kind)
-        except (OSError, TypeError):
-            continue
-        method = ""
-        for number, text in enumerate(lines, start=max(first, 1)):
-            if text.strip().startswith(("def ", "class ")):
-                method = text.strip().split("(")[0]
-            elif method not in ("", "def __init__") and re.search(rf"\b{re.escape(name)}\b", text):
-                return SourceLine(path, number)
-    return None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
+import re
 import sys
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from penstock.cost.cut import PartitionError
 
@@ -75,3 +78,22 @@ def line_of_error(error: BaseException) -> SourceLine | None:
             found = SourceLine(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return found
+
+
+def attribute_line(module: nn.Module, name: str) -> SourceLine | None:
+    """Where a module's code, besides what makes it, mentions an attribute or a name."""
+    for kind in type(module).__mro__:
+        if kind is nn.Module:
+            break
+        try:
+            path = inspect.getsourcefile(kind) or ""
+            lines, first = inspect.getsourcelines(kind)
+        except (OSError, TypeError):
+            continue
+        method = ""
+        for number, text in enumerate(lines, start=max(first, 1)):
+            if text.strip().startswith(("def ", "class ")):
+                method = text.strip().split("(")[0]
+            elif method not in ("", "def __init__") and re.search(rf"\b{re.escape(name)}\b", text):
+                return SourceLine(path, number)
+    return None

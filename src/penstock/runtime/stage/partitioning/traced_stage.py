@@ -12,8 +12,8 @@ from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.partitioning.program import ModelTracer, TracedProgram, TracedStep, fill, kind_of
-from penstock.runtime.stage.partitioning.recorder import attribute_line, run_call, run_layer
-from penstock.runtime.stage.partitioning.source_line import Untraceable
+from penstock.runtime.stage.partitioning.recorder import run_call, run_layer
+from penstock.runtime.stage.partitioning.source_line import Untraceable, attribute_line
 from penstock.runtime.stage.stage import Stage, holder_of
 from penstock.runtime.tensors.pytree import DTYPES, device_of, flatten
 from penstock.runtime.tensors.rng import mix, seed_generators
