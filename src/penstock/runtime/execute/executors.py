@@ -81,16 +81,15 @@ class StepExecutor:
         is_free = training and not (takes_turns and self._together is not None)
         dispatch = running.dispatch if is_free else Dispatch.FROZEN
         together = self._together if dispatch.is_dynamic else None
-        is_plain = not (dispatch.is_dynamic or graph.has_streams)
         decides = Dispatcher if together is None else partial(LockstepDispatcher, together)
+        changes, in_order = plan.memory_change, not (dispatch.is_dynamic or graph.has_streams)
         gang = Gang(graph) if takes_turns and graph.gang_ops else None
         end_of, pause = self._ends(plan.wiring.schedule.num_ranks, transport)
         workers: list[Worker] = []
         for rank in self._ranks:
-            changes = plan.memory_change
             dispatcher = (
                 FrozenDispatcher(graph, rank, changes)
-                if is_plain
+                if in_order
                 else decides(graph, rank, dispatch, changes, plan.caps[rank])
             )
             table = self._devices.table(rank, plan, training, gang)

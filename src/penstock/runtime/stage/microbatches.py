@@ -68,7 +68,7 @@ class Microbatches:
         windows: the microbatches that each update gathers; all are one window where updates are no ops.
         replica: whose part of a larger batch this is. Each window of the whole is dealt to the replicas, in as many
             microbatches for each, one replica's after those of the one before.
-    overlap: gives the memory that several parts of the batch lie in, see `shared_memory`.
+        overlap: gives the memory that several parts of the batch lie in, see `shared_memory`.
     """
 
     inputs: Mapping[int, Sequence[Any]]

@@ -304,12 +304,12 @@ class GlooTransport:
 
     def _send_packet(self, channel: OutgoingChannel, packet: Packet, tag: int) -> list[Any]:
         """Starts to send a packet; what to wait for. One that goes from device to device is announced first."""
-        if not channel.is_direct or self._lines is None or not isinstance(packet, DevicePacket):
+        if self._lines is None or not isinstance(packet, DevicePacket):
             return [self._isend(packet.buffer, channel.peer, tag)]
         return [self._isend(packet.head, channel.peer, tag), self._lines.send(channel, packet, self._timeout)]
 
     def _receive_packet(self, channel: IncomingChannel, packet: Packet, tag: int) -> Any:
-        if not channel.is_direct or self._lines is None or not isinstance(packet, DevicePacket):
+        if self._lines is None or not isinstance(packet, DevicePacket):
             return self._irecv(packet.buffer, channel.peer, tag)
         announced = self._irecv(packet.head, channel.peer, tag)
         return AnnouncedReceive(announced, partial(self._lines.receive, channel, packet, self._timeout))
