@@ -298,6 +298,24 @@ def test_a_killed_parent_takes_ranks_along_that_have_not_joined(start_parent) ->
         time.sleep(0.02)
 
 
+def test_a_parent_that_is_killed_once_its_ranks_have_ended_leaves_no_folder(start_parent, tmp_path: Path) -> None:
+    """It is stopped meanwhile, so that it does not see their end."""
+    run, parent = start_parent("while not (folder / 'go').exists(): time.sleep(0.02)\n", AT_ONCE, ahead=False)
+    run.appear("handed-*")
+    reports = {path.read_text() for path in tmp_path.glob("handed-*")}
+    os.kill(parent, signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    end = time.monotonic() + WITHIN
+    while alive(run.pids()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert all(Path(each).is_dir() for each in reports)
+    os.kill(parent, signal.SIGKILL)
+    while any(Path(each).exists() for each in reports):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def test_the_process_that_ranks_are_forked_from_is_killed(start) -> None:
     run = start("(folder / f'by-{os.getppid()}').touch()\nwait_for((rank + 1) % num_ranks)", ahead=False)
     run.ready()

@@ -89,8 +89,7 @@ def serve(channel: socket.socket, order: dict[str, Any]) -> dict[str, Any] | Non
     for pid in running.values():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
-    if running:  # the launching process would have removed them
-        shutil.rmtree(order["reports"], ignore_errors=True)
+    shutil.rmtree(order["reports"], ignore_errors=True)  # read by now, or nobody is left to read or remove them
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
