@@ -190,6 +190,7 @@ CHANGES: dict[str, Callable[[nn.Module, ps.Pipeline], object]] = {
     "nothing": lambda model, pipe: None,
     "frozen": lambda model, pipe: model[0].bias.requires_grad_(False),
     "data": lambda model, pipe: setattr(model[0].bias, "data", torch.zeros(4)),
+    "values": lambda model, pipe: model.load_state_dict({name: 2 * one for name, one in model.state_dict().items()}),
     "gradient": lambda model, pipe: setattr(model[0].bias, "grad", torch.ones(4)),
     "rate": lambda model, pipe: pipe.optimizer.param_groups[0].update(lr=0.5),
     "left out": lambda model, pipe: pipe.optimizer.param_groups[0]["params"].pop(),
@@ -227,11 +228,12 @@ def test_what_one_replica_changes_between_steps_made_them_other_models() -> None
     outcomes = run_ranks(2, changed_in_one_replica)
     assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
     assert outcomes[0].value == outcomes[1].value
-    nothing, frozen, data, gradient, rate, left_out = outcomes[0].value[::2]
+    nothing, frozen, data, values, gradient, rate, left_out = outcomes[0].value[::2]
     assert set(outcomes[0].value[1::2]) == {""}
     assert nothing == ""
     assert frozen.startswith("parameter 0.bias is frozen, of torch.float32 in replica 1, and trained, of")
     assert "given other data since the last step in replica 1" in data
+    assert "of torch.float32, changed in place since the last step in replica 1" in values
     assert "with a gradient before the step in replica 1" in gradient
     assert rate.startswith("lr of the optimizer's group 0 is 0.5 in replica 1, and 0.1 in replica 0")
     assert "number of parameters of the optimizer's group 0 is 3 in replica 1, and 4 in replica 0" in left_out

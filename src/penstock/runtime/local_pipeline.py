@@ -182,6 +182,7 @@ class LocalPipeline:
         self.optimizer_state = OptimizerState(
             held, place, schedule, given.optimizer, clip_norm, parallel.one_copy_steps, late
         )
+        self._made.callback(self.optimizer_state.close)
         require_same(place.everyone.gather(facts_of(self.optimizer_state.optimizer)), _SAME)
         self.tags = Tags.of(schedule, held.ties.stages)
         start = start_of(schedule, self.start.dispatch, self.costs, self.adapt)

@@ -40,7 +40,7 @@ from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.mesh.peers import require_same
 from penstock.runtime.mesh.process_mesh import device_mesh_of, end_groups
 from penstock.runtime.parameters.data_parallel import probed_besides
-from penstock.runtime.parameters.given_optimizer import goes_on_as, kept_groups, require_alike
+from penstock.runtime.parameters.given_optimizer import kept_groups, require_alike
 from penstock.runtime.parameters.optimizer_state import GivenOptimizer, gradient_bytes
 from penstock.runtime.stage.branches import has_many_ends, is_plain
 from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches
@@ -242,10 +242,7 @@ class Pipeline:
             return
         if before.conditions is not None and moved.conditions is not None:
             moved.conditions.origin = before.conditions.origin
-        moved.optimizer_state.num_updates = before.optimizer_state.num_updates
-        moved.optimizer_state.optimizer = goes_on_as(
-            before.optimizer_state.optimizer, moved.optimizer_state.optimizer
-        )
+        moved.optimizer_state.go_on_from(before.optimizer_state)
         moved.switch(plan)
         before.close()
         if self._groups is not None:

@@ -37,7 +37,6 @@ from penstock.runtime.checkpoint import (
     stage_optimizer,
 )
 from penstock.runtime.checkpoint.user_state import StateToGive, StateTrial
-from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.parameters.scheduled_updates import GRADIENTS
 from penstock.runtime.parameters.scheduled_updates import PREFIX as ASYNCHRONOUS
@@ -94,6 +93,7 @@ class TrainingState:
     """
 
     def __init__(self, trained: OptimizerState) -> None:
+        self._trained = trained
         model, updating, answers = trained.model, trained.updating, trained.answers
         self.optimizer, self._model, self._updating, self._steps = trained.optimizer, model, updating, trained.steps
         stages, ties = model.stages, model.ties
@@ -271,7 +271,7 @@ class TrainingState:
             gradients, put = self._stage_gradients(source, names), None
         else:
             gradients, put = [], self._stage_updating(source, names, num_updates)
-        return StagedState(self._model, values, optimizer, gradients, put, extras, notices)
+        return StagedState(self._trained, values, optimizer, gradients, put, extras, notices)
 
     def _require_constants(self, source: TensorSource, there: set[str]) -> None:
         """Raises CheckpointError where parameters that never change have other values than when it was written."""
@@ -363,7 +363,7 @@ class StagedState:
 
     def __init__(
         self,
-        model: LocalModel,
+        state: OptimizerState,
         values: list[tuple[Tensor, Tensor]],
         optimizer: Callable[[], None] | None,
         gradients: list[tuple[Parameter, Tensor]],
@@ -371,7 +371,8 @@ class StagedState:
         extras: list[tuple[ExtraStateModule, Any]],
         notices: list[str],
     ) -> None:
-        self._model, self._values, self._optimizer, self._gradients = model, values, optimizer, gradients
+        self._replicas, self._model = state.replicas, state.model
+        self._values, self._optimizer, self._gradients = values, optimizer, gradients
         self._updating, self._extras, self.notices = updating, extras, notices
         self.trial = StateTrial(
             StateToGive(
@@ -403,6 +404,7 @@ class StagedState:
             parameter.grad = gradient
         for extra, value in self._extras:  # last, as torch does it
             extra.module.set_extra_state(value)
+        self._replicas.note_values()
 
 
 def extra_to_write(

@@ -29,6 +29,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.parameters.given_optimizer import make_step
 from penstock.runtime.parameters.gradients import Gradients, WindowGradients, factor_of, norms_of, num_bytes
 from penstock.runtime.parameters.muon import marked_like
 from penstock.runtime.parameters.version_rules import TiedPrediction, VersionRule
@@ -388,7 +389,7 @@ def step_masters(
     try:
         if any(gradient is not None for gradient in gradients):
             with learning_rate(optimizer, rate, slowed):
-                optimizer.step()
+                make_step(optimizer)
     finally:
         for master in masters:
             master.grad = None

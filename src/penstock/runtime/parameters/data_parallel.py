@@ -88,6 +88,27 @@ kernels."""
 State = tuple[tuple[tuple[object, ...], ...], tuple[tuple[tuple[str, object], ...], ...]]
 
 
+class _Versions:
+    """Tells which of some tensors were changed in place since a moment, by torch's own count of such changes."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [torch.empty(0) if tensor.is_inference() else tensor for tensor in tensors]  # has no count
+        self.note()
+
+    def note(self) -> None:
+        """Now is the moment."""
+        self._before = self._now()
+
+    def changed(self) -> list[int]:
+        """Their places."""
+        if (now := self._now()) == self._before:
+            return []
+        return [place for place, pair in enumerate(zip(now, self._before, strict=True)) if pair[0] != pair[1]]
+
+    def _now(self) -> list[int]:
+        return [tensor._version for tensor in self._tensors]
+
+
 class ReplicaAgreement:
     """What replicas must have alike when a step begins: which parameters are trained, and the optimizer's options.
 
@@ -100,13 +121,22 @@ class ReplicaAgreement:
         peers: the replicas.
         parameters: those of this process, in an order that all replicas have. names: of them, by id.
         whole: whether each replica keeps all of a parameter and its gradient, and steps it.
+        in_step: what a step computes with in the place of each; None where its ops update them.
     """
 
     def __init__(
-        self, peers: GroupPeers, parameters: Sequence[Parameter], names: dict[int, str], whole: bool
+        self,
+        peers: GroupPeers,
+        parameters: Sequence[Parameter],
+        names: dict[int, str],
+        whole: bool,
+        in_step: Sequence[Parameter] | None,
     ) -> None:
         self._peers, self._parameters, self._names, self._whole = peers, tuple(parameters), names, whole
+        self._between = _Versions(parameters if in_step is not None else ())
+        self._within = _Versions(in_step or ())
         self._places: list[int] = []
+        self._written = [False] * len(self._parameters)
         self._state: State = ((), ())
         self._digest = 0.0
         self._told: Callable[[], Tensor] | None = None
@@ -114,10 +144,14 @@ class ReplicaAgreement:
     def begin(self, optimizer: Optimizer | None) -> None:
         """Tells the others how this replica begins a step."""
         places = self._where()
+        self.see_values()
+        self._within.note()
         state: State = (
             tuple(
-                (p.requires_grad, p.dtype, self._whole and p.grad is not None, now != before)
-                for p, now, before in zip(self._parameters, places, self._places or places, strict=True)
+                (p.requires_grad, p.dtype, self._whole and p.grad is not None, now != before, written)
+                for p, now, before, written in zip(
+                    self._parameters, places, self._places or places, self._written, strict=True
+                )
             ),
             () if optimizer is None else tuple(self._options(group) for group in optimizer.param_groups),
         )
@@ -127,10 +161,35 @@ class ReplicaAgreement:
         row = torch.zeros(self._peers.num_ranks, dtype=torch.float64)
         row[self._peers.here[0]] = self._digest
         self._told = self._peers.begin_sum(row)
+        self._written = [False] * len(self._parameters)
 
     def end(self) -> None:
         """The step is over: what lies elsewhere when the next one begins was moved by the caller."""
         self._places = self._where()
+
+    def see_values(self) -> None:
+        """Before a step, or the optimizer's: what has changed in place since the one before was changed by the
+        caller.
+        """
+        if changed := self._between.changed():
+            self._written = [known or place in changed for place, known in enumerate(self._written)]
+            self._between.note()
+
+    def note_values(self) -> None:
+        """All replicas have come to the same values."""
+        self._between.note()
+
+    def require_unchanged(self) -> None:
+        """Raises RuntimeFailure where something changed a parameter in the middle of the step, such as a hook that
+        steps, or a layer that averages another one.
+        """
+        if changed := self._within.changed():
+            name = self._names.get(id(self._parameters[changed[0]]), "")
+            raise RuntimeFailure(
+                f"parameter {name} was changed in the middle of a step, in which each of the {self._peers.num_ranks} "
+                "replicas runs a part of the microbatches alone, so they would become other models; change it "
+                "between two steps, alike on every rank, or leave it to the optimizer"
+            )
 
     def _where(self) -> list[int]:
         """The memory of each parameter, where each replica keeps all of it."""
@@ -173,10 +232,12 @@ class ReplicaAgreement:
         """By subject, the state in words."""
         parameters, groups = self._state
         facts = {}
-        for parameter, (is_trained, dtype, has_gradient, has_moved) in zip(self._parameters, parameters, strict=True):
+        for parameter, state in zip(self._parameters, parameters, strict=True):
+            is_trained, dtype, has_gradient, has_moved, was_written = state
             words = ["trained" if is_trained else "frozen", f"of {dtype}"]
             words += ["with a gradient before the step"] if has_gradient else []
             words += ["given other data since the last step"] if has_moved else []
+            words += ["changed in place since the last step"] if was_written else []
             facts[f"parameter {self._names.get(id(parameter), '')}"] = ", ".join(words)
         for number, options in enumerate(groups):
             facts |= {f"{name} of the optimizer's group {number}": repr(value) for name, value in options}
@@ -216,6 +277,7 @@ class Replicas:
         self._early: dict[int, list[list[Parameter]]] = {}
         self._late: list[list[Parameter]] = []
         self._wanting: list[Parameter] | None = None
+        self._to_share: dict[int, Parameter] = {}
         self._kept: list[tuple[Parameter, Tensor]] = []
         self._ready: set[int] = set()
         self._due: deque[int] = deque()
@@ -224,7 +286,8 @@ class Replicas:
         if self._peers is not None:
             names = {id(parameter): name for name, parameter in model.named.items()}
             whole = type(sharding) is UnshardedParameters and not has_updates
-            self._agreement = ReplicaAgreement(self._peers, model.parameters, names, whole)
+            in_step = None if has_updates else [sharding.in_step(parameter) for parameter in model.parameters]
+            self._agreement = ReplicaAgreement(self._peers, model.parameters, names, whole, in_step)
 
     def _cut(self) -> None:
         """Puts the parameters that want a gradient by now into buckets, the same in every replica."""
@@ -232,6 +295,8 @@ class Replicas:
         if self._wanting is not None and list(map(id, wanting)) == list(map(id, self._wanting)):
             return
         self._wanting = wanting
+        # One that a step trains, and a later one no more, has a gradient still when the optimizer steps.
+        self._to_share |= {id(p): p for p in wanting}
         self._early.clear()
         slots = range(1, len(self._model.ties) + 1)
         tied = {id(p): p for slot in slots if (p := self._model.shared.tied(slot)) is not None}
@@ -300,6 +365,8 @@ class Replicas:
         self._require_alike()
         if self._peers is None or self._has_updates:
             return
+        if self._agreement is not None:
+            self._agreement.require_unchanged()
         for stage in list(self._due):
             self.start(stage)
         for parameters in self._late:
@@ -358,9 +425,25 @@ class Replicas:
 
     # Updates.
 
+    def see_values(self) -> None:
+        """Before an update outside of a step."""
+        if self._agreement is not None:
+            self._agreement.see_values()
+
+    def note_values(self) -> None:
+        """All replicas have come to the same values by now: of an update, or of what was loaded."""
+        if self._agreement is not None:
+            self._agreement.note_values()
+
     def share_stepped(self, stepped: Iterable[Parameter] | None = None) -> None:
         """After an update: every replica gets what others have stepped, of all parameters where none are named."""
-        self.sharding.spread((self._wanting or []) if stepped is None else stepped)
+        if stepped is not None:
+            self.sharding.spread(stepped)
+            return
+        if self._wanting is None:  # no step has run yet: gradients came with a checkpoint
+            self._to_share = {id(p): p for p in self._model.parameters if p.requires_grad}
+        self.sharding.spread(self._to_share.values())
+        self._to_share = {id(p): p for p in self._wanting or ()}
 
     def share_buffers(self) -> None:
         """Gives every replica the first one's buffers (statistics, say), which each keeps for itself in a step."""

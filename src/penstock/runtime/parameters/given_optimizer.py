@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.dtensor import is_sharded
@@ -100,6 +101,71 @@ def step_mixed_groups_singly(optimizer: Optimizer) -> None:
                 )
         if "foreach" in group:
             group["foreach"] = False
+
+
+class OwnSteps:
+    """The steps of an optimizer that a pipeline makes; where it has several processes, any other is refused.
+
+        pipe.update()          clip --> step, in every process --> what is stepped elsewhere is fetched
+        optimizer.step()       raises: nothing would be fetched
+        GradScaler.step(...)   raises: it would step in the processes alone in which no gradient has overflowed
+
+    Args:
+        num_processes: of the pipeline, with all replicas and shards.
+    """
+
+    def __init__(self, optimizer: Optimizer | None, num_processes: int) -> None:
+        self.optimizer, self._num_processes = optimizer, num_processes
+        self._is_own = False
+        self._hook: RemovableHandle | None = None
+        if optimizer is not None and num_processes > 1 and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            self._hook = optimizer.register_step_pre_hook(self._require_own)
+
+    def make(self) -> None:
+        """Makes one.
+
+        Raises:
+            RuntimeFailure: the optimizer fails on parts of parameters.
+        """
+        if self.optimizer is None:
+            return
+        self._is_own = True
+        try:
+            make_step(self.optimizer)
+        finally:
+            self._is_own = False
+
+    def close(self) -> None:
+        """Anyone may step it again."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _require_own(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._is_own:
+            raise RuntimeFailure(
+                f"{type(optimizer).__name__}.step() was called, and this pipeline has {self._num_processes} "
+                "processes, which step together and then fetch what others have stepped; call pipe.update() on "
+                "every rank instead. A GradScaler, which leaves out a step in some processes alone, does not go with "
+                "it; ps.PrecisionOptions(autocast=torch.bfloat16) needs none"
+            )
+
+
+def make_step(optimizer: Optimizer) -> None:
+    """Has an optimizer step. Raises RuntimeFailure where it fails on parts of parameters, which few of torch's do."""
+    try:
+        optimizer.step()
+    except RuntimeFailure:
+        raise
+    except Exception as error:
+        if not any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+            raise
+        option = next((f"{name}=True" for name in ("fused", "foreach") if optimizer.defaults.get(name)), "")
+        first = str(error).partition("\n")[0]
+        raise RuntimeFailure(
+            f"{type(optimizer).__name__}{' with ' * bool(option)}{option} can't step the parts of parameters that "
+            f"processes hold here ({type(error).__name__}: {first}); {f'leave {option} out, ' if option else ''}take "
+            "AdamW, or give ParallelOptions(sharding='zero1') in place of 'fsdp', which deals out whole parameters"
+        ) from error
 
 
 def goes_on_as(before: Optimizer | None, after: Optimizer | None) -> Optimizer | None:

@@ -15,10 +15,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.peers import Peers
+from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.data_parallel import LateRing, replicas_of
-from penstock.runtime.parameters.given_optimizer import optimizer_of
+from penstock.runtime.parameters.given_optimizer import OwnSteps, goes_on_as, optimizer_of
 from penstock.runtime.parameters.gradients import begin_norm, num_bytes, scale_gradients
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.muon import mark_ends, require_whole_matrices
@@ -32,7 +32,7 @@ GivenOptimizer = Callable[[list[Parameter]], Optimizer] | Optimizer | None
 
 class OptimizerState:
     """Attributes:
-    model: as this process holds it. optimizer: over what is stepped here. num_updates: so far.
+    model: as this process holds it. num_updates: so far.
     clip_norm: see `ps.Pipeline`.
     replicas: what there is of other replicas. updating: the updates that are ops; None where there are none.
 
@@ -64,8 +64,27 @@ class OptimizerState:
         self.updating = None
         if schedule.updates is not None:
             self.updating = ScheduledUpdates(schedule, model, zero, self.replicas, mesh.shard == 0)
-        self.optimizer = self._make_optimizer(optimizer)
+        # Where updates are ops, the optimizer finds no gradients but within these.
+        apart = self.updating is None and isinstance(mesh.everyone, GroupPeers)
+        self._num_processes = mesh.everyone.num_ranks if apart else 1
+        self._steps = OwnSteps(self._make_optimizer(optimizer), self._num_processes)
         require_whole_matrices(self.optimizer, model.sharded is not None)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """Over what is stepped here."""
+        return self._steps.optimizer
+
+    def go_on_from(self, before: OptimizerState) -> None:
+        """Goes on where another one was, of the same model in other places: with its optimizer, and its count."""
+        self.num_updates = before.num_updates
+        before.close()
+        self.close()
+        self._steps = OwnSteps(goes_on_as(before.optimizer, self.optimizer), self._num_processes)
+
+    def close(self) -> None:
+        """Leaves the optimizer to whoever has it."""
+        self._steps.close()
 
     def _make_optimizer(self, given: GivenOptimizer) -> Optimizer | None:
         """Over what is stepped here: of several copies of a stage the owner's, or every one."""
@@ -132,10 +151,12 @@ class OptimizerState:
             raise RuntimeFailure(f"{self._name} has updates as ops of its order; step() runs them all")
         norm = None if self.clip_norm is None else self.clip(self.clip_norm, begun)
         if self.optimizer is not None:
-            self.optimizer.step()
+            self.replicas.see_values()
+            self._steps.make()
             self.replicas.share_stepped()
             if self._zero:
                 self.model.shared.share_parameters()
+            self.replicas.note_values()
         self.num_updates += 1
         self.zero_grad()
         return norm

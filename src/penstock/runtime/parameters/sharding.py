@@ -64,6 +64,10 @@ class UnshardedParameters:
         """What stands for a parameter between steps."""
         return parameter
 
+    def in_step(self, parameter: Parameter) -> Parameter:
+        """What a step computes with in the place of one that is there between steps."""
+        return parameter
+
     def goes_to(self, parameter: Parameter) -> Any:
         """Where the sum of a parameter's gradients goes; parameters of one bucket go alike."""
         return None
@@ -233,6 +237,7 @@ class ShardedParameters(UnshardedParameters):
                 part, begin = self._part(parameter, dim)
                 one = ShardedParameter(name, parameter, part, dim, begin, tuple(places[parameter]))
                 self.of_whole[id(parameter)] = one
+        self._whole_of = {id(one.part): one.whole for one in self.of_whole.values()}
         # By the wholes, which are as large on every replica.
         buckets = cut_into_buckets((one.whole for one in self.of_whole.values()), lambda _: None)
         self._buckets = [[self.of_whole[id(whole)] for whole in bucket] for bucket in buckets]
@@ -332,6 +337,9 @@ class ShardedParameters(UnshardedParameters):
     def at_rest(self, parameter: Parameter) -> Parameter:
         one = self.of_whole.get(id(parameter))
         return parameter if one is None else one.part
+
+    def in_step(self, parameter: Parameter) -> Parameter:
+        return self._whole_of.get(id(parameter), parameter)
 
     def goes_to(self, parameter: Parameter) -> bool:
         return id(parameter) in self.of_whole

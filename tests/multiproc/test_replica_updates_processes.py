@@ -1,0 +1,217 @@
+"""Updates over two replicas that are not plain: steps of the optimizer itself, parameters that are frozen or changed,
+and optimizers that torch cannot step parts with. What trains is compared with the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import SGD, Adafactor, AdamW, Optimizer, Rprop
+
+import penstock as ps
+from penstock.runtime import RuntimeFailure
+from penstock.runtime.tensors.dtensor import whole
+from plain_loop import plain_step
+from processes import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+NUM = 4
+ADAMW = partial(AdamW, lr=0.01)
+SHARDINGS = ("none", "zero1", "fsdp")
+Values = dict[str, Tensor]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+    return x, x.roll(1, 0)
+
+
+def pipeline(module: nn.Module, sharding: str, optimizer: Any = ADAMW) -> ps.Pipeline:
+    return ps.Pipeline(
+        module,
+        ps.build("1f1b", 1, NUM // 2),
+        loss_fn=nn.MSELoss(),
+        optimizer=optimizer,
+        mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")),
+        timeout=20,
+        parallel=ps.ParallelOptions(sharding=sharding),
+    )
+
+
+def values_of(pipe: ps.Pipeline) -> Values:
+    return {name: whole(parameter.detach()).clone() for name, parameter in pipe.named_parameters()}
+
+
+def said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except RuntimeFailure as error:
+        return str(error)
+    return "nothing"
+
+
+def stepped_by_others(rank: int) -> dict[str, str]:
+    """What is said of steps of the optimizer that are not the pipeline's."""
+    found = {}
+    for sharding in SHARDINGS:
+        pipe = pipeline(model(), sharding)
+        pipe.step(*batch(0), update=False)
+        found[sharding] = said(pipe.optimizer.step)  # type: ignore[union-attr]
+        found[f"{sharding}, the pipeline's"] = said(pipe.update)
+    scaler = torch.amp.GradScaler("cpu")
+    pipe.step(*batch(0), update=False)
+    scaler.scale(torch.ones(()))
+    found["a scaler"] = said(lambda: scaler.step(pipe.optimizer))  # type: ignore[arg-type]
+    optimizer = pipe.optimizer
+    pipe.close()
+    found["closed"] = said(optimizer.step)  # type: ignore[union-attr]
+    return found
+
+
+def test_a_step_of_the_optimizer_itself_left_each_replica_with_what_it_owns_stepped_alone() -> None:
+    """Under zero1 nobody fetched what others had stepped; a scaler leaves out steps in some processes alone."""
+    for outcome in run_ranks(2, stepped_by_others):
+        assert outcome.code == 0, outcome.text
+        found = outcome.value
+        for case in (*SHARDINGS, "a scaler"):
+            assert found[case].startswith("AdamW.step() was called, and this pipeline has 2 processes"), found
+            assert "call pipe.update() on every rank instead" in found[case]
+        assert {found[case] for case in found.keys() - {*SHARDINGS, "a scaler"}} == {"nothing"}
+
+
+def frozen_every_other_step(module: nn.Module, step: int) -> None:
+    for name, parameter in module.named_parameters():
+        if name.startswith("2."):
+            parameter.requires_grad_(step % 2 == 0)
+
+
+def trained(rank: int, folder: str) -> dict[str, tuple[Values, Values]]:
+    """By sharding, parameters after two cases: of one frozen while its gradient waits, and of gradients that were
+    loaded."""
+    found = {}
+    for sharding in SHARDINGS:
+        module = model()
+        pipe = pipeline(module, sharding)
+        for step in range(4):
+            frozen_every_other_step(module, step)
+            pipe.step(*batch(step), update=step % 2 == 1)
+        frozen = values_of(pipe)
+        pipe.close()
+        pipe = pipeline(model(), sharding)
+        pipe.step(*batch(0))
+        pipe.step(*batch(1), update=False)
+        saved = pipe.save(Path(folder) / sharding)
+        pipe.close()
+        pipe = pipeline(model(), sharding)
+        pipe.load(saved)
+        pipe.update()
+        pipe.step(*batch(2))
+        found[sharding] = frozen, values_of(pipe)
+        pipe.close()
+    return found
+
+
+def plainly(updates: dict[int, bool], freezes: bool) -> Values:
+    module = model()
+    optimizer = AdamW(module.parameters(), lr=0.01)
+    for step, update in updates.items():
+        if freezes:
+            frozen_every_other_step(module, step)
+        plain_step(module, *batch(step), NUM, nn.MSELoss())
+        if update:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def test_updates_of_what_no_step_had_trained_since_came_to_its_owner_alone(tmp_path: Path) -> None:
+    """Under zero1 the other replica kept the old values of a parameter that was frozen by then, and of all parameters
+    where gradients came from a checkpoint."""
+    wanted = plainly({0: False, 1: True, 2: False, 3: True}, freezes=True)
+    wanted_loaded = plainly({0: True, 1: True, 2: True}, freezes=False)
+    for outcome in run_ranks(2, trained, str(tmp_path)):
+        assert outcome.code == 0, outcome.text
+        for frozen, loaded in outcome.value.values():
+            torch.testing.assert_close(frozen, wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(loaded, wanted_loaded, rtol=1e-4, atol=1e-5)
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "Rprop": Rprop,
+    "Adafactor": Adafactor,
+    "SGD with fused=True": partial(SGD, fused=True),
+    "SGD": SGD,
+}
+
+
+def with_parts(rank: int) -> dict[str, str]:
+    found = {}
+    for name, optimizer in OPTIMIZERS.items():
+        for sharding in ("zero1", "fsdp"):
+            pipe = pipeline(model(), sharding, optimizer)
+            found[f"{name}, {sharding}"] = said(partial(pipe.step, *batch(0)))
+            pipe.close()
+    return found
+
+
+def test_optimizers_that_cannot_step_parts_ended_in_an_error_of_torch() -> None:
+    for outcome in run_ranks(2, with_parts):
+        assert outcome.code == 0, outcome.text
+        refused = {case: text for case, text in outcome.value.items() if text != "nothing"}
+        assert refused.keys() == {f"{name}, fsdp" for name in OPTIMIZERS if name != "SGD"}
+        for case, text in refused.items():
+            assert text.startswith(f"{case.removesuffix(', fsdp')} can't step the parts of parameters that processes")
+            assert "give ParallelOptions(sharding='zero1') in place of 'fsdp'" in text
+        assert "leave fused=True out" in refused["SGD with fused=True, fsdp"]
+
+
+class Average(nn.Module):
+    """A layer that keeps an average of another one's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.average = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.weight.lerp_(self.layer.weight, 0.1)
+        return self.layer(x)
+
+
+def step_at_once(parameter: Tensor) -> None:
+    """A hook that is called when a gradient is complete."""
+    with torch.no_grad():
+        parameter.sub_(parameter.grad)  # type: ignore[arg-type]
+    parameter.grad = None
+
+
+def changed_in_a_step(rank: int) -> list[str]:
+    found = []
+    for sharding in SHARDINGS:
+        hooked = model()
+        hooked[2].weight.register_post_accumulate_grad_hook(step_at_once)
+        for module in (hooked, nn.Sequential(nn.Linear(4, 4), Average())):
+            pipe = pipeline(module, sharding)
+            found.append(said(partial(pipe.step, *batch(0))))
+    return found
+
+
+def test_what_changes_parameters_in_the_middle_of_a_step_made_replicas_other_models() -> None:
+    """Each had seen its own microbatches alone."""
+    for outcome in run_ranks(2, changed_in_a_step):
+        assert outcome.code == 0, outcome.text
+        for hooked, averaged in zip(outcome.value[::2], outcome.value[1::2], strict=True):
+            assert hooked.startswith("parameter 2.weight was changed in the middle of a step, in which each of the 2")
+            assert averaged.startswith("parameter 1.average.weight was changed in the middle of a step")
