@@ -99,7 +99,8 @@ class LocalPipeline:
         require_runnable(schedule)
         self.own_batches: ReplicaBatches | None = None
         if parallel.batches == "replica":
-            self.own_batches = ReplicaBatches(schedule, place, self._said_by_all)
+            changing = lambda: self.devices.changing_inputs()  # noqa: E731 - made in `build`
+            self.own_batches = ReplicaBatches(schedule, place, self._said_by_all, changing)
         self.adapt = adapt = allowed_adaptation(schedule, given.adapt)
         apart = isinstance(self.peers, GroupPeers)
         whole = apart or schedule.num_ranks == 1  # a node has one rank

@@ -583,7 +583,8 @@ class Pipeline:
         """Collects the losses from the processes that ran them, and switches if an agent says so."""
         memory = self._local.transport if isinstance(self._local.transport, SharedMemoryTransport) else None
         tells = () if self._tell is None else self._tell()
-        outcome = StepEnd(self._local.mesh, self._local.devices.last, updates, memory, tells)
+        devices = self._local.devices
+        outcome = StepEnd(self._local.mesh, devices.last, updates, memory, tells, devices.changing_inputs)
         self._local.notices.note(self._agent.notices if self._agent is not None else ())
         self._local.notices.note(self._local.failover.notices if self._local.failover is not None else ())
         self._local.notices.note(self._local.choice.notices(self._local.transport))

@@ -13,7 +13,7 @@ together. Votes are in the row too: all replicas and shards switch to a new plan
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -26,7 +26,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan
 from penstock.runtime.mesh.peers import MeshPeers, Peers, require_same
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.stage.microbatches import Microbatches
+from penstock.runtime.stage.microbatches import Microbatches, why_inputs_differ
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.transport.rank_memory import ROW
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
@@ -114,6 +114,7 @@ class StepEnd:
         updates: whether the step is to update; None in an evaluation.
         memory: the ranks' transport, if it is shared memory, which can sum too.
         tells: values of this process that are summed over all processes.
+        changing: gives the stages here that change their part of a batch in place.
     """
 
     def __init__(
@@ -123,10 +124,12 @@ class StepEnd:
         updates: bool | None = None,
         memory: SharedMemoryTransport | None = None,
         tells: Sequence[float] = (),
+        changing: Callable[[], list[int]] = list,
     ) -> None:
         self._peers, self._replicas, self._everyone = place.pipeline, place.replicas, place.everyone
         self._num_ranks = place.pipeline.num_ranks * place.num_replicas * place.num_shards
         self._last, self._updates, self._memory, self._tells = last, updates, memory, tells
+        self._changing = changing
 
     def share(
         self, batch: Microbatches, agent: Agent | None, notices: Notices
@@ -152,8 +155,7 @@ class StepEnd:
         row = self._summed([value for part in mine for value in part])
         losses, (loss_type, num_notices), facts, digests, tells, votes = split_like(row, mine)
         if digests.count(digests[0]) < len(digests):
-            told = [{"batch": each} for each in digests]
-            require_same(told, "every rank must give the same inputs and targets", shown=False)
+            self._refuse(digests, self._peers, "every rank must give the same inputs and targets")
         if num_notices:
             notices.share()
         of_all, summed = self._of_all(losses, [*facts, *tells, *votes], batch, _LOSS_TYPES[int(loss_type)])
@@ -170,6 +172,11 @@ class StepEnd:
         total = windows.mean() if len(sums) > 1 else sums[0].clone()
         result = StepResult(total, of_all, window_losses=windows)
         return result, tuple(tells), None if following is None else following.made
+
+    def _refuse(self, digests: Sequence[float], peers: Peers, rule: str) -> None:
+        """Raises RuntimeFailure, in every process, as their batches differ."""
+        changing = {stage for part in peers.gather(self._changing()) for stage in part}
+        require_same([{"batch": each} for each in digests], why_inputs_differ(changing) + rule, shown=False)
 
     def _losses(self, num_microbatches: int) -> list[float]:
         """The loss of each microbatch; zeros if another process has them."""
@@ -236,8 +243,9 @@ class StepEnd:
         shared = torch.zeros(replicas, size + 1 + len(tells), dtype=torch.float64)
         shared[mine] = torch.tensor([*losses, batch.digest, *tells], dtype=torch.float64)
         shared = self._replicas.sum(shared)
-        told = [{"batch": each} for each in shared[:, size].tolist()]
-        require_same(told, "every replica must give the whole batch", shown=False)
+        digests = shared[:, size].tolist()
+        if digests.count(digests[0]) < replicas:
+            self._refuse(digests, self._replicas, "every replica must give the whole batch")
         whole = torch.cat([shared[:, window.start : window.stop].reshape(-1) for window in batch.windows])
         return whole.to(dtype), self._of_shards(shared[:, size + 1 :].sum(0).tolist())
 
