@@ -16,6 +16,7 @@ import penstock as ps
 from copies_runs import grouped_step
 from penstock.runtime import MuonAdamW
 from plain_loop import cut, differences
+from waiting import PATIENCE
 
 NUM_RANKS = 4
 MSE = nn.MSELoss()
@@ -87,7 +88,7 @@ def pipeline_of(run: Run) -> ps.Pipeline:
         schedule,
         loss_fn=MSE,
         optimizer=run.optimizer,
-        timeout=20,
+        timeout=PATIENCE,
         precision=ps.PrecisionOptions(clip_norm=run.clip_norm),
         parallel=ps.ParallelOptions(sharding="copies" if run.zero else "none"),
     )

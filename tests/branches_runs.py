@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.runtime.tensors.rng import mix
 from plain_loop import differences, seed_devices
+from waiting import PATIENCE
 
 MSE = nn.MSELoss()
 ADAM = partial(torch.optim.AdamW, lr=0.05)
@@ -130,7 +131,7 @@ def wrong(
         _LOOPED[name] = Looped(name)
     looped, stages = _LOOPED[name], stages_of(name)
     schedule = schedule_of(name, split) if schedule is None else schedule
-    pipe = ps.Pipeline(stages, schedule, loss_fn=MSE, optimizer=ADAM, dispatch=dispatch, timeout=20)
+    pipe = ps.Pipeline(stages, schedule, loss_fn=MSE, optimizer=ADAM, dispatch=dispatch, timeout=PATIENCE)
     found: list[str] = []
     for step in (1, 2):
         want = looped.losses[step - 1]

@@ -11,6 +11,7 @@ from torch import Tensor
 import penstock as ps
 from penstock.data import PairedSamples, TokenForm, VectorForm
 from penstock.models import CLIP, CLIPStages, ContrastiveLoss, clip_presets, clip_program
+from waiting import PATIENCE
 
 NANO = clip_presets["nano"]
 DATA = PairedSamples({"audio": VectorForm(8, 6), "text": TokenForm(6, 32), "video": VectorForm(12, 10)})
@@ -58,7 +59,12 @@ def wrong(sizes: Mapping[str, int], built: ps.Schedule, cut: CLIPStages, dispatc
     model, loss = whole(given, sizes["contrast"])
     optimizer = partial(torch.optim.SGD, lr=0.1)
     pipe = ps.Pipeline(
-        cut.sources(seed=1), built, loss_fn=ContrastiveLoss(), optimizer=optimizer, dispatch=dispatch, timeout=30
+        cut.sources(seed=1),
+        built,
+        loss_fn=ContrastiveLoss(),
+        optimizer=optimizer,
+        dispatch=dispatch,
+        timeout=PATIENCE,
     )
     found = pipe.step(cut.inputs(given), update=False).loss
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}

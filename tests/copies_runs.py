@@ -18,6 +18,7 @@ import penstock as ps
 from penstock.runtime.tensors.rng import mix
 from plain_loop import call, cut, differences, plain_evaluate, weights
 from runtime_cases import batches, mlp
+from waiting import PATIENCE
 
 SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("chimera", {}),
@@ -106,7 +107,7 @@ def wrong(name: str, options: dict[str, Any], zero: bool, ranks: int = 4) -> lis
         schedule,
         loss_fn=MSE,
         optimizer=ADAM,
-        timeout=20,
+        timeout=PATIENCE,
         parallel=ps.ParallelOptions(sharding="copies" if zero else "none"),
     )
     for number, (x, y) in enumerate(steps()):

@@ -22,7 +22,7 @@ from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.schedule import Op
-from processes import forkserver
+from processes import DEADLINE, forkserver
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Ended:
 
 
 def run_delegate_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, deadline: float = 60.0
+    num_ranks: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE
 ) -> list[Ended]:
     """Runs `function(rank, gather, *args)` in a process a rank; what is left at the deadline is killed."""
     context = forkserver()

@@ -14,6 +14,7 @@ from penstock.runtime.transport.base import StepMessages, Transport
 from penstock.runtime.transport.channel import Tags, expected_by_channel
 from penstock.runtime.transport.wiring import Wiring, num_indices
 from penstock.schedule import Schedule
+from waiting import PATIENCE
 
 DIGEST = zlib.crc32(b"test")
 
@@ -46,5 +47,5 @@ def step(
     run_rank(worker)
     transport.end()
     mine = worker.recorder.times, worker.peak_held, transport.crossings()
-    everyone = GroupPeers(world(), 30.0).gather(mine)
+    everyone = GroupPeers(world(), PATIENCE).gather(mine)
     return ran(wiring, everyone, dispatch)

@@ -22,6 +22,7 @@ from penstock.runtime.transport.wiring import WiredOp, Wiring, wire
 from penstock.schedule import Op, Schedule
 from penstock.simulation import Timeline
 from penstock.simulation.simulator import frozen_caps, memory_changes
+from waiting import PATIENCE
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def run_threads(
     depth: int | None = None,
     delegated: Sequence[Collection[tuple[int, int]]] = ((),),
     dispatch: str = "frozen",
-    timeout: float = 20.0,
+    timeout: float = PATIENCE,
 ) -> list[Ran]:
     """One step for each of `delegated`, one after the other with no pause between: a rank that is done goes on."""
     wiring = wire(schedule)

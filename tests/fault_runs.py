@@ -25,12 +25,13 @@ from typing import Any
 
 from crashes import UNSHARE, may_mount
 from packed import packed
+from waiting import PATIENCE, wait_until
 
 MARK = "PENSTOCK_FAULT_RUN"
 STEPS, CHANGES, EVERY = 8, (3, 6), 2
 """Steps; those before which what runs changes; how often a checkpoint is written."""
 NUM_MICROBATCHES = 4
-TIMEOUT = 30.0
+TIMEOUT = PATIENCE
 DISK = "24m"
 """Of the disk that fills: it holds some checkpoints, and all that the runtime writes."""
 
@@ -136,10 +137,10 @@ def scenario(fault: Fault, folder: Path, own: bool) -> Outcome:
     folder.mkdir(parents=True, exist_ok=True)
     before = _shared(own)
     code, said = _launch(fault, folder, resume=False)
-    left = _left(folder)
+    left = _outlive(folder)
     (folder / "disk" / "ballast").unlink(missing_ok=True)
     resumed = _launch(fault, folder, resume=True)
-    left += _left(folder)
+    left += _outlive(folder)
     losses = (folder / "losses").read_text().split() if (folder / "losses").exists() else []
     struck = (folder / "struck").exists()
     return Outcome(code, said, struck, losses, resumed, left, sorted(_shared(own) - before))
@@ -209,8 +210,15 @@ def _launch(fault: Fault, folder: Path, resume: bool, changes: bool = True) -> t
     return code, said.getvalue().strip()
 
 
+def _outlive(folder: Path) -> list[str]:
+    """Processes of a launch that has ended which do not end too. Those that were killed may still be ending."""
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not _left(folder), lambda: "", seconds=30.0)
+    return _left(folder)
+
+
 def _left(folder: Path) -> list[str]:
-    """Processes that were started by a launch in this folder and still run."""
+    """Processes that were started by a launch in this folder and are there."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ SHAPES: dict[int, tuple[Shape, ...]] = {
 }
 """Meshes by the number of processes; what stands twice is drawn twice as often."""
 
-SECONDS = 60.0
+SECONDS = 120.0
 """That a case may take, before its processes are ended."""
 BROKEN = ("raw", "late")
 """How a case ends after which processes are started anew."""

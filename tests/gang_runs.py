@@ -17,6 +17,7 @@ import penstock as ps
 from packed import packed
 from penstock.models import CrossEntropy, GPTConfig, gpt_stage, parallelize, tied_parameters
 from penstock.runtime.tensors.dtensor import whole
+from waiting import PATIENCE
 
 ADAM = partial(torch.optim.AdamW, lr=0.01)
 NUM_RANKS, NUM = 4, 8
@@ -51,7 +52,7 @@ def train_gpt(
         schedule,
         loss_fn=CrossEntropy(),
         optimizer=ADAM,
-        timeout=20,
+        timeout=PATIENCE,
         **packed(clip_norm=0.5, tied=tied_parameters(config), parallelize=parallelize if cut else None, **options),
     )
     steps: Steps = []
@@ -134,7 +135,9 @@ def train_towers(
     program: ps.Program, schedule: ps.Schedule | None = None, **options: Any
 ) -> tuple[Steps, ps.Timeline]:
     made = program.build() if schedule is None else schedule
-    pipe = ps.Pipeline(tower_stages(), made, optimizer=ADAM, ops=program.callables, timeout=20, **packed(**options))
+    pipe = ps.Pipeline(
+        tower_stages(), made, optimizer=ADAM, ops=program.callables, timeout=PATIENCE, **packed(**options)
+    )
     steps: Steps = []
     for _ in range(2):
         loss = pipe.step(pairs(), update=False).loss

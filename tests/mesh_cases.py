@@ -43,6 +43,7 @@ from penstock.passes import reorder_microbatches
 from penstock.runtime import partition
 from penstock.runtime.tensors.dtensor import whole
 from plain_loop import call, cut, plain_evaluate, plain_step, weights
+from waiting import PATIENCE
 
 MODELS = ("gpt", "bert", "clip")
 VOCABULARY, CONTEXT, HEADS, WIDTH = 37, 6, 8, 32
@@ -312,7 +313,7 @@ def run_job(job: Job, mesh: DeviceMesh, one: Wanted) -> Found:
         optimizer=sgd,
         mesh=mesh,
         dispatch=job.dispatch,
-        timeout=30,
+        timeout=PATIENCE,
         precision=ps.PrecisionOptions(clip_norm=job.clip_norm),
         parallel=ps.ParallelOptions(tied=tied, parallelize=parallelize, sharding=job.sharding),
     )

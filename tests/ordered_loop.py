@@ -20,6 +20,7 @@ import penstock.runtime.stage.split_backward.prepared_module as slot_module
 from penstock.runtime.tensors.rng import mix
 from plain_loop import cut, differences, seed_devices, weights
 from runtime_cases import W, mlp
+from waiting import PATIENCE
 
 MSE = nn.MSELoss()
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -118,7 +119,7 @@ def wrong(
     optimizer = SGD(whole.parameters())
     found: list[str] = []
     before, slot_module.MERGE_WORK = slot_module.MERGE_WORK, merge
-    pipe = ps.Pipeline(stages, schedule, loss_fn=MSE, optimizer=SGD, dispatch=dispatch, timeout=20)
+    pipe = ps.Pipeline(stages, schedule, loss_fn=MSE, optimizer=SGD, dispatch=dispatch, timeout=PATIENCE)
     try:
         for step in (1, 2):
             x, y = (torch.randn(2 * schedule.num_microbatches + extra, W) for _ in range(2))

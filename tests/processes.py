@@ -27,6 +27,8 @@ from typing import Any
 
 import pytest
 
+from waiting import wait_until
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -135,13 +137,9 @@ def as_under_torchrun(rank: int, script: str) -> None:
     del store
 
 
-def appears(path: Path, within: float = 20.0) -> None:
+def appears(path: Path) -> None:
     """Returns when there is such a file: how one rank waits for a moment in another."""
-    end = time.monotonic() + within
-    while not path.exists():
-        if time.monotonic() > end:
-            raise TimeoutError(f"{path.name} did not appear within {within} s")
-        time.sleep(0.01)
+    wait_until(path.exists, lambda: f"{path.name} is not there, but {sorted(os.listdir(path.parent))}", pause=0.01)
 
 
 def _await(children: list[Any], deadline: float) -> None:

@@ -19,6 +19,7 @@ import penstock as ps
 import penstock.runtime.stage.split_backward.prepared_module as slot_module
 from packed import packed
 from plain_loop import Model, differences, gradients, plain_step
+from waiting import PATIENCE
 
 W = 8
 
@@ -98,7 +99,7 @@ def compare_case(made: Case, schedule: ps.Schedule, dispatch: str, plain: Plain 
         loss_fn=made.loss_fn,
         dispatch=dispatch,
         optimizer=SGD,
-        timeout=20,
+        timeout=PATIENCE,
         **packed(**made.options),
     )
     found: list[str] = []

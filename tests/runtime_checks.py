@@ -17,6 +17,7 @@ from packed import packed
 from penstock.runtime import RuntimeFailure
 from plain_loop import differences, gradients, plain_evaluate, plain_step
 from runtime_cases import Do, Tokens, batches, language_model, lin, mlp, token_steps
+from waiting import PATIENCE
 
 CHECKS: dict[str, Callable[[int], None]] = {}
 MSE = nn.MSELoss()
@@ -34,7 +35,7 @@ def run(name: str, ranks: int) -> None:
 
 
 def build(model: Any, schedule: ps.Schedule, **options: Any) -> ps.Pipeline:
-    return ps.Pipeline(copy.deepcopy(model), schedule, **packed(**{"loss_fn": MSE, "timeout": 20, **options}))
+    return ps.Pipeline(copy.deepcopy(model), schedule, **packed(**{"loss_fn": MSE, "timeout": PATIENCE, **options}))
 
 
 def own_gradients(pipe: ps.Pipeline) -> dict[str, Tensor | None]:

@@ -23,6 +23,7 @@ from packed import packed
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.tensors.dtensor import is_sharded, whole
 from plain_loop import differences, plain_step
+from waiting import PATIENCE
 
 WIDTH = 6
 MSE = nn.MSELoss()
@@ -83,7 +84,7 @@ def wrong_copies(name: str, options: dict[str, Any], given: str, zero: bool, num
         schedule,
         loss_fn=MSE,
         optimizer=ADAM,
-        timeout=20,
+        timeout=PATIENCE,
         parallel=ps.ParallelOptions(tied=tied, sharding="copies" if zero else "none"),
     )
     found: list[str] = []
@@ -144,7 +145,7 @@ def wrong_mesh(
         loss_fn=MSE,
         optimizer=given_optimizer,
         mesh=mesh,
-        timeout=30,
+        timeout=PATIENCE,
         parallel=ps.ParallelOptions(tied=tied, parallelize=parallelize, sharding=sharding),
     )
     found: list[str] = []
@@ -216,7 +217,7 @@ def using(uses: Sequence[str]) -> nn.Sequential:
 def wrong_casts(model: nn.Sequential, schedule: ps.Schedule, dtype: torch.dtype | None = torch.bfloat16) -> list[str]:
     """What is not as in the loop under autocast, in words; without autocast where `dtype` is None."""
     plain, num = copy.deepcopy(model), schedule.num_microbatches
-    pipe = ps.Pipeline(model, schedule, loss_fn=MSE, timeout=20, precision=ps.PrecisionOptions(autocast=dtype))
+    pipe = ps.Pipeline(model, schedule, loss_fn=MSE, timeout=PATIENCE, precision=ps.PrecisionOptions(autocast=dtype))
     found: list[str] = []
     for number, (x, y) in enumerate(steps(8 * num + 1), start=1):
         if schedule.placement.num_pipelines > 1:
@@ -237,7 +238,7 @@ def wrong_casts(model: nn.Sequential, schedule: ps.Schedule, dtype: torch.dtype 
 def refused(model: Any, schedule: ps.Schedule, **options: Any) -> str:
     """The message with which a pipeline is refused; empty where it is not."""
     try:
-        ps.Pipeline(model, schedule, loss_fn=MSE, optimizer=ADAM, timeout=20, **packed(**options)).close()
+        ps.Pipeline(model, schedule, loss_fn=MSE, optimizer=ADAM, timeout=PATIENCE, **packed(**options)).close()
     except RuntimeFailure as error:
         return str(error)
     return ""
@@ -266,7 +267,7 @@ def wrong_sparse(name: str, num_ranks: int, tied: bool = False) -> list[str]:
     schedule = ps.build(name, num_ranks, 2 * num_ranks)
     model = sparse_model(schedule.num_stages, tied)
     plain = copy.deepcopy(model)
-    pipe = ps.Pipeline(model, schedule, loss_fn=MSE, optimizer=partial(torch.optim.SGD, lr=0.1), timeout=20)
+    pipe = ps.Pipeline(model, schedule, loss_fn=MSE, optimizer=partial(torch.optim.SGD, lr=0.1), timeout=PATIENCE)
     x, y = steps(2 * schedule.num_microbatches + 1, 1)[0]
     _, want = grouped_step(plain, x, y, schedule, 1)
     pipe.step(x, y, update=False)

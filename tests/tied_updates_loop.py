@@ -28,6 +28,7 @@ from packed import packed
 from penstock.runtime.tensors.dtensor import whole
 from penstock.schedule import Op
 from penstock.schedule.staleness import PREDICTING, predictions_of
+from waiting import PATIENCE
 
 MSE = nn.MSELoss()
 KEEPING = ("pipedream", "vnag", "pipedream-2bw")
@@ -319,7 +320,7 @@ def unlike_the_loop(
         schedule,
         loss_fn=MSE,
         optimizer=optimizer,
-        timeout=20,
+        timeout=PATIENCE,
         **packed(zero=zero, clip_norm=clip_norm, tied=tied, **options),
     )
     found: list[str] = []

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from penstock.runtime.launch import RankOrder, WaitingServer, launch
 from processes import forkserver
+from waiting import wait_until
 
 SMALL = (
     "--preset nano --depth 6 --width 16 --heads 2 --context 16 --batch 8 --microbatches 4 "
@@ -25,6 +25,9 @@ SMALL = (
 )
 START = 200.0
 """Seconds that torch may take to start four times on a busy machine."""
+ENDLESS = "--steps 100000 --lr-decay constant --lr-warmup 0"
+"""Of a run that is stopped on its way: it does not end before, however late its test gets to that. Its losses do not
+depend on how many steps it would have made."""
 
 COMMAND = [sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())"]
 
@@ -169,7 +172,9 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in [self._process.pid, *self.ranks().values()]:
+        # The number of a process that has ended may be another's by now.
+        running = [self._process.pid, *self.ranks().values()] if self._process.poll() is None else []
+        for pid in [*running, *filter(_is_rank, self.pids)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.communicate()
@@ -179,10 +184,9 @@ class Run:
         found = {}
         for server in _children(self._process.pid):
             for pid in _children(server):
-                with contextlib.suppress(OSError):
-                    kind, _, number = Path(f"/proc/{pid}/comm").read_text().partition(" ")
-                    if kind == "rank":
-                        found[int(number)] = pid
+                kind, _, number = _called(pid).partition(" ")
+                if kind == "rank":
+                    found[int(number)] = pid
         self.pids |= set(found.values())
         return found
 
@@ -192,14 +196,24 @@ class Run:
         return len(metrics(self.folder)) if begun else -1
 
     def wait_for(self, what: Callable[[], bool], seconds: float = START) -> None:
-        end = time.monotonic() + seconds
-        while not what():
-            assert self._process.poll() is None, self._process.communicate()
-            assert time.monotonic() < end, f"still waiting after {seconds} s"
-            time.sleep(0.001)
+        def there() -> bool:
+            ended = self._process.poll() is not None  # asked first: what a run left before its end counts
+            found = what()
+            assert found or not ended, self._process.communicate()
+            return found
+
+        wait_until(there, lambda: f"{self.steps()} steps, ranks {self.ranks()}", seconds, pause=0.001)
 
     def kill(self, rank: int) -> None:
-        os.kill(self.ranks()[rank], signal.SIGKILL)
+        """Kills a rank, which the kernel's list of children may leave out while another one comes or goes."""
+        found: dict[int, int] = {}
+
+        def there() -> bool:
+            found.update(self.ranks())
+            return rank in found
+
+        self.wait_for(there)
+        os.kill(found[rank], signal.SIGKILL)
 
     def signal(self, number: int) -> None:
         self.ranks()
@@ -208,7 +222,7 @@ class Run:
     def end(self, within: float = START) -> Ended:
         """Waits for the end; no rank may be left then."""
         out, err = self._process.communicate(timeout=within)
-        left = [pid for pid in self.pids if Path(f"/proc/{pid}").exists()]
+        left = [pid for pid in self.pids if _is_rank(pid)]
         assert not left, f"processes {left} are left"
         return Ended(self._process.returncode, out, err)
 
@@ -232,6 +246,17 @@ def checkpoints(folder: Path) -> list[str]:
     """All that lies in a run's folder of checkpoints."""
     path = folder / "checkpoints"
     return sorted(p.name for p in path.iterdir()) if path.exists() else []
+
+
+def _called(pid: int) -> str:
+    """What the kernel calls a process; nothing where there is none any more."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text()
+    return ""
+
+
+def _is_rank(pid: int) -> bool:
+    return _called(pid).startswith("rank ")
 
 
 def _children(pid: int) -> list[int]:

@@ -16,6 +16,7 @@ import compatibility_cells as cells
 import penstock as ps
 from penstock.runtime.tensors.dtensor import whole
 from penstock.schedule.staleness import predictions_of
+from waiting import PATIENCE
 
 WINDOW, NUM_WINDOWS = 4, 3
 
@@ -47,7 +48,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def pipeline(name: str, num_ranks: int, tied: Sequence[int], **options: Any) -> ps.Pipeline:
     schedule = schedule_of(name, num_ranks)
     model = model_of(schedule.num_stages, tied)
-    return ps.Pipeline(model, schedule, loss_fn=cells.MSE, optimizer=cells.ADAM, timeout=20, **options)
+    return ps.Pipeline(model, schedule, loss_fn=cells.MSE, optimizer=cells.ADAM, timeout=PATIENCE, **options)
 
 
 def unlike_steps(name: str, num_ranks: int, tied: Sequence[int], far: float = 0.0, **options: Any) -> list[str]:
@@ -104,7 +105,7 @@ def predicting(name: str, rule: str, tied: Sequence[int], **options: Any) -> dic
     assert predictions_of(schedule)
     optimizer = cells.SGD if rule == "spectrain" else cells.ADAM
     model = model_of(schedule.num_stages, tied)
-    pipe = ps.Pipeline(model, schedule, loss_fn=cells.MSE, optimizer=optimizer, timeout=20, **options)
+    pipe = ps.Pipeline(model, schedule, loss_fn=cells.MSE, optimizer=optimizer, timeout=PATIENCE, **options)
     for number in range(2):
         pipe.step(*batch(number))
     found = {each: parameter.detach().clone() for each, parameter in pipe.named_parameters()}

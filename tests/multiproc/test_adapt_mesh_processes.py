@@ -20,6 +20,7 @@ from penstock.cost.mesh import LinkGroup
 from penstock.runtime.mesh import process_mesh as mesh_nodes
 from penstock.runtime.tensors.dtensor import whole
 from processes import run_ranks
+from waiting import PATIENCE
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 moves = pytest.mark.skipif(not mesh_nodes.KEEPS_ORDER, reason="needs ordered-groups: this torch sorts them")
@@ -55,7 +56,7 @@ def pipeline(sizes: tuple[int, int, int], schedule: str, **options: Any) -> ps.P
         loss_fn=nn.MSELoss(),
         optimizer=partial(torch.optim.AdamW, lr=0.01),
         mesh=mesh,
-        timeout=30,
+        timeout=PATIENCE,
         precision=ps.PrecisionOptions(clip_norm=0.5),
         **options,
     )

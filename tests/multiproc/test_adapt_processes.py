@@ -22,6 +22,7 @@ from penstock.runtime.adapt import agent
 from penstock.runtime.adapt import store as adapt_store
 from penstock.runtime.mesh import probe
 from processes import run_ranks
+from waiting import PATIENCE
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
@@ -50,7 +51,7 @@ def pipeline(adapt: ps.AdaptOptions | None, links: Links | None, **options: Any)
         model,
         schedule,
         loss_fn=nn.MSELoss(),
-        timeout=30,
+        timeout=PATIENCE,
         **packed(links=links, steering=adapt, **options),
     )
 
@@ -172,7 +173,7 @@ def emulated(rank: int, transport: str) -> tuple[list[Any], list[str]]:
         links=links,
         transport=transport,
         adapt=ps.AdaptOptions(memory_limit=6.0),
-        timeout=30,
+        timeout=PATIENCE,
     ) as pipe:
         for _ in range(MOST_STEPS):
             step = pipe.step()

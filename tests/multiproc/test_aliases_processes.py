@@ -17,6 +17,7 @@ from processes import run_ranks
 from recomputed import with_recompute
 from runtime_cases import compare_case, plain_case
 from tiers import in_turn
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 
@@ -36,7 +37,7 @@ def run_cases(rank: int) -> dict[str, list[str]]:
 
 def inputs_in_targets(rank: int) -> str:
     model = nn.Sequential(nn.ReLU(inplace=True), *(nn.Linear(8, 8) for _ in range(3)))
-    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss(), timeout=20)
+    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss(), timeout=PATIENCE)
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
     try:
         pipe.step(x, x)

@@ -13,6 +13,7 @@ from penstock.cost import Links
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
+from waiting import PATIENCE
 
 pytestmark = [pytest.mark.multiproc]
 
@@ -24,7 +25,7 @@ def values(outcomes: list[Ended]) -> list[Any]:
 
 def plain(rank: int, gather: Any, num_ranks: int, options: dict[str, Any]) -> tuple[int, int, int]:
     chain = Chain(num_ranks, 12)
-    transport = DelegateTransport(rank, num_ranks, gather, chain.tags, 30.0, **options)
+    transport = DelegateTransport(rank, num_ranks, gather, chain.tags, PATIENCE, **options)
     try:
         came = sum(exchange(transport, chain, rank, step, lambda m: (m + 1, 40)) for step in range(3))
         found = transport.crossings()
@@ -47,7 +48,7 @@ def test_every_message_comes_once_bit_for_bit(num_ranks: int, options: dict[str,
 def changing(rank: int, gather: Any) -> tuple[int, int]:
     chain = Chain(2, 4)
     # 3 messages of 16 MB fill host memory: senders wait for room, receivers' delegates ask for more than their share.
-    transport = DelegateTransport(rank, 2, gather, chain.tags, 30.0, host_memory=56 << 20)
+    transport = DelegateTransport(rank, 2, gather, chain.tags, PATIENCE, host_memory=56 << 20)
     shapes = [(4, 1 << 20), (7,), (3, 1), (1 << 21,)]
     try:
         came = 0
@@ -66,7 +67,7 @@ def test_messages_of_16_mb_and_of_changing_shapes() -> None:
 def held(rank: int, gather: Any) -> list[tuple[int, int]]:
     chain = Chain(2, 6)
     conditions = Conditions(Links.parse("0:1=latency:40ms 1:0=occupancy:20ms"))
-    transport = ConditionedTransport(DelegateTransport(rank, 2, gather, chain.tags, 30.0), conditions)
+    transport = ConditionedTransport(DelegateTransport(rank, 2, gather, chain.tags, PATIENCE), conditions)
     try:
         exchange(transport, chain, rank, 0, lambda m: (100,))
         found = sorted(transport.crossings(), key=lambda one: one.arrived)
@@ -86,7 +87,7 @@ def test_conditions_hold_messages_back() -> None:
 
 def too_large(rank: int, gather: Any) -> str:
     chain = Chain(2, 1)
-    transport = DelegateTransport(rank, 2, gather, chain.tags, 30.0, host_memory=1 << 20)
+    transport = DelegateTransport(rank, 2, gather, chain.tags, PATIENCE, host_memory=1 << 20)
     try:
         if rank == 0:
             chain.begin(transport, rank)
@@ -164,7 +165,7 @@ def cramped(rank: int, gather: Any) -> tuple[str, int]:
     chain = Chain(2, 1)
     try:
         # Every rank must fail before it meets the others: nobody is left waiting here.
-        DelegateTransport(rank, 2, gather, chain.tags, 30.0, num_lanes=20, most_lanes=40)
+        DelegateTransport(rank, 2, gather, chain.tags, PATIENCE, num_lanes=20, most_lanes=40)
     except RuntimeFailure as error:
         return str(error), len(os.listdir("/proc/self/fd")) - before
     return "", 0

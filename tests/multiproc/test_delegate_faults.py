@@ -23,6 +23,7 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.carrier.descriptor import Descriptor, DescriptorKind, Lane
 from penstock.runtime.transport.delegate.delegates import KINDS
+from waiting import PATIENCE
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
@@ -37,7 +38,7 @@ def values(outcomes: list[Ended]) -> list[Any]:
 
 def killed(rank: int, gather: Any, seed: int) -> dict[str, Any]:
     chain = Chain(2, 16)
-    transport = DelegateTransport(rank, 2, gather, chain.tags, 30.0, num_lanes=2)
+    transport = DelegateTransport(rank, 2, gather, chain.tags, PATIENCE, num_lanes=2)
     num_killed = 0
 
     def kill(count: int) -> None:
@@ -72,7 +73,7 @@ def test_a_killed_delegate_is_started_again_and_no_message_is_lost_or_doubled(se
 def killed_while_away(rank: int, gather: Any) -> int:
     """The rank neither sends nor waits when its delegates die: it computes, and the other rank waits for it."""
     chain = Chain(2, 1)
-    transport = DelegateTransport(rank, 2, gather, chain.tags, 30.0)
+    transport = DelegateTransport(rank, 2, gather, chain.tags, PATIENCE)
     try:
         exchange(transport, chain, rank, 0, lambda m: (10,))
         gather(None)
@@ -163,7 +164,7 @@ def through(gather: Any, rank: int, place: int, cuts: list[int]) -> Callable[[An
 def cut(rank: int, gather: Any, interfaces: tuple[str, ...], cuts: list[int]) -> dict[str, Any]:
     chain = Chain(2, 5)
     meet = through(gather, rank, 0, list(cuts)) if rank == 0 else gather
-    transport = DelegateTransport(rank, 2, meet, chain.tags, 30.0, interfaces=interfaces, most_lanes=1)
+    transport = DelegateTransport(rank, 2, meet, chain.tags, PATIENCE, interfaces=interfaces, most_lanes=1)
     try:
         came = sum(exchange(transport, chain, rank, step, lambda m: (1 << 22,)) for step in range(2))
         counters = transport.counters
@@ -203,7 +204,7 @@ def other_interface(rank: int, gather: Any) -> dict[str, Any]:
 
     chain = Chain(2, 3)
     interfaces = ("127.0.0.2", "127.0.0.3")
-    transport = DelegateTransport(rank, 2, meet, chain.tags, 30.0, interfaces=interfaces, most_lanes=1)
+    transport = DelegateTransport(rank, 2, meet, chain.tags, PATIENCE, interfaces=interfaces, most_lanes=1)
     try:
         came = exchange(transport, chain, rank, 0, lambda m: (100,))
         gather(None)
@@ -238,7 +239,7 @@ def told_of_a_dead_interface(rank: int, gather: Any) -> dict[str, Any]:
         return met
 
     interfaces = ("127.0.0.2", "127.0.0.3")
-    transport = DelegateTransport(rank, 2, meet, chain.tags, 30.0, interfaces=interfaces, most_lanes=1)
+    transport = DelegateTransport(rank, 2, meet, chain.tags, PATIENCE, interfaces=interfaces, most_lanes=1)
     try:
         came = exchange(transport, chain, rank, 0, lambda m: (1 << 20,))
         gather(None)
@@ -299,7 +300,7 @@ def test_a_dead_rank_is_told_long_before_the_deadline() -> None:
 
 def stands_still(rank: int, gather: Any) -> tuple[str, str]:
     chain = Chain(2, 4)
-    transport = DelegateTransport(rank, 2, gather, chain.tags, 30.0)
+    transport = DelegateTransport(rank, 2, gather, chain.tags, PATIENCE)
     try:
         exchange(transport, chain, rank, 0, lambda m: (10,))  # its delegates start, which may take long
         gather(None)

@@ -24,19 +24,20 @@ from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Op, Schedule, declare_shown_order, needed_channel_depth
 from plain_loop import gradients
 from processes import run_ranks
+from waiting import PATIENCE
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
 
 def made(
-    name: str, schedule: Schedule, links: str = "", depth: int | None = None, timeout: float = 20.0
+    name: str, schedule: Schedule, links: str = "", depth: int | None = None, timeout: float = PATIENCE
 ) -> Transport:
     """A transport by its name, with conditions where they are given; "lines" are NCCL's, over gloo."""
     tags, wiring = tags_of(schedule), wire(schedule)
     conditions = Conditions(Links.parse(links)) if links else None
     if name != "lines":
         choice = TransportChoice(TransportOptions(name, depth=depth))
-        peers, cpu = GroupPeers(world(), 20.0), torch.device("cpu")
+        peers, cpu = GroupPeers(world(), PATIENCE), torch.device("cpu")
         return choice.make(peers, tags, timeout, wiring, cpu, conditions)
     told = None if depth is None else Acknowledgements(world(), timeout, depth)
     lines = DeviceLines(world(), lines_of(wiring), "gloo", timeout, torch.device("cpu"))
@@ -212,7 +213,9 @@ def train(rank: int, name: str, dispatch: str) -> list[bool]:
         torch.manual_seed(3)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)))
         schedule = ps.build(name, 3, 6)
-        pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=20, **packed(**how))  # type: ignore[arg-type]
+        pipe = ps.Pipeline(
+            model, schedule, loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=PATIENCE, **packed(**how)
+        )  # type: ignore[arg-type]
         numbers = []
         for size in (12, 7, 18, 12):
             x = torch.randn(size, 4)

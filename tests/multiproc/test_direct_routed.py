@@ -29,6 +29,7 @@ from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.wiring import wire
 from plain_loop import gradients
 from processes import run_ranks
+from waiting import PATIENCE
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
@@ -63,11 +64,11 @@ class Routed(NamedTuple):
 
 
 def routed(second: str, tags: Tags, links: str, depth: int) -> Routed:
-    base = GlooTransport(world(), tags, 20.0, Acknowledgements(world(), 20.0, depth))
+    base = GlooTransport(world(), tags, PATIENCE, Acknowledgements(world(), PATIENCE, depth))
     delegates: Any = Second(dist.new_group(), tags, 20.0)
     if second == "delegates":
-        gather = GroupPeers(world(), 20.0).gather
-        delegates = DelegateTransport(base.rank, dist.get_world_size(), gather, tags, 20.0)
+        gather = GroupPeers(world(), PATIENCE).gather
+        delegates = DelegateTransport(base.rank, dist.get_world_size(), gather, tags, PATIENCE)
     inner = RoutedTransport(base, delegates)
     whole = BoundedTransport(ConditionedTransport(inner, Conditions(Links.parse(links))), depth)
     return Routed(whole, inner)
@@ -118,7 +119,7 @@ def train(rank: int, second: str, dispatch: str) -> list[bool]:
         torch.manual_seed(3)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)))
         schedule = ps.build("zb-v", 3, 6)
-        pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=20)
+        pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=PATIENCE)
         way = routed(second, pipe._local.tags, "0:1=latency:5ms 1:2=occupancy:1ms", 2) if both else None
         if way is not None:
             pipe._local.transport = way.whole

@@ -21,6 +21,7 @@ from penstock.runtime.transport.nccl import DeviceLines, lines_of
 from penstock.runtime.transport.wiring import wire
 from plain_loop import gradients
 from processes import run_ranks
+from waiting import PATIENCE
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
@@ -31,7 +32,7 @@ def emulate(rank: int, name: str, dispatch: str) -> tuple[list[Any], ...]:
     schedule = ps.build(name, 3, 6)
     num = schedule.num_stages
     costs = ps.Costs([2.0] * num, [2.0] * num, [2.0] * num, message_bytes=[100_000] * num)
-    run = ps.emulate(schedule, costs, links=Links.parse(LINKS), dispatch=dispatch, num_steps=2, timeout=20)
+    run = ps.emulate(schedule, costs, links=Links.parse(LINKS), dispatch=dispatch, num_steps=2, timeout=PATIENCE)
     assert len(run.simulated) == 2
     for timeline in run.timelines:
         started = {t.op: t.start for t in timeline.ops}
@@ -57,7 +58,7 @@ def test_a_run_over_slow_links_is_the_same_on_every_rank(name: str, dispatch: st
 def differ(rank: int) -> str:
     links = Links.parse("0:1=latency:20ms" if rank else "0:1=latency:30ms")
     with pytest.raises(RuntimeFailure) as raised:
-        ps.emulate(ps.build("1f1b", 2, 2), ps.Costs.uniform(2), links=links, timeout=20)
+        ps.emulate(ps.build("1f1b", 2, 2), ps.Costs.uniform(2), links=links, timeout=PATIENCE)
     return str(raised.value)
 
 
@@ -104,7 +105,7 @@ def train(rank: int, dispatch: str) -> list[bool]:
             ps.build("zb-h1", 3, 4),
             loss_fn=nn.MSELoss(),
             dispatch=dispatch,
-            timeout=20,
+            timeout=PATIENCE,
             transport=ps.TransportOptions(links=links),
         )
         numbers = []
@@ -135,11 +136,11 @@ def train_through_lines(rank: int) -> list[bool]:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
         schedule = ps.build("zb-h1", 3, 6)
-        pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), timeout=20)
+        pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), timeout=PATIENCE)
         assert isinstance(pipe._local.peers, GroupPeers)
         group = pipe._local.peers.group
-        lines = DeviceLines(group, lines_of(wire(schedule)), "gloo", 20.0, torch.device("cpu"))
-        plain = GlooTransport(group, pipe._local.tags, 20.0, lines=lines)
+        lines = DeviceLines(group, lines_of(wire(schedule)), "gloo", PATIENCE, torch.device("cpu"))
+        plain = GlooTransport(group, pipe._local.tags, PATIENCE, lines=lines)
         pipe._local.transport = plain if links is None else ConditionedTransport(plain, Conditions(links))
         x = torch.randn(12, 4)
         loss = pipe.step(x, x.sum(1, keepdim=True), update=False).loss

@@ -14,6 +14,7 @@ from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
 from penstock.runtime.transport.nccl import DeviceLines, lines_of
 from processes import run_ranks
+from waiting import PATIENCE
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
@@ -53,7 +54,7 @@ def emulate(rank: int) -> list[Any]:
     for transport, names in TRANSPORTS.items():
         for name in names:
             schedule, costs = build(name)
-            run = ps.emulate(schedule, costs, links=LINKS, num_steps=2, timeout=20, transport=transport)
+            run = ps.emulate(schedule, costs, links=LINKS, num_steps=2, timeout=PATIENCE, transport=transport)
             for timeline in run.timelines:
                 check_timeline(schedule, timeline)
             found.append((transport, name, [timeline.ops for timeline in run.timelines]))
@@ -71,14 +72,14 @@ def test_updates_and_several_pipelines_run_in_the_order_of_the_schedule() -> Non
 def through_lines(rank: int) -> bool:
     """The transport of NCCL, over gloo: a rank is at both ends of channels between the same stages."""
     schedule, costs = build("amdp")
-    with ps.runtime.EmulatedPipeline(schedule, costs, timeout=20) as pipe:
+    with ps.runtime.EmulatedPipeline(schedule, costs, timeout=PATIENCE) as pipe:
         assert isinstance(pipe._peers, GroupPeers)
         assert pipe._transport is not None
         pipe._transport.close()
         group, channels = pipe._peers.group, lines_of(pipe._plan.plan.wiring)
-        lines = DeviceLines(group, channels, "gloo", 20.0, torch.device("cpu"))
+        lines = DeviceLines(group, channels, "gloo", PATIENCE, torch.device("cpu"))
         pipe._transport = ConditionedTransport(
-            GlooTransport(group, pipe._plan.tags, 20.0, lines=lines), Conditions(LINKS)
+            GlooTransport(group, pipe._plan.tags, PATIENCE, lines=lines), Conditions(LINKS)
         )
         check_timeline(schedule, pipe.step().timeline)
         return len({line.key for line in channels}) < len(channels)

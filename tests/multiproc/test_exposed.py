@@ -16,6 +16,7 @@ from listening import Listener, family, listeners, shown
 from packed import packed
 from penstock.runtime.transport.delegate import DelegateTransport
 from processes import run_ranks
+from waiting import PATIENCE
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -25,7 +26,7 @@ pytestmark = [
 
 def delegated(rank: int, gather: Any) -> dict[str, Any]:
     chain = Chain(2, 2)
-    transport = DelegateTransport(rank, 2, gather, chain.tags, 30.0)
+    transport = DelegateTransport(rank, 2, gather, chain.tags, PATIENCE)
     try:
         exchange(transport, chain, rank, 0, lambda m: (10,))
         pids = list(transport.pids.values())
@@ -58,7 +59,7 @@ def steered(rank: int, transport: str) -> list[Listener]:
         model,
         ps.build("1f1b", 2, 4),
         loss_fn=nn.MSELoss(),
-        timeout=30,
+        timeout=PATIENCE,
         **packed(transport="delegate" if transport == "delegate" else "host", **options),
     )
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))

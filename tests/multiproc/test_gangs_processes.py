@@ -17,6 +17,7 @@ import penstock as ps
 from penstock.runtime.mesh.peers import groups_of_processes
 from processes import run_ranks
 from tiers import chosen
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 SHARED = [(False, False, "host", "frozen"), (False, True, "host", "dynamic"), (True, True, "direct", "frozen")]
@@ -80,7 +81,7 @@ def test_towers_whose_loss_a_gather_makes() -> None:
 def emulated(rank: int) -> bytes:
     found = []
     for schedule, costs in runs.emulations():
-        run = ps.emulate(schedule, costs, timeout=20)
+        run = ps.emulate(schedule, costs, timeout=PATIENCE)
         measured, simulated = run.timelines[0], run.simulated[0]
         same = [
             [timed.op for timed in row] == [timed.op for timed in other]

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from penstock.runtime.launch import RankOrder, WaitingServer, launch
+from penstock.runtime.launch import RankOrder, WaitingServer, fork_server, launch
 from processes import forkserver
 from stores import free_port
+from waiting import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.multiproc]
 
 NUM_RANKS = 3
-WITHIN = 100.0
-"""Seconds in which all must have ended, on however busy a machine; ranks that nobody ends sleep for longer."""
+TESTS = str(Path(__file__).parents[1])
 
 HEAD = """
 import os, signal, sys, time
@@ -32,10 +35,11 @@ import torch
 import torch.distributed as dist
 from penstock.runtime.errors import DeadlineExceeded
 from penstock.runtime.launch import init_process
+from waiting import wait_until, write_at_once
 
 rank, num_ranks = init_process(timeout=200.0)
 folder = Path(sys.argv[1])
-(folder / f"pid-{rank}").write_text(str(os.getpid()))
+write_at_once(folder / f"pid-{rank}", str(os.getpid()))
 
 
 def pass_on(value):
@@ -59,11 +63,11 @@ assert pass_on(rank) == (rank - 1) % num_ranks
 AT_ONCE = """
 import json, os, sys, time
 from pathlib import Path
+from waiting import write_at_once
 
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-(folder / f"pid-{rank}").write_text(str(os.getpid()))
-(folder / f"part-{rank}").write_text(json.loads(os.environ["PENSTOCK_LAUNCH"])["reports"])
-(folder / f"part-{rank}").rename(folder / f"handed-{rank}")
+write_at_once(folder / f"pid-{rank}", str(os.getpid()))
+write_at_once(folder / f"handed-{rank}", json.loads(os.environ["PENSTOCK_LAUNCH"])["reports"])
 """
 """In place of the head, for ranks that never join. A file that appears has all its text: one that was read empty, as
 a busy machine did once, names the current folder, for whose end a test then waits forever."""
@@ -110,17 +114,23 @@ class Run:
 
     def appear(self, pattern: str, number: int | None = None) -> None:
         """Returns when there are as many such files, one per rank unless it is said."""
-        end = time.monotonic() + WITHIN
-        while len(list(self.folder.glob(pattern))) < (number or self.num_ranks):
-            assert time.monotonic() < end, "the ranks did not start"
-            assert not self.ended(), self.outcome()
-            time.sleep(0.02)
+
+        def there() -> bool:
+            ended = self.ended()  # asked first: what a launch left before its end counts
+            enough = len(list(self.folder.glob(pattern))) >= (number or self.num_ranks)
+            assert enough or not ended, self.outcome()
+            return enough
+
+        wait_until(
+            there, lambda: f"of {pattern} there are only {sorted(each.name for each in self.folder.iterdir())}"
+        )
 
     def pids(self) -> list[int]:
         return [int(path.read_text()) for path in sorted(self.folder.glob("pid-*"))]
 
     def finish(self) -> tuple[int, str, str]:
         """Exit code, stdout and stderr; an error where it has not ended in time."""
+        wait_until(self.ended, lambda: f"the launch has not ended: {self.outcome()}, ranks {alive(self.pids())} run")
         code, out, err = self.outcome()
         assert alive(self.pids()) == []
         return code, out, err
@@ -151,15 +161,15 @@ def start_parent(tmp_path: Path) -> Iterator[Callable[..., tuple[Run, int]]]:
         ahead: bool = True,
         grace: float = 3.0,
     ) -> tuple[Run, int]:
-        (tmp_path / "ranks.py").write_text(head + body)
+        (tmp_path / "ranks.py").write_text(f"import sys\nsys.path.append({TESTS!r})\n{head}{body}")
         words = (tmp_path, [preload], num_ranks, port, ahead, grace, dict(os.environ))
         process = forkserver().Process(target=launch_there, args=words)
         processes.append(process)
         process.start()
 
         def outcome() -> tuple[int, str, str]:
-            process.join(WITHIN)
-            return process.exitcode, (tmp_path / "out").read_text(), (tmp_path / "err").read_text()
+            said = [path.read_text() if path.exists() else "" for path in (tmp_path / "out", tmp_path / "err")]
+            return process.exitcode, said[0], said[1]
 
         return Run(tmp_path, num_ranks, lambda: not process.is_alive(), outcome), process.pid
 
@@ -203,7 +213,7 @@ def test_an_exception(start) -> None:
         "    def forward(): raise ValueError('the input is too wide')\n"
         "    forward()\n"
         "wait_for((rank + 1) % num_ranks)\n",
-        grace=WITHIN / 2,  # in which they notice by themselves
+        grace=PATIENCE / 2,  # in which they notice by themselves
     )
     run.ready()
     code, out, err = run.finish()
@@ -242,15 +252,21 @@ def test_a_rank_that_just_exits(start) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_do_not_notice_are_stopped(start) -> None:
-    """One sleeps, one ignores SIGTERM, one is stopped and has a child of its own."""
+    """One sleeps, one ignores SIGTERM, one is stopped and has a child of its own. Only then another one fails."""
     run = start(
-        "if rank == 0: raise RuntimeError('enough')\n"
+        "deaf, of_child = folder / 'deaf', folder / 'pid-child'\n"
+        "if rank == 0:\n"
+        "    wait_until(lambda: deaf.exists() and of_child.exists(), lambda: os.listdir(folder))\n"
+        "    stopped = Path('/proc', (folder / 'pid-3').read_text(), 'stat')\n"
+        "    wait_until(lambda: ') T ' in stopped.read_text(), stopped.read_text)\n"
+        "    raise RuntimeError('enough')\n"
         "if rank == 1: time.sleep(1000)\n"
         "if rank == 2:\n"
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    deaf.touch()\n"
         "    time.sleep(1000)\n"
         "child = os.fork()\n"
-        "if child: (folder / 'pid-child').write_text(str(child)); os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "if child: write_at_once(of_child, str(child)); os.kill(os.getpid(), signal.SIGSTOP)\n"
         "time.sleep(1000)\n",
         num_ranks=4,
     )
@@ -280,40 +296,69 @@ def test_a_killed_parent_takes_its_ranks_along(start_parent) -> None:
     pids = run.pids()
     assert len(alive(pids)) == NUM_RANKS
     os.kill(parent, signal.SIGKILL)
-    end = time.monotonic() + WITHIN
-    while alive(pids):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: not alive(pids), lambda: f"ranks {alive(pids)} of {pids} still run")
 
 
 def test_a_killed_parent_takes_ranks_along_that_have_not_joined(start_parent) -> None:
     """Nothing of theirs looks after the parent yet; the process that they were forked from does, and removes the
-    reports. The test's timeout is the judge.
+    reports.
     """
     run, parent = start_parent("time.sleep(1000)", AT_ONCE, ahead=False)
     run.appear("handed-*")
-    reports = {path.read_text() for path in run.folder.glob("handed-*")}
+    (reports,) = {path.read_text() for path in run.folder.glob("handed-*")}
+    assert Path(reports).is_dir()
     os.kill(parent, signal.SIGKILL)
-    while alive(run.pids()) or any(Path(each).exists() for each in reports):
-        time.sleep(0.02)
+    wait_until(lambda: not alive(run.pids()), lambda: f"ranks {alive(run.pids())} still run")
+    wait_until(lambda: not Path(reports).exists(), lambda: f"{reports} has {os.listdir(reports)}")
 
 
 def test_a_parent_that_is_killed_once_its_ranks_have_ended_leaves_no_folder(start_parent, tmp_path: Path) -> None:
     """It is stopped meanwhile, so that it does not see their end."""
     run, parent = start_parent("while not (folder / 'go').exists(): time.sleep(0.02)\n", AT_ONCE, ahead=False)
     run.appear("handed-*")
-    reports = {path.read_text() for path in tmp_path.glob("handed-*")}
+    (reports,) = {path.read_text() for path in tmp_path.glob("handed-*")}
     os.kill(parent, signal.SIGSTOP)
     (tmp_path / "go").touch()
-    end = time.monotonic() + WITHIN
-    while alive(run.pids()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    assert all(Path(each).is_dir() for each in reports)
+    wait_until(lambda: not alive(run.pids()), lambda: f"ranks {alive(run.pids())} still run")
+    assert Path(reports).is_dir()
     os.kill(parent, signal.SIGKILL)
-    while any(Path(each).exists() for each in reports):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: not Path(reports).exists(), lambda: f"{reports} has {os.listdir(reports)}")
+
+
+def serve_here(folder: Path) -> None:
+    """A fork server whose launching process leaves once it knows the ranks. Leaves in a file those that are there
+    when it removes the reports."""
+    ours, theirs = socket.socketpair()
+    pids: list[int] = []
+
+    def leave() -> None:
+        while not (told := ours.recv(1 << 16)).endswith(b"\n"):
+            pass
+        pids.extend(json.loads(told)["pids"])
+        ours.close()
+
+    def remove(_: str, ignore_errors: bool) -> None:
+        there = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        (folder / "there").write_text(f"{there} of {len(pids)}")
+
+    threading.Thread(target=leave).start()
+    fork_server.shutil = SimpleNamespace(rmtree=remove)  # type: ignore[assignment]
+    order = {"program": ["-m", "this"], "preload": [], "reports": str(folder), "ranks": [{}, {}], "descriptors": []}
+    if fork_server.serve(theirs, order) is not None:  # a rank
+        ours.close()
+        time.sleep(1000)
+
+
+def test_reports_were_removed_while_killed_ranks_could_still_write_one(tmp_path: Path) -> None:
+    """Which kept the folder from being removed: it stayed for ever."""
+    process = forkserver().Process(target=serve_here, args=(tmp_path,))
+    process.start()
+    try:
+        wait_until(lambda: not process.is_alive(), lambda: "the server has not ended")
+    finally:
+        process.kill()
+        process.join()
+    assert (tmp_path / "there").read_text() == "[] of 2"
 
 
 def test_the_process_that_ranks_are_forked_from_is_killed(start) -> None:
@@ -356,12 +401,13 @@ def test_signals_before_there_are_ranks(start_parent, tmp_path: Path, number: in
 def test_ctrl_c_is_passed_on_and_ranks_may_leave_cleanly(start_parent) -> None:
     run, parent = start_parent(
         "try:\n"
+        "    (folder / f'in-try-{rank}').touch()\n"
         "    while True: time.sleep(0.05)\n"
         "except KeyboardInterrupt:\n"
         "    time.sleep(0.5)\n"
         "    print('saved', pass_on(rank) == (rank - 1) % num_ranks, flush=True)\n"
     )
-    run.ready()
+    run.appear("in-try-*")
     os.kill(parent, signal.SIGINT)
     code, out, err = run.finish()
     assert (code, out.splitlines(), err) == (0, ["saved True"] * NUM_RANKS, "")

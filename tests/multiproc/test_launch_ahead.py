@@ -6,9 +6,9 @@ import io
 import os
 import signal
 import sys
-import time
 from contextlib import redirect_stderr
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +16,7 @@ from listening import runs
 from penstock.runtime.launch import RankOrder, WaitingServer, launch
 from processes import forkserver
 from train_runs import SMALL, Run
+from waiting import PATIENCE, wait_until, write_at_once
 
 pytestmark = [pytest.mark.multiproc]
 
@@ -49,16 +50,26 @@ def _launched(program: str, out: str, ahead: bool) -> None:
     os.chdir(os.path.dirname(program))
     said = io.StringIO()
     with redirect_stderr(said):
-        code = launch([program], 2, preload=[], waiting=waiting)
+        # A rank that ends by itself has time for it, however late it starts.
+        code = launch([program], 2, preload=[], waiting=waiting, grace=PATIENCE / 2)
     Path(f"{out}.err").write_text(said.getvalue())
     sys.exit(code)
+
+
+def _end_of(process: Any) -> None:
+    """Starts a process and returns when it has ended."""
+    process.start()
+    try:
+        wait_until(lambda: not process.is_alive(), lambda: f"process {process.pid} still runs")
+    finally:
+        process.kill()
+        process.join()
 
 
 def _end(program: Path, ahead: bool) -> tuple[int | None, list[str], list[str]]:
     out = str(program.with_name(f"ahead-{ahead}"))
     process = forkserver().Process(target=_launched, args=(str(program), out, ahead))
-    process.start()
-    process.join(60)
+    _end_of(process)
     said = [line for line in Path(f"{out}.err").read_text().splitlines() if not line.startswith("  ")]  # no frames
     return process.exitcode, sorted(Path(f"{out}.out").read_text().splitlines()), said
 
@@ -84,9 +95,7 @@ def _kills_its_server(out: str) -> None:
 
 
 def test_a_server_that_is_killed_as_it_waits_is_spoken_of(tmp_path: Path) -> None:
-    process = forkserver().Process(target=_kills_its_server, args=(str(tmp_path / "said"),))
-    process.start()
-    process.join(60)
+    _end_of(forkserver().Process(target=_kills_its_server, args=(str(tmp_path / "said"),)))
     assert (tmp_path / "said").read_text() == (
         "1 penstock: the process that ranks are forked from was killed by SIGKILL\n"
     )
@@ -97,8 +106,7 @@ def _waits(out: str, then: str) -> None:
     waiting = WaitingServer.fork([])
     assert isinstance(waiting, WaitingServer)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-    Path(f"{out}.written").write_text(children)
-    os.replace(f"{out}.written", out)
+    write_at_once(Path(out), children)
     if then == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     waiting.discard()
@@ -108,13 +116,10 @@ def _waits(out: str, then: str) -> None:
 @pytest.mark.parametrize("then", ["discarded", "killed"])
 def test_a_server_that_nobody_needs_any_more_ends(then: str, tmp_path: Path) -> None:
     process = forkserver().Process(target=_waits, args=(str(tmp_path / "pid"), then))
-    process.start()
-    process.join(60)
+    _end_of(process)
     assert process.exitcode == (0 if then == "discarded" else -signal.SIGKILL)
-    pid, end = int((tmp_path / "pid").read_text()), time.monotonic() + 20
-    while runs(pid) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not runs(pid)
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not runs(pid), lambda: f"the server, process {pid}, still runs")
 
 
 def _command(pid: int) -> str:
@@ -131,13 +136,10 @@ def test_penstock_train_forks_its_ranks_itself_but_where_ones_own_code_ran(tmp_p
         "loss_fn = nn.MSELoss()\ndef data():\n    return [(torch.ones(4, 2), torch.ones(4, 2))]\n"
     )
     for options, itself in (
-        (f"{SMALL} --ranks 2 --steps 400", True),
+        (f"{SMALL} --ranks 2 --steps 100000", True),
         (f"--ranks 2 --steps 100000 --microbatches 2 --model {model}:Net --data {model}:data", False),
     ):
         with Run(tmp_path / str(itself), f"{options} --out {tmp_path / str(itself)}") as run:
             run.wait_for(lambda run=run: len(run.ranks()) == 2)  # type: ignore[misc]
-            (server,) = {
-                int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-                for pid in run.ranks().values()
-            }
+            (server,) = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in run.pids}
             assert ("fork_server" not in _command(server)) == itself

@@ -14,6 +14,7 @@ from packed import packed
 from penstock.models import CrossEntropy, GPTConfig, gpt_stage, parallelize
 from penstock.runtime import partition
 from processes import run_ranks
+from waiting import PATIENCE
 
 pytestmark = [pytest.mark.multiproc]
 
@@ -39,7 +40,7 @@ def late_in_one_shard(rank: int) -> tuple[list[float], list[str]]:
     late = "latency:normal:6ms,6ms@5ms..20ms#7"
     links = ps.Links.parse(f"0:1={late} 1:0={late}")
     pipe, losses = trained(
-        ps.build("zb-v", 2, 8), mesh=mesh, parallelize=parallelize, dispatch="dynamic", links=links, timeout=20
+        ps.build("zb-v", 2, 8), mesh=mesh, parallelize=parallelize, dispatch="dynamic", links=links, timeout=PATIENCE
     )
     order = [str(op) for op, _, _ in pipe._local.last[1][0].recorder.times]  # type: ignore[index]
     pipe.close()

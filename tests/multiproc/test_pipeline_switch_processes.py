@@ -16,6 +16,7 @@ from penstock.cost import Links
 from penstock.runtime import RuntimeFailure
 from plain_loop import plain_step
 from processes import run_ranks
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 
@@ -50,7 +51,7 @@ def train(rank: int, transport: str) -> list[bool]:
         stages,
         ps.build("1f1b", NUM_RANKS, NUM_MICROBATCHES),
         loss_fn=nn.MSELoss(),
-        timeout=20,
+        timeout=PATIENCE,
         transport=ps.TransportOptions(
             transport, links=Links.parse("1:2=latency:4ms"), delegates=ps.runtime.DelegateOptions()
         ),
@@ -81,7 +82,7 @@ def test_switching_keeps_the_numbers(transport: str) -> None:
 
 def refused(rank: int) -> list[str]:
     said: list[str] = []
-    pipe = ps.Pipeline(model(), ps.build("1f1b", NUM_RANKS, NUM_MICROBATCHES), loss_fn=nn.MSELoss(), timeout=20)
+    pipe = ps.Pipeline(model(), ps.build("1f1b", NUM_RANKS, NUM_MICROBATCHES), loss_fn=nn.MSELoss(), timeout=PATIENCE)
     different: Any = "dynamic" if rank == 1 else "frozen"
     for then in (configuration("1f1b", "frozen", ((0, 1),)), configuration("zb-h1", different, ())):
         with pytest.raises(RuntimeFailure) as raised:

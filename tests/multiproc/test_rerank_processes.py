@@ -19,6 +19,7 @@ from penstock.runtime.mesh.process_mesh import KEEPS_ORDER
 from penstock.runtime.migrate import Placed
 from penstock.runtime.tensors.dtensor import whole
 from processes import run_ranks
+from waiting import PATIENCE
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
@@ -45,7 +46,7 @@ def maker(pp: int, schedule: str, made: list[nn.Module] | None = None, **options
             loss_fn=nn.MSELoss(),
             optimizer=torch.optim.AdamW,
             mesh=device_mesh,
-            timeout=20,
+            timeout=PATIENCE,
             **packed(clip_norm=0.5, **options),
         )
 
@@ -124,7 +125,11 @@ def refused(rank: int) -> list[str]:
     placed = Placed(maker(2, "1f1b"), ps.Mesh(2))
     placed.pipe.step(*batch(0))
     other: Any = lambda mesh: ps.Pipeline(  # noqa: E731
-        [nn.Linear(8, 8), nn.Linear(8, 4)], ps.build("1f1b", 2, 4), optimizer=torch.optim.AdamW, mesh=mesh, timeout=20
+        [nn.Linear(8, 8), nn.Linear(8, 4)],
+        ps.build("1f1b", 2, 4),
+        optimizer=torch.optim.AdamW,
+        mesh=mesh,
+        timeout=PATIENCE,
     )
     kept = stages(2)
     again = maker(2, "1f1b", kept)

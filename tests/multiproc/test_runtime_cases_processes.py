@@ -15,6 +15,7 @@ from plain_loop import differences, gradients
 from processes import run_ranks
 from runtime_cases import CASES, compare
 from tiers import in_turn
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 
@@ -81,7 +82,7 @@ def passes_named_tuples(rank: int) -> list[str]:
         model, plain = (nn.Sequential(Gives(kind), Takes(kind)) for _ in range(2))
         plain.load_state_dict(model.state_dict())
         x, loss_fn = torch.randn(8, 4), nn.MSELoss()
-        with ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=loss_fn, timeout=20) as pipe:
+        with ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=loss_fn, timeout=PATIENCE) as pipe:
             pipe.step(x, x, update=False)
         for part in x.chunk(4):
             (loss_fn(plain(part), part) / 4).backward()

@@ -16,11 +16,12 @@ from packed import packed
 from penstock.runtime import RuntimeFailure
 from processes import Outcome, appears, run_ranks
 from tied_updates_loop import with_rule
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 
 
-def pipeline(name: str = "1f1b", dispatch: str = "frozen", timeout: float = 20, **options: Any) -> ps.Pipeline:
+def pipeline(name: str = "1f1b", dispatch: str = "frozen", timeout: float = PATIENCE, **options: Any) -> ps.Pipeline:
     torch.manual_seed(0)
     model = options.pop("model", None) or nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     return ps.Pipeline(
@@ -30,14 +31,14 @@ def pipeline(name: str = "1f1b", dispatch: str = "frozen", timeout: float = 20, 
 
 def made(loss_fn: Any = nn.functional.mse_loss, optimizer: Any = None) -> ps.Pipeline:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    return ps.Pipeline(layers, ps.build("1f1b", 4, 4), loss_fn=loss_fn, optimizer=optimizer, timeout=20)
+    return ps.Pipeline(layers, ps.build("1f1b", 4, 4), loss_fn=loss_fn, optimizer=optimizer, timeout=PATIENCE)
 
 
 def other_types(rank: int, changed: int) -> str:
     """One rank's model gets another type between two steps."""
     torch.manual_seed(0)
     model = [nn.Embedding(8, 4), nn.Linear(4, 4)]
-    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss(), timeout=20)
+    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss(), timeout=PATIENCE)
     x, y = torch.arange(8), torch.randn(8, 4)
     pipe.step(x, y)
     if rank == changed:
@@ -121,7 +122,7 @@ def lacks_what_is_predicted(rank: int) -> list[str]:
         optimizer = kind(kept, lr=0.01)
         schedule = with_rule(ps.build(name, 2, 8, window=1 if name != "amdp" else 2), rule)
         try:
-            with ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), optimizer=optimizer, timeout=10) as pipe:
+            with ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), optimizer=optimizer, timeout=PATIENCE) as pipe:
                 pipe.step(x, x)
             told.append("")
         except RuntimeFailure as error:
@@ -161,7 +162,7 @@ def stands_still_in_rank_1(rank: int, dispatch: str, folder: Path) -> None:
     x = torch.randn(8, 4)
     pipe.step(x, x)
     if rank == 1:
-        appears(folder / "gave up", within=60)
+        appears(folder / "gave up")
     try:
         pipe.step(x, x)
     finally:
@@ -290,7 +291,7 @@ def given_other_stages(rank: int) -> dict[str, str]:
     for what, other in others.items():
         stages = other if rank == 1 else [nn.Linear(4, 4), nn.Linear(4, 4)]
         try:
-            with ps.Pipeline(stages, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss(), timeout=20) as pipe:
+            with ps.Pipeline(stages, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss(), timeout=PATIENCE) as pipe:
                 pipe.step(torch.ones(8, 4), torch.ones(8, 4))
             told[what] = "nothing"
         except (RuntimeFailure, ValueError) as error:
@@ -328,7 +329,7 @@ def without_gradients(rank: int) -> list[str]:
             found = nn.functional.mse_loss(output, target)
             return found if len(calls) <= least else found.detach()  # noqa: B023
 
-        pipe = ps.Pipeline(model, ps.build("1f1b", 4, 4), loss_fn=loss, optimizer=torch.optim.SGD, timeout=20)
+        pipe = ps.Pipeline(model, ps.build("1f1b", 4, 4), loss_fn=loss, optimizer=torch.optim.SGD, timeout=PATIENCE)
         x = torch.randn(8, 4)
         before = [p.clone() for p in pipe.parameters()]
         try:

@@ -16,6 +16,7 @@ from penstock.schedule import Op, Schedule, declare_shown_order
 from plain_loop import differences, gradients, plain_step
 from processes import run_ranks
 from runtime_cases import mlp
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 
@@ -46,8 +47,8 @@ def through_lines(rank: int, names: list[str]) -> dict[str, list[str]]:
         assert isinstance(pipe._local.peers, GroupPeers)
         channels = lines_of(wire(schedule, [tie.stages for tie in pipe._local.model.ties]))
         group = pipe._local.peers.group
-        lines = DeviceLines(group, channels, "gloo", 30.0, torch.device("cpu"))
-        pipe._local.transport = GlooTransport(group, pipe._local.tags, 30.0, lines=lines)
+        lines = DeviceLines(group, channels, "gloo", PATIENCE, torch.device("cpu"))
+        pipe._local.transport = GlooTransport(group, pipe._local.tags, PATIENCE, lines=lines)
         wrong = []
         for step, rows in enumerate((19, 26, 19), start=1):  # shapes that come and go
             torch.manual_seed(step)

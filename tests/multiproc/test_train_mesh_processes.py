@@ -31,7 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ended(folder: Path, options: str, command: list[str] | None = None) -> Ended:
     with Run(folder, f"{options} --json", command) as run:
-        end = run.end(within=250)
+        end = run.end(within=300)
     assert end.code == 0, end.err
     return end
 

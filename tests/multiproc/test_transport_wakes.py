@@ -22,6 +22,7 @@ from penstock.runtime.transport.rank_memory import OwnMemory
 from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 from processes import run_ranks
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 
@@ -31,7 +32,7 @@ LIMIT = 10.0
 
 def transports(rank: int) -> dict[str, Transport]:
     """Of each kind one, between two ranks."""
-    tags, gather = tags_of(ps.build("1f1b", 2, 2)), GroupPeers(world(), 30.0).gather
+    tags, gather = tags_of(ps.build("1f1b", 2, 2)), GroupPeers(world(), PATIENCE).gather
     own = OwnMemory(2)
     made: dict[str, Transport] = {
         "loopback": LoopbackTransport([Mailbox(), Mailbox()], rank, LIMIT),

@@ -17,6 +17,7 @@ import window_runs
 from penstock.runtime.tensors.dtensor import whole as gathered
 from processes import run_ranks
 from tiers import chosen, in_turn
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 
@@ -119,7 +120,7 @@ def goes_on(
                     loss_fn=loop.MSE,
                     optimizer=runs.ADAM,
                     mesh=groups,
-                    timeout=20,
+                    timeout=PATIENCE,
                     parallel=ps.ParallelOptions(sharding=sharding, parallelize=cut),
                 )
 
@@ -174,7 +175,7 @@ def given_and_kept(rank: int) -> dict[str, list[str]]:
             loss_fn=loop.MSE,
             optimizer=optimizer,
             mesh=groups,
-            timeout=20,
+            timeout=PATIENCE,
             parallel=ps.ParallelOptions(sharding=sharding),
         )
         data = loop.batches(16, 3)

@@ -15,6 +15,7 @@ from penstock.control import Configuration, replay
 from penstock.control.configuration import peaks
 from penstock.runtime import EmulatedPipeline, RuntimeFailure
 from stores import running
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.unit
 
@@ -50,7 +51,9 @@ def step_until_switched(pipe: EmulatedPipeline, most: int = MOST_STEPS) -> list[
 def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str) -> None:
     limits = caps(ZB) if transport == "direct" else (6.0,) * NUM_RANKS  # sends that never wait leave little to gain
     adapt = ps.AdaptOptions(folder=tmp_path, memory_limit=limits)
-    with ps.runtime.EmulatedPipeline(ZB, COSTS, links=LATE, transport=transport, adapt=adapt, timeout=20) as pipe:
+    with ps.runtime.EmulatedPipeline(
+        ZB, COSTS, links=LATE, transport=transport, adapt=adapt, timeout=PATIENCE
+    ) as pipe:
         steps = [pipe.step()]
         while not steps[-1].number:
             assert len(steps) < MOST_STEPS, (pipe.decisions, pipe.notices)
@@ -85,7 +88,7 @@ def test_what_is_not_planned_anew_is_dispatched_otherwise(name: str) -> None:
     schedule = ps.build(name, NUM_RANKS, 8)
     late = ps.Links.parse("1:2=latency:steps:0ms/0ms,300ms/60ms,10min/0ms")
     costs = ps.Costs.uniform(schedule.num_stages, f=3, i=3, w=3)
-    with ps.runtime.EmulatedPipeline(schedule, costs, links=late, adapt=ps.AdaptOptions(), timeout=20) as pipe:
+    with ps.runtime.EmulatedPipeline(schedule, costs, links=late, adapt=ps.AdaptOptions(), timeout=PATIENCE) as pipe:
         step_until_switched(pipe)
         assert pipe.configuration.schedule == schedule
         assert pipe.configuration.dispatch == "dynamic"
@@ -108,7 +111,9 @@ def test_the_store_stands_still_and_dies_and_training_goes_on(kind: str, tmp_pat
     zero = ps.Links.parse("2:3=latency:steps:0ms/0ms,4s/80ms,10min/0ms")
     with running(kind) as server:
         adapt = ps.AdaptOptions(store=server.address, folder=tmp_path)
-        with ps.runtime.EmulatedPipeline(ZB, COSTS, links=zero, transport="direct", adapt=adapt, timeout=20) as pipe:
+        with ps.runtime.EmulatedPipeline(
+            ZB, COSTS, links=zero, transport="direct", adapt=adapt, timeout=PATIENCE
+        ) as pipe:
             pipe.step()
             server.signal(signal.SIGSTOP)
             for _ in range(25):
@@ -128,7 +133,7 @@ def test_the_store_stands_still_and_dies_and_training_goes_on(kind: str, tmp_pat
 def test_a_store_that_is_gone_for_good_is_said_once() -> None:
     with running("redis") as server:
         adapt = ps.AdaptOptions(store=server.address, patience=2.0)
-        with ps.runtime.EmulatedPipeline(ZB, COSTS, adapt=adapt, timeout=20) as pipe:
+        with ps.runtime.EmulatedPipeline(ZB, COSTS, adapt=adapt, timeout=PATIENCE) as pipe:
             pipe.step()
             server.kill()
             for _ in range(600):
@@ -144,7 +149,7 @@ def test_a_store_that_is_gone_for_good_is_said_once() -> None:
 
 def test_by_hand_switches_and_switches_back() -> None:
     other = ps.build("1f1b", NUM_RANKS, 6)
-    with ps.runtime.EmulatedPipeline(ZB, COSTS, transport="direct", timeout=20) as pipe:
+    with ps.runtime.EmulatedPipeline(ZB, COSTS, transport="direct", timeout=PATIENCE) as pipe:
         start = pipe.configuration
         then = Configuration(other, "dynamic", ((1, 2),), caps(other))  # type: ignore[arg-type]
         for number, configuration in enumerate((start, then, start, then), start=1):

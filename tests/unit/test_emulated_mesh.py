@@ -15,6 +15,7 @@ from penstock.runtime.emulation.backend import EmulatedBackend
 from penstock.runtime.emulation.mesh import EmulatedMesh, EmulatedRing
 from penstock.runtime.errors import DeadlineExceeded
 from penstock.runtime.transport.link_conditions import Conditions
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.unit
 
@@ -33,7 +34,7 @@ def links(delays: dict[tuple[int, int], float]) -> Links:
 
 @pytest.mark.parametrize("num_members", [2, 3])
 def test_a_ring_adds_up_on_every_member(num_members: int) -> None:
-    ring = EmulatedRing(RING, Conditions(links({(0, 1): 2.0})), num_members, timeout=20.0)
+    ring = EmulatedRing(RING, Conditions(links({(0, 1): 2.0})), num_members, timeout=PATIENCE)
     found = {}
 
     def work(member: int) -> None:
@@ -60,7 +61,7 @@ def test_a_ring_whose_members_do_not_come_says_so() -> None:
 @pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
 def test_gradients_are_added_up_when_all_replicas_have_them_and_not_before(dispatch: str) -> None:
     runs = configuration(dispatch=dispatch)
-    with EmulatedMesh(runs, COSTS, ps.Mesh(2, 2), links=links({(0, 2): 5.0}), ring=RING, timeout=30.0) as mesh:
+    with EmulatedMesh(runs, COSTS, ps.Mesh(2, 2), links=links({(0, 2): 5.0}), ring=RING, timeout=PATIENCE) as mesh:
         found, told = mesh.step(), mesh.simulated()
     assert [(each.rank, each.stage) for each in found.reductions] == [(0, 0), (1, 1)]
     for each in found.reductions:
@@ -76,7 +77,7 @@ def test_gradients_are_added_up_when_all_replicas_have_them_and_not_before(dispa
 
 def test_nodes_are_moved_between_two_steps() -> None:
     first, then = ps.Mesh(2, 2), ps.Mesh(2, 2, nodes=(0, 2, 1, 3))
-    with EmulatedMesh(configuration(), COSTS, first, links=links({(0, 1): 3.0}), ring=RING, timeout=30.0) as mesh:
+    with EmulatedMesh(configuration(), COSTS, first, links=links({(0, 1): 3.0}), ring=RING, timeout=PATIENCE) as mesh:
         assert mesh.step().mesh == first
         before = mesh.simulated()
         mesh.switch(then, configuration("1f1b"))
@@ -87,7 +88,7 @@ def test_nodes_are_moved_between_two_steps() -> None:
 
 
 def test_one_replica_has_nothing_to_add_up() -> None:
-    with EmulatedMesh(configuration(), COSTS, ps.Mesh(2), timeout=30.0) as mesh:
+    with EmulatedMesh(configuration(), COSTS, ps.Mesh(2), timeout=PATIENCE) as mesh:
         assert mesh.step().reductions == ()
 
 
@@ -102,7 +103,7 @@ def test_a_failure_ends_the_step_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
     before = set(threading.enumerate())
     monkeypatch.setattr(EmulatedBackend, "run", failing)
     with (
-        EmulatedMesh(configuration(), COSTS, ps.Mesh(2, 2), ring=RING, timeout=30.0) as mesh,
+        EmulatedMesh(configuration(), COSTS, ps.Mesh(2, 2), ring=RING, timeout=PATIENCE) as mesh,
         pytest.raises(ZeroDivisionError, match="on purpose"),
     ):
         mesh.step()

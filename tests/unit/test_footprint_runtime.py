@@ -15,6 +15,7 @@ import penstock as ps
 from penstock.models import GPTConfig, build_layers
 from penstock.runtime.parameters.copy_weights import CopyWeights
 from tied_updates_loop import with_rule
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.unit
 
@@ -93,7 +94,7 @@ def test_a_pipeline_holds_what_its_footprint_says(
         schedule,
         loss_fn=loss,
         optimizer=optimizer,
-        timeout=20,
+        timeout=PATIENCE,
         parallel=ps.ParallelOptions(sharding="copies" if zero else "none"),
     )
     assert held(pipe, num_microbatches) == [tuple(rank[:4]) for rank in expected.ranks]
@@ -104,7 +105,7 @@ def test_where_nothing_is_predicted_there_is_no_second_version() -> None:
     layers = build_layers(CONFIG, range(4), seed=0)
     schedule = ps.build("xpipe", 4, 12, window=4)
     expected = [tuple(rank[:4]) for rank in ps.footprint(schedule, costs_of(layers, ADAM)).ranks]
-    pipe = ps.Pipeline(nn.Sequential(*layers), schedule, loss_fn=loss, optimizer=ADAM, timeout=20)
+    pipe = ps.Pipeline(nn.Sequential(*layers), schedule, loss_fn=loss, optimizer=ADAM, timeout=PATIENCE)
     found = held(pipe, 12)
     assert found == expected
     assert [rank[1] > 0 for rank in found] == [True, True, True, False]

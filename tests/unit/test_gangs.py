@@ -32,6 +32,7 @@ from penstock.simulation.lister import Lister
 from penstock.simulation.runner import Runner
 from penstock.simulation.simulator import as_dispatch, frozen_peaks, memory_changes
 from penstock.simulation.transport import Decoupled
+from waiting import PATIENCE
 
 
 def any_program(rng: random.Random, times: tuple[int, int] = (0, 9)) -> ps.Program:
@@ -282,7 +283,7 @@ def test_simulated_and_measured_order_agree(asynchronous: bool) -> None:
     rng = random.Random(asynchronous)
     for _ in range(4):
         program = any_program(rng, times=(1, 4))
-        run = ps.emulate(program.build(), program.all_costs, timeout=20)
+        run = ps.emulate(program.build(), program.all_costs, timeout=PATIENCE)
         measured, simulated = run.timelines[0], run.simulated[0]
         for rows, others in ((measured.rows, simulated.rows), (measured.streams, simulated.streams)):
             assert [[t.op for t in row] for row in rows] == [[t.op for t in row] for row in others]

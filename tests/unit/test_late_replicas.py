@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.parameters.data_parallel import Replicas
 from penstock.runtime.parameters.sharding import UnshardedParameters
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.unit
 
@@ -32,7 +33,7 @@ class LateBy:
 def test_sums_of_updates_that_are_ops_came_as_over_links_without_delay() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        peers, ring = GroupPeers(dist.group.WORLD, 20.0), LateBy()
+        peers, ring = GroupPeers(dist.group.WORLD, PATIENCE), LateBy()
         parameter = Parameter(torch.zeros(3))
         model: Any = SimpleNamespace(
             shared=SimpleNamespace(followers=lambda: []), named={"weight": parameter}, parameters=[parameter]

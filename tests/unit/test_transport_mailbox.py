@@ -19,6 +19,7 @@ from penstock.runtime.transport.base import KEPT, CrossingLog, StepMessages, Tra
 from penstock.runtime.transport.link_conditions import Conditions
 from penstock.runtime.transport.loopback import Mailbox, local_transports
 from penstock.schedule import Op
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.unit
 
@@ -33,7 +34,7 @@ def edge(microbatch: int) -> Edge:
     return Edge(Op("F", 0, microbatch), Op("F", 1, microbatch))
 
 
-def two(links: str = "", depth: int | None = None, timeout: float = 20.0) -> tuple[Any, Any]:
+def two(links: str = "", depth: int | None = None, timeout: float = PATIENCE) -> tuple[Any, Any]:
     boxes, conditions = [Mailbox(), Mailbox()], Conditions(Links.parse(links))
     one, other = (in_thread(boxes, rank, conditions, timeout, depth) for rank in (0, 1))
     return one, other

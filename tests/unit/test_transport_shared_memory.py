@@ -19,11 +19,12 @@ from penstock.runtime.transport import rank_memory
 from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.rank_memory import OwnMemory
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport, open_shared_memory
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.unit
 
 
-def ends(num_ranks: int, chain: Chain, timeout: float = 20.0) -> list[SharedMemoryTransport]:
+def ends(num_ranks: int, chain: Chain, timeout: float = PATIENCE) -> list[SharedMemoryTransport]:
     """All ends, in this process."""
     owns = [OwnMemory(num_ranks) for _ in range(num_ranks)]
     addresses = [own.address for own in owns]

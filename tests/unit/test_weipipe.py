@@ -14,6 +14,7 @@ from torch import nn
 import penstock as ps
 from penstock.draw import to_svg
 from penstock.simulation.lister import Lister
+from waiting import PATIENCE
 
 
 def weipipe(p: int, n: int, split: bool = False, asynchronous: bool = True, time: float = 0.5) -> ps.Program:
@@ -70,7 +71,7 @@ def test_it_is_run_as_a_loop_that_sums_by_pipeline(split: bool, dispatch: str) -
         loss_fn=nn.MSELoss(),
         ops=note,
         dispatch=dispatch,
-        timeout=20,
+        timeout=PATIENCE,
     )
     pipe.step(inputs, targets, update=False)
     sums = []

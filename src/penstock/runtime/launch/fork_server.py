@@ -89,10 +89,12 @@ def serve(channel: socket.socket, order: dict[str, Any]) -> dict[str, Any] | Non
     for pid in running.values():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
-    shutil.rmtree(order["reports"], ignore_errors=True)  # read by now, or nobody is left to read or remove them
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
+    # Nobody is left to read or remove them, or they are read by now. No rank is left to write another, which would
+    # keep the folder from being removed.
+    shutil.rmtree(order["reports"], ignore_errors=True)
     return None
 
 

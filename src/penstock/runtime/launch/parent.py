@@ -70,8 +70,8 @@ def handled(handler: Handler, *numbers: signal.Signals) -> Iterator[None]:
             signal.signal(number, old)  # type: ignore[arg-type]
 
 
-SESSION_ENDS = 2.0
-"""Seconds that killed processes of a rank's session may take to be gone."""
+SESSION_ENDS = 20.0
+"""Seconds that killed processes of a rank's session may take to be gone, on a busy machine."""
 
 
 class RankServer:
