@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,7 +218,15 @@ class Run:
 
     def signal(self, number: int) -> None:
         self.ranks()
-        self._process.send_signal(number)
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def over(self, within: float) -> bool:
+        """Whether it ends within so many seconds."""
+        end = time.monotonic() + within
+        while self._process.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        return self._process.poll() is not None
 
     def end(self, within: float = START) -> Ended:
         """Waits for the end; no rank may be left then."""

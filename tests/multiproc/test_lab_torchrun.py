@@ -14,7 +14,8 @@ from train_runs import losses, metrics
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.xdist_group("lab"), needs_lab, pytest.mark.timeout(500)]
 
-NUM_STEPS = 20
+NUM_STEPS = 60
+"""Of which most are left when a busy machine gets to the interface that dies."""
 SMALL = (
     "--preset nano --depth 4 --width 16 --heads 2 --context 16 --batch 8 --microbatches 4 --sample 0 --threads 1 "
     f"--evaluate-every 0 --save-every 0 --steps {NUM_STEPS}"

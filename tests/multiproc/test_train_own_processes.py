@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_families import config_of
-from train_runs import Run, losses, penstock
+from train_runs import ENDLESS, Run, losses, penstock
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
@@ -106,13 +106,15 @@ def parts(replica, num_replicas):
 def test_a_killed_run_goes_on_to_the_same_losses(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(FILE)
     options = "--ranks 2 --microbatches 4 --save-every 2"
-    alone = trained(tmp_path, "alone", f"{options} --steps 12 --in-process")
-    line = f"--model net.py:Net --data net.py:data --steps 12 {options} --out part --json"
+    line = f"--model net.py:Net --data net.py:data {ENDLESS} {options} --out part --json"
     with Run(tmp_path / "part", line, cwd=tmp_path) as run:
         run.wait_for(lambda: run.steps() >= 5)
         run.kill(1)
         assert run.end().code != 0
-    with Run(tmp_path / "part", f"--resume {tmp_path / 'part'} --json") as run:
+    num = len(losses(tmp_path / "part")) + 6
+    with Run(tmp_path / "part", f"--resume {tmp_path / 'part'} --steps {num} --json") as run:
         ended = run.end()
     assert ended.code == 0, ended.err
+    alone = trained(tmp_path, "alone", f"{options} {ENDLESS} --steps {num} --in-process")
+    assert len(alone) == num
     assert losses(tmp_path / "part") == alone
