@@ -15,6 +15,7 @@ import pytest
 from penstock.lab import Lab, missing
 from penstock.lab.folder import ROOT
 from penstock.lab.layout import lab_of
+from waiting import PATIENCE
 
 
 def refused() -> str:
@@ -37,7 +38,7 @@ def refused() -> str:
 
 _REFUSED = refused()
 needs_lab = pytest.mark.skipif(bool(_REFUSED), reason=f"needs namespaces: {_REFUSED}")
-START = 60.0
+START = 2 * PATIENCE
 """Seconds that a program on a host may take on a busy machine."""
 
 
@@ -75,7 +76,7 @@ while True:
 CALL = """
 import json, socket, sys, time
 address, size, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-caller = socket.create_connection((address, 5000), timeout=20)
+caller = socket.create_connection((address, 5000), timeout=60)
 caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 message, seconds = bytes(size), []
 for _ in range(count):
@@ -101,7 +102,7 @@ def round_trips(lab: Lab, source: int, target: int, nic: int = 0, size: int = 1,
     return [seconds * 1e3 for seconds in json.loads(out)]
 
 
-def reaches(lab: Lab, source: int, target: int, nic: int, timeout: float = 20.0) -> bool:
+def reaches(lab: Lab, source: int, target: int, nic: int, timeout: float = 60.0) -> bool:
     """Whether a connection can be asked for: refused is an answer too, silence within `timeout` s is none.
 
     A test that expects none gives a short one; an answer may take its time on a busy machine.
@@ -119,7 +120,7 @@ except OSError as error:
     return out == "refused\n"
 
 
-def until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
+def until(holds: Callable[[], bool], seconds: float = PATIENCE) -> bool:
     """Whether `holds()` becomes true within a deadline."""
     end = time.monotonic() + seconds
     while not holds():

@@ -21,11 +21,12 @@ from penstock.runtime.mesh.retried_group import RetriedGroup
 from penstock.runtime.transport import choose, nccl
 from penstock.runtime.transport.bounded import Acknowledgements
 from penstock.runtime.transport.gloo import GlooTransport
+from waiting import PATIENCE
 
 INTERFACES = "127.0.0.3,127.0.0.2"
 NUM_STEPS = 4
 WIDTH = 16
-TIMEOUT = 60.0
+TIMEOUT = PATIENCE
 SILENCE = 1.0
 """Seconds from when a network goes silent to when it is known: a rank comes to wait meanwhile for what won't come."""
 POINTS = {

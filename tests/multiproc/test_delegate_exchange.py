@@ -110,12 +110,15 @@ def test_a_message_larger_than_host_memory_is_an_error() -> None:
 
 def other_steps(rank: int, gather: Any, what: str) -> str:
     chain = Chain(2, 2)
-    transport = DelegateTransport(rank, 2, gather, chain.tags, 10.0)  # for the rank that meets no error
+    transport = DelegateTransport(rank, 2, gather, chain.tags, PATIENCE)
     try:
+        exchange(transport, chain, rank, 0, lambda m: (5,))  # its delegates start, which may take long
+        gather(None)
+        transport._timeout = 10.0  # for the rank that meets no error
         if rank == 0 and what == "step":
             chain.begin(transport, rank)
             transport.end()
-        exchange(transport, chain, rank, 0, lambda m: (5,)) if what == "step" else _digests(transport, chain, rank)
+        exchange(transport, chain, rank, 1, lambda m: (5,)) if what == "step" else _digests(transport, chain, rank)
         return ""
     except RuntimeFailure as error:
         return str(error)

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.carrier.descriptor import Descriptor, DescriptorKind, Lane
 from penstock.runtime.transport.delegate.delegates import KINDS
-from waiting import PATIENCE
+from waiting import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
@@ -220,13 +219,13 @@ def other_interface(rank: int, gather: Any) -> dict[str, Any]:
 def test_an_interface_that_never_answers_is_left_for_the_next() -> None:
     first, second = values(run_delegate_ranks(2, other_interface))
     assert (first["came"], second["came"]) == (3, 3)
-    assert len(first["events"]) == 1
     assert "LinkDown" in first["events"][0]
     assert "(0, 1)" in first["events"][0]
-    assert first["notices"] == [
+    # Where the other end takes seconds to start, the second interface may count as dead too, and is tried again.
+    assert first["notices"][0] == (
         "messages of rank 0 to rank 1 go from 127.0.0.3 to 127.0.0.3, as 127.0.0.2 to 127.0.0.2 did not carry them"
         ": nothing was lost"
-    ]
+    )
 
 
 def told_of_a_dead_interface(rank: int, gather: Any) -> dict[str, Any]:
@@ -248,10 +247,13 @@ def told_of_a_dead_interface(rank: int, gather: Any) -> dict[str, Any]:
             for key in (met[0][2] + 1, met[0][2]):  # another run's news is no news
                 with socket.create_connection(presence[1]) as call:
                     call.sendall(Descriptor(DescriptorKind.THEIRS_DOWN, Lane(1, 0, 0, 0), 0, key).frame())
-        end = time.monotonic() + 60
-        while rank == 1 and transport.counters.failovers < 1 and time.monotonic() < end:
+
+        def has_changed() -> bool:
             transport.arrivals()
-            time.sleep(0.01)
+            return transport.counters.failovers >= 1
+
+        if rank == 1:
+            wait_until(has_changed, lambda: f"{transport.counters}, {transport.notices}", pause=0.01)
         came += exchange(transport, chain, rank, 1, lambda m: (1 << 20,))
         gather(None)
         events = [str(one) for one in transport.link_events()]
@@ -304,12 +306,14 @@ def stands_still(rank: int, gather: Any) -> tuple[str, str]:
     try:
         exchange(transport, chain, rank, 0, lambda m: (10,))  # its delegates start, which may take long
         gather(None)
-        transport._timeout = 6.0
         if rank == 1:
             for pid in transport.pids.values():
                 os.kill(pid, signal.SIGSTOP)
-            gather(None)
+        gather(None)
+        if rank == 1:
+            gather(None)  # returns when rank 0 has given up
             return "", ""
+        transport._timeout = 6.0
         chain.begin(transport, rank)
         transport.wait([], lambda: "rank 0 waits for rank 1")
     except (PeerLost, DeadlineExceeded) as error:
@@ -334,14 +338,14 @@ from delegate_ranks import Chain
 from penstock.runtime.transport.delegate import DelegateTransport
 transport = DelegateTransport(0, 1, lambda value: [value], Chain(1, 1).tags, 60.0)
 transport.prepare([(0, 0)])
-print(*transport.pids.values(), flush=True)
 if os.fork() == 0:  # holds every descriptor that the rank had, as a data loader's worker would
-    time.sleep(60)
+    time.sleep(600)
     os._exit(0)
 if sys.argv[1] == "stopped":
     for pid in transport.pids.values():
         os.kill(pid, 19)
-time.sleep(60)
+print(*transport.pids.values(), flush=True)  # from here on the test kills it
+time.sleep(600)
 """
 
 
@@ -359,10 +363,9 @@ def test_delegates_end_with_their_rank_however_it_ends(state: str) -> None:
         assert len(pids) == 4
         rank.kill()
         rank.wait()
-        end = time.monotonic() + 60
-        while any(runs(pid) for pid in pids) and time.monotonic() < end:
-            time.sleep(0.02)
-        assert not [pid for pid in pids if runs(pid)]
+        wait_until(
+            lambda: not any(map(runs, pids)), lambda: f"of {pids} there are {[pid for pid in pids if runs(pid)]}"
+        )
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.pid, signal.SIGKILL)  # the fork

@@ -44,7 +44,7 @@ class Second(GlooTransport):
         self.watched = descriptor
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
-        left = 20.0 if until is None else max(0.0, (until - perf_counter_ns()) / 1e9)
+        left = PATIENCE if until is None else max(0.0, (until - perf_counter_ns()) / 1e9)
         assert select.select([self.inbox.fileno(), self.watched], [], [], left)[0] or until is not None, who()
         return self.inbox.poll() or []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ from penstock.runtime.transport.link_conditions import ConditionedTransport, Con
 from penstock.runtime.transport.nccl import DeviceLines, lines_of
 from penstock.runtime.transport.wiring import wire
 from plain_loop import gradients
-from processes import run_ranks
-from waiting import PATIENCE
+from processes import appears, run_ranks
+from waiting import PATIENCE, shorten
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
@@ -71,20 +72,24 @@ def test_other_conditions_on_other_ranks_are_refused() -> None:
     assert [o.value for o in outcomes] == [said, said], outcomes[0].text
 
 
-def late(rank: int) -> str:
+def late(rank: int, folder: Path) -> str:
     schedule = ps.build("1f1b", 2, 2)
     # Rank 0 waits for a gradient that is under way for a minute; rank 1 is done, and waits for rank 0's figures.
     links = Links.parse("0:1=latency:0 1:0=latency:1min")
-    dist.barrier()  # no rank waits for one that begins late
-    try:
-        ps.emulate(schedule, ps.Costs.uniform(2), links=links, timeout=2.0)
-    except DeadlineExceeded as error:
-        return str(error)
+    with ps.runtime.EmulatedPipeline(schedule, ps.Costs.uniform(2), links=links, timeout=PATIENCE) as pipe:
+        shorten(pipe, 2.0)
+        dist.barrier()  # no rank waits for one that begins late
+        try:
+            pipe.step()
+        except DeadlineExceeded as error:
+            (folder / f"{rank}").touch()
+            appears(folder / f"{1 - rank}")  # which has its own deadline, and is not to lose this rank before
+            return str(error)
     return "nothing"
 
 
-def test_a_held_message_meets_the_deadline() -> None:
-    outcomes = run_ranks(2, late)
+def test_a_held_message_meets_the_deadline(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, late, tmp_path)
     assert [o.code for o in outcomes] == [0, 0], outcomes[0].text
     held = "nothing came in for 2 s: rank 0 waits to run B0 of stage 0, which needs B0 of stage 1 from rank 1"
     assert outcomes[0].value == held

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import gang_runs as runs
 import penstock as ps
 from penstock.runtime.mesh.peers import groups_of_processes
-from processes import run_ranks
+from processes import appears, run_ranks
 from tiers import chosen
-from waiting import PATIENCE
+from waiting import PATIENCE, shorten
 
 pytestmark = pytest.mark.multiproc
 SHARED = [(False, False, "host", "frozen"), (False, True, "host", "dynamic"), (True, True, "direct", "frozen")]
@@ -98,26 +98,31 @@ def test_emulated_ranks_meet_for_what_they_run_together() -> None:
         assert found == [(True, True)] * len(found)
 
 
-def hindered(rank: int, asynchronous: bool, stands_still: bool) -> None:
-    """A step in which one of a gather's ranks fails, or stands still for longer than others wait."""
+def hindered(rank: int, asynchronous: bool, stands_still: bool, folder: Path) -> None:
+    """A step in which one of a gather's ranks fails, or stands still until another one has given up."""
     program = runs.towers(asynchronous)
     functions = dict(program.callables)
 
     def hinder(call: ps.runtime.OpCall) -> None:
         if not stands_still:
             raise ValueError("no gather here")
-        time.sleep(3)
+        appears(folder / "gave up")
 
     if rank == 3:
         functions["GATHER"] = hinder
-    pipe = ps.Pipeline(runs.tower_stages(), program.build(), ops=functions, timeout=1 if stands_still else 20)
-    pipe.step(runs.pairs())
+    pipe = ps.Pipeline(runs.tower_stages(), program.build(), ops=functions, timeout=PATIENCE)
+    if stands_still and rank != 3:
+        shorten(pipe, 2.0)
+    try:
+        pipe.step(runs.pairs())
+    finally:
+        (folder / "gave up").touch()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("asynchronous", "stands_still"), [(False, False), (True, True)])
-def test_a_rank_that_fails_or_stands_still_is_told_of(asynchronous: bool, stands_still: bool) -> None:
-    outcomes = run_ranks(runs.NUM_RANKS, hindered, asynchronous, stands_still)
+def test_a_rank_that_fails_or_stands_still_is_told_of(asynchronous: bool, stands_still: bool, tmp_path: Path) -> None:
+    outcomes = run_ranks(runs.NUM_RANKS, hindered, asynchronous, stands_still, tmp_path)
     assert [outcome.code for outcome in outcomes] == [1] * runs.NUM_RANKS
     assert ("no gather here" in outcomes[3].text) == (not stands_still)
     for outcome in outcomes[:3]:  # whose own deadline is not the first loses another rank
@@ -179,8 +184,8 @@ def test_shared_stages_over_meshes() -> None:
 
 
 def groups_of_some_then_of_all(rank: int) -> int:
-    groups_of_processes({"some": [1, 3]}, 40.0, whole=True)
-    made = dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=40), use_local_synchronization=True)
+    groups_of_processes({"some": [1, 3]}, PATIENCE, whole=True)
+    made = dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=PATIENCE), use_local_synchronization=True)
     total = torch.tensor([rank])
     dist.all_reduce(total, group=made)
     return int(total)

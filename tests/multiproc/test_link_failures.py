@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +18,18 @@ from link_runs import INTERFACES, TIMEOUT, LinkCase, lines_over_gloo, trainings
 from penstock.runtime.mesh.process_mesh import KEEPS_ORDER
 from processes import Outcome, appears, run_ranks
 from tiers import NIGHTLY
+from waiting import wait_until
 
 pytestmark = pytest.mark.multiproc
 
 
-def run_and_check(num_ranks: int, cases: Sequence[LinkCase], deadline: float) -> None:
+def run_and_check(num_ranks: int, cases: Sequence[LinkCase]) -> None:
     """All cases at night; else those with no cut, and of those with cuts every other one and the last."""
     if not NIGHTLY:
         cut = [case for case in cases if case != case.uncut]
         by_day = [*cut[::2], *cut[-1:]]
         cases = [case for case in cases if case == case.uncut or case in by_day]
-    check(cases, run_ranks(num_ranks, trainings, cases, deadline=deadline))
+    check(cases, run_ranks(num_ranks, trainings, cases))
 
 
 def check(cases: Sequence[LinkCase], outcomes: Sequence[Outcome]) -> None:
@@ -67,7 +67,7 @@ def test_a_pipeline_goes_on_where_a_connection_is_cut() -> None:
         delegate,
         replace(delegate, cuts=((1, "summed", 4, False),)),
     ]
-    run_and_check(2, cases, deadline=250)
+    run_and_check(2, cases)
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_replicas_go_on_where_a_connection_is_cut() -> None:
         # One of two has begun a sum of which each gets a part; the other, before it begins, has all leave.
         replace(fsdp, cuts=((3, "summing", 8, False),)),
     ]
-    run_and_check(4, cases, deadline=250)
+    run_and_check(4, cases)
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_bounded_channels_and_late_messages_go_on_where_a_connection_is_cut() ->
         replace(both, cuts=((1, "sending", 12, True),)),
         replace(both, cuts=((1, "acknowledging", 7, True),)),
     ]
-    run_and_check(2, cases, deadline=250)
+    run_and_check(2, cases)
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_lines_between_devices_are_given_up_where_a_connection_is_cut() -> None:
         replace(bounded, cuts=((0, "receiving by a line", 8, True),)),
         replace(bounded, fails_at=9),
     ]
-    run_and_check(2, cases, deadline=250)
+    run_and_check(2, cases)
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_replicas_whose_messages_go_by_lines_go_on_where_a_connection_is_cut() -
         replace(usual, cuts=((3, "summing", 15, True),)),
         replace(usual, cuts=((2, "summed", 13, True), (1, "summed", 20, False))),
     ]
-    run_and_check(4, cases, deadline=250)
+    run_and_check(4, cases)
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_replicas_with_bounded_channels_go_on_where_a_connection_is_cut() -> Non
         replace(direct, cuts=((3, "acknowledging", 5, True),)),
         replace(direct, cuts=((2, "summed", 13, True), (1, "summed", 20, False))),
     ]
-    run_and_check(4, cases, deadline=250)
+    run_and_check(4, cases)
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_a_rank_that_waits_for_what_is_never_acknowledged_goes_on_as_soon_as_ano
     """It waits for room in a channel, or at the end of its step for the last messages to arrive."""
     usual = LinkCase(transport="direct", depth=1, dispatch=dispatch)
     for_room, at_the_end = replace(usual, unanswered=6), replace(usual, unanswered=8)
-    outcomes = run_ranks(2, trainings, [usual, for_room, at_the_end], deadline=250)
+    outcomes = run_ranks(2, trainings, [usual, for_room, at_the_end])
     check([usual, for_room, at_the_end], outcomes)
     for outcome in outcomes:
         assert max(told["longest"] for told in outcome.value) < TIMEOUT / 2, "it waited until its deadline"
@@ -211,18 +211,16 @@ def spare_interface_dies(rank: int, transport: str) -> tuple[list[float], int, l
                 failover._beats._down.add((1, 0))
             failover._look()
         if transport == "nccl":
-            end = time.monotonic() + TIMEOUT
-            while failover.number < 1:
-                assert time.monotonic() < end, "an interface died by which lines may go, and nothing changed"
-                time.sleep(0.01)
+            # An interface died by which lines may go.
+            wait_until(lambda: failover.number, lambda: f"nothing changed: {pipe.notices}")
         losses += [float(pipe.step(x, x[:, :1]).loss) for _ in range(2)]
         return losses, failover.number, pipe.notices
 
 
 def test_an_interface_by_which_lines_between_devices_may_go_dies() -> None:
     """It carries no sums: where messages go by gloo, nothing changes."""
-    usual = run_ranks(2, spare_interface_dies, "gloo", deadline=100.0)
-    outcomes = run_ranks(2, spare_interface_dies, "nccl", deadline=100.0)
+    usual = run_ranks(2, spare_interface_dies, "gloo")
+    outcomes = run_ranks(2, spare_interface_dies, "nccl")
     texts = "\n".join(o.text for o in (*usual, *outcomes))
     assert [o.code for o in (*usual, *outcomes)] == [0] * 4, texts
     for before, after in zip(usual, outcomes, strict=True):
@@ -263,7 +261,7 @@ def moves(rank: int) -> tuple[list[float], str]:
 
 
 def test_nodes_do_not_change_places_by_an_interface_that_was_lost() -> None:
-    outcomes = run_ranks(2, moves, deadline=60.0)
+    outcomes = run_ranks(2, moves)
     assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
     (losses, refused), other = (o.value for o in outcomes)
     assert (losses, refused) == other
@@ -295,7 +293,7 @@ def moves_by_itself(rank: int) -> tuple[list[float], str]:
 
 
 def test_nodes_of_one_pipeline_stay_where_they_are_after_an_interface_was_lost() -> None:
-    outcomes = run_ranks(2, moves_by_itself, deadline=60.0)
+    outcomes = run_ranks(2, moves_by_itself)
     assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
     (losses, refused), other = (o.value for o in outcomes)
     assert (losses, refused) == other
@@ -323,7 +321,7 @@ def killed(rank: int, folder: str) -> str:
 
 
 def test_a_rank_that_has_ended_is_no_link_that_failed(tmp_path: Path) -> None:
-    outcomes = run_ranks(2, killed, str(tmp_path), deadline=60.0)
+    outcomes = run_ranks(2, killed, str(tmp_path))
     said = outcomes[0].value
     assert said is not None, outcomes[0].text
     assert "rank 1, whose process has ended" in said

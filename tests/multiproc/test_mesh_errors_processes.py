@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.tensors.dtensor import whole
 from processes import appears, run_ranks
 from tie_runs import by_columns
-from waiting import PATIENCE
+from waiting import PATIENCE, shorten
 
 pytestmark = pytest.mark.multiproc
 
@@ -34,9 +35,14 @@ def late(rank: int, name: str, folder: str) -> str:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    pipe = ps.Pipeline(model, ps.build("1f1b", 1, 2), loss_fn=nn.MSELoss(), mesh=mesh, timeout=3, **packed(**options))
+    pipe = ps.Pipeline(
+        model, ps.build("1f1b", 1, 2), loss_fn=nn.MSELoss(), mesh=mesh, timeout=PATIENCE, **packed(**options)
+    )
     x = torch.randn(8, 4)
     pipe.step(x, x)
+    shorten(pipe, 2.0)
+    for group in mesh.get_all_groups():
+        group.set_timeout(timedelta(seconds=2))
     if rank == 1:
         appears(Path(folder) / "failed")
         return ""
@@ -56,7 +62,7 @@ def test_a_process_that_is_late_with_its_parts_is_named_when_the_timeout_has_pas
 ) -> None:
     first, second = run_ranks(2, late, name, str(tmp_path))
     assert (first.code, second.code) == (0, 0), first.text[-2000:] + second.text[-2000:]
-    assert first.value.startswith("rank 0 waited 3 s for parts of a stage from the other ranks"), first.value
+    assert first.value.startswith("rank 0 waited 2 s for parts of a stage from the other ranks"), first.value
 
 
 def hooked(rank: int) -> list[str]:
@@ -150,7 +156,7 @@ def where_interfaces_are_named(rank: int) -> tuple[str, list[str], list[str]]:
 
 def test_what_gloo_cannot_gather_on_a_gpu_is_refused_where_two_interfaces_are_named() -> None:
     """All that is to go on over another interface goes by gloo, whatever the groups were made with."""
-    outcomes = run_ranks(2, where_interfaces_are_named, deadline=100.0)
+    outcomes = run_ranks(2, where_interfaces_are_named)
     assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
     for refused, before, after in (o.value for o in outcomes):
         assert "two interfaces are named" in refused

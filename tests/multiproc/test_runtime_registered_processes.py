@@ -30,7 +30,7 @@ from registered_cases import (
     program,
 )
 from tiers import in_turn
-from waiting import PATIENCE
+from waiting import PATIENCE, shorten
 
 pytestmark = pytest.mark.multiproc
 
@@ -144,8 +144,10 @@ def takes_too_long(rank: int, folder: Path) -> None:
 
     asking = ps.NewOp("ASK", 0, after={("B", 0): NUM_MICROBATCHES}, run=ask)
     made = program(asking, ps.NewOp("TELL", 3, after={("ASK", 0): 1}, run=print))
-    pipe = ps.Pipeline(model(NUM_RANKS), made.build(), loss_fn=LOSS, ops=made.callables, timeout=3)
+    pipe = ps.Pipeline(model(NUM_RANKS), made.build(), loss_fn=LOSS, ops=made.callables, timeout=PATIENCE)
     pipe.step(*batch(1))
+    if rank == 3:
+        shorten(pipe, 2.0)
     try:
         pipe.step(*batch(1))
     finally:
@@ -178,6 +180,6 @@ def test_a_deadline_names_the_op_that_was_waited_for(tmp_path: Path) -> None:
     outcomes = run_ranks(NUM_RANKS, takes_too_long, tmp_path)
     assert all(o.code == 1 for o in outcomes), "\n".join(o.text for o in outcomes)
     assert (
-        "for 3 s: rank 3 waits to run TELL0 of stage 3, which needs ASK0 of stage 0 from rank 0"
+        "for 2 s: rank 3 waits to run TELL0 of stage 3, which needs ASK0 of stage 0 from rank 0"
         in outcomes[3].last_line
     )

@@ -167,7 +167,7 @@ def borrow(rank: int) -> str:
     torch.manual_seed(0)
     lender = nn.Linear(4, 4)
     model = nn.Sequential(lender, Borrowing(lender))
-    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 2), loss_fn=nn.MSELoss(), optimizer=torch.optim.AdamW, timeout=5)
+    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 2), loss_fn=nn.MSELoss(), optimizer=torch.optim.AdamW)
     x = torch.randn(8, 4)
     try:
         pipe.step(x, x)

@@ -26,7 +26,7 @@ from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 
-LIMIT = 10.0
+LIMIT = PATIENCE
 """Seconds that a wait may last: only one that is never woken does."""
 
 
