@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from penstock.cli import main
 from penstock.cost import CostError, LinkCondition
-from penstock.lab import LabError, LabMisuse, Layout, commands, permitted
+from penstock.lab import LabError, LabMisuse, Layout, commands, folder, permitted
 from penstock.lab.events import read_events
+from penstock.lab.folder import LabRecord
 from penstock.lab.layout import NetworkWay, lab_of
 from penstock.lab.links import WayChange, from_anywhere, read_change, read_interface, read_links, read_place, ways_of
 
@@ -25,6 +28,53 @@ def test_addresses_and_names_tell_every_interface_apart() -> None:
     assert layout.packed_addresses()[bytes([10, 90, 3, 16])] == (15, 3)
     assert len({layout.namespace(host) for host in layout.hosts}) == 16
     assert len(list(layout.ways())) == len(set(layout.ways())) == 16 * 15 * 4
+
+
+RECORD = LabRecord("4711", 2, 2, 4711, None, 0.0)
+
+
+@pytest.fixture
+def labs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where there are no labs yet."""
+    monkeypatch.setattr(folder, "ROOT", tmp_path / "labs")
+    monkeypatch.setattr(folder, "NAMESPACES", str(tmp_path / "namespaces"))
+    return tmp_path / "labs"
+
+
+@pytest.mark.usefixtures("labs")
+def test_a_lab_that_was_being_made_was_a_leftover_for_whoever_cleaned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder was there before its lock was held."""
+    flock, seen = fcntl.flock, []
+
+    def watched(lock: int, how: int) -> None:
+        seen.append(folder.names())
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", watched)
+    lab = folder.LabFolder("4711")
+    lock = lab.make(RECORD)
+    assert seen == [[]]
+    assert (folder.names(), lab.read(), lab.alive()) == (["4711"], RECORD, True)
+    os.close(lock)
+    assert not lab.alive()
+    os.close(lab.make(RECORD))  # of another keeper, which has the number now
+
+
+@pytest.mark.usefixtures("labs")
+def test_of_two_that_looked_at_a_leftover_at_once_one_took_it_for_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = folder.LabFolder("4711")
+    os.close(lab.make(RECORD))
+    flock, seen = fcntl.flock, []
+
+    def watched(lock: int, how: int) -> None:
+        flock(lock, how)
+        if not seen:
+            seen.append("by this one")
+            seen.append(lab.alive())
+
+    monkeypatch.setattr(fcntl, "flock", watched)
+    assert not lab.alive()
+    assert seen == ["by this one", False]
 
 
 def test_a_namespace_names_its_lab() -> None:

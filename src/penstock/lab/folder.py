@@ -59,14 +59,19 @@ class LabFolder:
         return self.path / "hosts"
 
     def make(self, record: LabRecord) -> int:
-        """Writes it and returns the lock, which holds as long as it is open. Raises OSError."""
-        if self.path.exists():  # of a keeper that had this number and is gone
-            self.remove()
-        self.path.mkdir(parents=True, mode=0o700)
-        lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        """Writes it and returns the lock, which holds as long as it is open. Raises OSError.
+
+        It appears whole and locked: one without a lock is a leftover, and goes.
+        """
+        beside = ROOT / f".{self.name}.making"
+        shutil.rmtree(beside, ignore_errors=True)  # of a keeper that had this number and is gone, as is the next
+        self.remove()
+        beside.mkdir(parents=True, mode=0o700)
+        lock = os.open(beside / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.hosts.write_text(record.layout.hosts_file(), encoding="utf-8")
-        (self.path / "lab.json").write_text(json.dumps(asdict(record)), encoding="utf-8")
+        (beside / self.hosts.name).write_text(record.layout.hosts_file(), encoding="utf-8")
+        (beside / "lab.json").write_text(json.dumps(asdict(record)), encoding="utf-8")
+        beside.rename(self.path)
         return lock
 
     def read(self) -> LabRecord:
@@ -83,7 +88,7 @@ class LabFolder:
         except OSError:
             return False
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may look at once
         except BlockingIOError:
             return True
         finally:

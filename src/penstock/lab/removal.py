@@ -11,8 +11,8 @@ from penstock.lab import commands, shell
 from penstock.lab.errors import LabError
 from penstock.lab.folder import LabFolder, names, namespaces_of
 
-PATIENCE = 5.0
-"""Seconds within which killed processes must be gone."""
+PATIENCE = 30.0
+"""Seconds within which killed processes must be gone, on a busy machine."""
 LOOKS = 4
 """How many times in a row no process may be found before a namespace counts as empty."""
 
