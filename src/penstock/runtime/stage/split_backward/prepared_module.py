@@ -18,7 +18,7 @@ them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 
 from penstock.runtime.stage.split_backward.compiled import COMPILED_MERGE_WORK, call_in_graph, tap_for
 from penstock.runtime.stage.split_backward.rules import Conv1DRule, ConvRule, EmbeddingRule, LinearRule, SplitRule
@@ -120,76 +121,77 @@ def _same(t: Tensor) -> Tensor:
     return t
 
 
-Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None]
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
+
+
+class ModuleCall(NamedTuple):
+    """One call of a prepared module, as its node in the graph keeps it.
+
+    Attributes:
+        weight, bias: the parameters themselves.
+        casts: the nodes that cast them.
+        turned: whether the weight's transpose has a node of its own.
+        waits: whether its weight gradients may wait. What a checkpoint runs again in I is differentiated, if at all,
+            by a backward of its own, in I.
+    """
+
+    prepared: PreparedModule
+    tape: Tape
+    weight: Tensor
+    bias: Tensor | None
+    casts: tuple[Any, Any] | None
+    turned: bool
+    waits: bool
 
 
 class DeferredOp(torch.autograd.Function):
     """A module's op whose weight gradients may wait.
 
     The inputs are what the plain module's op would get, of a weight its cast and its transpose, so that these are
-    part of the graph; `owners` are the parameters themselves, and `casts` the nodes that cast them.
+    part of the graph.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        prepared: PreparedModule,
-        tape: Tape,
-        owners: tuple[Tensor, Tensor | None],
-        casts: tuple[Any, Any] | None,
-        turned: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: ModuleCall) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.prepared, ctx.tape, ctx.owners, ctx.casts, ctx.bias, ctx.turned = (
-            prepared,
-            tape,
-            owners,
-            casts,
-            bias,
-            turned,
-        )
-        # What a checkpoint runs again in I is differentiated, if at all, by a backward of its own, in I.
-        ctx.waits = tape.records
-        if type(owners[0]) is not nn.Parameter:
-            weight, bias = _part(prepared, x, weight), None if bias is None else _part(prepared, x, bias)
-            ctx.save_for_backward(x, weight)
-            return prepared.rule.forward(x, weight, bias)
+        ctx.prepared, ctx.call, ctx.bias = call.prepared, call, bias
+        if type(call.weight) is not Parameter:
+            weight, bias = _part(call.prepared, x, weight), None if bias is None else _part(call.prepared, x, bias)
         # Saved, not merely held: a checkpoint can then drop and recompute them, and a change in place is
         # noticed when they are read.
         ctx.save_for_backward(x, weight)
-        return prepared.rule.forward(x, weight.t() if turned else weight, bias)
+        return call.prepared.rule.forward(x, weight.t() if call.turned else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Grads:
         if g is None:
             return _NOTHING
         x, given = ctx.saved_tensors
-        prepared, tape, (parameter, bias) = ctx.prepared, ctx.tape, ctx.owners
+        prepared, tape, parameter, bias, casts, turned, waits = ctx.call
         if torch.is_grad_enabled():
             prepared.is_differentiated = True
             gx, gw, gb = _differentiable(ctx, g, x, given)
-            return gx, gw, gb, None, None, None, None, None
-        weight = given.t() if ctx.turned else given
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+            return gx, gw, gb, None
+        weight = given.t() if turned else given
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         gx = prepared.rule.input_grad(g, x, weight, bias) if needs_x else None
         if not (needs_weight or needs_bias):
-            return gx, *_NOTHING[1:]
+            return gx, None, None, None
         needs = needs_weight, needs_bias
-        if ctx.waits and tape.defers(prepared):
-            tape.hold(prepared, parameter, bias, g, x, weight, ctx.casts, needs)
-            return gx, *_NOTHING[1:]
+        if waits and tape.defers(prepared):
+            tape.hold(prepared, parameter, bias, g, x, weight, casts, needs)
+            return gx, None, None, None
         if not tape.records:
             prepared.stage.call_counts.at_once(prepared, x)
         gw, gb = prepared.rule.weight_grads(g, x, weight, bias, needs)
         if gw is not None:
-            gw = gw.t() if ctx.turned else as_shard(gw, parameter)
-        return gx, gw, None if gb is None else as_shard(gb, bias), None, None, None, None, None
+            gw = gw.t() if turned else as_shard(gw, parameter)
+        return gx, gw, None if gb is None else as_shard(gb, bias), None
 
 
-_NOTHING: Grads = (None, None, None, None, None, None, None, None)
+_NOTHING: Grads = (None, None, None, None)
+# Past what `Function.apply` looks for in Python. Under torch.func's transforms, which it looks for, this one raises.
+_apply: Any = super(torch.autograd.Function, DeferredOp).apply
 
 
 def _part(prepared: PreparedModule, x: Tensor, p: Tensor) -> Tensor:
@@ -200,7 +202,8 @@ def _part(prepared: PreparedModule, x: Tensor, p: Tensor) -> Tensor:
 
 def _differentiable(ctx: Any, g: Tensor, x: Tensor, weight: Tensor) -> list[Tensor | None]:
     """The gradients of the inputs, as part of a graph that is exactly that of the plain module's backward."""
-    (owner, _), bias, rule = ctx.owners, ctx.bias, ctx.prepared.rule
+    call: ModuleCall = ctx.call
+    owner, bias, rule = call.weight, ctx.bias, call.prepared.rule
     # Views, as `x` may itself come from the same weight: its own history is no part of this backward.
     weight = owner if is_sharded(owner) else weight
     weight = weight.view_as(weight)
@@ -210,17 +213,17 @@ def _differentiable(ctx: Any, g: Tensor, x: Tensor, weight: Tensor) -> list[Tens
         if is_sharded(owner):
             dtype = x.dtype if rule.autocasts else owner.dtype
             weight, bias = local(weight).to(dtype), None if bias is None else local(bias).to(dtype)
-        elif ctx.turned:
+        elif call.turned:
             weight = weight.t()
         y = rule.op(x, weight, bias)
     found = iter(torch.autograd.grad(y, wanted, g, create_graph=True, allow_unused=True))
     return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
 
 
-# A weight gradient of fewer multiply-adds is computed in I: waiting for W would cost about what it moves.
-# Measured on one core of an AMD EPYC: a deferred linear takes 8 us more in F, and 6 us more in I and W together;
-# 2**20 multiply-adds of a float32 weight gradient take 23 us.
-MERGE_WORK = 1 << 20
+# A weight gradient of fewer multiply-adds is computed in I: waiting for W would cost about what it moves. In a chain
+# of norms and linears on one core of an Intel Xeon, a deferred linear takes 80 us more in F, I and W together, with
+# what W has to read again; its W takes 80 us for 2**21 multiply-adds of float32 and 140 us for 2**22.
+MERGE_WORK = 1 << 22
 
 _ABSENT = object()
 
@@ -276,15 +279,15 @@ class PreparedModule:
         weight = own.get("weight")
         bias = own.get("bias", _ABSENT) if rule.biased else None
         if (
-            _is_known(weight, module)
-            and (bias is None or _is_known(bias, module))
-            and (type(x) is Tensor or type(x) is nn.Parameter)
+            (type(weight) is Parameter or _is_part(weight, module))
+            and (bias is None or type(bias) is Parameter or _is_part(bias, module))
+            and (type(x) is Tensor or type(x) is Parameter)
             and weight.requires_grad
             and torch.is_grad_enabled()
         ):
             deferred = tape.routes.get(self)
             if deferred is None:
-                deferred = self._choose(tape, x, weight, bias)
+                deferred = self._choose(tape, x, weight)
             elif tape.records:
                 self._is_shared = True
             if deferred:
@@ -321,35 +324,38 @@ class PreparedModule:
         casts = None
         if rule.autocasts and torch.is_autocast_enabled(x.device.type):
             x = autocast(x)
-            if type(weight) is nn.Parameter:
+            if type(weight) is Parameter:
                 w, b = autocast(weight), None if bias is None else autocast(bias)
                 casts = None if w is weight else w.grad_fn, None if b is bias or b is None else b.grad_fn
         turned = False
-        if type(weight) is nn.Parameter:
+        if type(weight) is Parameter:
             if not rule.takes(x, w, b):
                 return None
             turned = rule.turns and self in tape.turned
             if turned:
                 w = w.t()
-        y: Tensor = DeferredOp.apply(x, w, b, self, tape, (weight, bias), casts, turned)
+        y: Tensor = _apply(x, w, b, ModuleCall(self, tape, weight, bias, casts, turned, tape.records))
         return y.view_as(y) if rule.gives_view(x, b) else y
 
-    def _choose(self, tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    def _choose(self, tape: Tape, x: Tensor, weight: Tensor) -> bool:
+        if not (self._worth or tape.defer_small):
+            self._worth = self.rule.work(x, local(weight)) >= MERGE_WORK
+            self.reason = TOO_SMALL
         # A first microbatch may well differentiate the weight's gradient and use the weight more than once.
         turned = not self._was_called or self._is_shared or self.is_differentiated
         self._was_called = True  # not a count: torch.compile compiles every value
-        return tape.choose(self, self._is_deferrable(x, weight, bias, tape.defer_small), turned)
+        return tape.choose(self, self._worth or tape.defer_small, turned)
 
     def new_tap(self, tape: Tape) -> tuple[Tensor, Tensor] | None:
         """What compiled parts are given in one microbatch; None where the weight's gradient is not to wait."""
         weight = self._around[-1]._parameters.get("weight")
-        if type(weight) is not nn.Parameter or not weight.requires_grad or self._is_awaited(weight, None):
+        if type(weight) is not Parameter or not weight.requires_grad:
             return None
         return weight.detach(), tap_for(self, tape, weight)
 
-    def _is_awaited(self, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether somebody is to see a gradient at the moment autograd has it."""
-        if self.stage.is_hooked(weight) or (bias is not None and self.stage.is_hooked(bias)):
+    def is_awaited(self, parameters: Collection[int]) -> bool:
+        """Whether somebody is to see a gradient of its watched parameters, by id, at the moment autograd has it."""
+        if self.stage.hooked(parameters):
             self.reason = HOOKED
             return True
         for module in self._around:
@@ -358,20 +364,10 @@ class PreparedModule:
                 return True
         return False
 
-    def _is_deferrable(self, x: Tensor, weight: Tensor, bias: Tensor | None, small: bool) -> bool:
-        if self._is_awaited(weight, bias):
-            return False
-        if small:
-            return True
-        if not self._worth:
-            self._worth = self.rule.work(x, local(weight).detach()) >= MERGE_WORK
-            self.reason = TOO_SMALL
-        return self._worth
 
-
-def _is_known(p: object, module: nn.Module) -> TypeGuard[nn.Parameter]:
-    """True for a plain parameter, and for a DTensor in a module that computes with this rank's part of it."""
-    return type(p) is nn.Parameter or (isinstance(module, ShardedModule) and is_sharded(p))
+def _is_part(p: object, module: nn.Module) -> TypeGuard[Parameter]:
+    """Whether it is a DTensor, in a module that computes with this rank's part of it."""
+    return isinstance(module, ShardedModule) and is_sharded(p)
 
 
 _PREPARED = "_penstock_split"

@@ -135,6 +135,8 @@ def _like(shape: torch.Size) -> Tensor:
 
 
 Tapes: TypeAlias = "weakref.WeakKeyDictionary[Tape, None]"
+Edges: TypeAlias = tuple[tuple[Any, int], ...]
+"""Of a node in the graph, those that lead to its inputs' nodes."""
 
 ACCUMULATE: type[Any] = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 """The type of the node where a leaf's gradient is added to its `.grad`."""
@@ -152,12 +154,6 @@ class WatchedParameter(NamedTuple):
     before: Any
     after: Any
     handle: Any
-
-    @property
-    def is_hooked(self) -> bool:
-        """Whether somebody else is to see the gradient at the moment autograd has it."""
-        p = self.parameter
-        return len(self.before) > 1 or bool(self.after or p._backward_hooks or p._post_accumulate_grad_hooks)
 
 
 class SplitStage:
@@ -181,6 +177,7 @@ class SplitStage:
         self._queues: weakref.WeakKeyDictionary[Any, Tapes] = weakref.WeakKeyDictionary()
         self._watched: dict[Any, int] = {}
         self._watches: dict[int, WatchedParameter] = {}
+        self._known: dict[PreparedModule, tuple[Edges, tuple[int, ...]]] = {}
 
     def __reduce__(self) -> tuple[type[SplitStage], tuple[()]]:
         # A copy of a module, or a pickled one, has parameters of its own, and nothing waits.
@@ -192,18 +189,30 @@ class SplitStage:
 
     # -- who sees a gradient ---------------------------------------------------------------------------------
 
-    def is_hooked(self, p: Tensor) -> bool:
-        """Whether somebody is to see the parameter's gradient at the moment autograd has it."""
-        watch = self._watches.get(id(p))
-        if watch is not None:
-            return watch.is_hooked
-        return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
-
     def hooked(self, parameters: Collection[int]) -> bool:
-        """The same of any of several watched parameters, by id."""
-        return any(self._watches[p].is_hooked for p in parameters)
+        """Whether somebody else is to see the gradient of a watched parameter, by id, when autograd has it."""
+        for each in parameters:
+            p, _, before, after, _ = self._watches[each]
+            if len(before) > 1 or after or p._backward_hooks or p._post_accumulate_grad_hooks:
+                return True
+        return False
 
-    def watch(self, node: Any) -> int:
+    def watched(self, prepared: PreparedModule, edges: Edges) -> tuple[int, ...]:
+        """Watches the parameters to which the edges of a module's node lead; returns their ids."""
+        known = self._known.get(prepared)
+        if known is not None and known[0] == edges:
+            return known[1]
+        found = []
+        for node, _ in edges:
+            if node is not None:
+                while type(node) is not ACCUMULATE:  # its cast, its transpose
+                    node = node.next_functions[0][0]
+                found.append(self._watch(node))
+        if all(node is None or type(node) is ACCUMULATE for node, _ in edges):  # the same for every microbatch
+            self._known[prepared] = edges, tuple(found)
+        return tuple(found)
+
+    def _watch(self, node: Any) -> int:
         """Watches the node of a parameter from now on; returns the parameter's id."""
         known = self._watched.get(node)
         if known is not None:
@@ -231,6 +240,7 @@ class SplitStage:
             watch.handle.remove()
         self._watches.clear()
         self._watched.clear()
+        self._known.clear()
         self.compiled.clear()
 
     # -- what waits ------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch.autograd.function import BackwardCFunction
 from penstock.runtime.stage.autograd import run_backward
 from penstock.runtime.stage.split_backward.prepared_module import PreparedModule, recording, without_autocast
 from penstock.runtime.stage.split_backward.rules import Workspace
-from penstock.runtime.stage.split_backward.stage import ACCUMULATE, HOOKED, USED_OTHERWISE, SplitError, SplitStage
+from penstock.runtime.stage.split_backward.stage import ACCUMULATE, USED_OTHERWISE, Edges, SplitError, SplitStage
 from penstock.runtime.tensors.dtensor import as_shard, local
 
 Part = tuple[Hashable | None, Tensor]
@@ -56,15 +56,15 @@ class Accumulator:
                 return
             del self._parts[id(p)]
             grad = _sum(parts, p.dtype)
-        if grad.dtype != p.dtype:
+        if grad.dtype is not p.dtype:
             grad = grad.to(p.dtype)
-        part = local(p)
-        if p.grad is not None:
-            local(p.grad).add_(grad)
-        elif grad.stride() == part.stride():
+        total = p.grad
+        if total is not None:
+            local(total).add_(grad)
+        elif grad.stride() == local(p).stride():
             p.grad = as_shard(grad, p)
         else:
-            p.grad = as_shard(torch.empty_like(part).copy_(grad), p)
+            p.grad = as_shard(torch.empty_like(local(p)).copy_(grad), p)
 
 
 def _sum(parts: list[Part], dtype: torch.dtype) -> Tensor:
@@ -101,19 +101,18 @@ class ParameterUses:
     counts: dict[int, int] = field(default_factory=dict)
     others: set[int] = field(default_factory=set)
 
-    def deferred(self, prepared: PreparedModule, node: Any) -> None:
-        """A deferred module uses the parameter of a node."""
-        p = prepared.stage.watch(node)
-        self.owners.setdefault(prepared, set()).add(p)
-        self.counts[p] = self.counts.get(p, 0) + 1
+    def deferred(self, prepared: PreparedModule, edges: Edges) -> None:
+        """A deferred module uses the parameters to which these edges lead."""
+        found = prepared.stage.watched(prepared, edges)
+        self.owners.setdefault(prepared, set()).update(found)
+        for p in found:
+            self.counts[p] = self.counts.get(p, 0) + 1
 
     def not_to_defer(self) -> set[PreparedModule]:
         """The modules that have a parameter with another use, or one that somebody waits for; and those that share
         a parameter with one of these.
         """
-        found = {prepared for prepared, p in self.owners.items() if prepared.stage.hooked(p)}
-        for prepared in found:
-            prepared.reason = HOOKED
+        found = {prepared for prepared, p in self.owners.items() if prepared.is_awaited(p)}
         spread = bool(found or self.others)
         others = self.others.union(*(self.owners[prepared] for prepared in found))
         while spread:
@@ -136,6 +135,7 @@ def find_uses(outputs: Iterable[Tensor]) -> ParameterUses:
             uses.others.add(id(y))
         else:
             pending.append(y.grad_fn)
+    others = uses.others
     seen: set[Any] = set()
     while pending:
         node = pending.pop()
@@ -146,16 +146,14 @@ def find_uses(outputs: Iterable[Tensor]) -> ParameterUses:
         if isinstance(node, BackwardCFunction) and isinstance(
             prepared := getattr(node, "prepared", None), PreparedModule
         ):
-            for following, _ in edges[1:]:
-                if following is not None:
-                    while type(following) is not ACCUMULATE:  # its cast, its transpose
-                        following = following.next_functions[0][0]
-                    uses.deferred(prepared, following)
+            uses.deferred(prepared, edges[1:])
             edges = edges[:1]
         for following, _ in edges:
+            if following is None:
+                continue
             if type(following) is ACCUMULATE:
-                uses.others.add(id(following.variable))
-            elif following is not None:
+                others.add(id(following.variable))
+            else:
                 pending.append(following)
     return uses
 
@@ -180,7 +178,8 @@ class DeferredCall(NamedTuple):
     cast_weight: Tensor
     casts: tuple[Any, Any] | None
     needs: tuple[bool, bool]
-    versions: tuple[int, int]
+    g_version: int
+    x_version: int
 
 
 class Tape:
@@ -288,6 +287,7 @@ class Tape:
             stage.recomputing = self
             if self._deferring:
                 stage.wait(self)
+        without_grad = self._without_grad() if self._deferring else []
         self._give_taps()  # what a checkpoint runs again makes the same graph
         try:
             if roots:
@@ -298,8 +298,8 @@ class Tape:
             for stage in self._stages:
                 stage.recomputing = None
             self._phase = Phase.HOLDING
-        if self._held:
-            self._part_from_grads()
+        if self._held and without_grad:
+            self._part_from(without_grad)
         self.routes.clear()
         self._at_once.clear()
         self._compiled = ()
@@ -350,30 +350,33 @@ class Tape:
         if needs[1]:
             uses[id(bias)] = uses.get(id(bias), 0) + 1
         self._held.append(
-            DeferredCall(prepared, weight, bias, g, x, cast_weight, casts, needs, (g._version, x._version))
+            DeferredCall(prepared, weight, bias, g, x, cast_weight, casts, needs, g._version, x._version)
         )
         prepared.stage.call_counts.deferred(prepared, x)
 
-    def _part_from_grads(self) -> None:
-        """Give each `.grad` that autograd made of a held tensor's own memory a memory of its own.
-
-        A gradient that passes an addition unchanged may end as some parameter's `.grad`, to which the next
-        microbatch's I adds in place.
-        """
-        held = {h.g.untyped_storage().data_ptr() for h in self._held}
+    def _without_grad(self) -> list[Tensor]:
+        """The parameters that do not wait and have no `.grad` yet."""
         there = [stage.others for stage in self._stages]
         there += [
             prepared.parameters
             for prepared, deferred in self.routes.items()
             if not deferred or prepared in self._at_once
         ]
-        for parameters in there:
-            for p in parameters.values():
-                grad = p.grad
-                if grad is None or grad.layout is not torch.strided:
-                    continue
-                if local(grad).untyped_storage().data_ptr() in held:
-                    p.grad = grad.clone()
+        return [p for parameters in there for p in parameters.values() if p.grad is None]
+
+    def _part_from(self, parameters: Iterable[Tensor]) -> None:
+        """Give each `.grad` that autograd made of a held tensor's own memory a memory of its own.
+
+        A gradient that passes an addition unchanged may end as the `.grad` of some parameter that had none, to which
+        the next microbatch's I adds in place.
+        """
+        held = {h.g.untyped_storage().data_ptr() for h in self._held}
+        for p in parameters:
+            grad = p.grad
+            if grad is None or grad.layout is not torch.strided:
+                continue
+            if local(grad).untyped_storage().data_ptr() in held:
+                p.grad = grad.clone()
 
     # -- W ---------------------------------------------------------------------------------------------------
 
@@ -415,20 +418,19 @@ class Tape:
     def _compute(self, held: list[DeferredCall]) -> None:
         accumulator = Accumulator(self._uses)
         while held:
-            h = held.pop()  # what I kept last is still in cache, and its memory is given back in order
-            if h.versions != (h.g._version, h.x._version):
+            # What I kept last is still in cache, and its memory is given back in order.
+            prepared, weight, bias, g, x, cast_weight, casts, needs, g_version, x_version = held.pop()
+            if g._version != g_version or x._version != x_version:
                 raise SplitError(
                     "an input or output gradient of a stage was modified in place between I and W, "
-                    f"which still needs it (shapes {tuple(h.x.shape)} and {tuple(h.g.shape)}); modify a "
+                    f"which still needs it (shapes {tuple(x.shape)} and {tuple(g.shape)}); modify a "
                     "copy, or run W first"
                 )
-            workspace = accumulator.workspace(h.weight)
-            gw, gb = h.prepared.rule.weight_grads(h.g, h.x, h.cast_weight, h.bias, h.needs, workspace)
-            casts = h.casts or (None, None)
+            gw, gb = prepared.rule.weight_grads(g, x, cast_weight, bias, needs, accumulator.workspace(weight))
             if gw is not None:
-                accumulator.add(h.weight, gw, casts[0])
-            if gb is not None and h.bias is not None:
-                accumulator.add(h.bias, gb, casts[1])
+                accumulator.add(weight, gw, None if casts is None else casts[0])
+            if gb is not None and bias is not None:
+                accumulator.add(bias, gb, None if casts is None else casts[1])
 
     @property
     def deferred_bytes(self) -> int:
