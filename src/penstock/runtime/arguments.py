@@ -35,7 +35,7 @@ class PrecisionOptions:
 
     Attributes:
         autocast: a type, such as torch.bfloat16, for `torch.autocast` around forwards and the loss. None: no
-            autocast.
+            autocast. With torch.float16 the smallest gradients become 0, as the loss is not scaled.
         clip_norm: the largest norm that the whole model's gradient may have at an update. If updates are ops of the
             schedule, it limits the gradient of each stage separately. None: no clipping.
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.control import Configuration
@@ -63,6 +64,10 @@ from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.staleness import why_none_is_predicted
 
+_UNSCALED = (
+    "autocast=torch.float16 without loss scaling: gradients smaller than 3e-8 become 0, and nothing else says so; "
+    "give torch.bfloat16, which needs none"
+)
 _SAME = "every rank must make the same ps.Pipeline(...)"
 
 
@@ -172,6 +177,8 @@ class LocalPipeline:
         if schedule.updates is None and held.sharded is None:  # else stages get others to compute with
             self._own_parameters = {id(parameter): parameter for parameter in held.parameters}
         self.notices.note(place.slower_sums(held.device))
+        if given.precision.autocast is torch.float16:
+            self.notices.note([_UNSCALED])
         if (why := why_none_is_predicted(schedule)) is not None:
             self.notices.note([why])
         tied = {", ".join(tie.names.values()): tie.stages for tie in held.ties}
