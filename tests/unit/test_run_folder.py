@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli import main
+from penstock.train import job, run_job
 from penstock.train.folder import RunFolder
 from penstock.train.settings import SettingsError
 
@@ -25,6 +27,28 @@ def test_two_runs_at_once_wrote_into_one_folder(tmp_path: Path) -> None:
     with folder.made():  # free again
         folder.settings.unlink()
     assert not folder.path.exists()
+
+
+@pytest.mark.parametrize("kind", ["", "--device emulated"])
+def test_a_run_that_ended_between_the_look_for_a_folder_and_its_lock_was_written_over(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two that were started at once the second one took the first one's folder for new."""
+    monkeypatch.chdir(tmp_path)
+
+    def meanwhile(_: object) -> None:
+        (found,) = asked
+        (found / "checkpoints" / "step-00000002").mkdir(parents=True)
+        (found / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+
+    asked: list[Path] = []
+    monkeypatch.setattr(job, "free_folder", lambda parent, name: asked.append(parent / name) or RunFolder(asked[0]))
+    monkeypatch.setattr(run_job, "check_port", meanwhile)
+    line = f"train {kind} --schedule 1f1b --ranks 2 --microbatches 2 --steps 1"
+    small = "" if kind else " --preset nano --depth 2 --width 16 --heads 2 --context 16 --batch 4 --in-process"
+    assert main(f"{line}{small}".split()) == 2
+    assert "holds a run; go on with --resume" in capsys.readouterr().err
+    assert (asked[0] / "metrics.jsonl").read_text().count("\n") == 2
 
 
 def test_a_run_that_failed_leaves_its_folder_free(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from penstock.data import ByteTokenizer
 from penstock.models import CrossEntropy, build_layers
 from penstock.runtime import RuntimeFailure
 from penstock.train.batch_planner import BatchPlanner, BatchProblem
+from penstock.train.checks import SettingsError
 from penstock.train.inputs import gather_inputs
+from penstock.train.planned_batches import BatchRecord, StepBatch
 from penstock.train.settings import Settings
 from penstock.train.tasks.gpt import gpt_config
 from train_runs import losses, metrics
@@ -172,6 +174,32 @@ def test_what_does_not_go_together_is_refused_before_anything_starts(
 ) -> None:
     assert message in train("run", options, code=2)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_run_whose_last_batch_was_cut_off_where_it_was_killed_could_not_go_on(tmp_path: Path) -> None:
+    """Of the batch that is half there nothing is lost: it is planned again, and the record is whole then."""
+    path = tmp_path / "batches.jsonl"
+    first, again = StepBatch([[[0, 1], [2]]], ()), StepBatch([[[3], [4, 5]]], ())
+    BatchRecord(path).write(0, first, {})
+    BatchRecord(path).write(1, again, {})
+    whole = path.read_text()
+    begun = len(whole.splitlines(True)[0]) + len('{"step"')
+    for cut in range(begun, len(whole) - 1):
+        path.write_text(whole[:cut])
+        record = BatchRecord(path)
+        assert record._steps == {0: first}
+        record.write(1, again, {})
+        assert path.read_text() == whole
+    path.write_text(whole[:-1])  # all but the end of the line
+    record = BatchRecord(path)
+    assert record._steps == {0: first, 1: again}
+    record.write(2, first, {})
+    assert [*BatchRecord(path)._steps] == [0, 1, 2]
+    path.write_text(whole[:9])
+    assert BatchRecord(path)._steps == {}
+    path.write_text(whole.replace("]", "x", 1))
+    with pytest.raises(SettingsError, match=r"line 1 is no batch"):
+        BatchRecord(path)
 
 
 def test_records_and_costs_of_other_runs_are_refused(train: Callable[..., Any], tmp_path: Path) -> None:

@@ -47,6 +47,15 @@ class RunFolder:
     def file(self, name: str) -> Path:
         return self.path / name
 
+    def require_new(self, learns: bool) -> None:
+        """Raises SettingsError if it holds a run. One that learns has checkpoints; an emulated one has metrics alone,
+        which a new run that learns begins again.
+        """
+        if self.checkpoints.exists():
+            raise SettingsError(f"{self.path} holds a run; go on with --resume {self.path}, or give another --out")
+        if not learns and self.metrics.exists():
+            raise SettingsError(f"{self.path} holds a run; give another --out")
+
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
         """Makes the folder and holds it. If it is still empty in the end, it is removed. Raises SettingsError."""

@@ -171,17 +171,14 @@ def emulated_order_of(
     settings = EmulatedSettings.from_mapping(_completed(EmulatedSettings, given, learning=False))
     if not is_preset(settings.costs) and os.path.exists(settings.costs):
         settings = dataclasses.replace(settings, costs=os.path.abspath(settings.costs))
-    folder = _new_folder(out, f"emulated-{Path(settings.schedule).stem}-{settings.ranks}")
-    if folder.metrics.exists():
-        raise SettingsError(f"{folder.path} holds a run; give another --out")
+    folder = _new_folder(out, f"emulated-{Path(settings.schedule).stem}-{settings.ranks}", learns=False)
     return EmulatedJob(settings=settings, folder=str(folder.path), as_json=as_json)
 
 
-def _new_folder(out: str | None, name: str) -> RunFolder:
+def _new_folder(out: str | None, name: str, learns: bool) -> RunFolder:
     """The folder of a new run. Raises SettingsError for one that holds a run."""
     folder = RunFolder(Path(out)) if out is not None else free_folder(Path("runs"), name)
-    if folder.checkpoints.exists():
-        raise SettingsError(f"{folder.path} holds a run; go on with --resume {folder.path}, or give another --out")
+    folder.require_new(learns)
     return folder
 
 
@@ -231,7 +228,7 @@ def order_of(
         if is_own(given.get("data")) and is_path(given.get("model", GPT)) and "batch" not in given:
             given |= _own_batch(given)
         settings = Settings.from_mapping(_completed(Settings, given, learning=True))
-        folder = _new_folder(out, _name_of(settings))
+        folder = _new_folder(out, _name_of(settings), learns=True)
     else:
         folder = RunFolder(Path(resume))
         before = read_settings(folder.settings)

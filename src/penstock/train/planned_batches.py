@@ -38,6 +38,10 @@ FIRST_MEASURED, LAST_MEASURED = 2, 7
 """First and last step of a run to whose ops costs by length are fitted. The steps before are for warming up."""
 
 
+BEGINS = b'{"step"'
+"""What each line of a record begins with."""
+
+
 class BatchRecord:
     """The batches of steps as they are recorded.
 
@@ -51,11 +55,21 @@ class BatchRecord:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._steps: dict[int, StepBatch] = {}
+        self._whole: int | None = None
+        self._end = ""
         if path.exists():
-            # What is no text is no batch either, and is told as that.
-            for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-                step, batch = _read_line(line, f"{path}, line {number}")
-                self._steps[step] = batch
+            lines = path.read_bytes().splitlines(keepends=True)
+            for number, line in enumerate(lines, start=1):
+                try:
+                    # What is no text is no batch either, and is told as that.
+                    step, batch = _read_line(line.decode("utf-8", "replace"), f"{path}, line {number}")
+                except SettingsError:
+                    if line.endswith(b"\n") or not line.startswith(BEGINS):
+                        raise
+                    self._whole = sum(map(len, lines[:-1]))  # cut off where the run was killed, or its disk was full
+                else:
+                    self._steps[step] = batch
+                    self._end = "" if line.endswith(b"\n") else "\n"
 
     def find(self, step: int, documents: PackedDocuments) -> StepBatch | None:
         """The batch of a step; None if there is none, or if it has other sequences or other counts."""
@@ -70,8 +84,13 @@ class BatchRecord:
 
     def write(self, step: int, batch: StepBatch, values: dict[str, Any]) -> None:
         self._steps[step] = batch
+        line = json.dumps({"step": step, **batch._asdict(), **values}) + "\n"
         with writing(self.path, f"the batch of step {step}"), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **batch._asdict(), **values}) + "\n")
+            if self._whole is not None:
+                file.truncate(self._whole)
+                self._whole = None
+            file.write(self._end + line)
+            self._end = ""
 
 
 def _read_line(line: str, where: str) -> tuple[int, StepBatch]:

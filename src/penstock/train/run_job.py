@@ -98,6 +98,9 @@ def run_job(order: TrainJob | EmulatedJob, port: int | None, waiting: WaitingSer
     checked = _checked(order)
     order, folder = checked.job, RunFolder(Path(order.folder))
     with folder.made():
+        if not (isinstance(order, TrainJob) and order.resume):
+            # Another run may have begun there since the first look, and ended.
+            folder.require_new(learns=isinstance(order, TrainJob))
         if not order.as_json:
             print(checked.announcement(), file=sys.stderr, flush=True)
         report, code, said = carry_out(checked, port, waiting)
