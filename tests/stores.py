@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from processes import forkserver
+from waiting import wait_until
 
 
 def _serve(port: int) -> None:
@@ -74,13 +75,12 @@ class Server:
             child.start()
             assert child.pid is not None
             self._pid, self._wait = child.pid, child.join
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
+
+        def listens() -> bool:
             with socket.socket() as one:
-                if one.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(0.02)
-        raise AssertionError(f"nobody listens at {self.address}")
+                return one.connect_ex(("127.0.0.1", self.port)) == 0
+
+        wait_until(listens, lambda: f"nobody listens at {self.address}")
 
     def kill(self) -> None:
         if self._pid is not None:

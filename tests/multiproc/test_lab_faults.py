@@ -11,6 +11,7 @@ import pytest
 
 from labs import left_of, needs_lab
 from penstock.bench.faults import DATA, run, training_in_a_lab
+from waiting import PATIENCE
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.xdist_group("lab"), needs_lab]
 
@@ -36,20 +37,20 @@ def test_training_goes_on(record_property: pytest.RecordProperty) -> None:
 
 @pytest.mark.nightly
 def test_where_no_way_is_left_each_rank_says_so_and_ends() -> None:
-    with training_in_a_lab(num_runs=1, num_steps=50, timeout=5.0) as (lab, training, _):
+    with training_in_a_lab(num_runs=1, num_steps=50, timeout=15.0) as (lab, training, _):
         name = lab.name
         training.job.go(0).touch()
         training.hear(0, "step 0")
         for nic in (0, DATA):
             lab.interface_down(1, nic)
         start = time.monotonic()
-        codes = [process.wait(60.0) for process in training.ranks]
+        codes = [process.wait(PATIENCE) for process in training.ranks]
         assert codes == [1, 1], time.monotonic() - start
         with pytest.raises(RuntimeError):
             training.hear(0, "equal")
         said = {host: [line for line in lines if "penstock:" in line] for host, lines in training.errors.items()}
         assert [len(lines) for lines in said.values()] == [1, 1], said
-        assert "rank 0 failed: DeadlineExceeded: nothing came in for 5 s" in said[0][0]
+        assert "rank 0 failed: DeadlineExceeded: nothing came in for 15 s" in said[0][0]
         assert "no connection" in said[0][0]
         assert "the interface went down" in said[1][0]
     assert left_of(name) == []

@@ -21,6 +21,7 @@ from penstock.runtime.adapt.coordinator import RunSetting
 from penstock.runtime.adapt.store import InProcessStore, Rendezvous, Store, StoreLost
 from penstock.runtime.transport.base import TransferRecord
 from penstock.runtime.transport.choose import TransportChoice
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.unit
 
@@ -29,7 +30,7 @@ COSTS = ps.Costs.uniform(NUM_RANKS, f=10, i=10, w=10)
 ZB = ps.build("zb", NUM_RANKS, 8)
 START = Configuration(ZB, "frozen", (), tuple(peaks(ZB, COSTS)))  # type: ignore[arg-type]
 HEALTHY, LATE = ps.Links(), ps.Links({(2, 3): 60.0, (3, 2): 60.0})
-DEADLINE = 60.0
+DEADLINE = PATIENCE
 
 Ready = Callable[[Configuration], Any]
 

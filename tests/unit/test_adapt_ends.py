@@ -23,13 +23,14 @@ from penstock.control import Sensitivity
 from penstock.runtime.adapt.coordinator import CONTROL, ITERATIONS, TIMELINES, ControllerProcess, RunLog
 from penstock.runtime.adapt.store import InProcessStore, StoreLost, open_store
 from stores import Server, running
+from waiting import PATIENCE
 
 pytestmark = [
     pytest.mark.unit,
     pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to /dev/full"),
 ]
 
-DEADLINE = 60.0
+DEADLINE = PATIENCE
 
 
 def ours() -> set[threading.Thread]:

@@ -60,7 +60,7 @@ def under_torchrun(script: Path, count: int) -> str:
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", str(script)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         env={**os.environ, "PYTHONUNBUFFERED": ""},  # or the ranks' lines come in pieces, and mix
     )
     assert done.returncode == 0, done.stderr

@@ -19,10 +19,10 @@ from penstock.lab.forwarder import Forwarder
 from penstock.lab.layout import NetworkWay
 from penstock.lab.links import WayChange, read_change, read_links
 from penstock.lab.packets import PacketQueue
+from waiting import PATIENCE
 
 WAY = NetworkWay(0, 1, 0)
 LAYOUT = Layout("7", 3, 2)
-PATIENCE = 20.0
 
 
 def queue(condition: str) -> PacketQueue:

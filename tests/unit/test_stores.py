@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +14,7 @@ from penstock.runtime.adapt.store import InProcessStore, Store, StoreClient, Sto
 from penstock.train.checks import SettingsError
 from penstock.train.settings import Settings
 from stores import Server, free_port, running
+from waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -37,16 +37,16 @@ def test_what_is_pushed_is_popped_once_and_in_order(store: Store) -> None:
     for value in values:
         other.push("a", value)
     other.push("b", b"elsewhere")
-    assert [store.pop("a", 5.0) for _ in values] == values
+    assert [store.pop("a", PATIENCE) for _ in values] == values
     assert store.pop("a", 0.02) is None
-    assert store.pop("b", 5.0) == b"elsewhere"
+    assert store.pop("b", PATIENCE) == b"elsewhere"
     other.close()
 
 
 def test_a_pop_waits_for_what_comes(store: Store) -> None:
     other = threading.Timer(0.2, lambda: store.another().push("late", b"there"))
     other.start()
-    assert store.pop("late", 20.0) == b"there"
+    assert store.pop("late", PATIENCE) == b"there"
     other.join()
 
 
@@ -58,9 +58,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 def push_for_long(store: Store) -> None:
     """What is written before it comes out that the server died is taken by the system."""
-    for _ in range(40):
-        store.push("a", b"2")
-        time.sleep(0.05)
+    wait_until(lambda: store.push("a", b"2"), lambda: "what is pushed is taken, though the server is dead")
 
 
 def test_a_server_that_died_is_found_again(server: Server) -> None:
@@ -73,7 +71,7 @@ def test_a_server_that_died_is_found_again(server: Server) -> None:
         store.pop("a", 0.1)
     server.start()
     store.push("a", b"3")
-    assert store.pop("a", 5.0) == b"3"
+    assert store.pop("a", PATIENCE) == b"3"
     store.close()
 
 
@@ -84,7 +82,7 @@ def test_a_server_that_stands_still_loses_nothing(server: Server) -> None:
     server.signal(signal.SIGSTOP)
     threading.Timer(1.0, server.signal, [signal.SIGCONT]).start()
     assert line.push("a", b"2")
-    assert [line.pop("a", 5.0), line.pop("a", 5.0)] == [b"1", b"2"]
+    assert [line.pop("a", PATIENCE), line.pop("a", PATIENCE)] == [b"1", b"2"]
     assert line.silent() == 0
     line.close()
 
@@ -92,16 +90,14 @@ def test_a_server_that_stands_still_loses_nothing(server: Server) -> None:
 def test_a_line_knows_how_long_it_has_had_no_answer(server: Server) -> None:
     line = StoreClient(open_store(server.address))
     server.kill()
-    while line.push("a", b"1"):
-        time.sleep(0.05)
+    wait_until(lambda: not line.push("a", b"1"), lambda: "what is pushed is taken, though the server is dead")
     silent = line.silent()
     assert silent > 0
     assert not line.push("a", b"1")
     assert line.silent() > silent
     assert str(server.port) in line.error
     server.start()
-    while not line.push("a", b"1"):
-        pass
+    wait_until(lambda: line.push("a", b"1"), lambda: line.error)
     assert line.silent() == 0
     line.close()
 

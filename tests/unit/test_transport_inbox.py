@@ -12,6 +12,7 @@ from penstock.runtime.errors import PeerLost
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.inbox import Inbox
 from penstock.schedule import Op
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.unit
 
@@ -41,8 +42,8 @@ def test_the_descriptor_is_ready_from_an_event_to_the_next_poll() -> None:
     assert inbox.poll() == [EDGE]
     assert not is_ready(inbox)
     threading.Thread(target=inbox.put, args=(list,)).start()
-    assert select.select([inbox.fileno()], [], [], 20.0)[0]
-    assert inbox.wait(20.0) == []
+    assert select.select([inbox.fileno()], [], [], PATIENCE)[0]
+    assert inbox.wait(PATIENCE) == []
     assert is_ready(inbox), "an event that was waited for leaves it ready: once too often is no harm"
     assert inbox.poll() is None
     inbox.close()

@@ -121,8 +121,9 @@ def test_a_tied_gradient_takes_no_room() -> None:
     assert not one.send(edge(1)._replace(slot=-1), 1, Payload([])), "a token is a message as any other"
 
 
+@pytest.mark.slow
 def test_a_sender_that_stands_still_wakes_when_there_is_room_and_when_something_comes() -> None:
-    one, other = two("0:1=latency:400ms 1:0=latency:0", depth=1)
+    one, other = two("0:1=latency:steps:0ms/2s,1900ms/0ms 1:0=latency:0", depth=1)
     assert one.send(edge(0), 1, Payload([]))
     assert not one.send(edge(1), 1, Payload([]))
     back = Edge(Op("B", 1, 0), Op("B", 0, 0))
@@ -130,8 +131,10 @@ def test_a_sender_that_stands_still_wakes_when_there_is_room_and_when_something_
     assert one.wait([], str) == [back]
     assert one.wait([], str) == []
     assert one.send(edge(1), 1, Payload([]))
-    assert other.wait([], str) == [edge(0)]
-    assert other.wait([], str) == [edge(1)]
+    came: list[Edge] = []
+    while len(came) < 2:
+        came += other.wait([], str)
+    assert came == [edge(0), edge(1)]
 
 
 def test_a_rank_that_fails_ends_one_that_stands_still() -> None:
