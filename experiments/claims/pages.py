@@ -27,18 +27,22 @@ MADE = "<!-- made by: python -m experiments.claims.pages -->"
 
 
 HOW = """\
-Every number of ours on this page is read from the committed results. *Simulated* is what the simulator gives for the
-schedule and the costs. *By the clock* is the same schedule on emulated devices, where an op sleeps for as long as the
-costs say. Such a run shows that dispatch and transport keep the simulated times. It does not show how long a real op
-takes. A number comes from a GPU only where its section says *on one GPU*. [Real
-computation](audit.md#real-computation) has a table of its own, and [the audit](audit.md) says what was done for each
-figure."""
+Every number of ours on this page is read from the committed results.
 
-TRAINED = "*Trained* is a loss of a small model, which was really trained, on a CPU."
+- *Simulated* is what the simulator gives for the schedule and the costs.
+- *By the clock* is the same schedule on emulated devices, where an op sleeps for as long as the costs say. Such a run
+  shows that dispatch and transport keep the simulated times. It does not show how long a real op takes.
+{trained}- A number comes from a GPU only if its section says *on one GPU*.
+
+[One table](audit.md#real-computation) is of real computation. [The audit](audit.md) says what was done for
+each figure."""
+
+TRAINED = "- *Trained* is the loss of a small model that was really trained, on a CPU.\n"
 
 STATES = """\
-An audit once listed {} capabilities, figures and tables of the three papers. Each row says what it found then, how it
-stands now, and what shows it: a test, a file of results, a page. A row that is not simply done has its reason."""
+An audit once listed {} capabilities, figures and tables of the three papers. Each row says what the audit found then,
+what holds now, and what shows it: a test, a file of results, or a page. A row that is not simply done has its
+reason."""
 
 MEANINGS = {
     "emulated": "simulated, and run by the clock on devices that sleep through their ops",
@@ -51,12 +55,13 @@ MEANINGS = {
 """Of the states of rows, those that the page explains where a row has them."""
 
 COMPUTED = """\
-On emulated devices an op takes the time that the costs say, so a run by the clock proves dispatch and transport, not
-the costs. This table is of real computation: a small GPT, one thread per rank, and no more ranks than cores. The
-tuner predicts a step from layers and messages that it has measured apart, and then steps are timed. Off is
-`|predicted / measured - 1|` over the rounds in which the machine was quiet
-([how](../../benchmarks/tune/README.md)). Predicted, measured and off are each a median of
-these rounds by itself, so off need not be what the other two give when they are divided."""
+In this table, ops really compute: a small GPT with one thread per rank, and no more ranks than cores. On emulated
+devices an op takes the time that the costs say. So a run by the clock tests dispatch and transport, not the costs.
+
+The tuner measures layers and messages by themselves, and predicts a step from them. Then steps are timed. *Off* is
+`|predicted / measured - 1|`. Only rounds in which the machine was quiet count
+([how](../../benchmarks/tune/README.md)). Predicted, measured and off are each the median over these rounds. So off
+can differ from the quotient of the other two medians."""
 
 
 def pages() -> dict[str, str]:
@@ -74,11 +79,10 @@ def page(paper: Paper) -> str:
         "",
         paper.filled(paper.intro.strip()),
         "",
-        HOW,
-        *(["", TRAINED] if any(claim.trained for claim in paper.claims) else []),
+        HOW.format(trained=TRAINED if any(claim.trained for claim in paper.claims) else ""),
         "",
-        f"`make papers-quick` simulates {again} of the {len(paper.claims)} rows of this table anew and compares them",
-        "digit by digit, in a quarter of an hour at most.",
+        f"`make papers-quick` simulates {again} of the {len(paper.claims)} rows of this table anew, and compares the",
+        "results digit by digit. It takes a quarter of an hour at most.",
         "",
         *_claims(paper.claims),
     ]
