@@ -7,6 +7,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 import penstock
+from penstock.host_process import require_current_folder
 
 app = typer.Typer(
     name="penstock",
@@ -36,10 +37,16 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+LOADS_TORCH = ("train", "split", "compare", "tune", "profile", "bench")
+
+
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Plans, proves, draws and runs pipeline-parallel training schedules for PyTorch."""
+    if context.invoked_subcommand in LOADS_TORCH:
+        require_current_folder()

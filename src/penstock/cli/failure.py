@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.cost import CostError
 from penstock.extras import what_to_install
+from penstock.host_process import limit_behind
 from penstock.schedule import ScheduleError
 
 INVALID, MISUSE = 1, 2
@@ -67,6 +68,8 @@ def failure_of(error: Exception) -> Failure | None:
         return Failure(getattr(error, "exit_code", MISUSE), str(error), getattr(error, "rule", None))
     if (needed := what_to_install(error)) is not None:
         return Failure(MISUSE, needed, "install")
+    if (limit := limit_behind(error)) is not None:
+        return Failure(INVALID, f"{_first_line(error)}; {limit}", "limit")
     if isinstance(error, OSError) and error.filename is not None:
         return Failure(MISUSE, f"{error.filename}: {error.strerror or error}", "file")
     if isinstance(error, OSError) and error.errno in _FULL:
@@ -74,3 +77,7 @@ def failure_of(error: Exception) -> Failure | None:
     if isinstance(error, OSError) and str(error.strerror).startswith(_NO_TEMPORARY):
         return Failure(INVALID, f"{error.strerror}; set TMPDIR to a folder that can be written to", "file")
     return None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

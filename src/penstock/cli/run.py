@@ -17,6 +17,7 @@ from typer.main import get_command
 from penstock.cli.app import Invocation, app
 from penstock.cli.failure import INVALID, MISUSE, Failure, failure_of
 from penstock.cli.output import print_json
+from penstock.host_process import open_standard_streams
 
 if TYPE_CHECKING:
     from penstock.runtime.launch import RankOrder
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after `penstock`; those of this process where not given.
     """
+    if argv is None:
+        open_standard_streams()
     done = _told(Invocation(list(sys.argv[1:] if argv is None else argv), is_program=argv is None))
     return done if isinstance(done, int) else done.run()
 

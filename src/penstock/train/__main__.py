@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+from penstock.host_process import open_standard_streams
+
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["--order"]:
@@ -34,6 +36,7 @@ def _leave(codes: list[int]) -> None:
 
 
 if __name__ == "__main__":
+    open_standard_streams()
     codes: list[int] = []
     atexit.register(_leave, codes)  # the first that is registered runs last
     codes.append(main(sys.argv[1:]))

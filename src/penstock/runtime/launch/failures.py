@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from penstock.formats.files import replaced
+from penstock.host_process import limit_behind
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 
 LATE = (
@@ -104,7 +105,9 @@ class FailureReport:
             rank=rank,
             kind=_kind(error),
             type=type(error).__name__,
-            message="\n".join([str(error), *getattr(error, "__notes__", [])]).strip(),
+            message="\n".join(
+                filter(None, [str(error), *getattr(error, "__notes__", []), limit_behind(error)])
+            ).strip(),
             lines=_user_lines(error),
             traceback="".join(traceback.format_exception(error)),
             time=time.time(),

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from penstock.host_process import limit_behind
 from penstock.planning.threads import num_cores
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch.child import LaunchEnvironment, held_path, held_text
@@ -273,7 +274,8 @@ def launch(
             family.watch()
             return family.verdict()
     except (RuntimeFailure, OSError) as error:
-        print(f"penstock: {error}", file=sys.stderr, flush=True)
+        limit = limit_behind(error)
+        print(f"penstock: {error}{f'; {limit}' if limit else ''}", file=sys.stderr, flush=True)
         return MISUSE
 
 
