@@ -248,5 +248,9 @@ def test_bad_objectives_are_named(make: Any, message: str) -> None:
 @pytest.mark.parametrize(("name", "cap"), [("zb-v", 8), ("v-half", 6), ("v-min", 4)])
 def test_no_worse_than_the_library_on_the_same_placement(name: str, cap: int) -> None:
     costs = ps.Costs.uniform(8, f=5, i=5, w=5)
-    plan = ps.plan(costs, 4, 12, max_in_flight=cap, placement=v_shape(4), time_limit=0.2)
-    assert plan.makespan <= ps.simulate(ps.build(name, 4, 12), costs).makespan
+    library = ps.simulate(ps.build(name, 4, 12), costs).makespan
+    for seconds in (0.2, 2.0, 60.0):  # the first is enough but on a busy machine
+        plan = ps.plan(costs, 4, 12, max_in_flight=cap, placement=v_shape(4), time_limit=seconds)
+        if plan.makespan <= library:
+            break
+    assert plan.makespan <= library

@@ -119,10 +119,14 @@ def test_caps_that_do_not_divide_a_million_act_as_themselves_and_are_proved(
     instance = Instance((hosts,), 3, time, {(0, 1): 5, (1, 0): 5}, amounts, kept, [round(6e6 * cap)] * 2)
     best = solve(instance)
     assert best.proved
-    plan = ps.plan(
-        ps.Costs(time["F"], time["I"], time["W"], activation=held, freed_by_input=freed), 2, 3,
-        ps.Links({(0, 1): 5.0}), placement=ps.Placement((hosts,)), memory_limit=cap, time_limit=2.0,
-    )  # fmt: skip
+    costs = ps.Costs(time["F"], time["I"], time["W"], activation=held, freed_by_input=freed)
+    for seconds in (2.0, 20.0, 60.0):  # the first is enough but on a busy machine
+        plan = ps.plan(
+            costs, 2, 3, ps.Links({(0, 1): 5.0}), placement=ps.Placement((hosts,)), memory_limit=cap,
+            time_limit=seconds,
+        )  # fmt: skip
+        if plan.gap <= 1e-4:
+            break
     assert plan.value == pytest.approx(best.value)
     assert plan.gap <= 1e-4
 
