@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from penstock.bench import runtime
 from penstock.bench.rank import RankJob, difference
 from penstock.bench.runtime import METRICS, SIDES, BenchError, launch, run
 from penstock.cli import main
@@ -46,6 +50,17 @@ def test_a_failing_rank_ends_the_launch_and_tells_why() -> None:
     job = RankJob("tiny", "1f1b", 1, 8, "frozen", ("nobody's",), 1, 1, "", 120.0)
     with pytest.raises(BenchError, match=r"rank \d ended with code 1(.|\n)*KeyError"):
         launch(job)
+
+
+def test_of_ranks_that_have_failed_the_first_tells_why_and_not_the_lowest(tmp_path: Path) -> None:
+    """Rank 0, which had lost rank 1, was quoted where both had ended before anybody looked."""
+    for at, (rank, said) in enumerate([(1, "KeyError: 'nobody'"), (0, "Connection closed by peer")]):
+        log = tmp_path / f"rank{rank}.log"
+        log.write_text(said)
+        os.utime(log, ns=(at, at))
+    ended: Any = [SimpleNamespace(poll=lambda: 1)] * 2
+    with pytest.raises(BenchError, match="rank 1 ended with code 1\nKeyError: 'nobody'"):
+        runtime._wait(ended, RankJob("tiny", "1f1b", 1, 8, "frozen", (), 1, 1, "", 120.0), tmp_path)
 
 
 def test_a_launch_past_its_deadline_ends() -> None:

@@ -536,6 +536,27 @@ def test_whether_machine_code_is_there_is_known_without_reading_it(
     assert compiling.ready(longest_paths) is COMPILED(longest_paths)
 
 
+@pytest.mark.usefixtures("without_machine_code")
+def test_a_note_on_machine_code_that_another_process_removed_as_it_was_looked_for_ended_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = compiling.cache_folder(sweep)
+    assert folder is not None
+    note = folder / compiling._note(sweep)
+    note.write_text("{}")
+    read = Path.read_text
+
+    def gone(path: Path, *given: Any, **options: Any) -> str:
+        if path == note:
+            note.unlink()
+        return read(path, *given, **options)
+
+    with monkeypatch.context() as here:
+        here.setattr(Path, "read_text", gone)
+        assert not compiling.is_compiled(sweep)
+    assert not note.exists()
+
+
 def test_no_process_is_started_whose_work_would_be_lost(
     without_machine_code: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

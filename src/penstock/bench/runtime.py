@@ -134,8 +134,10 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], job: RankJob, folder: Path) 
     end = time.monotonic() + job.deadline
     while True:
         codes = [process.poll() for process in ranks]
-        failed = next((rank for rank, code in enumerate(codes) if code), None)
-        if failed is not None:
+        if any(codes):
+            # The others, too, end with an error, which they write once they have lost it.
+            at = {rank: (folder / f"rank{rank}.log").stat().st_mtime_ns for rank, code in enumerate(codes) if code}
+            failed = min(at, key=at.__getitem__)
             said = (folder / f"rank{failed}.log").read_text(errors="replace").strip()
             raise BenchError(f"{what}: rank {failed} ended with code {codes[failed]}\n{said[-2000:]}")
         if all(code == 0 for code in codes):

@@ -66,10 +66,13 @@ def is_compiled(module: ModuleType) -> bool:
     if module in _READY:
         return True
     folder = cache_folder(module)
-    note = folder / _note(module) if folder is not None else None
-    if note is None or not note.exists():
+    if folder is None:
         return False
-    if all(_fields_of(name) == fields for name, fields in json.loads(note.read_text()).items()):
+    try:
+        noted: dict[str, list[str]] = json.loads((folder / _note(module)).read_text())
+    except FileNotFoundError:  # also where another process removes it just now, with what it speaks of
+        return False
+    if all(_fields_of(name) == fields for name, fields in noted.items()):
         _READY.add(module)
     return module in _READY
 

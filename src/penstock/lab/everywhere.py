@@ -16,6 +16,8 @@ from penstock.lab.events import LabEvent
 from penstock.lab.process import HostProcess
 from penstock.lab.running import RunningLab
 
+READS = 5.0
+"""Seconds for what ended programs have written; a process that left its session may still hold the pipe."""
 TICK = 0.02
 
 
@@ -75,7 +77,7 @@ def run_everywhere(
         for process in processes:
             process.stop()
         for reader in readers:
-            reader.join(1.0)  # a process that left its session may still hold the pipe
+            reader.join(READS)
     return [ended.get(process.host, HostExit(process.host, None, time.monotonic() - start)) for process in processes]
 
 
