@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from groups import scheduler
 from tiers import examples
+from waiting import PATIENCE
 
 # No test asserts a time, Hypothesis' 200 ms for each example and its own for drawing the first ten among them.
 NO_TIMES: Any = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -50,8 +51,20 @@ def browser() -> Iterator[Any]:
 
     with sync_playwright() as started:
         running = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        running.new_context, running.new_page = map(patient, (running.new_context, running.new_page))
         yield running
         running.close()
+
+
+def patient(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the same, in which whatever is waited for has as long as elsewhere in the tests, and not 30 s."""
+
+    def made(**options: Any) -> Any:
+        one = make(**options)
+        one.set_default_timeout(1e3 * PATIENCE)
+        return one
+
+    return made
 
 
 @pytest.fixture

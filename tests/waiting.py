@@ -8,6 +8,7 @@ a test may take. Only a test of a deadline has a short one, which begins once al
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,20 @@ def write_at_once(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.part")
     beside.write_text(text)
     beside.replace(path)
+
+
+def keep_up(folder: Path, step: int) -> None:
+    """Waits until a run's controller has heard of all but the last three steps, by its records; no longer than usual.
+
+    Its process starts later than a busy machine trains: a run of so many steps would end before anything is decided.
+    """
+    records = folder / "iterations.jsonl"
+
+    def heard() -> bool:
+        return step <= 3 or (records.exists() and records.read_bytes().count(b"\n") >= step - 3)
+
+    with contextlib.suppress(AssertionError):
+        wait_until(heard, lambda: "", seconds=PATIENCE / 2, pause=0.005)
 
 
 def shorten(owner: object, seconds: float) -> None:

@@ -269,7 +269,7 @@ def cell(transport: str, mesh: str, network: int, how: str, count: int, seed: in
             )
         training.job.go(count + 1).touch()
         for one in training.ranks:
-            one.wait(20.0)
+            one.wait(60.0)
     return {
         "transport": transport,
         "mesh": mesh,

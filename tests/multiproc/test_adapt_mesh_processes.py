@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from penstock.cost.mesh import LinkGroup
 from penstock.runtime.mesh import process_mesh as mesh_nodes
 from penstock.runtime.tensors.dtensor import whole
 from processes import run_ranks
-from waiting import PATIENCE
+from waiting import PATIENCE, keep_up
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 moves = pytest.mark.skipif(not mesh_nodes.KEEPS_ORDER, reason="needs ordered-groups: this torch sorts them")
@@ -71,11 +72,12 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x.cos()
 
 
-def trained(pipe: ps.Pipeline, num_steps: int) -> list[Any]:
+def trained(pipe: ps.Pipeline, num_steps: int, before: Callable[[int], None] = lambda step: None) -> list[Any]:
     """Losses, norms, and in the end all parameters and a validation loss. The rate falls by a schedule of torch's."""
     rate = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.95)
     told: list[Any] = []
     for step in range(num_steps):
+        before(step)
         result = pipe.step(*batch(step))
         told += [result.loss, result.grad_norm]
         rate.step()
@@ -95,7 +97,7 @@ def adapted(
     )
     late = ps.TransportOptions(links=Links.parse(links))
     with pipeline(sizes, schedule, parallel=parallel, transport=late, adapt=adapt) as pipe:
-        found = trained(pipe, num_steps)
+        found = trained(pipe, num_steps, partial(keep_up, Path(folder)) if rank == 0 else lambda step: None)
         return {
             "same": [torch.equal(a, b) for a, b in zip(found, expected, strict=True)],
             "nodes": pipe.nodes,

@@ -22,7 +22,7 @@ from penstock.runtime.adapt import agent
 from penstock.runtime.adapt import store as adapt_store
 from penstock.runtime.mesh import probe
 from processes import run_ranks
-from waiting import PATIENCE
+from waiting import PATIENCE, keep_up
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
@@ -82,6 +82,8 @@ def adapting(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
             break
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(12, 8, generator=generator)
+        if rank == 0:
+            keep_up(Path(folder), step)
         numbers.append((agent_here.number, agent_here.digest, pipe.configuration.digest))
         got.append(pipe.step(x, x.cos()).loss)
     notices = pipe.notices
@@ -158,7 +160,7 @@ def test_what_one_rank_cannot_do_is_said_by_all(tmp_path: Path) -> None:
         assert said in outcomes[0].value
 
 
-def emulated(rank: int, transport: str) -> tuple[list[Any], list[str]]:
+def emulated(rank: int, transport: str, folder: Path) -> tuple[list[Any], list[str]]:
     """A link turns late while ranks are emulated; all see the same steps and switches.
 
     The late link makes a step three times as long (276 units for 96, by simulation) and a plan answers most of that
@@ -172,10 +174,12 @@ def emulated(rank: int, transport: str) -> tuple[list[Any], list[str]]:
         costs,
         links=links,
         transport=transport,
-        adapt=ps.AdaptOptions(memory_limit=6.0),
+        adapt=ps.AdaptOptions(memory_limit=6.0, folder=folder if rank == 0 else None),
         timeout=PATIENCE,
     ) as pipe:
-        for _ in range(MOST_STEPS):
+        for number in range(MOST_STEPS):
+            if rank == 0:
+                keep_up(folder, number)
             step = pipe.step()
             found.append((step.number, step.configuration.digest, step.timeline.ops))
             if step.number and len(found) > 30:
@@ -186,8 +190,8 @@ def emulated(rank: int, transport: str) -> tuple[list[Any], list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["direct", pytest.param("delegate", marks=pytest.mark.nightly)])
-def test_emulated_processes_switch_together(transport: str) -> None:
-    outcomes = run_ranks(NUM_RANKS, emulated, transport)
+def test_emulated_processes_switch_together(transport: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(NUM_RANKS, emulated, transport, tmp_path)
     assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text
     steps, notices = outcomes[0].value
     for outcome in outcomes[1:]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from penstock.control import Configuration, replay
 from penstock.control.configuration import peaks
 from penstock.runtime import EmulatedPipeline, RuntimeFailure
 from stores import running
-from waiting import PATIENCE
+from waiting import PATIENCE, keep_up
 
 pytestmark = pytest.mark.unit
 
@@ -36,13 +37,12 @@ def unexpected(notices: Sequence[str]) -> list[str]:
     return [notice for notice in notices if not notice.startswith("after iteration")]
 
 
-def step_until_switched(pipe: EmulatedPipeline, most: int = MOST_STEPS) -> list[int]:
-    numbers = []
-    for _ in range(most):
-        numbers.append(pipe.step().number)
-        if numbers[-1]:
-            return numbers
-    raise AssertionError(f"nothing was switched within {most} steps: {pipe.decisions} {pipe.notices}")
+def step_until_switched(pipe: EmulatedPipeline, before: Callable[[int], None] = lambda step: None) -> None:
+    for step in range(MOST_STEPS):
+        before(step)
+        if pipe.step().number:
+            return
+    raise AssertionError(f"nothing was switched within {MOST_STEPS} steps: {pipe.decisions} {pipe.notices}")
 
 
 @pytest.mark.slow
@@ -57,6 +57,7 @@ def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str)
         steps = [pipe.step()]
         while not steps[-1].number:
             assert len(steps) < MOST_STEPS, (pipe.decisions, pipe.notices)
+            keep_up(tmp_path, len(steps))
             steps.append(pipe.step())
         steps += [pipe.step() for _ in range(4)]
     decisions = {
@@ -84,12 +85,12 @@ def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str)
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("name", ["chimera", pytest.param("mllm", marks=pytest.mark.nightly)])
-def test_what_is_not_planned_anew_is_dispatched_otherwise(name: str) -> None:
+def test_what_is_not_planned_anew_is_dispatched_otherwise(name: str, tmp_path: Path) -> None:
     schedule = ps.build(name, NUM_RANKS, 8)
     late = ps.Links.parse("1:2=latency:steps:0ms/0ms,300ms/60ms,10min/0ms")
-    costs = ps.Costs.uniform(schedule.num_stages, f=3, i=3, w=3)
-    with ps.runtime.EmulatedPipeline(schedule, costs, links=late, adapt=ps.AdaptOptions(), timeout=PATIENCE) as pipe:
-        step_until_switched(pipe)
+    costs, adapt = ps.Costs.uniform(schedule.num_stages, f=3, i=3, w=3), ps.AdaptOptions(folder=tmp_path)
+    with ps.runtime.EmulatedPipeline(schedule, costs, links=late, adapt=adapt, timeout=PATIENCE) as pipe:
+        step_until_switched(pipe, partial(keep_up, tmp_path))
         assert pipe.configuration.schedule == schedule
         assert pipe.configuration.dispatch == "dynamic"
 

@@ -33,7 +33,6 @@ class Playground:
         self.context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme=scheme, accept_downloads=True
         )
-        self.context.set_default_timeout(MOMENT * 1000)
         self.page = self.context.new_page()
         self.errors: list[str] = []
         self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)

@@ -263,7 +263,7 @@ def test_search_works_from_files_alone(built: Path, browser: Any) -> None:
     page.goto((built / "index.html").as_uri())
     page.locator("input.md-search__input").click()
     page.keyboard.type("simulate_mesh")
-    page.locator("a.md-search-result__link", has_text="ps.simulation.simulate_mesh").wait_for(timeout=90_000)
+    page.locator("a.md-search-result__link", has_text="ps.simulation.simulate_mesh").wait_for()
     page.close()
 
 
@@ -274,6 +274,6 @@ def test_a_schedule_of_the_gallery_opens_in_the_playground(built: Path, browser:
     page.goto((built / "gallery.html").as_uri())
     address = page.locator("a[href*='s=zb&']").first.get_attribute("href")
     page.goto((built / "gallery.html").as_uri().replace("gallery.html", str(address)))
-    page.locator("#proof", has_text="Proved").wait_for(timeout=90_000)
+    page.locator("#proof", has_text="Proved").wait_for()
     assert page.input_value("#grid") == str(ps.build("zb", 4, 8, warmup=[7, 5, 3, 1]))
     page.close()
