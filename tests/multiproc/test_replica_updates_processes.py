@@ -215,3 +215,46 @@ def test_what_changes_parameters_in_the_middle_of_a_step_made_replicas_other_mod
         for hooked, averaged in zip(outcome.value[::2], outcome.value[1::2], strict=True):
             assert hooked.startswith("parameter 2.weight was changed in the middle of a step, in which each of the 2")
             assert averaged.startswith("parameter 1.average.weight was changed in the middle of a step")
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
+    "nothing": lambda module: None,
+    "other parameters": lambda module: module.load_state_dict(model().state_dict(), assign=True),
+    "another parameter": lambda module: setattr(module[2], "bias", nn.Parameter(torch.ones(8))),
+    "another type": lambda module: module.double(),
+}
+
+
+def changed_between_steps(rank: int) -> dict[str, str]:
+    found = {}
+    for name, change in CHANGES.items():
+        for sharding in ("none", "fsdp"):
+            module = model()
+            pipe = pipeline(module, sharding, SGD)
+            pipe.step(*batch(0))
+            change(module)
+            x, y = (part.double() if name == "another type" else part for part in batch(1))
+            found[f"{name}, {sharding}"] = said(partial(pipe.step, x, y))
+            pipe.close()
+    pipe = pipeline(model(), "fsdp")
+    with torch.inference_mode():
+        found["inference"] = said(partial(pipe.step, *batch(0)))
+    layers = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
+    found["sums in a forward"] = said(lambda: pipeline(layers, "none"))
+    return found
+
+
+def test_parameters_that_were_replaced_under_fsdp_were_put_back_without_a_word() -> None:
+    """The values that a caller had loaded were gone. A model of another type ended in an error of torch's."""
+    for outcome in run_ranks(2, changed_between_steps):
+        assert outcome.code == 0, outcome.text
+        found = outcome.value
+        quiet = {"nothing, none", "nothing, fsdp", "another type, none"}
+        assert {case for case, text in found.items() if text == "nothing"} == quiet, found
+        for sharding in ("none", "fsdp"):
+            replaced = found[f"other parameters, {sharding}"]
+            assert replaced.startswith("parameter 0.weight of stage 0 is another one than when ps.Pipeline was made")
+            assert found[f"another parameter, {sharding}"].startswith("parameter 2.bias of stage 0 is another one")
+        assert "0.weight is of torch.float64 and was of torch.float32" in found["another type, fsdp"]
+        assert found["inference"].startswith("step() was called under torch.inference_mode()")
+        assert found["sums in a forward"].startswith("1 of stage 0 is a SyncBatchNorm, whose forward waits")

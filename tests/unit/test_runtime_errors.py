@@ -244,3 +244,17 @@ def test_a_step_within_a_step_named_an_attribute_of_ours() -> None:
             with pytest.raises(RuntimeFailure, match="in the middle of another call, which a stage, loss_fn"):
                 pipe.step(x, target)
         assert len(pipe.predict(x)) == 4
+
+
+def test_a_model_made_in_inference_mode_ended_in_an_error_about_a_version_counter() -> None:
+    with torch.inference_mode():
+        frozen = nn.Linear(4, 4)
+    model = nn.Sequential(frozen.requires_grad_(False), nn.Linear(4, 4))
+    x = torch.ones(8, 4)
+    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss())
+    assert pipe.evaluate(x, x).loss.isfinite()
+    with pytest.raises(RuntimeFailure, match=r"^0\.weight was made under torch\.inference_mode\(\), of which"):
+        pipe.step(x, x)
+    trained = ps.Pipeline(nn.Sequential(nn.Linear(4, 4)), ps.build("1f1b", 1, 4), loss_fn=nn.MSELoss())
+    with torch.inference_mode(), pytest.raises(RuntimeFailure, match=r"under torch\.inference_mode"):
+        trained.step(x, x)

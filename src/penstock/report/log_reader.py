@@ -124,7 +124,10 @@ def read_log(lines: Iterable[str]) -> LogContents:
             else:
                 _news(contents, event, last)
     if contents is None:
-        raise ControlError("an empty log: its first line must name the job")
+        raise ControlError(
+            "an empty log: its first line must name the job, and a run writes it when its controller has started, "
+            "some steps after it began; train for more steps"
+        )
     return contents
 
 

@@ -210,6 +210,24 @@ def require_dense(
     raise RuntimeFailure(f"{sparse[0]} has sparse gradients, and what {why} are dense ones; give it sparse=False")
 
 
+def require_no_sums(stages: Mapping[int, nn.Module], mesh: ProcessMesh) -> None:
+    """Raises RuntimeFailure, the same on every rank, where a layer's forward sums over processes by itself."""
+    mine = [
+        f"{path} of stage {index}"
+        for index, stage in stages.items()
+        for path, module in stage.named_modules()
+        if isinstance(module, nn.SyncBatchNorm)
+    ]
+    if not isinstance(mesh.everyone, GroupPeers):
+        return
+    if found := [each for part in mesh.everyone.gather(mine) for each in part]:
+        raise RuntimeFailure(
+            f"{found[0]} is a SyncBatchNorm, whose forward waits for all processes of torch.distributed, and those "
+            "of a pipeline run other stages and microbatches then; take BatchNorm, which normalizes each microbatch, "
+            "or GroupNorm"
+        )
+
+
 def allowed_adaptation(schedule: Schedule, adapt: AdaptOptions | None) -> AdaptOptions | None:
     """What adapting may do to a schedule. Every one is measured, its dispatch may be changed and its links delegated;
     its order is changed where that can be planned.

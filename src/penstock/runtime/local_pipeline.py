@@ -27,6 +27,7 @@ from penstock.runtime.compatibility import (
     check_once,
     require_compatible,
     require_dense,
+    require_no_sums,
     require_runnable,
     why_nodes_stay,
 )
@@ -174,7 +175,7 @@ class LocalPipeline:
             self._sources, schedule.placement, place, parallel.device, parallel.tied, parallel.parallelize
         )
         self._made.callback(_leave, held)
-        if schedule.updates is None and held.sharded is None:  # else stages get others to compute with
+        if schedule.updates is None:  # else stages get others to compute with
             self._own_parameters = {id(parameter): parameter for parameter in held.parameters}
         self.notices.note(place.slower_sums(held.device))
         if given.precision.autocast is torch.float16:
@@ -185,6 +186,7 @@ class LocalPipeline:
         self._combination = replace(self._combination, schedule=schedule, tied=tied, device=held.device.type)
         require_compatible(self._combination)
         clip_norm = given.precision.clip_norm
+        require_no_sums(held.copies.stages, place)
         require_dense(schedule, held.copies.stages, held.ties, place, clip_norm)
         late = self._late_links()
         self.optimizer_state = OptimizerState(

@@ -393,6 +393,10 @@ class Pipeline:
         self._local.require_own_parameters()
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure(NO_LOSS.format("train"))
+        if torch.is_inference_mode_enabled():
+            raise RuntimeFailure(
+                "step() was called under torch.inference_mode(), where nothing trains; leave it first"
+            )
         if self._moving_to is not None:
             with self._local.sharing("a move of nodes"):
                 self._move(self._moving_to)

@@ -85,6 +85,7 @@ class LocalModel:
         require_tied_alike(self.ties, placement, peers)
         self._given = [(weakref.ref(p), i, n) for i, stage in stages.items() for n, p in stage.named_parameters()]
         self._modules = SharedModules(sources, stages)
+        self._untrainable = [n for stage in stages.values() for n, p in stage.named_parameters() if p.is_inference()]
         self._elsewhere = _others(sources, stages)
         self._without_gradient: list[tuple[weakref.ref[Parameter], int, str]] = []
         as_one = names_of_one(stages)
@@ -152,6 +153,11 @@ class LocalModel:
 
     def require_trainable(self) -> None:
         """Raises RuntimeFailure where stages share what a step would change out of order, or a hook sees nothing."""
+        if self._untrainable:
+            raise RuntimeFailure(
+                f"{self._untrainable[0]} was made under torch.inference_mode(), of which autograd keeps nothing for "
+                "a backward; make the model outside of it, and freeze parts by requires_grad_(False)"
+            )
         self._modules.require_unchanging()
         if self.sharded is not None:
             self.sharded.require_unhooked()
