@@ -627,8 +627,9 @@ _NO_ENTRY = GraphInputs([])
 _WANTED = [True]
 """`needs_grad` of a single tensor that needs its gradient; nobody changes it."""
 _CHANGED = (
-    "where a plain loop does not fail so, a forward of stage {stage} changes a buffer in place, and here forwards of "
-    "later microbatches run before the backward of microbatch {m}; assign a new tensor instead (self.n = self.n + 1)"
+    "where a plain loop does not fail so, a forward of stage {stage} changes a buffer in place, or a hook changes a "
+    "parameter, and here forwards of later microbatches run before the backward of microbatch {m}; assign a new "
+    "tensor to the buffer (self.n = self.n + 1), and leave parameters to the optimizer"
 )
 _OF_BATCH = (
     "its memory is that of targets, or of another stage's inputs, too, which a plain loop would change with it, and "
