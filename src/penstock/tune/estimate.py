@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from penstock.cost.costs import MERGE_WORK
 from penstock.models import GPTConfig
 from penstock.tune.errors import TuneError
 from penstock.tune.profile import BYTES, MessageCosts, Profile
@@ -62,7 +63,13 @@ def estimate(
     hidden = float(tokens * width * FLOAT)
     kept_of_head = tokens * (2 * width * FLOAT + vocab * FLOAT + 2 * FLOAT + INDEX) + 12
     activation = [tokens * INDEX + context * INDEX, *[hidden if recompute else kept_of_block] * depth, kept_of_head]
-    held = [hidden + tokens * INDEX, *[tokens * 16 * width * number] * depth, tokens * (width + vocab) * number]
+
+    def held_by(*linears: tuple[int, int]) -> float:
+        """For W, by linears given by their inputs and outputs: of those whose weight gradients are worth a delay."""
+        return float(tokens * number * sum(a + b for a, b in linears if tokens * a * b >= MERGE_WORK))
+
+    block = held_by((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
+    held = [hidden + tokens * INDEX, *[block] * depth, held_by((width, vocab))]
 
     biases = config.bias
     block_weights = 12 * width**2 + 2 * width + ((9 + 2) * width if biases else 0)

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
+from penstock.cost.costs import MERGE_WORK
 from penstock.runtime.stage.split_backward.compiled import COMPILED_MERGE_WORK, call_in_graph, tap_for
 from penstock.runtime.stage.split_backward.rules import Conv1DRule, ConvRule, EmbeddingRule, LinearRule, SplitRule
 from penstock.runtime.stage.split_backward.stage import (
@@ -219,11 +220,6 @@ def _differentiable(ctx: Any, g: Tensor, x: Tensor, weight: Tensor) -> list[Tens
     found = iter(torch.autograd.grad(y, wanted, g, create_graph=True, allow_unused=True))
     return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
 
-
-# A weight gradient of fewer multiply-adds is computed in I: waiting for W would cost about what it moves. In a chain
-# of norms and linears on one core of an Intel Xeon, a deferred linear takes 80 us more in F, I and W together, with
-# what W has to read again; its W takes 80 us for 2**21 multiply-adds of float32 and 140 us for 2**22.
-MERGE_WORK = 1 << 22
 
 _ABSENT = object()
 
