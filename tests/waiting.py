@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.formats.files import replaced
+
 PATIENCE = 100.0
 """Seconds."""
 
@@ -30,9 +32,8 @@ def wait_until(
 
 def write_at_once(path: Path, text: str) -> None:
     """Writes a file that another process waits for: it appears with its text, and is never seen empty."""
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text(text)
-    beside.replace(path)
+    with replaced(path) as beside:
+        beside.write_text(text)
 
 
 def keep_up(folder: Path, step: int) -> None:

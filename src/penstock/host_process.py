@@ -54,7 +54,7 @@ def limit_behind(error: BaseException) -> str | None:
 
     Libraries say it in words of their own, and an exception of theirs may hide it in its cause.
     """
-    for each in _chain(error):
+    for each in chain(error):
         text = str(each).lower()
         if _FILES in text or (isinstance(each, OSError) and each.errno in (errno.EMFILE, errno.ENFILE)):
             return (
@@ -69,7 +69,8 @@ def limit_behind(error: BaseException) -> str | None:
     return None
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those it came from, each once."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -38,6 +38,7 @@ def _version(wanted: bool) -> None:
 
 
 LOADS_TORCH = ("train", "split", "compare", "tune", "profile", "bench")
+"""Verbs that can't run where the current folder was removed."""
 
 
 @app.callback()

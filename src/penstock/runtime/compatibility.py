@@ -212,14 +212,14 @@ def require_dense(
 
 def require_no_sums(stages: Mapping[int, nn.Module], mesh: ProcessMesh) -> None:
     """Raises RuntimeFailure, the same on every rank, where a layer's forward sums over processes by itself."""
+    if not isinstance(mesh.everyone, GroupPeers):
+        return
     mine = [
         f"{path} of stage {index}"
         for index, stage in stages.items()
         for path, module in stage.named_modules()
         if isinstance(module, nn.SyncBatchNorm)
     ]
-    if not isinstance(mesh.everyone, GroupPeers):
-        return
     if found := [each for part in mesh.everyone.gather(mine) for each in part]:
         raise RuntimeFailure(
             f"{found[0]} is a SyncBatchNorm, whose forward waits for all processes of torch.distributed, and those "

@@ -15,7 +15,7 @@ import signal
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, StrEnum
 from pathlib import Path
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from penstock.formats.files import replaced
-from penstock.host_process import limit_behind
+from penstock.host_process import chain, limit_behind
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 
 LATE = (
@@ -142,15 +142,6 @@ class FailureReport:
     def parse(cls, text: str) -> FailureReport:
         value = json.loads(text)
         return cls(**value | {"kind": FailureKind(value["kind"])})
-
-
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those it came from, each once."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _kind(error: BaseException) -> FailureKind:

@@ -135,7 +135,6 @@ def find_uses(outputs: Iterable[Tensor]) -> ParameterUses:
             uses.others.add(id(y))
         else:
             pending.append(y.grad_fn)
-    others = uses.others
     seen: set[Any] = set()
     while pending:
         node = pending.pop()
@@ -149,11 +148,9 @@ def find_uses(outputs: Iterable[Tensor]) -> ParameterUses:
             uses.deferred(prepared, edges[1:])
             edges = edges[:1]
         for following, _ in edges:
-            if following is None:
-                continue
             if type(following) is ACCUMULATE:
-                others.add(id(following.variable))
-            else:
+                uses.others.add(id(following.variable))
+            elif following is not None:
                 pending.append(following)
     return uses
 
