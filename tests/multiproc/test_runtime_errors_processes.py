@@ -61,6 +61,48 @@ def test_a_rank_whose_model_has_another_type_was_told_by_torch_alone(changed: in
         assert "before is torch.float64, and the parameters of stage 1 are torch.float32; give inputs" in second.value
 
 
+class FailsOnLast(torch.optim.SGD):
+    """Its second step fails on the last rank, as one that finds no memory for its state does."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        if self.calls == 2 and torch.distributed.get_rank() == 1:
+            raise ValueError("no memory for this")
+        super().step(closure)
+
+
+def goes_on_after_a_failed_update(rank: int, apart: bool) -> list[str]:
+    """What each of three steps says."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    schedule = ps.build("1f1b", 2, 4)
+    pipe = ps.Pipeline(layers, schedule, loss_fn=nn.MSELoss(), optimizer=FailsOnLast, timeout=5)
+    x, said = torch.randn(8, 4), []
+    for _ in range(3):
+        try:
+            pipe.step(x, x, update=not apart)
+            if apart:
+                pipe.update()
+            said.append("stepped")
+        except (ValueError, RuntimeFailure) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_update_that_failed_on_one_rank_was_made_on_the_others_and_training_went_on(apart: bool) -> None:
+    first, second = run_ranks(2, goes_on_after_a_failed_update, apart)
+    assert (first.code, second.code) == (0, 0), first.text[-2000:] + second.text[-2000:]
+    assert first.value[:2] == ["stepped", "stepped"]
+    assert "rank 0" in first.value[2]  # which waited for the other one
+    stepped, failed, then = second.value
+    assert (stepped, failed) == ("stepped", "no memory for this")
+    doing = "an update" if apart else "the update of step 2"
+    assert f"{doing} ended on rank 1 with ValueError: no memory for this. What" in then
+
+
 class Raises(nn.Module):
     """Works until its third call."""
 

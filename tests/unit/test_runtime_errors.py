@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -162,6 +163,39 @@ def test_a_step_after_one_that_failed(name: str, backward: bool) -> None:
     got = {n: p.grad for n, p in pipe.named_parameters()}
     want = gradients(plain)
     assert not differences({n: want[n] for n in got}, got)
+
+
+class FailsOnce(torch.optim.SGD):
+    """Its first step fails: before it has stepped, or once it has."""
+
+    def __init__(self, parameters: Any, error: type[BaseException], after: bool) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.error, self.after, self.calls = error, after, 0
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        if self.calls > 1 or self.after:
+            super().step(closure)
+        if self.calls == 1:
+            raise self.error("no")
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("after", [False, True])
+def test_gradients_of_a_step_whose_update_failed_were_added_to_those_of_the_next(
+    error: type[BaseException], after: bool
+) -> None:
+    model = [nn.Sequential(lin(), nn.Tanh()), lin()]
+    pipe = pipeline(model, optimizer=partial(FailsOnce, error=error, after=after))
+    (x, y), *_ = batches(4, 8)
+    with pytest.raises(error, match="no"):
+        pipe.step(x, y)
+    assert all(p.grad is None for p in pipe.parameters())
+    plain = copy.deepcopy(model)
+    plain_step(plain, x, y, 4, MSE, step=2)
+    want = gradients(plain)
+    pipe.step(x, y, update=False)
+    assert not differences(want, gradients(model))
 
 
 def test_a_failed_step_leaves_the_tied_parameters_to_their_owner() -> None:

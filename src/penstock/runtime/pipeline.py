@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -416,7 +417,11 @@ class Pipeline:
             raise
         finally:
             local.optimizer_state.end()
-        result = self._update_after(result, norm, update)
+        try:
+            result = self._update_after(result, norm, update)
+        except BaseException as error:
+            local.optimizer_state.fail(error)
+            raise
         if self._agent is not None:
             with local.sharing("a probe of the links between nodes"):
                 self._agent.look_at_nodes()
@@ -470,12 +475,18 @@ class Pipeline:
         if state.updating is not None:
             state.count_updates(update)
         elif update:
-            with self._local.mesh.waiting():
+            with self._updating(f"the update of step {self._num_steps}"):
                 return replace(result, grad_norm=state.update(norm))
         elif norm is not None:
             with self._local.mesh.waiting():
                 norm()
         return result
+
+    @contextmanager
+    def _updating(self, doing: str) -> Iterator[None]:
+        """Around an update: where it fails in one process, others have made theirs."""
+        with self._local.sharing(doing), self._local.mesh.waiting():
+            yield
 
     @refuse_old({}, RuntimeFailure)
     @one_at_a_time
@@ -486,7 +497,8 @@ class Pipeline:
             RuntimeFailure: updates are ops of the schedule, and have run already.
         """
         self._life.require_open()
-        with self._local.mesh.waiting():
+        self._local.optimizer_state.require_updates_apart()
+        with self._updating("an update"):
             return self._local.optimizer_state.update()
 
     @refuse_old({}, RuntimeFailure)

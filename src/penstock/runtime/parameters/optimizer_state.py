@@ -147,8 +147,7 @@ class OptimizerState:
         Raises:
             RuntimeFailure: updates are ops of the schedule, and have run.
         """
-        if self.updating is not None:
-            raise RuntimeFailure(f"{self._name} has updates as ops of its order; step() runs them all")
+        self.require_updates_apart()
         norm = None if self.clip_norm is None else self.clip(self.clip_norm, begun)
         if self.optimizer is not None:
             self.replicas.see_values()
@@ -160,6 +159,11 @@ class OptimizerState:
         self.num_updates += 1
         self.zero_grad()
         return norm
+
+    def require_updates_apart(self) -> None:
+        """Raises RuntimeFailure where updates are ops of the schedule."""
+        if self.updating is not None:
+            raise RuntimeFailure(f"{self._name} has updates as ops of its order; step() runs them all")
 
     def clip(self, max_norm: float, begun: Callable[[], Tensor] | None = None) -> Tensor:
         """Scales gradients so that the norm of all is at most `max_norm`; returns what it was.
