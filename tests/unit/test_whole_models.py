@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -272,6 +273,98 @@ def test_what_a_forward_reads_was_changed_after_the_cut_and_stayed_as_it_was(whi
         (MSE(plain(x_m), y_m) / 4).backward()
     pipe.step(x, y, update=False)
     assert not differences(gradients([plain]), gradients([model]))
+
+
+class Shifting(nn.Module):
+    """Its forward and that of its block use buffers and parameters of their own."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.last = lin(), lin()
+            self.register_buffer("mask", torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.layer(x) * self.mask)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = lin(), self.Block()
+        self.register_buffer("shift", torch.full((8,), 0.3))
+        self.scale = nn.Parameter(torch.full((8,), 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.first(x) + self.shift) * self.scale
+
+
+def give_buffers(model: Shifting) -> None:
+    model.shift = torch.full((8,), 0.7)
+    model.block.mask = torch.arange(8.0)
+
+
+def load_buffers(model: Shifting) -> None:
+    model.load_state_dict({"shift": torch.full((8,), 0.7)}, strict=False, assign=True)
+
+
+@pytest.mark.parametrize("change", [give_buffers, load_buffers, Shifting.double, Shifting.bfloat16])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "chimera"])
+def test_buffers_that_a_traced_model_was_given_after_the_cut_were_left_out_in_silence(
+    change: Callable[[Shifting], object], name: str
+) -> None:
+    torch.manual_seed(5)
+    model = Shifting()
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    schedule = ps.build(name, 2, 4)
+    pipe = ps.Pipeline(model, schedule, loss_fn=MSE)
+    pipe.step(x, y, update=False)
+    pipe.zero_grad()
+    change(model)
+    x, y = x.to(model.scale.dtype), y.to(model.scale.dtype)
+    plain = copy.deepcopy(model)
+    totals: dict[str, Tensor] = {}
+    for pipeline in sorted({*schedule.microbatch_pipeline}):
+        for m in (m for m in range(4) if schedule.microbatch_pipeline[m] == pipeline):
+            (MSE(plain(x.chunk(4)[m]), y.chunk(4)[m]) / 4).backward()
+        for at, p in plain.named_parameters():
+            totals[at] = p.grad if at not in totals else totals[at] + p.grad
+            p.grad = None
+    pipe.step(x, y, update=False)
+    got = {at: p.grad for at, p in model.named_parameters()}
+    assert not differences(totals, got)
+
+
+def test_buffers_given_after_the_cut_are_saved_and_loaded(tmp_path: Path) -> None:
+    model = Shifting()
+    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=MSE)
+    give_buffers(model)
+    pipe.save(tmp_path)
+    model.shift = torch.zeros(8)
+    pipe.load(tmp_path)
+    assert torch.equal(model.shift, torch.full((8,), 0.7))
+    x = torch.randn(8, 8)
+    with torch.no_grad():
+        want = [model(each) for each in x.chunk(4)]
+    assert all(map(torch.equal, pipe.predict(x), want))
+
+
+@pytest.mark.parametrize("which", ["a parameter", "a block", "a buffer"])
+def test_what_a_traced_model_lost_or_got_another_one_of_was_left_out_in_silence(which: str) -> None:
+    model = Shifting()
+    x = torch.randn(8, 8)
+    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=MSE, optimizer=torch.optim.SGD)
+    pipe.step(x, x)
+    if which == "a parameter":
+        model.scale = nn.Parameter(torch.ones(8))
+        said = "scale of the model is another one than when"
+    elif which == "a block":
+        model.block = Shifting.Block()
+        said = "layer block of the model has been replaced by another Block"
+    else:
+        model.shift = None
+        said = "shift of the model is no longer there"
+    for run in (pipe.step, pipe.evaluate):
+        with pytest.raises(RuntimeFailure, match=f"{said}.*make a new pipeline"):
+            run(x, x)
 
 
 class Distributed(DistributedDataParallel):

@@ -52,6 +52,7 @@ from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cu
 from penstock.runtime.stage.ops import StepSettings
 from penstock.runtime.stage.partitioning import Split
 from penstock.runtime.stage.partitioning.cutting import stages_of
+from penstock.runtime.stage.partitioning.traced_stage import TracedStage
 from penstock.runtime.stage.registered_ops import calls_of, functions_for, functions_of, offloads
 from penstock.runtime.stage.split_backward import unprepare
 from penstock.runtime.stage.stage import StageSource
@@ -366,6 +367,17 @@ class LocalPipeline:
                     f"layer {path} of the model has been replaced by another {type(now).__name__} since ps.Pipeline "
                     "was made, whose stages have the one before; make a new pipeline, or change the layer itself"
                 )
+        self.follow_model()
+
+    def follow_model(self) -> None:
+        """Stages of a model whose forward is traced hold the buffers that the user has given it since.
+
+        Raises:
+            RuntimeFailure: it got another parameter.
+        """
+        for stage in self.model.every_stage():
+            if isinstance(stage, TracedStage):
+                stage.follow_model()
 
     def require_own_parameters(self) -> None:
         """Raises RuntimeFailure where a parameter of a stage is another one now: optimizers have the one before."""
@@ -463,7 +475,9 @@ def _taken(sources: Sequence[Any]) -> set[int]:
 
 
 def _layers_of(model: Any, sources: Sequence[Any]) -> list[tuple[str, dict[str, Any], str, nn.Module]]:
-    """The path of each layer that stages took from a model, the dict that holds it there, its name in it, and it."""
+    """The path of each layer that stages took from a model, and of each module around such layers, the dict that
+    holds it there, its name in it, and it.
+    """
     if not isinstance(model, nn.Module):
         return []
     taken = _taken(sources)
@@ -472,7 +486,7 @@ def _layers_of(model: Any, sources: Sequence[Any]) -> list[tuple[str, dict[str, 
         for path, holder in model.named_modules()
         if id(holder) not in taken
         for name, layer in holder._modules.items()
-        if layer is not None and id(layer) in taken
+        if layer is not None and any(id(one) in taken for one in layer.modules())
     ]
 
 

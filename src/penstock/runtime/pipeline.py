@@ -630,6 +630,7 @@ class Pipeline:
         """
         self._life.require_open()
         self._local.optimizer_state.require_whole()
+        self._local.follow_model()
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
         state, place = TrainingState(self._local.optimizer_state), self._local.mesh
         with place.waiting():
@@ -654,6 +655,7 @@ class Pipeline:
         the checkpoint is damaged or belongs to another model; nothing has changed then.
         """
         self._life.require_open()
+        self._local.follow_model()
         state, place = TrainingState(self._local.optimizer_state), self._local.mesh
         loaded = saving.load(directory, state, place, stateful, fallback)
         self._num_steps, self._seed = loaded.counters["num_steps"], loaded.counters["seed"]
@@ -672,6 +674,8 @@ class Pipeline:
         self._life.require_open()
         if not isinstance(then, Pipeline):
             raise RuntimeFailure(f"training is handed over to another ps.Pipeline, got {type(then).__name__}")
+        self._local.follow_model()
+        then._local.follow_model()
         fetched = hand_over(self._local.optimizer_state, then._local.optimizer_state, self._local.mesh.everyone)
         then._num_steps, then._seed = self._num_steps, self._seed
         then._local.optimizer_state.num_updates = self.num_updates

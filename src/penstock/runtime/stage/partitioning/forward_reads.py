@@ -89,6 +89,7 @@ class ForwardReads:
         self._arrays: list[tuple[Any, bytes, _Root]] = []
         self._values: list[tuple[Tensor, int]] = []
         self._facts: list[tuple[Tensor, tuple[Any, ...]]] = []
+        self._buffers = [(module._buffers, [*module._buffers.values()]) for module in opened]
         self.iterator: _Root | None = None  # something of which the forward takes the next each time
         for module in self._opened:
             own = vars(module)
@@ -195,6 +196,9 @@ class ForwardReads:
                 return False
         for array, numbers, _ in self._arrays:
             if array.tobytes() != numbers:
+                return False
+        for held, buffers in self._buffers:
+            if len(held) != len(buffers) or not all(map(is_, held.values(), buffers)):
                 return False
         return self.of_layers_changed() is None
 

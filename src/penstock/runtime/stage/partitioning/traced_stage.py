@@ -46,6 +46,7 @@ class TracedStage(Stage):
         self._tracing, self._number = tracing, index
         self._calls = dict(layers)
         self._places: dict[str, tuple[nn.Module, str]] = {}
+        self._found = _AsFound()
         for path, tensor in tensors.items():
             self._hold(path, alias.get(path, path), tensor)
 
@@ -53,6 +54,28 @@ class TracedStage(Stage):
     def tensors_at(self) -> dict[str, Tensor]:
         """Path in the model -> the parameter or buffer that the forward itself uses here."""
         return {path: getattr(*where) for path, where in self._places.items()}
+
+    def follow_model(self) -> None:
+        """Between two steps: holds the buffers that the user has given the model in place of those that it had, as
+        `model.half()` and `model.mask = other` do.
+
+        Raises:
+            RuntimeFailure: a parameter has been replaced, which an optimizer would go on training, or a tensor has
+                been taken away.
+        """
+        for path, known in self._found.items():
+            holder, name = self._places[path]
+            owner, last = _owner_of(self._tracing.model, path)
+            if owner is None or owner is holder or (now := _tensor_of(owner, last)) is known:
+                continue
+            if now is None or isinstance(known, Parameter) or isinstance(now, Parameter):
+                is_what = "is another one than" if isinstance(now, Tensor) else "is no longer there, which it was"
+                raise RuntimeFailure(
+                    f"{path} of the model {is_what} when ps.Pipeline was made, whose stages have that one; make a "
+                    "new pipeline, or change it in place, such as by copy_() under torch.no_grad()"
+                )
+            holder._buffers[name] = now if holder._buffers[name] is known else now.clone()
+            self._found[path] = now
 
     def replace(self, old: nn.Module, new: nn.Module) -> None:
         super().replace(old, new)
@@ -165,17 +188,40 @@ class TracedStage(Stage):
                 persistent = _is_persistent(self._tracing.model, path)
                 holder.register_buffer(last, tensor, persistent=persistent)
         self._places[path] = holder, last
+        self._found[path] = tensor
 
     def _apply(self, fn: Any, recurse: bool = True) -> TracedStage:
         """Moves it, and has the user's model see the buffers that lie elsewhere then."""
         before = self.tensors_at
         super()._apply(fn, recurse)
         for path, (holder, name) in self._places.items():
-            *folders, last = path.split(".")
-            owner = self._tracing.model.get_submodule(".".join(folders))
-            if owner._buffers.get(last) is before[path]:
-                owner._buffers[last] = getattr(holder, name)
+            owner, last = _owner_of(self._tracing.model, path)
+            if owner is not None and owner._buffers.get(last) is before[path]:
+                owner._buffers[last] = self._found[path] = getattr(holder, name)
         return self
+
+
+class _AsFound(dict[str, Tensor]):
+    """By path the model's parameters and buffers that a stage has taken over; copies of the stage compare with them
+    too.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _AsFound:
+        return _AsFound(self)
+
+
+def _owner_of(model: nn.Module, path: str) -> tuple[nn.Module | None, str]:
+    """The module of a model that has what is at a path, and its name there; None where it has none now."""
+    *folders, last = path.split(".")
+    owner: nn.Module | None = model
+    for folder in folders:
+        owner = None if owner is None else owner._modules.get(folder)
+    return owner, last
+
+
+def _tensor_of(owner: nn.Module, name: str) -> Tensor | None:
+    found = owner._parameters.get(name)
+    return owner._buffers.get(name) if found is None else found
 
 
 def _is_persistent(model: nn.Module, path: str) -> bool:
