@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from groups import scheduler
-from tiers import examples
+from tiers import ALONE, examples, runs_alone
 from waiting import PATIENCE
 
 # No test asserts a time, Hypothesis' 200 ms for each example and its own for drawing the first ten among them.
@@ -102,6 +102,13 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         pytest.fail(f"{name} changed; if that is meant, pytest --update-golden\n{shown}", pytrace=False)
 
     return compare
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of the tests that run alone, only the files that have some are loaded: all 380 take a quarter of a minute."""
+    if not (config.getoption("markexpr") or "").startswith(ALONE) or not collection_path.name.startswith("test_"):
+        return None
+    return None if runs_alone(collection_path.read_text(encoding="utf-8")) else True
 
 
 @pytest.hookimpl(optionalhook=True)

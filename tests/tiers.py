@@ -20,6 +20,9 @@ NIGHTLY = os.environ.get("TIER") == "nightly"
 
 FEWEST = 10
 
+ALONE = "(alone or gpu)"
+"""How the expression begins by which `make test` chooses the tests of its second phase."""
+
 
 def examples(num: int) -> int:
     """How many examples Hypothesis tries where `num` are tried at night: a quarter, and ten at least."""
@@ -64,3 +67,8 @@ def others_nightly(cases: Iterable[Any], by_day: Collection[Any]) -> list[Any]:
         )
         for case in given
     ]
+
+
+def runs_alone(text: str) -> bool:
+    """Whether a file of tests with this text has some that run alone: their marks stand in the file itself."""
+    return "pytest.mark.alone" in text or "pytest.mark.gpu" in text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +74,25 @@ def test_make_says_its_tier() -> None:
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == expected
+
+
+def test_what_runs_alone_is_marked_in_its_own_file() -> None:
+    """Other files are not loaded for the phase of what runs alone, and the other phase leaves such tests out."""
+    assert f'-m "{tiers.ALONE} ' in (ROOT / "Makefile").read_text(encoding="utf-8")
+    shared = [path for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_")]
+    assert len(shared) > 50
+    others = {path.name for path in shared if re.search(r"mark\.(alone|gpu)\b", path.read_text(encoding="utf-8"))}
+    assert others == {"tiers.py"}, "a file that takes such a mark from there would not be loaded"
+
+
+@pytest.mark.slow
+def test_files_with_none_that_runs_alone_are_not_loaded(tmp_path: Path) -> None:
+    (tmp_path / "test_alone.py").write_text("import pytest\n\n\n@pytest.mark.alone\ndef test_it():\n    pass\n")
+    (tmp_path / "test_other.py").write_text("raise RuntimeError('this was loaded')\n")
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", f"{tiers.ALONE} and not nightly", "."]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "1 test collected" in done.stdout
