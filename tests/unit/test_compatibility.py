@@ -32,6 +32,7 @@ FAMILIES = {
     "zb-v": ps.build("zb-v", 4, 8),
     "chimera": ps.build("chimera", 4, 8),
     "mllm": ps.build("mllm", 4, 8),
+    "distmm": ps.build("distmm", 4, 8),
     "amdp": ps.build("amdp", 4, 16, window=4),
     "pipedream-2bw": ps.build("pipedream-2bw", 4, 16, window=4),
     "xpipe": ps.build("xpipe", 4, 16, window=4),
@@ -55,7 +56,9 @@ def test_the_page_is_the_table() -> None:
 
 def test_every_row_refuses_something_and_none_what_has_one_of_its_features() -> None:
     late = [FeatureCombination(FAMILIES["amdp"], 2, is_late=True, one_process=True)]
-    used = {refusal_of(cell) for cell in CELLS + late} - {None}
+    scaled = [FeatureCombination(FAMILIES[name], scales_loss=True) for name in ("1f1b", "amdp", "distmm")]
+    assert refusal_of(scaled[0]) is None
+    used = {refusal_of(cell) for cell in CELLS + late + scaled} - {None}
     words = "whose lowest stage", "several pipelines", "that they share"
     branching = {row for row in REFUSALS if any(word in row.other for word in words)}
     assert used == set(REFUSALS) - branching, "the library has no schedule for the others"

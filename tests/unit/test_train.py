@@ -160,7 +160,12 @@ SAME = {
     "recompute with split backward": "--recompute --schedule zb-h1",
 }
 
-KINDS = {"plain": "", "tied": "--dropout 0.1 --tied", "bfloat16": "--precision bfloat16"}
+KINDS = {
+    "plain": "",
+    "tied": "--dropout 0.1 --tied",
+    "bfloat16": "--precision bfloat16",
+    "float16": "--precision float16",
+}
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +201,7 @@ RESUMED = {
     "momentum": '--optimizer SGD --optimizer-options {"momentum":0.9}',
     "dropout and tied": "--dropout 0.1 --tied",
     "bfloat16": "--precision bfloat16",
+    "float16": "--precision float16",
     "an optimizer with odd state": "--optimizer NAdam",
     "no clipping": "--clip 0",
 }
@@ -203,7 +209,7 @@ RESUMED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", others_nightly(RESUMED, ["adamw", "dropout and tied", "an optimizer with odd state"])
+    "kind", others_nightly(RESUMED, ["adamw", "dropout and tied", "float16", "an optimizer with odd state"])
 )
 def test_resumed_elsewhere(train: Train, tmp_path: Path, expected: Any, kind: str) -> None:
     """Saved at step 2, gone on with under two other schedules and numbers of ranks."""

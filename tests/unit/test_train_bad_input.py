@@ -56,7 +56,11 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "optimizer for sparse gradients": ("--optimizer SparseAdam", ["SparseAdam", "dense"]),
     "options not JSON": ("--optimizer-options momentum=1", ["--optimizer-options", "not JSON"]),
     "options not an object": ("--optimizer-options 3", ["--optimizer-options", "object"]),
-    "precision": ("--precision float16", ["no precision 'float16'", "float32 or bfloat16"]),
+    "precision": ("--precision float8", ["no precision 'float8'", "float32, bfloat16 or float16"]),
+    "float16 with updates as ops": (
+        "--schedule amdp --window 4 --precision float16",
+        ["amdp updates each stage by itself", "give --precision bfloat16"],
+    ),
     "device": ("--device gpu", ["no device 'gpu'", "cpu or cuda"]),
     "dispatch": ("--dispatch eager", ["no dispatch 'eager'", "frozen, hinted, dynamic or auto"]),
     "learning rate": ("--lr 0", ["lr is 0", "above 0"]),

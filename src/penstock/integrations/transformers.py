@@ -423,7 +423,7 @@ def _scheduled(schedule: str | Schedule, args: Any, num_ranks: int | None) -> Sc
 
 
 REFUSED: Mapping[str, str] = {
-    "fp16": "needs a gradient scaler, which a pipeline has not; use bf16",
+    "fp16": "needs a GradScaler, which the trainer does not pass on; use bf16, or ps.Pipeline with a scaler",
     "fp16_full_eval": "casts the model under the pipeline; leave it out",
     "bf16_full_eval": "casts the model under the pipeline; leave it out",
     "fsdp": "shards the model on its own; leave it out",

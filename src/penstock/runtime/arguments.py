@@ -31,11 +31,15 @@ BATCHES = ("whole", "replica")
 @refuse_unknown(RuntimeFailure)
 @dataclass(frozen=True)
 class PrecisionOptions:
-    """The number type that ops compute in, and gradient clipping.
+    """The number type that ops compute in, loss scaling, and gradient clipping.
 
     Attributes:
         autocast: a type, such as torch.bfloat16, for `torch.autocast` around forwards and the loss. None: no
-            autocast. With torch.float16 the smallest gradients become 0, as the loss is not scaled.
+            autocast. With torch.float16 the smallest gradients become 0 unless a `scaler` is given.
+        scaler: a `torch.amp.GradScaler`. Losses are multiplied by its scale, and an update divides gradients by it.
+            If a gradient is not finite in one process, all processes leave the update out: `num_updates` stays, and
+            `StepResult.grad_norm` is None. Then the scale changes as the scaler's options say; checkpoints have it.
+            Until the update, `.grad` is multiplied by the scale. None, or one with `enabled=False`: no scaling.
         clip_norm: the largest norm that the whole model's gradient may have at an update. If updates are ops of the
             schedule, it limits the gradient of each stage separately. None: no clipping.
 
@@ -51,6 +55,7 @@ class PrecisionOptions:
 
     autocast: torch.dtype | None = None
     clip_norm: float | None = None
+    scaler: torch.amp.GradScaler | None = None
 
     __repr__ = short_repr
 
@@ -60,6 +65,13 @@ class PrecisionOptions:
         if self.clip_norm is not None:
             fits = _is_number(self.clip_norm) and self.clip_norm >= 0
             _require(fits, "clip_norm", self.clip_norm, "a number, at least 0, or None")
+        fits = self.scaler is None or isinstance(self.scaler, torch.amp.GradScaler)
+        _require(fits, "scaler", self.scaler, "a torch.amp.GradScaler(device), or None")
+
+    @property
+    def enabled_scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler, if it is to scale anything."""
+        return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
 
 
 @refuse_unknown(RuntimeFailure)

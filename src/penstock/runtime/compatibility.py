@@ -25,7 +25,7 @@ from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import Nodes, ProcessMesh, why_sorted
 from penstock.runtime.parameters.pipeline_copies import require_one_copy_a_rank
 from penstock.runtime.parameters.ties import Ties
-from penstock.runtime.stage.branches import is_plain, require_matching
+from penstock.runtime.stage.branches import has_many_ends, is_plain, require_matching
 from penstock.runtime.transport.wiring import tied_sums
 from penstock.schedule import Schedule, ScheduleError, StageGraph, check
 from penstock.schedule.liveness import run_on
@@ -40,6 +40,7 @@ class FeatureCombination:
         device: kind of device that stages lie on.
         is_late: whether links are made late. one_process: whether all ranks of a pipeline are in this process.
         tied: by name the stages that share a parameter, ascending. dispatch: how ranks pick ops.
+        scales_loss: whether losses are scaled (see `PrecisionOptions.scaler`).
     """
 
     schedule: Schedule
@@ -50,6 +51,7 @@ class FeatureCombination:
     one_process: bool = False
     tied: Mapping[str, Sequence[int]] = field(default_factory=dict)
     dispatch: Dispatch = Dispatch.FROZEN
+    scales_loss: bool = False
 
     @property
     def has_updates(self) -> bool:
@@ -104,6 +106,7 @@ class Refusal:
 
 UPDATES = "updates as ops of the schedule"
 TIED = "a tied parameter that they share"
+LOSS_SCALING = "loss scaling (`PrecisionOptions(scaler=)`)"
 REFUSALS = (
     Refusal(
         "stages that work on different numbers of microbatches",
@@ -137,6 +140,21 @@ REFUSALS = (
         "such forward to wait for, its forwards and the lowest stage's updates could wait for each other",
         "untie them, or use a schedule without updates as ops",
         lambda c: c.has_updates and not all(_carries(c.schedule, stages) for stages in c.tied.values()),
+    ),
+    Refusal(
+        UPDATES,
+        LOSS_SCALING,
+        "whether a gradient is finite in every process decides about an update. Such an update is made by each stage "
+        "as soon as its own gradients are there, while others still compute theirs",
+        "give autocast=torch.bfloat16, which needs no scaler, or use a schedule without updates as ops",
+        lambda c: c.has_updates and c.scales_loss,
+    ),
+    Refusal(
+        "several stages that feed no other, whose outputs ops of the user's compare",
+        LOSS_SCALING,
+        "the loss is part of these ops, which give gradients themselves, and nothing is there to be multiplied",
+        "give autocast=torch.bfloat16, which needs no scaler",
+        lambda c: has_many_ends(c.schedule.graph) and c.scales_loss,
     ),
 )
 """Every one is looked at before any stage is built, and those of tied parameters once it is known which are one. The

@@ -68,7 +68,7 @@ from penstock.schedule.staleness import why_none_is_predicted
 
 _UNSCALED = (
     "autocast=torch.float16 without loss scaling: gradients smaller than 3e-8 become 0, and nothing else says so; "
-    "give torch.bfloat16, which needs none"
+    'give PrecisionOptions(scaler=torch.amp.GradScaler("cuda")), or torch.bfloat16, which needs none'
 )
 _SAME = "every rank must make the same ps.Pipeline(...)"
 
@@ -115,6 +115,7 @@ class LocalPipeline:
             links.check_ranks(schedule.num_ranks if self.nodes is None else self.nodes.mesh.num_nodes)
         choice = TransportChoice(given.transport, adapt is not None and adapt.may_delegate)
         self.choice = choice if apart else TransportChoice(TransportOptions())
+        scaler = given.precision.enabled_scaler
         facts = {
             "schedule": schedule_digest(schedule),
             "model": _form_of(given.model),
@@ -124,6 +125,7 @@ class LocalPipeline:
             "seed": given.seed,
             "autocast": str(given.precision.autocast),
             "clip_norm": given.precision.clip_norm,
+            "scaler": None if scaler is None else scaler.state_dict(),
             "tied": [list(group) for group in parallel.tied],
             "ops": sorted(given.ops),
             "transport": choice.shared,
@@ -143,6 +145,7 @@ class LocalPipeline:
             is_late=links is not None,
             one_process=not apart,
             dispatch=chosen,
+            scales_loss=scaler is not None,
         )
         require_compatible(self._combination)
         self.start = start_of(schedule, chosen, self.costs, adapt)
@@ -178,7 +181,7 @@ class LocalPipeline:
         if schedule.updates is None:  # else stages get others to compute with
             self._own_parameters = {id(parameter): parameter for parameter in held.parameters}
         self.notices.note(place.slower_sums(held.device))
-        if given.precision.autocast is torch.float16:
+        if given.precision.autocast is torch.float16 and given.precision.enabled_scaler is None:
             self.notices.note([_UNSCALED])
         if (why := why_none_is_predicted(schedule)) is not None:
             self.notices.note([why])
@@ -190,7 +193,14 @@ class LocalPipeline:
         require_dense(schedule, held.copies.stages, held.ties, place, clip_norm)
         late = self._late_links()
         self.optimizer_state = OptimizerState(
-            held, place, schedule, given.optimizer, clip_norm, parallel.one_copy_steps, late
+            held,
+            place,
+            schedule,
+            given.optimizer,
+            clip_norm,
+            parallel.one_copy_steps,
+            late,
+            given.precision.enabled_scaler,
         )
         self._made.callback(self.optimizer_state.close)
         require_same(place.everyone.gather(facts_of(self.optimizer_state.optimizer)), _SAME)

@@ -436,8 +436,10 @@ class Pipeline:
             seed, now = mix(self._seed, self._num_steps), local.running
             begin = perf_counter_ns()
             away = now.away if local.offloads else frozenset()
+            scaling = local.optimizer_state.scaling
+            scale = None if scaling is None else scaling.scale
             settings = StepSettings(
-                batch, Purpose.TRAIN, seed, now.split, now.recomputed, now.counts, now.shuffled, away
+                batch, Purpose.TRAIN, seed, now.split, now.recomputed, now.counts, now.shuffled, away, scale
             )
             with local.sharing(f"step {self._num_steps}"):
                 workers = local.run(settings, now.plan)
@@ -459,7 +461,7 @@ class Pipeline:
         """
         state, mesh = self._local.optimizer_state, self._local.mesh
         norm = None
-        if state.updating is None and state.clip_norm is not None:
+        if state.updating is None and state.clip_norm is not None and state.scaling is None:
             with mesh.waiting():
                 norm = state.begin_norm() if update else state.begin_no_norm()
         try:

@@ -182,7 +182,7 @@ def train(
     ] = None,
     clip: Annotated[float | None, _option("Largest norm of the gradient; 0 for no clipping.", "clip")] = None,
     precision: Annotated[
-        str | None, _option("Type of numbers: float32, or bfloat16 with float32 weights.", "precision")
+        str | None, _option("Type of numbers: float32, or bfloat16 or float16 with float32 weights.", "precision")
     ] = None,
     recompute: Annotated[
         bool | None, _option("Let forwards run again, so that blocks keep only their input until their backward.")

@@ -26,7 +26,7 @@ from penstock.runtime.stage.registered_ops import offloads
 from penstock.schedule import Schedule
 from penstock.schedule.offload import OFFLOAD, RELOAD
 from penstock.train.planned_batches import recorded_batches
-from penstock.train.settings import Settings, SettingsError, check_ties
+from penstock.train.settings import Settings, SettingsError, check_precision, check_ties
 from penstock.train.tasks.open import open_task, schedule_of
 from penstock.train.tasks.task import Task, TaskData
 
@@ -58,6 +58,7 @@ def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
     _check_rule(settings, schedule, optimizer_class(settings))
     task = open_task(settings, schedule)
     check_ties(schedule, task.tied)
+    check_precision(settings.precision, schedule)
     data = task.read(corpus)
     if settings.record is not None and data.documents is not None:
         recorded_batches(Path(settings.record), data.documents, range(settings.steps))
@@ -168,7 +169,8 @@ def build_pipeline(inputs: Inputs, adapt: AdaptOptions | None = None) -> Pipelin
         timeout=settings.timeout,
         adapt=adapt,
         precision=PrecisionOptions(
-            autocast=torch.bfloat16 if settings.precision == "bfloat16" else None,
+            autocast=None if settings.precision == "float32" else getattr(torch, settings.precision),
+            scaler=torch.amp.GradScaler(device_of(settings).type) if settings.precision == "float16" else None,
             clip_norm=settings.clip_norm(inputs.schedule),
         ),
         parallel=ParallelOptions(

@@ -57,7 +57,7 @@ class Settings(RunSettings):
         optimizer: a class of torch.optim by name, or "muon" (`runtime.MuonAdamW`); optimizer_options are its
             arguments besides lr.
         clip: the largest norm of the gradient; 0 for no clipping. See `clip_norm` for asynchronous schedules.
-        precision: "float32", or "bfloat16": autocast with float32 master weights.
+        precision: "float32"; or "bfloat16" or "float16": autocast with float32 weights, float16 with loss scaling.
         recompute: activation checkpointing of every block.
         evaluate_every, save_every: in steps; 0 for at the end only. keep: how many checkpoints are kept.
         device: "cpu" or "cuda".
@@ -108,7 +108,7 @@ class Settings(RunSettings):
             above_zero=("lr",),
             choices={
                 "lr_decay": ("cosine", "constant"),
-                "precision": ("float32", "bfloat16"),
+                "precision": ("float32", "bfloat16", "float16"),
                 "device": ("cpu", "cuda"),
                 "transport": ROUTES,
                 "sharding": ("none", "copies", "zero1", "fsdp"),
@@ -263,6 +263,15 @@ def check_ties(schedule: Schedule, tied: Sequence[Sequence[str]]) -> None:
         require_compatible(FeatureCombination(schedule, sharding="none", tied=tie))
     except RuntimeFailure as error:
         raise SettingsError(str(error).replace("untie them", "give --no-tied")) from None
+
+
+def check_precision(precision: str, schedule: Schedule) -> None:
+    """Raises SettingsError for a precision in which a schedule does not train."""
+    if precision == "float16" and schedule.updates is not None:
+        raise SettingsError(
+            f"{schedule.name} updates each stage by itself, and --precision float16 leaves an update out in all "
+            "stages where the gradient of one overflows; give --precision bfloat16"
+        )
 
 
 def _check_in_process(settings: Settings) -> None:

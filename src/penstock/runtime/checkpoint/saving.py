@@ -109,17 +109,17 @@ def save(
                 raise CheckpointError(f"{name}= is a whole number, at least {least}, got {count!r:.60}")
         if taken := sorted({COUNTERS, OPTIMIZER} & set(meta)):
             raise CheckpointError(f"meta has the key {taken[0]!r}, which is the pipeline's own: give it another name")
-        return state.share(), state.extra(), packed(stateful)
+        return state.share(), state.extra(), packed(stateful), state.scaler()
 
     found, error = _attempt(collect, f"checkpoint in {directory} could not be written")
-    share, extra, states = found or (None, {}, {})
+    share, extra, states, scaler = found or (None, {}, {}, {})
     told = (share and share.optimizer, digests_of(extra), digests_of(states), place)
     parts = _agree(peers, told, error)
     me = peers.here[0] if len(parts) > 1 else 0
     assert share is not None
     writes = share.writes | extra_to_write(extra, [part[1] for part in parts], me)
     writes |= to_write(states, [part[2] for part in parts], [part[3] for part in parts], me)
-    content = {**meta, COUNTERS: dict(counters)}
+    content = {**meta, COUNTERS: {**counters, **scaler}}
     content |= next(({OPTIMIZER: part[0]} for part in parts if part[0] is not None), {})
     path, error = None, None
     try:
@@ -260,7 +260,7 @@ def _load_one(
             loaded.notices.append(
                 f"{path} has the state of {', '.join(users.left)}, which was not loaded: give load(..., stateful=...)"
             )
-        staged = state.stage(reader, loaded.counters["num_updates"])
+        staged = state.stage(reader, loaded.counters["num_updates"], reader.meta[COUNTERS])
         loaded.notices.extend(staged.notices)
         return loaded, staged, users
 

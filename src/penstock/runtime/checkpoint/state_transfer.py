@@ -112,7 +112,7 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
     mine = {name: came[name] if name in came else held[name] for name in after.wanted(known)}
     staged, said = None, None
     try:
-        staged = after.stage(ReceivedState(mine, meta), giver.num_updates)
+        staged = after.stage(ReceivedState(mine, meta), giver.num_updates, before.scaler())
         staged.trial.give()
     except CheckpointError as error:
         said = str(error)

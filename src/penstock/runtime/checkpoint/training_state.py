@@ -37,6 +37,7 @@ from penstock.runtime.checkpoint import (
     stage_optimizer,
 )
 from penstock.runtime.checkpoint.user_state import StateToGive, StateTrial
+from penstock.runtime.parameters.loss_scaling import is_scaler_state
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.parameters.scheduled_updates import GRADIENTS
 from penstock.runtime.parameters.scheduled_updates import PREFIX as ASYNCHRONOUS
@@ -47,6 +48,7 @@ MODEL = "model/"
 BUFFERS = "buffers/"
 CONSTANTS = "constants/"
 EXTRA = "extra/"
+SCALER = "scaler"
 FIRST = "0.0.0"
 """The holder of extra state that stands for one which a checkpoint does not know."""
 
@@ -238,8 +240,27 @@ class TrainingState:
 
     # Loading.
 
-    def stage(self, source: TensorSource, num_updates: int) -> StagedState:
+    def scaler(self) -> dict[str, Any]:
+        """The numbers of loss scaling under their name in a checkpoint; nothing where losses are not scaled.
+
+        Raises:
+            CheckpointError: gradients have been divided by the scale, and wait for an update.
+        """
+        scaling = self._trained.scaling
+        if scaling is None:
+            return {}
+        if scaling.has_divided:
+            raise CheckpointError(
+                "gradients were clipped, and so divided by the loss scale, which a checkpoint does not say; call "
+                "update() after clip(), or zero_grad()"
+            )
+        return {SCALER: scaling.state()}
+
+    def stage(self, source: TensorSource, num_updates: int, counters: Mapping[str, Any]) -> StagedState:
         """Reads all that is loaded here and finds it right, and changes nothing.
+
+        Args:
+            counters: with the numbers of loss scaling, as `scaler` gives them.
 
         Raises:
             CheckpointError: something is damaged or does not fit.
@@ -271,7 +292,21 @@ class TrainingState:
             gradients, put = self._stage_gradients(source, names), None
         else:
             gradients, put = [], self._stage_updating(source, names, num_updates)
-        return StagedState(self._trained, values, optimizer, gradients, put, extras, notices)
+        scaler = self._stage_scaler(source, names, counters.get(SCALER))
+        return StagedState(self._trained, values, optimizer, gradients, put, extras, notices, scaler)
+
+    def _stage_scaler(self, source: TensorSource, names: Iterable[str], scaler: Any) -> dict[str, Any] | None:
+        """The numbers with which loss scaling goes on; None where it begins, or there is none."""
+        if scaler is not None and not is_scaler_state(scaler):
+            raise CheckpointError(f"checkpoint {source.path}: {scaler!r:.60} are not the numbers of a loss scaler")
+        scales = self._trained.scaling is not None
+        if scales != (scaler is not None) and any(name.startswith(GRADIENTS) for name in names):
+            was, now = ("multiplied", "does not scale") if scaler is not None else ("not multiplied", "scales")
+            raise CheckpointError(
+                f"checkpoint {source.path} has gradients that wait for an update and are {was} by a loss scale, and "
+                f"this pipeline {now} losses; give both PrecisionOptions(scaler=...), or save after an update"
+            )
+        return scaler if scales else None
 
     def _require_constants(self, source: TensorSource, there: set[str]) -> None:
         """Raises CheckpointError where parameters that never change have other values than when it was written."""
@@ -370,8 +405,9 @@ class StagedState:
         updating: Callable[[], None] | None,
         extras: list[tuple[ExtraStateModule, Any]],
         notices: list[str],
+        scaler: dict[str, Any] | None,
     ) -> None:
-        self._replicas, self._model = state.replicas, state.model
+        self._replicas, self._model, self._scaling, self._scaler = state.replicas, state.model, state.scaling, scaler
         self._values, self._optimizer, self._gradients = values, optimizer, gradients
         self._updating, self._extras, self.notices = updating, extras, notices
         self.trial = StateTrial(
@@ -402,6 +438,8 @@ class StagedState:
                 self._updating()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
+        if self._scaling is not None:
+            self._scaling.begin_again(self._scaler)
         for extra, value in self._extras:  # last, as torch does it
             extra.module.set_extra_state(value)
         self._replicas.note_values()

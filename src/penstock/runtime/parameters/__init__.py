@@ -15,6 +15,7 @@ optimizer_state  what training changes, step by step
 shared_tensors   also stages cut over the ranks that share them
 data_parallel    also slow links between replicas, injected
 muon             Muon and AdamW as one optimizer          given_optimizer   the optimizer that the user gave
+loss_scaling     float16: larger gradients, and updates that all processes leave out
 scheduled_updates   updates that are ops of the schedule
 copy_weights     which weights a copy's ops read meanwhile, by version_rules: PipeDream's, SpecTrain's, ...
 versioned_parameters   parameters that change together, and which version each op reads

@@ -145,8 +145,8 @@ class OwnSteps:
             raise RuntimeFailure(
                 f"{type(optimizer).__name__}.step() was called, and this pipeline has {self._num_processes} "
                 "processes, which step together and then fetch what others have stepped; call pipe.update() on "
-                "every rank instead. A GradScaler, which leaves out a step in some processes alone, does not go with "
-                "it; ps.PrecisionOptions(autocast=torch.bfloat16) needs none"
+                "every rank instead. A GradScaler would leave out a step in some processes alone; give "
+                "ps.PrecisionOptions(scaler=...), which then scales the loss itself, and call no method of it"
             )
 
 

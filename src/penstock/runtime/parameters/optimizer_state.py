@@ -21,6 +21,7 @@ from penstock.runtime.parameters.data_parallel import LateRing, replicas_of
 from penstock.runtime.parameters.given_optimizer import OwnSteps, goes_on_as, optimizer_of
 from penstock.runtime.parameters.gradients import begin_norm, num_bytes, scale_gradients
 from penstock.runtime.parameters.local_model import LocalModel
+from penstock.runtime.parameters.loss_scaling import LossScaling, require_scalable
 from penstock.runtime.parameters.muon import mark_ends, require_whole_matrices
 from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
 from penstock.runtime.stage.stage import Stage
@@ -35,11 +36,13 @@ class OptimizerState:
     model: as this process holds it. num_updates: so far.
     clip_norm: see `ps.Pipeline`.
     replicas: what there is of other replicas. updating: the updates that are ops; None where there are none.
+    scaling: what losses are multiplied by; None where they are not.
 
     Args:
         schedule: with its REDUCE ops, where there are replicas.
         zero: see `ps.Pipeline`.
         late: what is injected into links between replicas.
+        scaler: see `PrecisionOptions`.
     """
 
     def __init__(
@@ -51,8 +54,13 @@ class OptimizerState:
         clip_norm: float | None,
         zero: bool,
         late: LateRing | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.clip_norm, self.num_updates = clip_norm, 0
+        self.scaling = None
+        if scaler is not None:
+            require_scalable(scaler, model.dtypes)
+            self.scaling = LossScaling(scaler, mesh.everyone)
         self._name, self._windows = schedule.name, schedule.windows
         self.model, self._mesh, self._zero = model, mesh, zero
         if optimizer is not None:
@@ -100,6 +108,8 @@ class OptimizerState:
         Raises RuntimeFailure where stages share what a step would change out of order, or a hook would see nothing.
         """
         self.model.require_trainable()
+        if self.scaling is not None:
+            self.scaling.begin()
         if self.updating is not None:
             self.updating.begin(self.optimizer, rates, self.clip_norm, not update)
         elif not self.replicas.keeps_aside:
@@ -141,6 +151,8 @@ class OptimizerState:
     def update(self, begun: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Clips, runs the optimizer and clears the gradients; returns the norm where clipping is on.
 
+        Where losses are scaled, a gradient that is not finite in some process leaves the update out in all of them.
+
         Args:
             begun: the norm, where `begin_norm` began to work it out.
 
@@ -148,6 +160,10 @@ class OptimizerState:
             RuntimeFailure: updates are ops of the schedule, and have run.
         """
         self.require_updates_apart()
+        if self.scaling is not None and not self.scaling.divide(self.model.parameters):
+            self.scaling.updated()
+            self.zero_grad()
+            return None
         norm = None if self.clip_norm is None else self.clip(self.clip_norm, begun)
         if self.optimizer is not None:
             self.replicas.see_values()
@@ -157,6 +173,8 @@ class OptimizerState:
                 self.model.shared.share_parameters()
             self.replicas.note_values()
         self.num_updates += 1
+        if self.scaling is not None:
+            self.scaling.updated()
         self.zero_grad()
         return norm
 
@@ -173,6 +191,8 @@ class OptimizerState:
         """
         if self.updating is not None:
             raise RuntimeFailure(f"{self._name} has updates as ops of its order; set PrecisionOptions(clip_norm=...)")
+        if self.scaling is not None:
+            self.scaling.divide(self.model.parameters)
         norm = (begun or self.begin_norm())()
         scale_gradients(self.model.parameters, max_norm, norm)
         return norm.cpu()
@@ -190,6 +210,8 @@ class OptimizerState:
         return self._mesh.everyone.begin_sum(torch.zeros(len(self.model.dtypes), dtype=torch.float64))
 
     def zero_grad(self) -> None:
+        if self.scaling is not None:
+            self.scaling.begin_again()
         self.model.zero_grad()
 
     def require_whole(self) -> None:

@@ -83,6 +83,7 @@ class StepSettings:
         counts: number of microbatches of each stage. Forwards alone do not need it.
         away: (stage, microbatch) pairs whose activations go to host memory between forward and backward.
         shuffled: stages whose backwards come in another order than the forwards that build their graphs.
+        loss_scale: what losses are multiplied by before their backward; None for nothing.
     """
 
     microbatches: Microbatches
@@ -93,6 +94,7 @@ class StepSettings:
     counts: Sequence[int] = ()
     shuffled: frozenset[int] = frozenset()
     away: frozenset[tuple[int, int]] = frozenset()
+    loss_scale: float | None = None
 
     def first(self, stage: int) -> int:
         """The number of a stage's first microbatch here in the whole batch, after those of earlier replicas."""
@@ -435,6 +437,8 @@ class StageRunner:
         loss = loss * self.settings.microbatches.scales[m]
         self.losses[m] = loss.detach()
         self.has_gradient = self.has_gradient or loss.requires_grad
+        if self.settings.loss_scale is not None:
+            loss = loss * torch.tensor(self.settings.loss_scale, device=loss.device)  # float32, as torch's scaler
         return loss
 
     def _keep_result(self, m: int, output: Any) -> None:
