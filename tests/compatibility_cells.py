@@ -13,7 +13,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import random
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -47,7 +51,7 @@ TOLERANCE = {"float32": 2e-5, "clipped": 2e-5, "bfloat16": 5e-2}
 
 FEATURES: dict[str, tuple[Any, ...]] = {
     "family": ("1f1b", "zb-v", "interleaved-1f1b", "chimera", "mllm", "fork", "amdp", "pipedream-2bw"),
-    "mesh": ("one process", "pp 4", "dp 2", "pp 2 dp 2", "pp 2 tp 2", "pp 2 dp 2 tp 2"),
+    "mesh": ("one process", "pp 4", "dp 2", "pp 2 dp 2", "pp 2 tp 2", "pp 2 dp 2 tp 2", "tp 2"),
     "sharding": ("none", "copies", "zero1", "fsdp"),
     "dispatch": ("frozen", "hinted", "dynamic"),
     "transport": ("host", "gloo", "direct", "delegate", "late links"),
@@ -81,6 +85,7 @@ PREDICTING = {
 FEATURES_OF_RULES = {**FEATURES, "family": tuple(PREDICTING)}
 """The values of each feature in the array of these rules."""
 
+LATE_LINKS = ps.Links({(0, 1): 1.0})
 FORK = ps.schedule.StageGraph(4, ((0, 1), (0, 2), (1, 3), (2, 3)))
 UPDATING = ("amdp", "pipedream-2bw", *PREDICTING)
 
@@ -133,16 +138,7 @@ class Cell:
     def combination(self) -> FeatureCombination:
         """What the table is asked about."""
         pp, dp, _ = self.shape
-        apart = pp > 1
-        return FeatureCombination(
-            self.schedule,
-            dp,
-            self.sharding,
-            is_late=self.transport == "late links",
-            device=self.device,
-            one_process=not apart,
-            tied=self.tied_stages,
-        )
+        return FeatureCombination(self.schedule, dp, device=self.device, one_process=pp == 1, tied=self.tied_stages)
 
     @property
     def refusal(self) -> Refusal | None:
@@ -203,24 +199,41 @@ def _recomputed(schedule: ps.Schedule) -> ps.Schedule:
 
 
 def _noted(schedule: ps.Schedule) -> ps.Schedule:
-    """An asynchronous op for each stage that one rank has in the first pipeline, once all its backwards are done."""
+    """Between each forward of a stage that one rank has and its backward an asynchronous op, which both wait for."""
     shared = {stage for stage, _ in schedule.placement.shared}
     stages = [stage for stage in range(schedule.num_stages) if stage not in shared]
-    hosts = {stage: schedule.placement.hosts(0, stage)[0] for stage in stages}
-    kinds = {op.stage: op.kind for row in schedule.order for op in row if op.kind in "BW"}
-    notes = [Registered("NOTE", stage, 1, ranks=(hosts[stage],), asynchronous=True) for stage in stages]
-    needs = [Needs((kinds[stage], stage), ("NOTE", stage), num_before=NUM) for stage in stages]
+    numbers = {
+        stage: sorted({op.microbatch for row in schedule.order for op in row if op[:2] == ("F", stage)})
+        for stage in stages
+    }
+    notes = [
+        Registered("NOTE", stage, len(numbers[stage]), asynchronous=True, microbatches=tuple(numbers[stage]))
+        for stage in stages
+    ]
+    needs = [
+        each
+        for stage in stages
+        for each in (Needs(("F", stage), ("NOTE", stage)), Needs(("NOTE", stage), ("B", stage)))
+    ]
     order = tuple(
-        (*row, *(Op("NOTE", stage, 0) for stage in stages if hosts[stage] == rank))
-        for rank, row in enumerate(schedule.order)
+        tuple(
+            made
+            for op in row
+            for made in (op, Op("NOTE", op.stage, op.microbatch))[: 1 + (op.kind == "F" and op.stage not in shared)]
+        )
+        for row in schedule.order
     )
     graph = schedule.graph
-    graph = replace(graph, registered=(*graph.registered, *notes), needs=(*graph.needs, *needs), updates=None)
+    graph = replace(graph, registered=(*graph.registered, *notes), needs=(*graph.needs, *needs))
     return replace(schedule, order=order, stage_graph=graph)
 
 
-def note(call: ps.runtime.OpCall) -> None:
-    """What a NOTE does."""
+_SLEEPERS = ThreadPoolExecutor(16)
+
+
+def note(call: ps.runtime.OpCall) -> Any:
+    """What a NOTE does: nothing, for up to 3 ms, which are others in every process."""
+    return _SLEEPERS.submit(time.sleep, random.Random(f"{os.getpid()} {call.op}").random() * 0.003)
 
 
 # Models.
@@ -379,7 +392,7 @@ def place_of(cell: Cell) -> Any:
 
 def pipeline_of(cell: Cell, model: Sequence[nn.Module], place: Any, timeout: float = 60.0) -> ps.Pipeline:
     late = cell.transport == "late links"
-    links = ps.Links({(0, 1): 1.0}) if late else None
+    links = LATE_LINKS if late else None
     name = "host" if late else cell.transport
     return ps.Pipeline(
         list(model),

@@ -1,6 +1,7 @@
 """Pairs of the runtime's features, and triples with sharding, adapt or asynchronous ops: each trained, or refused.
 
     python benchmarks/compatibility/run.py --draw                            cells.json, from its seed alone
+    python benchmarks/compatibility/run.py --extend                          cells for features that are new
     python benchmarks/compatibility/run.py --out benchmarks/compatibility/results.json
     python benchmarks/compatibility/run.py --device cuda     all stages on a GPU that the processes share
     python benchmarks/compatibility/run.py --array rules --out benchmarks/compatibility/rules_results.json
@@ -109,8 +110,9 @@ def tuples(array: Array = WHOLE) -> list[Tuple]:
     return found
 
 
-def draw(seed: int, array: Array = WHOLE) -> list[Cell]:
-    """Rows that cover all tuples: each by one that the table does not refuse, where there is such a one.
+def draw(seed: int, array: Array = WHOLE, known: Sequence[Cell] = ()) -> list[Cell]:
+    """Rows that cover all tuples: each by one that the table does not refuse, where there is such a one. Those that
+    are known come first, and what they cover is covered.
 
     A row begins with a tuple that is not covered yet; the other features follow in a random order, each with the
     value that covers most, the drawn one among equals. Of several such rows the best is kept.
@@ -135,7 +137,7 @@ def draw(seed: int, array: Array = WHOLE) -> list[Cell]:
             row[place] = max(values, key=lambda value: _new(row, place, value, left, largest))
         return [row[place] for place in range(len(sizes))]
 
-    free, rows = set(tuples(array)), []
+    free, rows = set(missing(known, array)), []
     only_refused: set[Tuple] = set()
     while free:
         start = rng.choice(sorted(free))
@@ -156,7 +158,7 @@ def draw(seed: int, array: Array = WHOLE) -> list[Cell]:
         best = max(made, key=lambda row: len(_covered(row, only_refused, largest)))
         only_refused -= _covered(best, only_refused, largest)
         rows.append(best)
-    return [cell_of(row, array) for row in rows]
+    return [*known, *(cell_of(row, array) for row in rows)]
 
 
 def cell_of(row: Sequence[int], array: Array = WHOLE) -> Cell:
@@ -279,6 +281,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--array", choices=ARRAYS, default=WHOLE.name, help="which one")
     parser.add_argument("--draw", action="store_true", help="write the array's cells")
+    parser.add_argument("--extend", action="store_true", help="keep the array's cells, and add what they lack")
     parser.add_argument("--readme", action="store_true", help="write the table of rules that predict into README.md")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where all stages lie")
@@ -294,8 +297,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     array = ARRAYS[given.array]
-    if given.draw:
-        cells = draw(given.seed, array)
+    if given.draw or given.extend:
+        cells = draw(given.seed, array, read_cells(array.name) if given.extend else ())
         rows = ",\n".join("  " + json.dumps({name: getattr(cell, name) for name in FEATURES}) for cell in cells)
         array.path.write_text(f'{{"seed": {given.seed}, "cells": [\n{rows}\n]}}\n')
         refused, left = sum(refusal_of(cell.combination) is not None for cell in cells), len(missing(cells, array))

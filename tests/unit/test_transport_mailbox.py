@@ -216,10 +216,10 @@ def test_every_condition_is_met(links: str, at_least: list[int], depth: int | No
 
 
 def test_ranks_in_turn_see_what_the_conditions_say() -> None:
-    make, pause = local_transports(2, Conditions(Links.parse("0:1=latency:20ms")))
+    make, on_the_way = local_transports(2, Conditions(Links.parse("0:1=latency:20ms")))
     one, other = make(0), make(1)
     one.send(edge(0), 1, Payload([torch.zeros(100, dtype=torch.uint8)]))
-    assert pause()
+    assert on_the_way.wait_for_first()
     assert other.arrivals() == [edge(0)]
     (found,) = other.crossings()
     assert (found.source, found.target, found.num_bytes) == (0, 1, 100)

@@ -36,18 +36,16 @@ class FeatureCombination:
     """What of a pipeline's features may exclude another.
 
     Attributes:
-        num_replicas: of the mesh (dp). sharding: see `ParallelOptions`.
+        num_replicas: of the mesh (dp).
         device: kind of device that stages lie on.
-        is_late: whether links are made late. one_process: whether all ranks of a pipeline are in this process.
+        one_process: whether all ranks of a pipeline are in this process.
         tied: by name the stages that share a parameter, ascending. dispatch: how ranks pick ops.
         scales_loss: whether losses are scaled (see `PrecisionOptions.scaler`).
     """
 
     schedule: Schedule
     num_replicas: int = 1
-    sharding: str = "copies"
     device: str = "cpu"
-    is_late: bool = False
     one_process: bool = False
     tied: Mapping[str, Sequence[int]] = field(default_factory=dict)
     dispatch: Dispatch = Dispatch.FROZEN
@@ -126,11 +124,12 @@ REFUSALS = (
     ),
     Refusal(
         UPDATES,
-        "replicas whose ranks share a process, where links are made late or stages lie on a GPU",
-        "ranks that share a process then take turns as their messages come and as their ops end on the GPU. Updates "
-        "could come in different orders on different replicas, and replicas must agree",
-        "give each rank a process, or leave the links out on a CPU",
-        lambda c: c.has_updates and c.num_replicas > 1 and c.one_process and (c.is_late or c.device != "cpu"),
+        "replicas whose ranks share a process, on a GPU",
+        "each update sums gradients over the replicas, so ranks that share a process must take the same turns on "
+        "every replica. They do on a CPU. On a GPU, whose ops end later than the calls that start them, this has not "
+        "been tried",
+        "give each rank a process",
+        lambda c: c.has_updates and c.num_replicas > 1 and c.one_process and c.device != "cpu",
     ),
     Refusal(
         UPDATES,

@@ -141,8 +141,6 @@ class LocalPipeline:
         self._combination = FeatureCombination(
             schedule,
             place.num_replicas,
-            parallel.sharding,
-            is_late=links is not None,
             one_process=not apart,
             dispatch=chosen,
             scales_loss=scaler is not None,

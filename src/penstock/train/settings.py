@@ -260,7 +260,7 @@ def check_ties(schedule: Schedule, tied: Sequence[Sequence[str]]) -> None:
 
     tie = {"embedding and head": [0, schedule.num_stages - 1]}
     try:
-        require_compatible(FeatureCombination(schedule, sharding="none", tied=tie))
+        require_compatible(FeatureCombination(schedule, tied=tie))
     except RuntimeFailure as error:
         raise SettingsError(str(error).replace("untie them", "give --no-tied")) from None
 

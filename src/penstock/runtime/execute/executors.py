@@ -6,6 +6,14 @@
 
 A process with one rank uses `run_rank`. If all ranks are in one process, they take turns (`run_local`), or each has a
 thread.
+
+Where other processes run the same ops, as replicas that update within a step or as shards do, the collectives of all
+ranks here must begin in the order in which they begin there. A frozen order gives that to a single rank. Ranks that
+take turns must take the same turns too, whatever comes late. So a turn then begins and ends with nothing under way,
+and whose turn is next follows from the orders alone:
+
+    rank 0 | F0 F1 U0 |waits for its asynchronous ops|                   |F2 ...      U0 adds up over the replicas
+    rank 1 |          |waits for messages to it      |F0 B0 U1 |waits ...|
 """
 
 from __future__ import annotations
@@ -25,7 +33,7 @@ from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.base import StepMessages, Transport
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.link_conditions import Conditions
-from penstock.runtime.transport.loopback import Mailbox, local_transports, nothing_comes
+from penstock.runtime.transport.loopback import Mailbox, OnTheWay, local_transports
 
 
 class Devices(Protocol):
@@ -76,15 +84,14 @@ class StepExecutor:
         graph, threads = plan.wiring.graph, self._threads
         takes_turns = transport is None and threads is None
         # Forwards alone hold nothing, so nothing would keep a dynamic rank from taking in all messages at once.
-        # Where processes decide together, ranks that are all in one would have to take turns alike too; nothing comes
-        # late to them.
-        is_free = training and not (takes_turns and self._together is not None)
+        takes_turns_alike = takes_turns and self._together is not None
+        is_free = training and not takes_turns_alike
         dispatch = running.dispatch if is_free else Dispatch.FROZEN
         together = self._together if dispatch.is_dynamic else None
         decides = Dispatcher if together is None else partial(LockstepDispatcher, together)
         changes, in_order = plan.memory_change, not (dispatch.is_dynamic or graph.has_streams)
         gang = Gang(graph) if takes_turns and graph.gang_ops else None
-        end_of, pause = self._ends(plan.wiring.schedule.num_ranks, transport)
+        end_of, on_the_way = self._ends(plan.wiring.schedule.num_ranks, transport)
         workers: list[Worker] = []
         for rank in self._ranks:
             dispatcher = (
@@ -95,7 +102,7 @@ class StepExecutor:
             table = self._devices.table(rank, plan, training, gang)
             workers.append(Worker(plan.wiring, rank, dispatcher, table, end_of(rank), gang))
         if takes_turns:
-            run_local(workers, pause)
+            run_local(workers, on_the_way, alike=takes_turns_alike)
         else:
             signatures, digest = self._devices.signatures
             threaded = dispatch.is_dynamic or graph.has_streams or self._devices.runs_ahead
@@ -117,14 +124,12 @@ class StepExecutor:
             together.end()
         return workers
 
-    def _ends(
-        self, num_ranks: int, transport: Transport | None
-    ) -> tuple[Callable[[int], Transport], Callable[[], bool]]:
-        """What gives each rank its end, and what waits for a message where ranks take turns."""
+    def _ends(self, num_ranks: int, transport: Transport | None) -> tuple[Callable[[int], Transport], OnTheWay]:
+        """What gives each rank its end, and the messages that are on their way where ranks take turns."""
         if transport is not None:
-            return lambda rank: transport, nothing_comes
+            return lambda rank: transport, OnTheWay()
         if self._threads is not None:
-            return self._threads.transports.__getitem__, nothing_comes
+            return self._threads.transports.__getitem__, OnTheWay()
         return local_transports(num_ranks, self._conditions)
 
 
@@ -150,25 +155,40 @@ def run_rank(worker: Worker) -> None:
         worker.end()
 
 
-def run_local(workers: Sequence[Worker], pause: Callable[[], bool] = nothing_comes) -> None:
+def run_local(workers: Sequence[Worker], on_the_way: OnTheWay | None = None, alike: bool = False) -> None:
     """Runs every worker to its end, each as far as it goes, round after round.
 
-    `pause` waits for a message that is under way, and returns False where none is.
+    Args:
+        on_the_way: the messages between these ranks that were sent and have not come; none where not given.
+        alike: whether turns must not depend on the clock, as other processes take the same.
 
     Raises:
         RuntimeFailure: no worker can go on; it names what each waits for.
     """
+    on_the_way = on_the_way or OnTheWay()
     for worker in workers:
         worker.begin(None)
     while True:
         moved = False
         for worker in workers:
-            moved = worker.run_ready() or moved
+            moved = (_turn_alike(worker, on_the_way) if alike else worker.run_ready()) or moved
         if all(worker.finished for worker in workers):
             return
-        if not moved and not any(worker.wait_for_first() for worker in workers) and not pause():
+        if not moved and not any(worker.wait_for_first() for worker in workers) and not on_the_way.wait_for_first():
             waits = "\n".join(f"  {w.stuck_on()}" for w in workers if not w.finished)
-            raise RuntimeFailure(f"no rank can go on:\n{waits}\nps.check(schedule) shows the cause")
+            raise RuntimeFailure(
+                f"no rank can go on:\n{waits}\nThe schedule was checked before it ran, so this is a mistake in "
+                "Penstock; please report it"
+            )
+
+
+def _turn_alike(worker: Worker, on_the_way: OnTheWay) -> bool:
+    """A turn that begins and ends with nothing under way; whether anything moved."""
+    on_the_way.wait_for_all()
+    moved = False
+    while worker.run_ready() or worker.wait_for_first():
+        moved = True
+    return moved
 
 
 def run_threads(name: str, works: Sequence[Callable[[], None]], lose: Callable[[int], None]) -> None:

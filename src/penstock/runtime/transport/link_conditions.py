@@ -212,10 +212,10 @@ class ConditionedTransport(TransportLayer):
                 came.append(held.edge)
         return came
 
-    def next_due(self) -> int | None:
-        """When the next message that was carried here is to arrive; None where there is none."""
+    def dues(self) -> list[int]:
+        """When each message that was carried here, and has not come, is to arrive."""
         self._keep(self.inner.arrivals())
-        return self._waiting[0].due if self._waiting else None
+        return [held.due for held in self._waiting]
 
     def take(self, edge: Edge) -> Payload:
         return self._ready.pop(edge)

@@ -139,27 +139,35 @@ def loopback_ends(
     return [ConditionedTransport(LoopbackTransport(boxes, rank, timeout), conditions) for rank in range(len(boxes))]
 
 
-def local_transports(
-    num_ranks: int, conditions: Conditions | None
-) -> tuple[Callable[[int], Transport], Callable[[], bool]]:
-    """What makes the ends of one step's ranks, which take turns in one thread, and what waits for the next message
-    that is on its way between them; it returns False where none is.
-    """
-    boxes = [Mailbox() for _ in range(num_ranks)]
-    if conditions is None:
-        return lambda rank: LoopbackTransport(boxes, rank), nothing_comes
-    ends = loopback_ends(boxes, conditions)
+class OnTheWay:
+    """The messages between ranks of one process, which take turns in one thread, that were sent and have not come.
 
-    def pause() -> bool:
-        due = min((moment for each in ends if (moment := each.next_due()) is not None), default=None)
-        if due is None:
+    Args:
+        ends: those of the ranks, where links have conditions; without, what is sent is there at once.
+    """
+
+    def __init__(self, ends: Sequence[ConditionedTransport] = ()) -> None:
+        self._ends = ends
+
+    def wait_for_first(self) -> bool:
+        """Waits for the first to come; False where there is none."""
+        return self._wait(min)
+
+    def wait_for_all(self) -> bool:
+        """Waits for all to come; False where there is none."""
+        return self._wait(max)
+
+    def _wait(self, which: Callable[[Sequence[int]], int]) -> bool:
+        if not (dues := [due for end in self._ends for due in end.dues()]):
             return False
-        time.sleep(max(0, due - time.perf_counter_ns()) / 1e9)
+        time.sleep(max(0, which(dues) - time.perf_counter_ns()) / 1e9)
         return True
 
-    return ends.__getitem__, pause
 
-
-def nothing_comes() -> bool:
-    """What is sent is there at once, so there is nothing to wait for."""
-    return False
+def local_transports(num_ranks: int, conditions: Conditions | None) -> tuple[Callable[[int], Transport], OnTheWay]:
+    """What makes the ends of one step's ranks, which take turns in one thread, and the messages between them."""
+    boxes = [Mailbox() for _ in range(num_ranks)]
+    if conditions is None:
+        return lambda rank: LoopbackTransport(boxes, rank), OnTheWay()
+    ends = loopback_ends(boxes, conditions)
+    return ends.__getitem__, OnTheWay(ends)
