@@ -87,7 +87,7 @@ def test_fuzz_on_a_gpu() -> None:
 def test_cells_on_a_gpu() -> None:
     readme = " ".join((BENCHMARKS / "compatibility/README.md").read_text(encoding="utf-8").split())
     found = json.loads((BENCHMARKS / "compatibility/gpu.json").read_text(encoding="utf-8"))
-    cells, outcomes = read_cells(), found["outcomes"]
+    cells, outcomes = read_cells()[:303], found["outcomes"]  # those that there were then
     same = [place for place, said in enumerate(outcomes) if said == "bitwise" or said.startswith("within")]
     assert len(outcomes) == len(cells) == found["cells"] == 303
     assert len(same) == found["same"]
@@ -106,8 +106,8 @@ def test_cells_of_the_whole_array_ended_as_the_page_says() -> None:
     assert len(outcomes) == len(cells) == found["cells"]
     assert found["trained"] == sum(said == "bitwise" or said.startswith("within") for said in outcomes)
     assert all(said == "bitwise" for cell, said in zip(cells, outcomes, strict=True) if cell.exact)
-    assert (found["refused"], found["wrong"]) == (1, [])
-    assert f"of {found['cells']} cells {found['trained']} trained and one was refused" in readme
+    assert (found["refused"], found["wrong"]) == (0, [])
+    assert f"of {found['cells']} cells {found['trained']} trained and none was refused" in readme
     assert f"none was wrong. {outcomes.count('bitwise')} had the bits of the loop" in readme
 
 
