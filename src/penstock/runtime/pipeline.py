@@ -85,7 +85,8 @@ class Pipeline:
             simulation without delays).
         ops: for each registered kind of op in the schedule the function that runs it, such as `program.callables`.
             The function is called with an `OpCall` at the op's place in the order. Evaluation leaves these ops out.
-        seed: seed for dropout. Draws are the same for any schedule and any number of ranks.
+        seed: seed for dropout. Draws are the same for any schedule and any number of ranks, and others in each step,
+            evaluation and prediction.
         timeout: the longest time that any wait may last (seconds).
         precision: autocast and clipping; see `PrecisionOptions`.
         parallel: cutting, devices, tied parameters, sharding; see `ParallelOptions`.
@@ -155,6 +156,8 @@ class Pipeline:
             adapt,
         )
         self._num_steps, self._seed, self._loss_fn = 0, seed, loss_fn
+        self._num_forwards = 0
+        """Evaluations and predictions since the last step, which draw other numbers each."""
         self._tell: Callable[[], Sequence[float]] | None = None
         self.told: tuple[float, ...] = ()
         self._agent: Agent | None = None
@@ -409,6 +412,7 @@ class Pipeline:
         with local.mesh.waiting():
             local.optimizer_state.begin(rates, update)
         self._num_steps += 1
+        self._num_forwards = 0
         try:
             self._run_schedule(batch)
             result, norm = self._end_schedule(batch, update)
@@ -586,6 +590,9 @@ class Pipeline:
         loss_fn = self._loss_fn if purpose is Purpose.EVALUATE else None
         batch = self._local.cut(inputs, targets, loss_fn, (), fewer=is_plain(self.schedule))
         num = len(batch) if is_plain(self.schedule) else self.schedule.num_microbatches
+        self._num_forwards += 1
+        seed = mix(self._seed, self._num_steps, self._num_forwards)
+        settings = StepSettings(batch, purpose, seed, counts=self._local.running.counts)
         with (
             evaluating(self._local.model.every_stage()),
             restored(self._local.model.device),
@@ -593,7 +600,7 @@ class Pipeline:
             self._local.mesh.waiting(),
         ):
             self._local.optimizer_state.replicas.unshard()
-            self._local.run(StepSettings(batch, purpose), self._local.running.forward(num))
+            self._local.run(settings, self._local.running.forward(num))
         self._local.optimizer_state.replicas.reshard()
         return batch
 
@@ -661,6 +668,7 @@ class Pipeline:
         state, place = TrainingState(self._local.optimizer_state), self._local.mesh
         loaded = saving.load(directory, state, place, stateful, fallback)
         self._num_steps, self._seed = loaded.counters["num_steps"], loaded.counters["seed"]
+        self._num_forwards = 0
         self._local.optimizer_state.num_updates = loaded.counters["num_updates"]
         self._local.notices.note(loaded.notices)
         return loaded.meta

@@ -77,10 +77,10 @@ class StepSettings:
     Attributes:
         microbatches: the batch, cut into microbatches.
         purpose: training, with backwards; or forwards alone, for the loss or for the outputs.
-        seed: the seed of this step. None if nothing random may run.
+        seed: the seed of this step. None: what is drawn comes from the generators as they are.
         split: (stage, microbatch) pairs whose backward is split into I and W.
         recomputed: (stage, microbatch) pairs whose forward runs again (R) before their backward.
-        counts: number of microbatches of each stage. Forwards alone do not need it.
+        counts: number of microbatches of each stage in the schedule.
         away: (stage, microbatch) pairs whose activations go to host memory between forward and backward.
         shuffled: stages whose backwards come in another order than the forwards that build their graphs.
         loss_scale: what losses are multiplied by before their backward; None for nothing.
