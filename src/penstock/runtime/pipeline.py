@@ -710,7 +710,9 @@ class Pipeline:
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """Sums values over all processes. All get the same sum, for decisions that all ranks must make alike."""
-        return [float(v) for v in self._local.mesh.everyone.sum(torch.tensor(values, dtype=torch.float64))]
+        return [
+            float(v) for v in self._local.mesh.everyone.sum(torch.tensor(values, dtype=torch.float64, device="cpu"))
+        ]
 
     def idle_share(self) -> float:
         """The share of the last step, from its first op to its last, in which this process's ranks were idle."""
@@ -733,6 +735,13 @@ class Pipeline:
         A `with` block calls it at its end. Closing a closed pipeline does nothing.
         """
         self._life.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeFailure(
+            "a pipeline can't be copied or pickled: it has hooks in its model, and may have connections to other "
+            "processes; make another ps.Pipeline of copy.deepcopy(model), save the state of training with "
+            "pipe.save(folder), or only the weights with torch.save(model.state_dict(), file)"
+        )
 
     def __repr__(self) -> str:
         schedule = self.schedule

@@ -142,13 +142,13 @@ class EmulatedBackend:
 
     def _payload(self, edge: Edge) -> Payload:
         size = int(self._costs.message_size(edge.producer, edge.consumer))
-        stamp = torch.tensor(self._stamp(edge))
+        stamp = torch.tensor(self._stamp(edge), device="cpu")
         if not size:
             return Payload.gradients([stamp])
         body = self._bodies.get(size)
         if body is None:
             # Never written and never read: where threads hand it over, even a stage's parameters take no memory.
-            body = self._bodies[size] = torch.empty(size, dtype=torch.uint8)
+            body = self._bodies[size] = torch.empty(size, dtype=torch.uint8, device="cpu")
         return Payload.gradients([stamp, body])
 
     def _takes(self, op: Op) -> float:

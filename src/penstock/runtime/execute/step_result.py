@@ -227,7 +227,7 @@ class StepEnd:
         """Sums a row over all ranks."""
         if self._memory is not None and len(row) <= ROW:
             return self._memory.sum(row)
-        summed: list[float] = self._peers.sum(torch.tensor(row, dtype=torch.float64)).tolist()
+        summed: list[float] = self._peers.sum(torch.tensor(row, dtype=torch.float64, device="cpu")).tolist()
         return summed
 
     def _of_all(
@@ -238,10 +238,10 @@ class StepEnd:
         """
         replicas, size = self._replicas.num_ranks, len(losses)
         if replicas == 1:
-            return torch.tensor(losses, dtype=dtype), self._of_shards(tells)
+            return torch.tensor(losses, dtype=dtype, device="cpu"), self._of_shards(tells)
         mine = self._replicas.here[0]
-        shared = torch.zeros(replicas, size + 1 + len(tells), dtype=torch.float64)
-        shared[mine] = torch.tensor([*losses, batch.digest, *tells], dtype=torch.float64)
+        shared = torch.zeros(replicas, size + 1 + len(tells), dtype=torch.float64, device="cpu")
+        shared[mine] = torch.tensor([*losses, batch.digest, *tells], dtype=torch.float64, device="cpu")
         shared = self._replicas.sum(shared)
         digests = shared[:, size].tolist()
         if digests.count(digests[0]) < replicas:
@@ -253,7 +253,7 @@ class StepEnd:
         """Sums `tells` over all shards, if there are any. All else is the same on every shard."""
         if tells and isinstance(self._everyone, MeshPeers):
             for shards in self._everyone.along[2:]:
-                tells = shards.sum(torch.tensor(tells, dtype=torch.float64)).tolist()
+                tells = shards.sum(torch.tensor(tells, dtype=torch.float64, device="cpu")).tolist()
         return tells
 
 

@@ -403,7 +403,7 @@ class TorchDevices:
             f"stage {index}: {share.share:.0%} of the work on weight gradients waits for W, the rest is done in I: "
             + "; ".join(f"{listed(names)}: {why}" for why, names in share.reasons.items())
             for (_, index), runner in sorted(self.runners.items())
-            if (share := runner.new_share()) is not None and share.share < LITTLE
+            if (share := runner.new_share()) is not None and share.reasons and share.share < LITTLE
         ]
 
     def staying(self) -> list[str]:

@@ -154,7 +154,7 @@ class RetriedGroup:
             RuntimeError: it was not taken for so long. RuntimeFailure: there is no other group any more.
         """
         place = self._sent[target] = self._sent.get(target, 0) + 1
-        taken = torch.zeros(1)
+        taken = torch.zeros(1, device="cpu")
 
         def once(group: Any) -> None:
             if self._taken.get(target, 0) < place:
@@ -218,7 +218,7 @@ class RetriedGroup:
             raise error
 
     def _acknowledge(self, group: Any, source: int, place: int) -> Any:
-        note = torch.zeros(1)
+        note = torch.zeros(1, device="cpu")
         try:
             return group.send([note], source, TAGS + place % TAGS), note
         except RuntimeError:  # what was taken here is told when the group is changed

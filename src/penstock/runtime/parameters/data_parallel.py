@@ -92,7 +92,9 @@ class _Versions:
     """Tells which of some tensors were changed in place since a moment, by torch's own count of such changes."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = [torch.empty(0) if tensor.is_inference() else tensor for tensor in tensors]  # has no count
+        self._tensors = [
+            torch.empty(0, device="cpu") if tensor.is_inference() else tensor for tensor in tensors
+        ]  # has no count
         self.note()
 
     def note(self) -> None:
@@ -158,7 +160,7 @@ class ReplicaAgreement:
         if state != self._state or not self._digest:
             self._state = state
             self._digest = float(int.from_bytes(hashlib.sha256(repr(state).encode()).digest()[:6]) + 1)
-        row = torch.zeros(self._peers.num_ranks, dtype=torch.float64)
+        row = torch.zeros(self._peers.num_ranks, dtype=torch.float64, device="cpu")
         row[self._peers.here[0]] = self._digest
         self._told = self._peers.begin_sum(row)
         self._written = [False] * len(self._parameters)

@@ -207,7 +207,7 @@ class OptimizerState:
         """Takes part in what `begin_norm` begins in processes that update, where this one is not to: all of them then
         find that out, by what they sum next.
         """
-        return self._mesh.everyone.begin_sum(torch.zeros(len(self.model.dtypes), dtype=torch.float64))
+        return self._mesh.everyone.begin_sum(torch.zeros(len(self.model.dtypes), dtype=torch.float64, device="cpu"))
 
     def zero_grad(self) -> None:
         if self.scaling is not None:

@@ -194,5 +194,5 @@ class _Exit(torch.autograd.Function):
         return grad
 
 
-_ANCHOR = torch.zeros((), requires_grad=True)
+_ANCHOR = torch.zeros((), requires_grad=True, device="cpu")
 """What makes autograd take note; it never gets a gradient."""

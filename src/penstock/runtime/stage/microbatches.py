@@ -157,6 +157,13 @@ class CutTensor(Sequence[Tensor]):
 
 
 def _num_samples(leaves: Sequence[Tensor], what: str) -> int:
+    for leaf in leaves:
+        if leaf.is_nested or leaf.layout is not torch.strided:
+            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.").strip("_")
+            raise RuntimeFailure(
+                f"the {what} hold a tensor of layout {kind}, which torch can't cut along dimension 0; give a list "
+                f"with one entry per microbatch{', each with layout=torch.jagged' * leaf.is_nested}"
+            )
     sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}
     if len(sizes) != 1 or 0 in sizes:
         raise RuntimeFailure(

@@ -434,6 +434,10 @@ class StageRunner:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise RuntimeFailure(f"loss_fn must return one number as a tensor, it returned {got}")
+        if loss.is_complex():
+            raise RuntimeFailure(
+                f"loss_fn returned {loss.dtype}, and a loss is a real number; return its .real, or its .abs()"
+            )
         loss = loss * self.settings.microbatches.scales[m]
         self.losses[m] = loss.detach()
         self.has_gradient = self.has_gradient or loss.requires_grad
