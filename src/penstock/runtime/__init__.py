@@ -15,6 +15,7 @@ mesh/            processes, and what each is for           launch/          rank
 adapt/           plans that change while it runs           migrate          nodes that change places
 checkpoint/      files, and state sent between ranks       emulation/       the same, with ops that only take time
 errors           what can go wrong                         lifetime         open, broken or closed
+option_values    checks of single values in options
 """
 
 from penstock.cost.cut import PartitionError, partition
