@@ -161,6 +161,16 @@ def test_an_unknown_keyword_was_a_plain_type_error() -> None:
         (lambda: ps.PrecisionOptions(clip=1), RuntimeFailure, "has no argument 'clip'; did you mean clip_norm="),
         (lambda: ps.PrecisionOptions(sharding="fsdp"), RuntimeFailure, r"'sharding'; give ParallelOptions\(shard"),
         (lambda: ps.ParallelOptions(shard="fsdp"), RuntimeFailure, "'shard'; did you mean sharding="),
+        (
+            lambda: ps.ParallelOptions(zero=True),
+            RuntimeFailure,
+            "zero= is gone since 0.2; give sharding='copies' for",
+        ),
+        (
+            lambda: ps.Pipeline([lin()], None, shared=()),
+            RuntimeFailure,
+            r"'shared'; .*ps.Placement\(..., shared=...\)",
+        ),
         (lambda: ps.ParallelOptions(links=None), RuntimeFailure, r"'links'; give TransportOptions\(links=...\)"),
         (lambda: ps.AdaptOptions(gain=0.1), RuntimeFailure, "'gain'; did you mean least_gain="),
         (lambda: ps.AdaptOptions(nonsense=1), RuntimeFailure, "'nonsense'; it takes folder, store, costs"),

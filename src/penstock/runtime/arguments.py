@@ -75,7 +75,10 @@ class PrecisionOptions:
         return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
 
 
-@refuse_unknown(RuntimeFailure)
+ZERO = "sharding='copies' for zero=True, sharding='none' for zero=False"
+
+
+@refuse_unknown(RuntimeFailure, {"zero": ZERO})
 @dataclass(frozen=True)
 class ParallelOptions:
     """How a model is cut into stages, where they run, and what is sharded.
