@@ -355,3 +355,42 @@ def test_a_frozen_stage_was_told_that_the_rest_of_nothing_runs_in_i() -> None:
     pipe = pipeline(stages, "zb-h1")
     pipe.step(*batches(4, 8)[0], update=False)
     assert not [notice for notice in pipe.notices if notice.startswith("stage 0")]
+
+
+class Supervised(nn.Module):
+    """Has a loss of its own, and runs its backward at once."""
+
+    def __init__(self, cut_off: bool) -> None:
+        super().__init__()
+        self.layer, self.cut_off = lin(), cut_off
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer(x.detach() if self.cut_off else x).square().mean().backward()
+        return self.layer(x)
+
+
+def scored_twice(output: Tensor, target: Tensor) -> Tensor:
+    loss = MSE(output, target)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("where", ["a layer", "the loss"])
+def test_a_backward_within_a_forward_lost_its_gradients_of_earlier_stages(where: str, name: str) -> None:
+    stages = [lin(), lin() if where == "the loss" else Supervised(False)]
+    pipe = pipeline(stages, name, loss_fn=scored_twice if where == "the loss" else MSE)
+    with pytest.raises(RuntimeFailure, match=r"calls backward\(\) itself, and the gradient goes back into the stage"):
+        pipe.step(*batches(4, 8)[0])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_backward_within_a_forward_that_ends_in_its_stage_is_added_in_another_order(name: str) -> None:
+    stages = [Supervised(False), Supervised(True)]
+    plain = copy.deepcopy(stages)
+    x, y = batches(4, 8)[0]
+    pipe = pipeline(stages, name)
+    want = plain_step(plain, x, y, 4, MSE)
+    assert torch.equal(pipe.step(x, y, update=False).loss, want)
+    for (at, wanted), (_, got) in zip(gradients(plain).items(), gradients(stages).items(), strict=True):
+        torch.testing.assert_close(got, wanted, msg=at)
