@@ -418,6 +418,7 @@ class Pipeline:
             result, norm = self._end_schedule(batch, update)
         except BaseException as error:
             local.optimizer_state.fail(error)
+            local.optimizer_state.agreement.note()
             raise
         finally:
             local.optimizer_state.end()
@@ -426,6 +427,8 @@ class Pipeline:
         except BaseException as error:
             local.optimizer_state.fail(error)
             raise
+        finally:
+            local.optimizer_state.agreement.note()
         if self._agent is not None:
             with local.sharing("a probe of the links between nodes"):
                 self._agent.look_at_nodes()
@@ -503,9 +506,15 @@ class Pipeline:
             RuntimeFailure: updates are ops of the schedule, and have run already.
         """
         self._life.require_open()
-        self._local.optimizer_state.require_updates_apart()
-        with self._updating("an update"):
-            return self._local.optimizer_state.update()
+        state = self._local.optimizer_state
+        state.require_updates_apart()
+        state.agreement.require_settled()
+        state.agreement.see()
+        try:
+            with self._updating("an update"):
+                return state.update()
+        finally:
+            state.agreement.note()
 
     @refuse_old({}, RuntimeFailure)
     @one_at_a_time
@@ -517,8 +526,14 @@ class Pipeline:
         """
         self._life.require_open()
         require_norm(max_norm)
-        with self._local.mesh.waiting():
-            return self._local.optimizer_state.clip(max_norm)
+        state = self._local.optimizer_state
+        state.agreement.require_settled()
+        state.agreement.see()
+        try:
+            with self._local.mesh.waiting():
+                return state.clip(max_norm)
+        finally:
+            state.agreement.note()
 
     def mismatch(self) -> dict[tuple[int, int, int], int]:
         """By (stage, pipeline, microbatch), how many updates came between its forward and backward in the last step.
@@ -574,7 +589,10 @@ class Pipeline:
         """The model's output for each microbatch, in evaluation mode. Every rank gets all outputs."""
         batch = self._run_forward(inputs, None, Purpose.PREDICT)
         outputs: dict[int, Any] = {}
-        for part in self._local.mesh.everyone.gather(self._local.devices.outputs(batch)):
+        agreement = self._local.optimizer_state.agreement
+        told = self._local.mesh.everyone.gather((self._local.devices.outputs(batch), agreement.agrees()))
+        agreement.conclude(all(agrees for _, agrees in told))
+        for part, _ in told:
             outputs.update(part)
         return [outputs[m] for m in sorted(outputs)]
 
@@ -589,6 +607,7 @@ class Pipeline:
         self._local.optimizer_state.require_whole()
         loss_fn = self._loss_fn if purpose is Purpose.EVALUATE else None
         batch = self._local.cut(inputs, targets, loss_fn, (), fewer=is_plain(self.schedule))
+        self._local.optimizer_state.agreement.begin()
         num = len(batch) if is_plain(self.schedule) else self.schedule.num_microbatches
         self._num_forwards += 1
         seed = mix(self._seed, self._num_steps, self._num_forwards)
@@ -609,7 +628,8 @@ class Pipeline:
         memory = self._local.transport if isinstance(self._local.transport, SharedMemoryTransport) else None
         tells = () if self._tell is None else self._tell()
         devices = self._local.devices
-        outcome = StepEnd(self._local.mesh, devices.last, updates, memory, tells, devices.changing_inputs)
+        agreement = self._local.optimizer_state.agreement
+        outcome = StepEnd(self._local.mesh, devices.last, updates, memory, tells, devices.changing_inputs, agreement)
         self._local.notices.note(self._agent.notices if self._agent is not None else ())
         self._local.notices.note(self._local.failover.notices if self._local.failover is not None else ())
         self._local.notices.note(self._local.choice.notices(self._local.transport))
@@ -642,6 +662,7 @@ class Pipeline:
         self._local.follow_model()
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
         state, place = TrainingState(self._local.optimizer_state), self._local.mesh
+        self._local.optimizer_state.agreement.require(place.everyone)
         with place.waiting():
             return saving.save(directory, state, place, counters, meta, stateful, keep, number)
 
