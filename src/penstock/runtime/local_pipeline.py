@@ -35,7 +35,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.executors import StepExecutor
 from penstock.runtime.execute.gang import lockstep_of
 from penstock.runtime.execute.launched_ops import AHEAD
-from penstock.runtime.execute.plan import ActivePlan, StepPlan, dispatch_of, require_switchable, running, start_of
+from penstock.runtime.execute.plan import ActivePlan, StepPlan, activate, dispatch_of, require_switchable, start_of
 from penstock.runtime.execute.step_result import Notices
 from penstock.runtime.execute.torch_backend import TorchDevices
 from penstock.runtime.execute.worker import Worker
@@ -206,7 +206,7 @@ class LocalPipeline:
         require_same(place.everyone.gather(facts_of(self.optimizer_state.optimizer)), _SAME)
         self.tags = Tags.of(schedule, held.ties.stages)
         start = start_of(schedule, self.start.dispatch, self.costs, self.adapt)
-        self.running = self._worked_out(start)
+        self.running = self._activated(start)
         ranks, updating = self.peers.here, self.optimizer_state.updating
         calls = calls_of(schedule, self._functions, held.stages, self.peers, given.timeout)
         together = lockstep_of(place, schedule.updates is not None, given.timeout)
@@ -308,7 +308,7 @@ class LocalPipeline:
         now = self.running
         if configuration == replace(now.configuration, dispatch=configuration.dispatch):
             return replace(now, configuration=configuration)  # how ranks pick ops is no part of the plan
-        return self._worked_out(configuration)
+        return self._activated(configuration)
 
     def _require_places(self, nodes: tuple[int, ...]) -> None:
         """Raises RuntimeFailure where nodes can't lie so."""
@@ -319,8 +319,8 @@ class LocalPipeline:
             )
         require_order(self.nodes.at(nodes).layout)
 
-    def _worked_out(self, configuration: Configuration) -> ActivePlan:
-        return running(configuration, self.model.ties.stages, self.peers.here[0], self.tags, self.costs)
+    def _activated(self, configuration: Configuration) -> ActivePlan:
+        return activate(configuration, self.model.ties.stages, self.peers.here[0], self.tags, self.costs)
 
     def switch(self, then: ActivePlan) -> None:
         """Runs something else from the next step on."""

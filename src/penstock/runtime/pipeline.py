@@ -446,7 +446,7 @@ class Pipeline:
             scaling = local.optimizer_state.scaling
             scale = None if scaling is None else scaling.scale
             settings = StepSettings(
-                batch, Purpose.TRAIN, seed, now.split, now.recomputed, now.counts, now.shuffled, away, scale
+                batch, Purpose.TRAIN, seed, now.split, now.recomputed, now.counts, now.taped_out_of_order, away, scale
             )
             with local.sharing(f"step {self._num_steps}"):
                 workers = local.run(settings, now.plan)

@@ -82,7 +82,7 @@ class StepSettings:
         recomputed: (stage, microbatch) pairs whose forward runs again (R) before their backward.
         counts: number of microbatches of each stage in the schedule.
         away: (stage, microbatch) pairs whose activations go to host memory between forward and backward.
-        shuffled: stages whose backwards come in another order than the forwards that build their graphs.
+        taped_out_of_order: stages whose backwards come in another order than the forwards that build their graphs.
         loss_scale: what losses are multiplied by before their backward; None for nothing.
     """
 
@@ -92,7 +92,7 @@ class StepSettings:
     split: frozenset[tuple[int, int]] = frozenset()
     recomputed: frozenset[tuple[int, int]] = frozenset()
     counts: Sequence[int] = ()
-    shuffled: frozenset[int] = frozenset()
+    taped_out_of_order: frozenset[int] = frozenset()
     away: frozenset[tuple[int, int]] = frozenset()
     loss_scale: float | None = None
 
@@ -315,7 +315,7 @@ class StageRunner:
         """
         if (self.index, m) not in self.settings.split:
             return None
-        if self.index in self.settings.shuffled:
+        if self.index in self.settings.taped_out_of_order:
             return Tape(split, defer_small=True)
         known_plain = not self._defers and self.settings.microbatches.signature(m) in self._plain
         return None if known_plain else Tape(split)
