@@ -45,13 +45,13 @@ from penstock.schedule import Schedule
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shapes and types of what goes into a microbatch: what stage outputs' shapes are expected to follow from."""
 LossFn = Callable[..., Tensor] | None
+"""(output, targets) -> the loss; None where there is none."""
 
 NO_LOSS = (
     "this pipeline has no loss_fn; give one to ps.Pipeline to {}, a function of the output and the targets. If the "
     "model returns its loss itself, say where: loss_fn=lambda output, targets: output['loss']"
 )
 """The error of a pipeline without a loss, with what it is asked to do."""
-"""(output, targets) -> the loss; None where there is none."""
 
 
 @dataclass(frozen=True)
