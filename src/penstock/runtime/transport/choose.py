@@ -81,11 +81,13 @@ class TransportOptions:
     """Which transport carries messages between processes, and how.
 
     Attributes:
-        name: the transport. "host": shared memory if all ranks are on one host, else gloo; messages of a GPU pass
-            through host memory, so several ranks may share one GPU. "gloo": always gloo. "direct": gloo with a bound
-            on messages under way. "delegate": separate processes carry the messages. "nccl": from GPU to GPU, with
-            one GPU per rank.
-        delegates: how delegates carry messages. With "host" or "direct" it allows single links to be delegated.
+        name: the transport. "host": shared memory if all ranks are on one host and no link may be delegated, else
+            gloo; messages of a GPU pass through host memory, so several ranks may share one GPU. "gloo": always
+            gloo. "direct": gloo with a bound on messages under way. "delegate": separate processes carry the
+            messages. "nccl": from GPU to GPU, with one GPU per rank.
+        delegates: how delegates carry messages. With "host", "gloo" or "direct" it allows single links to be
+            delegated, as `adapt=` does by itself. "host" then means gloo, also on one host, since links of shared
+            memory can't be delegated. `AdaptOptions(may_delegate=False)` keeps shared memory.
         depth: for experiments: how many messages to another rank may be under way before the sender waits. Default: 2
             for "direct", no bound for the others.
         links: for experiments: delays and conditions of links, by their two ranks. They decide when messages arrive.
