@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.backend import AsyncOpHandle, Handler
+from penstock.runtime.execute.async_ops import AsyncOpHandle
+from penstock.runtime.execute.backend import Handler
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.wiring import WiredOp
 from penstock.schedule import Op

@@ -17,6 +17,7 @@ from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute import launched_ops, torch_backend
+from penstock.runtime.execute.async_ops import DeviceOpHandle
 from penstock.runtime.execute.backend import OpTable
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.launched_ops import (
@@ -25,7 +26,6 @@ from penstock.runtime.execute.launched_ops import (
     MOST_LOOKS,
     WAITS_FOR_NOBODY,
     DeviceClock,
-    DeviceOpHandle,
     LaunchedOps,
     queue_of,
 )

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure, listed
-from penstock.runtime.execute.backend import AsyncOpHandle, AwaitableOpHandle, Handler, OpTable
+from penstock.runtime.execute.async_ops import AsyncOpHandle, AwaitableOpHandle, DeviceOpHandle, is_handle
+from penstock.runtime.execute.backend import Handler, OpTable
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.launched_ops import (
     AHEAD,
     DeviceClock,
-    DeviceOpHandle,
     DeviceQueue,
     LaunchedOps,
     lanes_of,
@@ -90,8 +90,7 @@ class RegisteredOps:
 
     def _started(self, op: Op) -> AsyncOpHandle:
         handle = self._call(op)
-        known = handle is None or hasattr(handle, "wait") or hasattr(handle, "result")
-        if self._queue is not None and known and not isinstance(handle, HostCopy):
+        if self._queue is not None and is_handle(handle) and not isinstance(handle, HostCopy):
             handle = DeviceOpHandle(self._queue, handle)
         return AwaitableOpHandle(op, handle, self._calls[self._rank, op][1].timeout)
 

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from penstock.dispatch import Dispatcher, FrozenDispatcher
 from penstock.dispatch.graph import ALONE
-from penstock.runtime.execute.backend import Backend, SharedThreadStream, Stream, WatchedStream
+from penstock.runtime.execute.async_ops import SharedThreadStream, Stream, WatchedStream
+from penstock.runtime.execute.backend import Backend
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.launched_ops import WAITS_FOR_NOBODY, LaunchedOps
 from penstock.runtime.tensors.message import Edge, Payload
