@@ -29,7 +29,7 @@ class NullBackend:
             if edge.consumer != wired.op:
                 raise RuntimeFailure(f"{wired.op} received what was meant for {edge.consumer}")
         self.ran.append(wired.op)
-        return [Payload([], edge) for edge in wired.given]
+        return [Payload([], edge) for edge in wired.output_edges]
 
     def begin(self) -> None:
         """There is nothing to wait for."""

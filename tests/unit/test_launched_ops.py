@@ -75,7 +75,7 @@ class Ranks:
         def handle(wired: WiredOp, inputs: Sequence[Payload]) -> list[Payload]:
             launched = self.launched[rank]
             self.under_way.append((wired.op.kind, launched.num_launched - launched.num_ended))
-            return [Payload([], edge) for edge in wired.given]
+            return [Payload([], edge) for edge in wired.output_edges]
 
         return handle
 

@@ -91,7 +91,7 @@ class Sums:
                 self._waiting[key] = inner
             else:
                 self._add(op.stage, self._held.pop(key), inner)
-        return [Payload([made]) for _ in wired.given]  # type: ignore[list-item]
+        return [Payload([made]) for _ in wired.output_edges]  # type: ignore[list-item]
 
     def _add(self, stage: int, held: Cell, gradient: Cell) -> None:
         total = self.cells["gradient", stage]

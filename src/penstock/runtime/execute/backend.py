@@ -14,7 +14,7 @@ from penstock.schedule import Op
 
 Handler = Callable[[WiredOp, Sequence[Payload]], Sequence[Payload]]
 """Runs one op on what its incoming edges brought, in their order and without tokens. Returns the payload of each of
-`wired.given`, in that order."""
+`wired.output_edges`, in that order."""
 
 
 class Backend(Protocol):

@@ -173,9 +173,9 @@ class TorchOps:
         def handle_alone(wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
             op = wired.op
             outcome = work(runners[pipelines[op.microbatch], op.stage], op, inputs)
-            if not wired.given:
+            if not wired.output_edges:
                 return ()
-            if passes_on and outcome is not None and len(wired.given) == 1 and not wired.given[0].slot:
+            if passes_on and outcome is not None and len(wired.output_edges) == 1 and not wired.output_edges[0].slot:
                 return (outcome,)
             return self._outputs(wired, outcome)
 
@@ -188,7 +188,7 @@ class TorchOps:
 
         def handle(wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
             outcome = run(wired.op, inputs)
-            return self._outputs(wired, outcome) if wired.given else ()
+            return self._outputs(wired, outcome) if wired.output_edges else ()
 
         def handle_together(wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
             return self._outputs(wired, self._together(run, wired.op, inputs))
@@ -246,7 +246,7 @@ class TorchOps:
     def _outputs(self, wired: WiredOp, outcome: Payload | None) -> list[Payload]:
         """What goes out along each edge: what came of the op, or its part of that, and sums of tied gradients."""
         found = []
-        for edge in wired.given:
+        for edge in wired.output_edges:
             if edge.slot:
                 if self._tied is None:
                     raise RuntimeFailure(f"{wired.op} has no tied gradient to send to {edge.consumer}")
