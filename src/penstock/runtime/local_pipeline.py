@@ -34,7 +34,7 @@ from penstock.runtime.compatibility import (
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.executors import StepExecutor
 from penstock.runtime.execute.gang import lockstep_of
-from penstock.runtime.execute.launched_ops import AHEAD
+from penstock.runtime.execute.launched_ops import MOST_LAUNCHED_OPS
 from penstock.runtime.execute.plan import ActivePlan, StepPlan, activate, dispatch_of, require_switchable, start_of
 from penstock.runtime.execute.step_result import Notices
 from penstock.runtime.execute.torch_backend import TorchDevices
@@ -211,7 +211,7 @@ class LocalPipeline:
         calls = calls_of(schedule, self._functions, held.stages, self.peers, given.timeout)
         together = lockstep_of(place, schedule.updates is not None, given.timeout)
         autocast = given.precision.autocast
-        most_ahead = 1 if place.waits_in_ops(bool(schedule.placement.shared)) else AHEAD
+        most_ahead = 1 if place.waits_in_ops(bool(schedule.placement.shared)) else MOST_LAUNCHED_OPS
         self.devices = TorchDevices(
             schedule,
             held,

@@ -42,11 +42,11 @@ from penstock.runtime.tensors.message import Payload
 from penstock.schedule import Op, Schedule
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
 
-AHEAD = 2
+MOST_LAUNCHED_OPS = 2
 """Ops under way on a device: the one that runs, and one behind it."""
 LOOKS_AT_THE_CLOCK, MOST_LOOKS = 3, 10
 """Marks with which a step begins: at least, and at most where the host is busy."""
-SOON = 50_000
+CLOCK_TOLERANCE_NS = 50_000
 """Nanoseconds within which a mark is passed that says well enough how the clock of the device stands to ours."""
 WAITS_FOR_NOBODY = frozenset({FORWARD, BACKWARD, INPUT, WEIGHT, RECOMPUTE})
 """Kinds of ops in whose middle a rank waits for no other. Before any other op is launched, all messages must have
@@ -244,7 +244,7 @@ class DeviceClock:
                 after = perf_counter_ns()
                 if origin is None or after - before < narrowest:
                     origin, narrowest, self._origin_ns = mark, after - before, (before + after) // 2
-                if number + 1 >= LOOKS_AT_THE_CLOCK and narrowest <= SOON:
+                if number + 1 >= LOOKS_AT_THE_CLOCK and narrowest <= CLOCK_TOLERANCE_NS:
                     break
             self._origin = origin
 
@@ -300,7 +300,7 @@ class LaunchedOps:
     def __init__(
         self,
         queue: DeviceQueue,
-        most: int = AHEAD,
+        most: int = MOST_LAUNCHED_OPS,
         lanes: Mapping[int, int] | None = None,
         pairs: Sequence[tuple[Op, Op]] = (),
         state: Callable[[Op], Sequence[Any]] = lambda op: (),

@@ -21,7 +21,7 @@ from penstock.runtime.execute.async_ops import AsyncOpHandle, AwaitableOpHandle,
 from penstock.runtime.execute.backend import Handler, OpTable
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.launched_ops import (
-    AHEAD,
+    MOST_LAUNCHED_OPS,
     DeviceClock,
     DeviceQueue,
     LaunchedOps,
@@ -47,7 +47,7 @@ from penstock.schedule import Op, Schedule
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
 from penstock.schedule.updates import OWNER
 
-LITTLE = 0.5
+LEAST_DEFERRED_SHARE = 0.5
 """A smaller share of a stage's work on weight gradients is worth a notice: W is planned to take all of it."""
 
 
@@ -281,7 +281,7 @@ class TorchDevices:
         autocast: torch.dtype | None,
         calls: Calls,
         updating: ScheduledUpdates | None,
-        most_ahead: int = AHEAD,
+        most_ahead: int = MOST_LAUNCHED_OPS,
         overlaps_pairs: bool = True,
     ) -> None:
         self._model, self._ranks, self._calls, self._updating = model, ranks, calls, updating
@@ -402,7 +402,7 @@ class TorchDevices:
             f"stage {index}: {share.share:.0%} of the work on weight gradients waits for W, the rest is done in I: "
             + "; ".join(f"{listed(names)}: {why}" for why, names in share.reasons.items())
             for (_, index), runner in sorted(self.runners.items())
-            if (share := runner.new_share()) is not None and share.reasons and share.share < LITTLE
+            if (share := runner.new_share()) is not None and share.reasons and share.share < LEAST_DEFERRED_SHARE
         ]
 
     def staying(self) -> list[str]:

@@ -162,7 +162,7 @@ class Worker:
         longer than any message may take. None where nothing runs there."""
         if self._launched is None or self._launched.is_empty:
             return None
-        return perf_counter_ns() + LOOK
+        return perf_counter_ns() + DEVICE_POLL_NS
 
     def waited(self, start: int, end: int) -> None:
         """Takes note that the executor waited for messages (ns of the monotonic clock)."""
@@ -318,7 +318,7 @@ class Worker:
             return self.transport.send(edge, target, payload)
 
 
-LOOK = 1_000_000_000
+DEVICE_POLL_NS = 1_000_000_000
 """Nanoseconds after which a rank that waits for messages looks at its device again, should no mark have woken it."""
 TOKEN = Payload([])
 """What a token carries."""

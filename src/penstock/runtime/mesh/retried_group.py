@@ -35,7 +35,7 @@ class GroupChangeover(Protocol):
         """Group `number` broke: returns when there is a newer one. Raises RuntimeFailure where there will be none."""
 
 
-LOOK = 0.25
+REGROUP_CHECK_S = 0.25
 """Seconds after which a wait looks whether the group is another: an op whose connection ends while gloo writes to it
 may never be told so."""
 MOST_FAILURES = 16
@@ -125,10 +125,10 @@ class RetriedGroup:
             if error is None:
                 left = end - time.monotonic()
                 try:
-                    work.wait(timedelta(seconds=max(0.001, min(LOOK, left))))
+                    work.wait(timedelta(seconds=max(0.001, min(REGROUP_CHECK_S, left))))
                 except RuntimeError as failed:
                     if is_late(failed):
-                        if left <= LOOK and not self._is_changing(number):
+                        if left <= REGROUP_CHECK_S and not self._is_changing(number):
                             raise
                         continue
                     error = failed
@@ -209,9 +209,9 @@ class RetriedGroup:
         thread = threading.Thread(target=run, name="penstock-shares", daemon=True)
         thread.start()
         while thread.is_alive():
-            thread.join(LOOK)
+            thread.join(REGROUP_CHECK_S)
             if self._is_changing(number):
-                thread.join(LOOK)
+                thread.join(REGROUP_CHECK_S)
                 break
         error = ended[0] if ended else _being_changed()
         if error is not None:
