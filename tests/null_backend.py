@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.backend import AsyncOpHandle, Handler
+from penstock.runtime.execute.async_ops import AsyncOpHandle
+from penstock.runtime.execute.backend import Handler
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.wiring import WiredOp
 from penstock.schedule import Op
@@ -28,7 +29,7 @@ class NullBackend:
             if edge.consumer != wired.op:
                 raise RuntimeFailure(f"{wired.op} received what was meant for {edge.consumer}")
         self.ran.append(wired.op)
-        return [Payload([], edge) for edge in wired.given]
+        return [Payload([], edge) for edge in wired.output_edges]
 
     def begin(self) -> None:
         """There is nothing to wait for."""

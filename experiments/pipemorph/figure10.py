@@ -56,7 +56,7 @@ from experiments.pipemorph.gpu import (
 )
 from experiments.pipemorph.spans import copies, drawn, inside, profiled, tracks
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart
-from penstock.runtime.execute.launched_ops import AHEAD
+from penstock.runtime.execute.launched_ops import MOST_LAUNCHED_OPS
 from penstock.runtime.transport.mapped_memory import MappedMemory
 
 LIMIT = 110.0
@@ -259,8 +259,8 @@ def _compute(
     ops: list[tuple[list[Any], Any]] = []
     came = 0
     for op in range(protocol.num_ops):
-        if op >= AHEAD:
-            ops[op - AHEAD][1].synchronize()
+        if op >= MOST_LAUNCHED_OPS:
+            ops[op - MOST_LAUNCHED_OPS][1].synchronize()
         if leaves:
             came += len(link.arrived())
         marks = gemms.op(count, clock)

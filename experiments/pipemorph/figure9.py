@@ -72,7 +72,7 @@ from experiments.pipemorph.gpu import (
     spread,
 )
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart
-from penstock.runtime.execute.launched_ops import AHEAD
+from penstock.runtime.execute.launched_ops import MOST_LAUNCHED_OPS
 
 NCCL_WAYS = ("in order", "beside", "receive stands")
 WAYS = ("alone", "in order", "beside", "delegates", "receive stands")
@@ -243,8 +243,8 @@ def _sending(peer: Peer, protocol: Protocol9, folder: str) -> dict[str, Any]:
         ops: list[tuple[list[Any], Any]] = []
         calls: list[float] = []
         for op in range(protocol.num_ops):
-            if op >= AHEAD:  # as the runtime does, and so that no call waits for room in the queue of launches
-                ops[op - AHEAD][1].synchronize()
+            if op >= MOST_LAUNCHED_OPS:  # as the runtime does, so that no call waits for room in the queue
+                ops[op - MOST_LAUNCHED_OPS][1].synchronize()
             marks = gemms.op(count, clock)
             leaves[op].fill_(content(number, op))
             end = clock.mark(sleeps=True)

@@ -23,7 +23,7 @@ from penstock.formats import load, save
 from penstock.library import build
 from penstock.planning import Plan, plan
 from penstock.program import Branch, NewOp, Program, Rules, breadth_first, depth_first, placements
-from penstock.renamed import missing
+from penstock.renamed import missing, point_from_old_modules
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, parse
 from penstock.simulation import Blocking, Timeline, footprint, simulate
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     )
 
 __version__ = "0.2.0"
+
+point_from_old_modules()
 
 __all__ = [
     "AdaptOptions",

@@ -1,4 +1,4 @@
-"""Names that version 0.2 gave up, each with what to write instead, and arguments that there never were."""
+"""Names and modules given up by version 0.2, each with what to write instead; arguments that there never were."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
+from importlib.abc import MetaPathFinder
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -34,6 +35,41 @@ _MOVED = {
 }
 """Names that lie in a submodule now."""
 NAMES |= {name: f"ps.{module}.{name}" for module, names in _MOVED.items() for name in names.split()}
+
+MODULES = {
+    "penstock.plan": "penstock.planning",
+    "penstock.simulate": "penstock.simulation",
+    "penstock.runtime.devices": "penstock.runtime.execute",
+    "penstock.runtime.executors": "penstock.runtime.execute",
+    "penstock.runtime.sharded": "penstock.runtime.parameters",
+    "penstock.runtime.split": "penstock.runtime.stage.split_backward",
+    "penstock.runtime.steering": "penstock.runtime.adapt",
+    "penstock.runtime.stores": "penstock.runtime.adapt",
+    "penstock.runtime.transports": "penstock.runtime.transport",
+    "penstock.runtime.weights": "penstock.runtime.parameters",
+}
+"""Modules by their old names, each with the one that has what was in it."""
+
+MEANT = {
+    "shared": "stages that several ranks share are the schedule's: ps.Placement(..., shared=...); parameters that "
+    "are one are given as parallel=ps.ParallelOptions(tied=...)",
+}
+"""Arguments that a function never had and that lie elsewhere, with where."""
+
+
+class OldModules(MetaPathFinder):
+    """Is asked for a module that was not found, and says which module has its place."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        """Raises ModuleNotFoundError if it is one of `MODULES`."""
+        if now := MODULES.get(fullname):
+            raise ModuleNotFoundError(f"{fullname} is gone since 0.2; use {now}", name=fullname)
+
+
+def point_from_old_modules() -> None:
+    """Makes imports of `MODULES` fail with the new name. It comes after all other ways to find a module."""
+    if not any(isinstance(each, OldModules) for each in sys.meta_path):
+        sys.meta_path.append(OldModules())
 
 
 def missing(name: str, known: list[str]) -> Exception:
@@ -110,11 +146,15 @@ def refuse_old(keywords: Mapping[str, str], error: type[Exception]) -> Callable[
     return wrap
 
 
-def refuse_unknown(error: type[Exception]) -> Callable[[type[C]], type[C]]:
-    """Makes a class refuse arguments that it does not take, with its own error, as `refuse_old` does."""
+def refuse_unknown(error: type[Exception], keywords: Mapping[str, str] | None = None) -> Callable[[type[C]], type[C]]:
+    """Makes a class refuse arguments that it does not take, with its own error, as `refuse_old` does.
+
+    Args:
+        keywords: those that it took before, or that another class took, with what to write instead.
+    """
 
     def wrap(kind: type[C]) -> type[C]:
-        kind.__init__ = refuse_old({}, error)(kind.__init__)  # type: ignore[method-assign]
+        kind.__init__ = refuse_old(keywords or {}, error)(kind.__init__)  # type: ignore[method-assign]
         return kind
 
     return wrap
@@ -126,6 +166,8 @@ _TAKEN: dict[str, list[str]] = {}
 
 def _instead(name: str, known: list[str], called_as: str) -> str:
     """What to write in place of a keyword that there is not."""
+    if name in MEANT:
+        return MEANT[name]
     others = [each for each, taken in _TAKEN.items() if name in taken and each != called_as]
     if options := [each for each in others if each.endswith("Options")]:
         return f"give {' or '.join(f'{each}({name}=...)' for each in options)}"

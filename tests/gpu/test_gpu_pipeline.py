@@ -14,7 +14,7 @@ from compatibility_cells import Cell, run_cell
 from fuzz_runs import between_processes
 from gpu_cases import build_batch, build_model
 from packed import packed
-from penstock.runtime.execute.launched_ops import AHEAD, LaunchedOps
+from penstock.runtime.execute.launched_ops import MOST_LAUNCHED_OPS, LaunchedOps
 from plain_loop import plain_step
 from processes import run_ranks
 
@@ -116,7 +116,7 @@ def test_no_op_waits_for_the_device(dispatch: str, monkeypatch: pytest.MonkeyPat
     assert torch.equal(result.loss, loss.cpu())
     for key, parameter in model.named_parameters():
         assert torch.equal(parameter.grad, gradients[key]), key  # type: ignore[arg-type]
-    assert most[0] == AHEAD
+    assert most[0] == MOST_LAUNCHED_OPS
 
 
 def test_events_say_when_ops_ran() -> None:

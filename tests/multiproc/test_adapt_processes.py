@@ -208,7 +208,7 @@ def drifting(rank: int) -> list[int]:
     second, shift = 10**9, [3 * rank]
     probe.time = SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + shift[0] * second)  # type: ignore[assignment]
     adapt_store.clock_name = lambda: f"host {rank}"  # type: ignore[assignment]
-    agent.COMPARED = 4
+    agent.CLOCK_COMPARISON_ITERATIONS = 4
     pipe = pipeline(ps.AdaptOptions(), None)
     found = list(pipe._agent._rendezvous.ahead)  # type: ignore[union-attr]
     shift[0] += 5 * rank

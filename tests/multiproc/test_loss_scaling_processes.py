@@ -36,9 +36,11 @@ def trained(rank: int, schedule: str, pp: int, dp: int, sharding: str, clip_norm
     losses, scales = [], []
     for step in STEPS:
         losses.append(pipe.step(*scaled_batch(step), update=step != 5).loss)
-        if step == 5:  # one process alone finds that its gradient is not finite
-            if rank == 1:
-                local(next(p.grad for p in pipe.parameters() if p.grad is not None)).view(-1)[0] = float("inf")
+        if step == 5:  # one process alone finds that a gradient is not finite; both, of what both hold
+            both = schedule == "chimera" or (dp == 2 and sharding == "none")
+            gradients = [p.grad for p in pipe.parameters() if p.grad is not None]
+            for gradient in gradients if both else gradients[:rank]:
+                local(gradient).view(-1)[0] = float("inf")
             pipe.update()
         scales.append(scaler.get_scale())
     return losses, scales, {name: whole(p.detach()).clone() for name, p in pipe.named_parameters()}, pipe.num_updates

@@ -36,6 +36,12 @@ VOCABULARY = 1000
 SMALL = ["--preset", "nano", "--depth", "2", "--width", "16", "--heads", "1", "--context", "8"]
 
 
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Measurements that tests of this file share. Messages, which take seconds, are measured by the first of them."""
+    return str(tmp_path_factory.mktemp("measured") / "db")
+
+
 def told(words: list[str], cwd: Path) -> dict[str, Any]:
     """The object that a verb prints."""
     ended = penstock(words, cwd)
@@ -79,9 +85,11 @@ def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path) -> None:
         ["--pp", "2", "--dp", "1", "--schedule", "chimera"],
     ],
 )
-def test_copies_and_several_pipelines_are_run_and_the_line_trains(extra: list[str], tmp_path: Path) -> None:
+def test_copies_and_several_pipelines_are_run_and_the_line_trains(
+    extra: list[str], database: str, tmp_path: Path
+) -> None:
     arguments = ["tune", *SMALL, "--ranks", "2", "--batch", "4", "--microbatch-size", "1", *extra]
-    measure = ["--seconds", "0.05", "--database", "db", "--verify", "1", "--steps", "2"]
+    measure = ["--seconds", "0.05", "--database", database, "--verify", "1", "--steps", "2"]
     result = told([*arguments, *measure, "--json"], tmp_path)
     choice = result["choice"]
     assert choice["pp"] * choice["dp"] == 2
@@ -100,11 +108,11 @@ def test_the_line_of_a_program_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ends_that_two_ranks_share_are_measured_and_run_and_the_line_trains(tmp_path: Path) -> None:
+def test_ends_that_two_ranks_share_are_measured_and_run_and_the_line_trains(database: str, tmp_path: Path) -> None:
     """A library schedule and a program with them, which are run; the line learns what a plain pipeline learns."""
     deep = ["--preset", "nano", "--depth", "2", "--width", "16", "--heads", "1", "--context", "8", "--batch", "4"]
     arguments = ["tune", *deep, "--ranks", "2", "--pp", "2", "--dp", "1", "--microbatch-size", "1", "--shared-ends"]
-    measure = ["--seconds", "0.05", "--database", "db", "--verify", "2", "--steps", "2", "--json"]
+    measure = ["--seconds", "0.05", "--database", database, "--verify", "2", "--steps", "2", "--json"]
     result = told([*arguments, *measure], tmp_path)
     assert {each["program"] for each in result["best"][:2]} == {False, True}
     for each in result["best"][:2]:
@@ -124,11 +132,11 @@ def test_ends_that_two_ranks_share_are_measured_and_run_and_the_line_trains(tmp_
 @pytest.mark.parametrize(
     "model", ["bert --preset nano --depth 2", pytest.param("config.json --context 16", marks=pytest.mark.nightly)]
 )
-def test_a_bert_and_a_hugging_face_model_share_their_ends(model: str, tmp_path: Path) -> None:
+def test_a_bert_and_a_hugging_face_model_share_their_ends(model: str, database: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
     (tmp_path / "config.json").write_text(json.dumps(hf_families.config_of("llama").to_dict()))
     shape = "--data text.txt --batch 4 --ranks 2 --pp 2 --dp 1 --microbatch-size 1 --shared-ends"
-    measure = "--seconds 0.05 --database db --verify 1 --steps 2 --json"
+    measure = f"--seconds 0.05 --database {database} --verify 1 --steps 2 --json"
     result = told(f"tune --model {model} {shape} {measure}".split(), tmp_path)
     assert result["choice"]["shared_ends"]
     assert result["choice"]["measured"]["step_ms"] > 0

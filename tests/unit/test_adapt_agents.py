@@ -214,7 +214,7 @@ class Forgetful:
 
 @pytest.mark.slow
 def test_a_plan_that_got_lost_is_handed_out_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "RESEND", 0.05)
+    monkeypatch.setattr(agent, "RESEND_S", 0.05)
     lose = ["test/plans/1", "test/plans/3", "test/plans/3"]
     with group(tmp_path, stores=[Forgetful(InProcessStore(), lose)] * NUM_RANKS) as ranks:
         for _ in range(8):
@@ -226,7 +226,7 @@ def test_a_plan_that_got_lost_is_handed_out_again(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_a_plan_that_never_reaches_a_rank_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "GIVE_UP", 0.2)
+    monkeypatch.setattr(agent, "GIVE_UP_S", 0.2)
     lose = ["test/plans/3"] * 1000
     with group(tmp_path, stores=[Forgetful(InProcessStore(), lose)] * NUM_RANKS) as ranks:
         for _ in range(8):

@@ -136,7 +136,7 @@ def test_messages_have_the_stated_size() -> None:
     (sent,) = device.run(wired_op(wiring, ps.Op("F", 0, 0)), [])
     assert [leaf.numel() for leaf in sent.leaves if leaf is not None][1] == 1000
     backward = wired_op(wiring, ps.Op("B", 1, 0))
-    (back,) = device.run(backward, [Payload([]) for _ in backward.incoming])
+    (back,) = device.run(backward, [Payload([]) for _ in backward.inputs])
     assert [leaf.numel() for leaf in back.leaves if leaf is not None][1] == 1000, "a gradient weighs what it is of"
 
 

@@ -101,9 +101,9 @@ def test_a_message_of_another_update_is_an_error() -> None:
     later = next(e for e in wiring.outgoing[edge.producer._replace(microbatch=15)] if e.is_update)
     sender, receiver = (EmulatedBackend(wiring, costs_of(schedule)) for _ in range(2))
     sending = wired_op(wiring, later.producer)
-    sent = sender.run(sending, [Payload([]) for _ in sending.incoming])
+    sent = sender.run(sending, [Payload([]) for _ in sending.inputs])
     with pytest.raises(RuntimeFailure, match="U0 received something else than the window's gradients after B7"):
-        receiver.run(wired_op(wiring, owner), [sent[sending.given.index(later)]])
+        receiver.run(wired_op(wiring, owner), [sent[sending.output_edges.index(later)]])
 
 
 @pytest.mark.parametrize("dispatch", ["hinted", "dynamic"])

@@ -179,3 +179,12 @@ def test_a_place_for_a_result_is_tried_and_left_as_it_was(tmp_path: Path) -> Non
     assert not [*tmp_path.iterdir()]
     with pytest.raises(ps.ScheduleError, match="Is a directory"):
         require_place(tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["txt", "json", "csv"])
+def test_a_file_with_a_byte_order_mark_was_refused(ending: str, tmp_path: Path) -> None:
+    """Editors on Windows write one."""
+    path = tmp_path / f"a.{ending}"
+    ps.save(schedule := ps.build("1f1b", 2, 3), path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert ps.load(path).order == schedule.order

@@ -19,7 +19,7 @@ from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.formats.native import from_json, to_json
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
-from penstock.runtime.execute.backend import AwaitableOpHandle
+from penstock.runtime.execute.async_ops import AwaitableOpHandle
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.worker import Worker

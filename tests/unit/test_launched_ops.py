@@ -17,15 +17,15 @@ from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute import launched_ops, torch_backend
+from penstock.runtime.execute.async_ops import DeviceOpHandle
 from penstock.runtime.execute.backend import OpTable
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.launched_ops import (
-    AHEAD,
     LOOKS_AT_THE_CLOCK,
+    MOST_LAUNCHED_OPS,
     MOST_LOOKS,
     WAITS_FOR_NOBODY,
     DeviceClock,
-    DeviceOpHandle,
     LaunchedOps,
     queue_of,
 )
@@ -54,7 +54,7 @@ class WatchedTransport(LoopbackTransport):
 class Ranks:
     """All ranks of a schedule, each with a queue of its own, and what their handlers saw."""
 
-    def __init__(self, schedule: ps.Schedule, dispatch: str, most: int = AHEAD) -> None:
+    def __init__(self, schedule: ps.Schedule, dispatch: str, most: int = MOST_LAUNCHED_OPS) -> None:
         self.wiring = wiring = wire(schedule, [])
         change = memory_changes(wiring.graph, Costs.uniform(schedule.num_stages))
         caps = frozen_peaks(wiring.graph, change)
@@ -75,7 +75,7 @@ class Ranks:
         def handle(wired: WiredOp, inputs: Sequence[Payload]) -> list[Payload]:
             launched = self.launched[rank]
             self.under_way.append((wired.op.kind, launched.num_launched - launched.num_ended))
-            return [Payload([], edge) for edge in wired.given]
+            return [Payload([], edge) for edge in wired.output_edges]
 
         return handle
 

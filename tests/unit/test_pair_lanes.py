@@ -20,7 +20,7 @@ from penstock.passes import overlap_pairs, separate_pairs
 from penstock.runtime.execute import torch_backend
 from penstock.runtime.execute.backend import OpTable
 from penstock.runtime.execute.executors import run_local
-from penstock.runtime.execute.launched_ops import AHEAD, LaunchedOps, lanes_of
+from penstock.runtime.execute.launched_ops import MOST_LAUNCHED_OPS, LaunchedOps, lanes_of
 from penstock.runtime.execute.timeline import measured_costs, measured_timeline
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.mesh.process_mesh import ProcessMesh
@@ -91,7 +91,7 @@ class Sums:
                 self._waiting[key] = inner
             else:
                 self._add(op.stage, self._held.pop(key), inner)
-        return [Payload([made]) for _ in wired.given]  # type: ignore[list-item]
+        return [Payload([made]) for _ in wired.output_edges]  # type: ignore[list-item]
 
     def _add(self, stage: int, held: Cell, gradient: Cell) -> None:
         total = self.cells["gradient", stage]
@@ -141,9 +141,9 @@ def computed(
     sums, lanes = Sums(device, schedule.num_stages), lanes_of(schedule)
     workers = []
     for rank in range(schedule.num_ranks):
-        launched = LaunchedOps(device, AHEAD, lanes, schedule.pairs, sums.state)
+        launched = LaunchedOps(device, MOST_LAUNCHED_OPS, lanes, schedule.pairs, sums.state)
         if not keeps:
-            launched = ForgetsInputs(device, AHEAD, lanes, schedule.pairs)
+            launched = ForgetsInputs(device, MOST_LAUNCHED_OPS, lanes, schedule.pairs)
         handlers = dict.fromkeys({op.kind for op in wiring.graph.ops}, sums.handle)
         dispatcher = decides(wiring.graph, rank, as_dispatch(dispatch), change, caps[rank])
         workers.append(

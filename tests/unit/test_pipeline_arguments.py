@@ -161,13 +161,27 @@ def test_an_unknown_keyword_was_a_plain_type_error() -> None:
         (lambda: ps.PrecisionOptions(clip=1), RuntimeFailure, "has no argument 'clip'; did you mean clip_norm="),
         (lambda: ps.PrecisionOptions(sharding="fsdp"), RuntimeFailure, r"'sharding'; give ParallelOptions\(shard"),
         (lambda: ps.ParallelOptions(shard="fsdp"), RuntimeFailure, "'shard'; did you mean sharding="),
+        (
+            lambda: ps.ParallelOptions(zero=True),
+            RuntimeFailure,
+            "zero= is gone since 0.2; give sharding='copies' for",
+        ),
+        (
+            lambda: ps.Pipeline([lin()], None, shared=()),
+            RuntimeFailure,
+            r"'shared'; .*ps.Placement\(..., shared=...\)",
+        ),
         (lambda: ps.ParallelOptions(links=None), RuntimeFailure, r"'links'; give TransportOptions\(links=...\)"),
         (lambda: ps.AdaptOptions(gain=0.1), RuntimeFailure, "'gain'; did you mean least_gain="),
         (lambda: ps.AdaptOptions(nonsense=1), RuntimeFailure, "'nonsense'; it takes folder, store, costs"),
         (lambda: ps.TransportOptions(link=None), RuntimeFailure, "'link'; did you mean links="),
         (lambda: ps.runtime.DelegateOptions(nums=1), RuntimeFailure, "'nums'; did you mean num="),
         (lambda: ps.Pipeline([lin()], None, least_gain=1), RuntimeFailure, r"give AdaptOptions\(least_gain=...\)"),
-        (lambda: ps.PrecisionOptions(None, 1.0, 2), RuntimeFailure, "given 3 arguments .* leave the others out"),
+        (
+            lambda: ps.PrecisionOptions(None, 1.0, None, 2),
+            RuntimeFailure,
+            "given 4 arguments .* leave the others out",
+        ),
         (lambda: ps.split(lin(), stages=2), ps.runtime.PartitionError, "'stages'; did you mean num_stages="),
         (lambda: ps.split(num_stages=2), ps.runtime.PartitionError, "split needs model="),
         (lambda: ps.plan(None, ranks=2), ps.ScheduleError, "plan has no argument 'ranks'; did you mean num_ranks="),
@@ -274,12 +288,77 @@ def test_an_option_of_another_type(options: dict[str, Any], said: str) -> None:
         ps.Pipeline([lin(), lin()], ps.build("1f1b", 2, 4), loss_fn=MSE, **options)
 
 
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (ps.PrecisionOptions, {"autocast": ["bfloat16", torch.int64, 16], "clip_norm": ["1", -1.0, True]}),
+        (
+            ps.ParallelOptions,
+            {
+                "sharding": ["zero2", None],
+                "parallelize": ["tp"],
+                "device": [1.5],
+                "costs": [3, ["a"], [-1.0]],
+                "tied": ["a", [("a", 1)]],
+                "batches": ["all"],
+            },
+        ),
+        (
+            ps.AdaptOptions,
+            {
+                "folder": [3],
+                "store": [3],
+                "costs": [[1.0, 2.0]],
+                "memory_limit": ["x", "12", -1.0, float("nan"), [1.0, "x"]],
+                "host_memory": ["1GB", -1.0, float("inf"), (1.0, -1.0)],
+                "dispatches": ["dynamic", None, ("any",), (3,)],
+                "may_replan": [1, "no"],
+                "may_delegate": [None],
+                "may_move": [0],
+                "ring": [4],
+                "prices": [{}],
+                "sensitivity": [2.0],
+                "delegate_ms": ["1", -1.0],
+                "least_gain": [4, -0.1, "2%", True],
+                "least_delay": ["1ms", -1.0],
+                "patience": [0, -1, "30", None, float("inf")],
+            },
+        ),
+        (
+            ps.TransportOptions,
+            {"name": ["pigeon", None], "delegates": [2, True], "depth": [0, 1.5, True, "2"], "links": [{}, "0:1=20"]},
+        ),
+        (
+            ps.runtime.DelegateOptions,
+            {
+                "num": [0, 1.5, True],
+                "most": [0, "4"],
+                "interfaces": ["eth0", 3, (1,)],
+                "host_memory": ["8GB", 0, -1],
+            },
+        ),
+        (
+            ps.control.Sensitivity,
+            {"num_deviations": [-1, "5"], "share": [-0.1, None], "rise": [0, 1.5], "most_fall": [0], "fall": ["x"]},
+        ),
+    ],
+)
+def test_a_least_gain_of_4_and_a_memory_limit_of_x_were_taken(kind: Any, wrong: dict[str, list[Any]]) -> None:
+    """Each option says what is wrong with it, by its name, when it is made."""
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises((RuntimeFailure, ps.ScheduleError, ps.control.ControlError)) as caught:
+                kind(**{name: value})
+            word = {"name": "transport", "dispatches": "dispatch"}.get(name, name)
+            assert word in str(caught.value), (name, value)
+
+
 @pytest.mark.parametrize("name", ["host", "gloo", "direct", "delegate", "nccl"])
 def test_any_transport_may_be_bounded(name: str) -> None:
     choice = TransportChoice(ps.TransportOptions(name, depth=3))
     assert choice.simulated() == ps.Blocking(3)
     assert choice.shared == f"{name} of depth 3"
-    with pytest.raises(RuntimeFailure, match="depth 0 carries nothing"):
+    with pytest.raises(RuntimeFailure, match="depth is 0; give a whole number of messages"):
         ps.TransportOptions(name, depth=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -125,6 +126,22 @@ def test_a_name_that_planning_gave_up_names_the_new_one() -> None:
         from penstock.planning import BranchWay  # noqa: F401
     with pytest.raises(AttributeError, match=r"module 'penstock.planning' has no attribute 'BranchWays'"):
         _ = ps.planning.BranchWays
+
+
+def test_steering_of_the_runtime_was_a_plain_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"ps.runtime.Steering is gone since 0.2; use ps.runtime.AdaptOptions"):
+        _ = ps.runtime.Steering
+    with pytest.raises(ImportError, match=r"ps.runtime.Steering is gone since 0.2; use ps.runtime.AdaptOptions"):
+        from penstock.runtime import Steering  # noqa: F401
+
+
+def test_a_module_with_an_old_name_was_plainly_not_found() -> None:
+    for old, now in renamed.MODULES.items():
+        with pytest.raises(ModuleNotFoundError, match=rf"{old} is gone since 0\.2; use {now}"):
+            importlib.import_module(f"{old}.anything")
+        importlib.import_module(now)
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'penstock\.plans'"):
+        importlib.import_module("penstock.plans")
 
 
 @pytest.mark.parametrize("ending", [".svg", ".html", ".txt", ".json", ".csv"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections import UserDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -73,7 +75,7 @@ def test_a_loss_that_is_no_number(loss_fn: Any, said: str) -> None:
 @pytest.mark.parametrize("value", [{1, 2}, object(), {3: torch.zeros(1)}])
 def test_an_output_that_can_not_travel(value: Any) -> None:
     pipe = pipeline([Do(lambda ls, x: (ls[0](x), value), lin()), Do(lambda ls, x, v: x)])
-    with pytest.raises(RuntimeFailure, match="can't pass between stages") as caught:
+    with pytest.raises(RuntimeFailure, match="can't be cut or pass between stages") as caught:
         pipe.step(*batches(4, 8)[0])
     assert caught.value.__notes__ == ["in F0 of stage 0 on rank 0"]
 
@@ -292,3 +294,103 @@ def test_a_model_made_in_inference_mode_ended_in_an_error_about_a_version_counte
     trained = ps.Pipeline(nn.Sequential(nn.Linear(4, 4)), ps.build("1f1b", 1, 4), loss_fn=nn.MSELoss())
     with torch.inference_mode(), pytest.raises(RuntimeFailure, match=r"under torch\.inference_mode"):
         trained.step(x, x)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_pipeline_that_is_copied_or_pickled_ended_in_an_error_about_a_lock(way: Callable[[Any], Any]) -> None:
+    pipe = pipeline([lin(), lin()])
+    with pytest.raises(RuntimeFailure, match=r"can't be copied or pickled.*pipe.save\(folder\)"):
+        way(pipe)
+    pipe.step(*batches(4, 8)[0], update=False)
+
+
+def test_a_complex_loss_ended_in_an_error_about_a_tuple() -> None:
+    pipe = pipeline([lin(), lin()], loss_fn=lambda output, target: output.mean() * 1j)
+    for run in (pipe.step, pipe.evaluate):
+        with pytest.raises(RuntimeFailure, match=r"loss_fn returned torch.complex64, .* return its .real"):
+            run(*batches(4, 8)[0])
+
+
+def test_a_batch_that_torch_cannot_cut_ended_in_an_error_about_strides() -> None:
+    pipe = pipeline([Do(lambda ls, x: ls[0](x.to_dense()), lin()), lin()])
+    (x, y), *_ = batches(4, 8)
+    nested = torch.nested.nested_tensor([torch.ones(n, 8) for n in (1, 2, 3, 4)], layout=torch.jagged)
+    strided = torch.nested.nested_tensor([torch.ones(n, 8) for n in (1, 2, 3, 4)])
+    for given, kind in ((x.to_sparse(), "sparse_coo"), (x.to_sparse_csr(), "sparse_csr"), (nested, "nested")):
+        for run in (pipe.step, pipe.evaluate):
+            with pytest.raises(RuntimeFailure, match=rf"inputs hold a tensor of layout {kind}.*give a list with one"):
+                run(given, y)
+    with pytest.raises(RuntimeFailure, match=r"layout=torch\.jagged"):
+        pipe.step(strided, y)
+    pipe.step([x_m.to_sparse() for x_m in x.tensor_split(4)], list(y.tensor_split(4)), update=False)
+
+
+def test_numpy_arrays_and_mappings_say_what_to_make_of_them() -> None:
+    pipe = pipeline([lin(), lin()])
+    (x, y), *_ = batches(4, 8)
+    with pytest.raises(RuntimeFailure, match=r"ndarray can't be cut .* torch.as_tensor makes a tensor of it"):
+        pipe.step(x.numpy(), y)
+    with pytest.raises(RuntimeFailure, match=r"UserDict can't be cut .* give dict\(...\) of the UserDict"):
+        pipe.step(UserDict(x=x), y)
+
+
+def test_a_default_device_without_values_is_none_of_the_runtime() -> None:
+    """Its own tensors were made there: a step ended in an error about a tensor without data."""
+    stages = [lin(), lin()]
+    (x, y), *_ = batches(4, 8)
+    plain = copy.deepcopy(stages)
+    want = plain_step(plain, x, y, 4, MSE)
+    with torch.device("meta"):
+        pipe = pipeline(stages, "zb-h1", optimizer=torch.optim.SGD, clip_norm=1.0)
+        loss = pipe.step(x, y, update=False).loss
+        pipe.update()
+        pipe.evaluate(x, y)
+        pipe.predict(x)
+    assert torch.equal(loss, want)
+
+
+def test_a_frozen_stage_was_told_that_the_rest_of_nothing_runs_in_i() -> None:
+    stages = [lin(), lin()]
+    stages[0].requires_grad_(False)
+    pipe = pipeline(stages, "zb-h1")
+    pipe.step(*batches(4, 8)[0], update=False)
+    assert not [notice for notice in pipe.notices if notice.startswith("stage 0")]
+
+
+class Supervised(nn.Module):
+    """Has a loss of its own, and runs its backward at once."""
+
+    def __init__(self, cut_off: bool) -> None:
+        super().__init__()
+        self.layer, self.cut_off = lin(), cut_off
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer(x.detach() if self.cut_off else x).square().mean().backward()
+        return self.layer(x)
+
+
+def scored_twice(output: Tensor, target: Tensor) -> Tensor:
+    loss = MSE(output, target)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("where", ["a layer", "the loss"])
+def test_a_backward_within_a_forward_lost_its_gradients_of_earlier_stages(where: str, name: str) -> None:
+    stages = [lin(), lin() if where == "the loss" else Supervised(False)]
+    pipe = pipeline(stages, name, loss_fn=scored_twice if where == "the loss" else MSE)
+    with pytest.raises(RuntimeFailure, match=r"calls backward\(\) itself, and the gradient goes back into the stage"):
+        pipe.step(*batches(4, 8)[0])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_backward_within_a_forward_that_ends_in_its_stage_is_added_in_another_order(name: str) -> None:
+    stages = [Supervised(False), Supervised(True)]
+    plain = copy.deepcopy(stages)
+    x, y = batches(4, 8)[0]
+    pipe = pipeline(stages, name)
+    want = plain_step(plain, x, y, 4, MSE)
+    assert torch.equal(pipe.step(x, y, update=False).loss, want)
+    for (at, wanted), (_, got) in zip(gradients(plain).items(), gradients(stages).items(), strict=True):
+        torch.testing.assert_close(got, wanted, msg=at)

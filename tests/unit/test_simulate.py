@@ -281,3 +281,11 @@ def test_what_ran_has_the_schedules_own_limit_only_where_it_kept_to_it(dispatch:
     ps.check(ran.executed())
     assert ran.executed().max_in_flight == in_flight
     assert ps.passes.retime(schedule, costs).max_in_flight == 1
+
+
+@pytest.mark.parametrize(("cost", "late"), [(1e307, 0.0), (10.0, 1e308)])
+def test_times_beyond_any_float_were_infinite(cost: float, late: float) -> None:
+    """The command line called it a bug, as JSON knows no such number."""
+    schedule, costs = ps.build("zb", 4, 12), ps.Costs.uniform(4, f=cost, i=cost, w=cost)
+    with pytest.raises(ps.CostError, match="more milliseconds than a float can hold; give smaller costs and delays"):
+        ps.simulate(schedule, costs, links=ps.Links({(0, 1): late}))

@@ -211,7 +211,6 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "no store": ("--adapt --store localhost", ["write redis://HOST:PORT"]),
     "host memory in words": ("--adapt --host-memory much", ["host_memory 'much'", "activations, like 4"]),
     "host memory in bytes": ("--adapt --host-memory 8GB", ["how many bytes an activation has", "like 4"]),
-    "adapting what is delegated": ("--adapt --transport delegate", ["--adapt delegates single links"]),
     "what trains only": ("--lr 0.1", ["--lr is for training", "learn nothing"]),
     "what goes on": ("--resume elsewhere", ["--resume is for training"]),
     "dispatch": ("--dispatch eager", ["no dispatch 'eager'", "frozen, hinted, dynamic or auto"]),

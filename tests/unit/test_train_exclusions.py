@@ -13,6 +13,7 @@ import penstock as ps
 from penstock.runtime.transport.choose import NAMES
 from penstock.train import run_job
 from penstock.train.checks import SettingsError
+from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.inputs import gather_inputs
 from penstock.train.job import order_of, read_given
 from penstock.train.run_settings import ROUTES
@@ -55,9 +56,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "`--in-process` and `--dp` with `--adapt`": [TWO | {"adapt": True}],
     "`--in-process` and `--dp` with an asynchronous schedule": [TWO | AMDP],
     "`--in-process` and `--dp` with a schedule file": [TWO | {"schedule": "mine.json"}],
-    "`--adapt` with `--transport delegate` or `nccl`": [
-        {"adapt": True, "transport": name} for name in ("delegate", "nccl")
-    ],
+    "`--adapt` with `--transport nccl`": [{"adapt": True, "transport": "nccl"}],
     "`--delegates` or `--interfaces` without `--adapt` and without `--transport delegate`": [
         {"delegates": 2},
         {"interfaces": "lo"},
@@ -161,7 +160,7 @@ WHY = dict(
             "measures links between processes",
             "the updates of amdp",
             "mine.json is for those of one",
-            "delegates single links",
+            "never been tried",
             "for --transport delegate or --adapt",
             "a run that adapts",
             "--lora is for Hugging Face models",
@@ -177,7 +176,7 @@ WHY = dict(
             "documents as they come",
             "is for whole documents",
             "updates among the other ops",
-            "models without an encoder|t5/config.json has an encoder",
+            "knows for decoders|t5/config.json has an encoder",
             "has stages that several ranks share, which must be the embedding of words and the head",
             "GPU to GPU",
             "gather its statistics twice",
@@ -247,6 +246,11 @@ def refuse(given: dict[str, Any]) -> None:
 def test_a_run_takes_every_transport_that_a_pipeline_has() -> None:
     assert ROUTES == NAMES
     assert [Settings(transport=name).transport for name in ROUTES] == list(NAMES)
+
+
+@pytest.mark.parametrize("kind", [Settings, EmulatedSettings])
+def test_a_run_over_delegates_could_not_adapt_though_a_pipeline_could(kind: Any) -> None:
+    assert kind(transport="delegate", adapt=True, delegates=2).transport_options().delegates.num == 2
 
 
 def test_ops_with_a_function_of_somebodys_are_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded
 from penstock.runtime.errors import PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import KEPT, CrossingLog, StepMessages, TransferRecord
+from penstock.runtime.transport.base import KEPT_CROSSINGS, CrossingLog, StepMessages, TransferRecord
 from penstock.runtime.transport.link_conditions import Conditions
 from penstock.runtime.transport.loopback import Mailbox, local_transports
 from penstock.schedule import Op
@@ -231,10 +231,10 @@ def test_ranks_in_turn_see_what_the_conditions_say() -> None:
 
 def test_a_log_that_nobody_reads_keeps_the_latest() -> None:
     log = CrossingLog()
-    for number in range(KEPT + 5):
+    for number in range(KEPT_CROSSINGS + 5):
         log.add(0, 1, number, 0, 0, 0)
     taken = log.take()
-    assert [c.num_bytes for c in taken] == list(range(5, KEPT + 5))
+    assert [c.num_bytes for c in taken] == list(range(5, KEPT_CROSSINGS + 5))
     assert log.take() == []
 
 

@@ -196,7 +196,7 @@ def read_over_time(text: str, units: Unit) -> OverTime:
 def read_trace(path: str, units: Unit) -> Trace:
     """Reads a trace file: a time and a value a line, apart by blanks or a comma; # starts a comment."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise CostError(f"trace {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:

@@ -170,13 +170,13 @@ def read_costs(source: str, num_stages: int) -> Costs:
 
 def are_of_a_model(source: str) -> bool:
     """Whether costs that `read_costs` reads are those of one model, however many stages it is cut into."""
-    return is_preset(source) or is_profile(json.loads(Path(source).read_text(encoding="utf-8")))
+    return is_preset(source) or is_profile(json.loads(Path(source).read_text(encoding="utf-8-sig")))
 
 
 def load_costs(path: str | Path, num_stages: int) -> Costs:
     """Reads a costs file. Raises CostError that names the file and what is wrong in it."""
     try:
-        return costs_from_json(Path(path).read_text(encoding="utf-8"), num_stages)
+        return costs_from_json(Path(path).read_text(encoding="utf-8-sig"), num_stages)
     except FileNotFoundError as error:
         raise CostError(
             f"{path}: {error.strerror}; measure a model's layers into it with penstock profile --out {path}, or name "

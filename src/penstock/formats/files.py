@@ -109,7 +109,7 @@ def load(path: str | Path, dialect: str | None = None, declare_order: bool = Fal
 
 
 def _read(path: Path, dialect: str | None, declare_order: bool) -> Schedule:
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     if path.suffix == ".csv":
         found = from_torch_csv(text, name=_name_of(path))
     else:

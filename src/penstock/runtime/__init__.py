@@ -15,9 +15,11 @@ mesh/            processes, and what each is for           launch/          rank
 adapt/           plans that change while it runs           migrate          nodes that change places
 checkpoint/      files, and state sent between ranks       emulation/       the same, with ops that only take time
 errors           what can go wrong                         lifetime         open, broken or closed
+option_values    checks of single values in options
 """
 
 from penstock.cost.cut import PartitionError, partition
+from penstock.renamed import renamed
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
 from penstock.runtime.emulation.mesh import EmulatedMesh
@@ -59,3 +61,7 @@ __all__ = [
     "partition",
     "split",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise renamed(__name__, name, {"Steering": "AdaptOptions"})

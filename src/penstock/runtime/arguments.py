@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from penstock.renamed import refuse_unknown
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.option_values import is_amount, is_number, require_value
 from penstock.runtime.parameters.given_optimizer import require_steps_alone
 from penstock.runtime.parameters.optimizer_state import GivenOptimizer
 from penstock.runtime.parameters.shared_tensors import Parallelize
@@ -60,13 +61,13 @@ class PrecisionOptions:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        fits = self.autocast is None or isinstance(self.autocast, torch.dtype)
-        _require(fits, "autocast", self.autocast, "a type like torch.bfloat16")
+        fits = self.autocast is None or (isinstance(self.autocast, torch.dtype) and self.autocast.is_floating_point)
+        require_value(fits, "autocast", self.autocast, "a type like torch.bfloat16")
         if self.clip_norm is not None:
-            fits = _is_number(self.clip_norm) and self.clip_norm >= 0
-            _require(fits, "clip_norm", self.clip_norm, "a number, at least 0, or None")
+            fits = is_number(self.clip_norm) and self.clip_norm >= 0
+            require_value(fits, "clip_norm", self.clip_norm, "a number, at least 0, or None")
         fits = self.scaler is None or isinstance(self.scaler, torch.amp.GradScaler)
-        _require(fits, "scaler", self.scaler, "a torch.amp.GradScaler(device), or None")
+        require_value(fits, "scaler", self.scaler, "a torch.amp.GradScaler(device), or None")
 
     @property
     def enabled_scaler(self) -> torch.amp.GradScaler | None:
@@ -74,7 +75,10 @@ class PrecisionOptions:
         return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
 
 
-@refuse_unknown(RuntimeFailure)
+ZERO = "sharding='copies' for zero=True, sharding='none' for zero=False"
+
+
+@refuse_unknown(RuntimeFailure, {"zero": ZERO})
 @dataclass(frozen=True)
 class ParallelOptions:
     """How a model is cut into stages, where they run, and what is sharded.
@@ -122,7 +126,7 @@ class ParallelOptions:
         if self.batches not in BATCHES:
             raise RuntimeFailure(f"no batches {self.batches!r}; choose {' or '.join(BATCHES)}")
         fits = self.parallelize is None or callable(self.parallelize)
-        _require(fits, "parallelize", self.parallelize, "a function (stage, device mesh), or None")
+        require_value(fits, "parallelize", self.parallelize, "a function (stage, device mesh), or None")
         if self.device is not None:
             try:
                 torch.device(self.device)
@@ -131,7 +135,9 @@ class ParallelOptions:
                 raise RuntimeFailure(f'device is {self.device!r}: {first}; give one like "cpu" or "cuda:0"') from None
         if self.costs is not None:
             listed = hasattr(self.costs, "__len__") and hasattr(self.costs, "__iter__")
-            _require(listed and all(map(_is_number, self.costs)), "costs", self.costs, "a number for each layer")
+            require_value(
+                listed and all(map(is_amount, self.costs)), "costs", self.costs, "a number for each layer, at least 0"
+            )
         groups = isinstance(self.tied, Sequence) and not isinstance(self.tied, str)
         fits = groups and all(
             isinstance(group, Sequence)
@@ -140,7 +146,7 @@ class ParallelOptions:
             for group in self.tied
         )
         wanted = 'groups of names of parameters that are one: [("0.weight", "3.weight")]'
-        _require(fits, "tied", self.tied, wanted)
+        require_value(fits, "tied", self.tied, wanted)
 
     @property
     def one_copy_steps(self) -> bool:
@@ -187,7 +193,7 @@ class PipelineArguments:
 
 def require_norm(max_norm: Any) -> None:
     """Raises RuntimeFailure for what gradients can't be clipped to: a negative one would turn them round."""
-    _require(_is_number(max_norm) and max_norm >= 0, "max_norm", max_norm, "a number, at least 0")
+    require_value(is_number(max_norm) and max_norm >= 0, "max_norm", max_norm, "a number, at least 0")
 
 
 def require_arguments(
@@ -210,31 +216,33 @@ def require_arguments(
             f"the schedule is the text {schedule!r}; build it first: "
             f'ps.build("{schedule}", num_ranks=..., num_microbatches=...), or ps.parse(text)'
         )
-    _require(isinstance(schedule, Schedule), "schedule", schedule, "a ps.Schedule, which ps.build(...) makes")
+    require_value(isinstance(schedule, Schedule), "schedule", schedule, "a ps.Schedule, which ps.build(...) makes")
     _require_model(model)
-    _require(loss_fn is None or callable(loss_fn), "loss_fn", loss_fn, "a function (output, targets) -> loss")
+    require_value(loss_fn is None or callable(loss_fn), "loss_fn", loss_fn, "a function (output, targets) -> loss")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
-        _require(callable(optimizer), "optimizer", optimizer, "an optimizer, or a function from parameters to one")
+        require_value(
+            callable(optimizer), "optimizer", optimizer, "an optimizer, or a function from parameters to one"
+        )
     require_steps_alone(optimizer)
     _require_its_parameters(optimizer, [model] if isinstance(model, nn.Module) else model)
     if optimizer is not None:
         _require_no_others(loss_fn, [model] if isinstance(model, nn.Module) else model)
-    _require(_is_number(timeout) and 0 < timeout < math.inf, "timeout", timeout, "seconds, above 0")
-    _require(isinstance(seed, Integral) and not isinstance(seed, bool), "seed", seed, "an integer")
+    require_value(is_number(timeout) and 0 < timeout < math.inf, "timeout", timeout, "seconds, above 0")
+    require_value(isinstance(seed, Integral) and not isinstance(seed, bool), "seed", seed, "an integer")
     fits = ops is None or isinstance(ops, Mapping)
-    _require(fits, "ops", ops, "a function for each registered kind of op, by its name")
+    require_value(fits, "ops", ops, "a function for each registered kind of op, by its name")
     for name, (given, kind) in options.items():
-        _require(given is None or isinstance(given, kind), name, given, f"ps.{kind.__name__}(...)")
+        require_value(given is None or isinstance(given, kind), name, given, f"ps.{kind.__name__}(...)")
 
 
 def _require_model(model: Any) -> None:
     if isinstance(model, nn.Module):
         return
     wanted = "a module, or a list with one module, or function that makes one, for each stage"
-    _require(isinstance(model, Sequence) and not isinstance(model, str), "model", model, wanted)
+    require_value(isinstance(model, Sequence) and not isinstance(model, str), "model", model, wanted)
     for stage, source in enumerate(model):
         fits = isinstance(source, nn.Module) or callable(source)
-        _require(fits, f"stage {stage} of the model", source, "a module, or a function that makes one")
+        require_value(fits, f"stage {stage} of the model", source, "a module, or a function that makes one")
 
 
 def _require_its_parameters(optimizer: Any, sources: Sequence[Any]) -> None:
@@ -264,14 +272,3 @@ def _require_no_others(loss_fn: Any, sources: Sequence[Any]) -> None:
             f"{others[0]}, and the optimizer would not update them; put them into the last stage, which can return "
             "what the loss needs of them, or freeze them (requires_grad_(False))"
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _require(fits: bool, what: str, given: Any, wanted: str) -> None:
-    if not fits:
-        text = repr(given)
-        shown = text if len(text) <= 60 else f"a {type(given).__name__}"
-        raise RuntimeFailure(f"{what} is {shown}; give {wanted}")

@@ -34,8 +34,8 @@ from penstock.runtime.compatibility import (
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.executors import StepExecutor
 from penstock.runtime.execute.gang import lockstep_of
-from penstock.runtime.execute.launched_ops import AHEAD
-from penstock.runtime.execute.plan import ActivePlan, StepPlan, dispatch_of, require_switchable, running, start_of
+from penstock.runtime.execute.launched_ops import MOST_LAUNCHED_OPS
+from penstock.runtime.execute.plan import ActivePlan, StepPlan, activate, dispatch_of, require_switchable, start_of
 from penstock.runtime.execute.step_result import Notices
 from penstock.runtime.execute.torch_backend import TorchDevices
 from penstock.runtime.execute.worker import Worker
@@ -204,12 +204,12 @@ class LocalPipeline:
         require_same(place.everyone.gather(facts_of(self.optimizer_state.optimizer)), _SAME)
         self.tags = Tags.of(schedule, held.ties.stages)
         start = start_of(schedule, self.start.dispatch, self.costs, self.adapt)
-        self.running = self._worked_out(start)
+        self.running = self._activated(start)
         ranks, updating = self.peers.here, self.optimizer_state.updating
         calls = calls_of(schedule, self._functions, held.stages, self.peers, given.timeout)
         together = lockstep_of(place, schedule.updates is not None, given.timeout)
         autocast = given.precision.autocast
-        most_ahead = 1 if place.waits_in_ops(bool(schedule.placement.shared)) else AHEAD
+        most_ahead = 1 if place.waits_in_ops(bool(schedule.placement.shared)) else MOST_LAUNCHED_OPS
         self.devices = TorchDevices(
             schedule,
             held,
@@ -306,7 +306,7 @@ class LocalPipeline:
         now = self.running
         if configuration == replace(now.configuration, dispatch=configuration.dispatch):
             return replace(now, configuration=configuration)  # how ranks pick ops is no part of the plan
-        return self._worked_out(configuration)
+        return self._activated(configuration)
 
     def _require_places(self, nodes: tuple[int, ...]) -> None:
         """Raises RuntimeFailure where nodes can't lie so."""
@@ -317,8 +317,8 @@ class LocalPipeline:
             )
         require_order(self.nodes.at(nodes).layout)
 
-    def _worked_out(self, configuration: Configuration) -> ActivePlan:
-        return running(configuration, self.model.ties.stages, self.peers.here[0], self.tags, self.costs)
+    def _activated(self, configuration: Configuration) -> ActivePlan:
+        return activate(configuration, self.model.ties.stages, self.peers.here[0], self.tags, self.costs)
 
     def switch(self, then: ActivePlan) -> None:
         """Runs something else from the next step on."""

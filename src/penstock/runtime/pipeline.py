@@ -85,7 +85,8 @@ class Pipeline:
             simulation without delays).
         ops: for each registered kind of op in the schedule the function that runs it, such as `program.callables`.
             The function is called with an `OpCall` at the op's place in the order. Evaluation leaves these ops out.
-        seed: seed for dropout. Draws are the same for any schedule and any number of ranks.
+        seed: seed for dropout. Draws are the same for any schedule and any number of ranks, and others in each step,
+            evaluation and prediction.
         timeout: the longest time that any wait may last (seconds).
         precision: autocast and clipping; see `PrecisionOptions`.
         parallel: cutting, devices, tied parameters, sharding; see `ParallelOptions`.
@@ -155,6 +156,8 @@ class Pipeline:
             adapt,
         )
         self._num_steps, self._seed, self._loss_fn = 0, seed, loss_fn
+        self._num_forwards = 0
+        """Evaluations and predictions since the last step, which draw other numbers each."""
         self._tell: Callable[[], Sequence[float]] | None = None
         self.told: tuple[float, ...] = ()
         self._agent: Agent | None = None
@@ -409,11 +412,13 @@ class Pipeline:
         with local.mesh.waiting():
             local.optimizer_state.begin(rates, update)
         self._num_steps += 1
+        self._num_forwards = 0
         try:
             self._run_schedule(batch)
             result, norm = self._end_schedule(batch, update)
         except BaseException as error:
             local.optimizer_state.fail(error)
+            local.optimizer_state.agreement.note()
             raise
         finally:
             local.optimizer_state.end()
@@ -422,6 +427,8 @@ class Pipeline:
         except BaseException as error:
             local.optimizer_state.fail(error)
             raise
+        finally:
+            local.optimizer_state.agreement.note()
         if self._agent is not None:
             with local.sharing("a probe of the links between nodes"):
                 self._agent.look_at_nodes()
@@ -439,7 +446,7 @@ class Pipeline:
             scaling = local.optimizer_state.scaling
             scale = None if scaling is None else scaling.scale
             settings = StepSettings(
-                batch, Purpose.TRAIN, seed, now.split, now.recomputed, now.counts, now.shuffled, away, scale
+                batch, Purpose.TRAIN, seed, now.split, now.recomputed, now.counts, now.taped_out_of_order, away, scale
             )
             with local.sharing(f"step {self._num_steps}"):
                 workers = local.run(settings, now.plan)
@@ -499,9 +506,15 @@ class Pipeline:
             RuntimeFailure: updates are ops of the schedule, and have run already.
         """
         self._life.require_open()
-        self._local.optimizer_state.require_updates_apart()
-        with self._updating("an update"):
-            return self._local.optimizer_state.update()
+        state = self._local.optimizer_state
+        state.require_updates_apart()
+        state.agreement.require_settled()
+        state.agreement.see()
+        try:
+            with self._updating("an update"):
+                return state.update()
+        finally:
+            state.agreement.note()
 
     @refuse_old({}, RuntimeFailure)
     @one_at_a_time
@@ -513,8 +526,14 @@ class Pipeline:
         """
         self._life.require_open()
         require_norm(max_norm)
-        with self._local.mesh.waiting():
-            return self._local.optimizer_state.clip(max_norm)
+        state = self._local.optimizer_state
+        state.agreement.require_settled()
+        state.agreement.see()
+        try:
+            with self._local.mesh.waiting():
+                return state.clip(max_norm)
+        finally:
+            state.agreement.note()
 
     def mismatch(self) -> dict[tuple[int, int, int], int]:
         """By (stage, pipeline, microbatch), how many updates came between its forward and backward in the last step.
@@ -570,7 +589,10 @@ class Pipeline:
         """The model's output for each microbatch, in evaluation mode. Every rank gets all outputs."""
         batch = self._run_forward(inputs, None, Purpose.PREDICT)
         outputs: dict[int, Any] = {}
-        for part in self._local.mesh.everyone.gather(self._local.devices.outputs(batch)):
+        agreement = self._local.optimizer_state.agreement
+        told = self._local.mesh.everyone.gather((self._local.devices.outputs(batch), agreement.agrees()))
+        agreement.conclude(all(agrees for _, agrees in told))
+        for part, _ in told:
             outputs.update(part)
         return [outputs[m] for m in sorted(outputs)]
 
@@ -585,7 +607,11 @@ class Pipeline:
         self._local.optimizer_state.require_whole()
         loss_fn = self._loss_fn if purpose is Purpose.EVALUATE else None
         batch = self._local.cut(inputs, targets, loss_fn, (), fewer=is_plain(self.schedule))
+        self._local.optimizer_state.agreement.begin()
         num = len(batch) if is_plain(self.schedule) else self.schedule.num_microbatches
+        self._num_forwards += 1
+        seed = mix(self._seed, self._num_steps, self._num_forwards)
+        settings = StepSettings(batch, purpose, seed, counts=self._local.running.counts)
         with (
             evaluating(self._local.model.every_stage()),
             restored(self._local.model.device),
@@ -593,7 +619,7 @@ class Pipeline:
             self._local.mesh.waiting(),
         ):
             self._local.optimizer_state.replicas.unshard()
-            self._local.run(StepSettings(batch, purpose), self._local.running.forward(num))
+            self._local.run(settings, self._local.running.forward(num))
         self._local.optimizer_state.replicas.reshard()
         return batch
 
@@ -602,7 +628,8 @@ class Pipeline:
         memory = self._local.transport if isinstance(self._local.transport, SharedMemoryTransport) else None
         tells = () if self._tell is None else self._tell()
         devices = self._local.devices
-        outcome = StepEnd(self._local.mesh, devices.last, updates, memory, tells, devices.changing_inputs)
+        agreement = self._local.optimizer_state.agreement
+        outcome = StepEnd(self._local.mesh, devices.last, updates, memory, tells, devices.changing_inputs, agreement)
         self._local.notices.note(self._agent.notices if self._agent is not None else ())
         self._local.notices.note(self._local.failover.notices if self._local.failover is not None else ())
         self._local.notices.note(self._local.choice.notices(self._local.transport))
@@ -635,6 +662,7 @@ class Pipeline:
         self._local.follow_model()
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
         state, place = TrainingState(self._local.optimizer_state), self._local.mesh
+        self._local.optimizer_state.agreement.require(place.everyone)
         with place.waiting():
             return saving.save(directory, state, place, counters, meta, stateful, keep, number)
 
@@ -661,6 +689,7 @@ class Pipeline:
         state, place = TrainingState(self._local.optimizer_state), self._local.mesh
         loaded = saving.load(directory, state, place, stateful, fallback)
         self._num_steps, self._seed = loaded.counters["num_steps"], loaded.counters["seed"]
+        self._num_forwards = 0
         self._local.optimizer_state.num_updates = loaded.counters["num_updates"]
         self._local.notices.note(loaded.notices)
         return loaded.meta
@@ -702,7 +731,9 @@ class Pipeline:
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """Sums values over all processes. All get the same sum, for decisions that all ranks must make alike."""
-        return [float(v) for v in self._local.mesh.everyone.sum(torch.tensor(values, dtype=torch.float64))]
+        return [
+            float(v) for v in self._local.mesh.everyone.sum(torch.tensor(values, dtype=torch.float64, device="cpu"))
+        ]
 
     def idle_share(self) -> float:
         """The share of the last step, from its first op to its last, in which this process's ranks were idle."""
@@ -725,6 +756,13 @@ class Pipeline:
         A `with` block calls it at its end. Closing a closed pipeline does nothing.
         """
         self._life.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeFailure(
+            "a pipeline can't be copied or pickled: it has hooks in its model, and may have connections to other "
+            "processes; make another ps.Pipeline of copy.deepcopy(model), save the state of training with "
+            "pipe.save(folder), or only the weights with torch.save(model.state_dict(), file)"
+        )
 
     def __repr__(self) -> str:
         schedule = self.schedule

@@ -197,7 +197,7 @@ class LocalRng:
         What a region left that did not come to its end is forgotten: an error, or a checkpoint that had recomputed
         all it needed, has put the generators back by itself.
         """
-        drawn = int(torch.randint(1 << 62, ()))
+        drawn = int(torch.randint(1 << 62, (), device="cpu"))
         self._device = device
         self._found = [torch.get_rng_state()]
         if device.type == "cuda":

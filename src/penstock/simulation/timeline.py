@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
+from penstock.cost import CostError
 from penstock.dispatch import Graph
 from penstock.schedule import Op, Schedule, picture
 from penstock.schedule.async_ops import in_executed_order
@@ -226,8 +227,14 @@ def timeline_of(
     arrays: dict[str, Any],
     considered: tuple[tuple[str, float], ...] = (),
 ) -> Timeline:
-    """Makes a timeline from the engine's arrays. Its ops and messages are made when they are asked for."""
+    """Makes a timeline from the engine's arrays. Its ops and messages are made when they are asked for.
+
+    Raises:
+        CostError: times are too large for a float.
+    """
     starts, ends = np.asarray(arrays["start_time"], float), np.asarray(arrays["end_time"], float)
+    if not np.isfinite(ends).all():
+        raise CostError("the run would take more milliseconds than a float can hold; give smaller costs and delays")
     peaks = tuple(map(float, arrays["peak"][: graph.num_ranks]))
     rank, to = graph.arrays["rank"] % graph.num_ranks, graph.arrays["edge_to"]
     between = np.flatnonzero(np.repeat(rank, np.diff(graph.arrays["edge_first"])) != rank[to])

@@ -39,15 +39,15 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.mesh.probe import ProbePace, probe
 
-WAIT = 0.1
+POLL_S = 0.1
 """Seconds that one look at the queue of plans may last."""
-KEPT = 64
+KEPT_REPORTS = 64
 """Reports kept while the store is gone; older ones are dropped."""
-COMPARED = 64
+CLOCK_COMPARISON_ITERATIONS = 64
 """Iterations after which clocks of several hosts are compared again: they drift by some milliseconds in a minute."""
-ENDS, GONE = 1.0, 10.0
+THREAD_EXIT_S, ABANDONED_EXIT_S = 1.0, 10.0
 """Seconds that threads have to end, and other processes to say that they have; and once the store is let go of."""
-RESEND, GIVE_UP = 1.0, 15.0
+RESEND_S, GIVE_UP_S = 1.0, 15.0
 """Seconds after which a plan that not all ranks hold is handed out again, and is dropped."""
 
 
@@ -252,7 +252,7 @@ class Agent:
             RuntimeFailure: the ranks have not run the same.
         """
         outcome = agree(votes)
-        if self._rendezvous.compare is not None and self._iteration % COMPARED == 0:
+        if self._rendezvous.compare is not None and self._iteration % CLOCK_COMPARISON_ITERATIONS == 0:
             self._rendezvous.ahead = self._rendezvous.compare()
         if outcome.stopped is not None:
             self.end(self._stopped or f"rank {outcome.stopped} adapts no more")
@@ -274,20 +274,20 @@ class Agent:
         """Ends the threads; what is on its way to the store may be lost."""
         self._closed.set()
         self._out.put(None)
-        end = time.monotonic() + ENDS
+        end = time.monotonic() + THREAD_EXIT_S
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
-        answers = all(client.silent() <= ENDS for client in self._clients)
+        answers = all(client.silent() <= THREAD_EXIT_S for client in self._clients)
         if not answers:
             self._let_go()  # of the store, in which a thread may stand still
         if self._coordinator is not None:
             self._coordinator.close()
         if answers:
-            self._rendezvous.part(ENDS)
+            self._rendezvous.part(THREAD_EXIT_S)
             self._let_go()
         self._rendezvous.close()
         for thread in self._threads:
-            thread.join(GONE)
+            thread.join(ABANDONED_EXIT_S)
 
     def _let_go(self) -> None:
         for client in self._clients:
@@ -298,8 +298,8 @@ class Agent:
         now = time.monotonic()
         if self._since is None:
             self._since = self._resent = now
-        if refused is None and now - self._since < GIVE_UP:
-            if now - self._resent >= RESEND:
+        if refused is None and now - self._since < GIVE_UP_S:
+            if now - self._resent >= RESEND_S:
                 self._resent = now
                 coordinator.resend([self._rendezvous.processes[place] for place in missing])
             return
@@ -343,7 +343,7 @@ class Agent:
             self._stop_later(f"rank {self._rendezvous.first} could not go on: {error!r}")
 
     def _send(self) -> None:
-        client, waiting, failed = self._clients[0], deque[bytes](maxlen=KEPT), False
+        client, waiting, failed = self._clients[0], deque[bytes](maxlen=KEPT_REPORTS), False
         while not self._closed.is_set():
             if not waiting or (failed and not self._out.empty()):
                 put = self._out.get()
@@ -358,7 +358,7 @@ class Agent:
     def _receive(self) -> None:
         client, queue = self._clients[1], self._rendezvous.plans(self._rendezvous.first)
         while not self._closed.is_set():
-            data = client.pop(queue, WAIT)
+            data = client.pop(queue, POLL_S)
             if data is not None:
                 self._take(NumberedPlan.from_json(data))
 

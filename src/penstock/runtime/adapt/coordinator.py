@@ -129,9 +129,9 @@ def _put_aside(folder: Path) -> None:
         path.rename(path.with_stem(f"{path.stem}-{number}"))
 
 
-WAIT = 0.05
+POLL_S = 0.05
 """Seconds that one look at the reports may last."""
-ENDS, GONE = 1.0, 10.0
+THREAD_EXIT_S, ABANDONED_EXIT_S = 1.0, 10.0
 """Seconds that the thread has to end: it may wait for a controller that is far behind; and once nothing holds it."""
 
 
@@ -251,10 +251,10 @@ class Coordinator:
     def close(self) -> None:
         """Ends the thread and the controller."""
         self._closed.set()
-        self._thread.join(ENDS)
+        self._thread.join(THREAD_EXIT_S)
         if self._controller_process is not None:
             self._controller_process.close()
-        self._thread.join(GONE)  # it may have stood still while the controller read nothing
+        self._thread.join(ABANDONED_EXIT_S)  # it may have stood still while the controller read nothing
         if self._controller_process is not None:  # it may have been started at the last moment
             self._controller_process.close()
         self._run_log.close()
@@ -264,7 +264,7 @@ class Coordinator:
     def _work(self) -> None:
         try:
             while not self._closed.is_set():
-                data = self._line.pop(self._rendezvous.reports, WAIT)
+                data = self._line.pop(self._rendezvous.reports, POLL_S)
                 while not self._again.empty():
                     self._hand_out(self._line, self._again.get())
                 if data is None:
@@ -289,7 +289,7 @@ class Coordinator:
         else:
             self._controller_process.feed(*lines_of(reports), json.dumps({"record": record}))
         self._num_since += 1
-        if self._num_since == FIRST + 1:
+        if self._num_since == WARMUP_ITERATIONS + 1:
             self._run_log.timeline(reports, self._number, f"after {self._number}" if self._number else "start")
         self._last = reports
 
@@ -353,7 +353,7 @@ class Coordinator:
                 line.push(self._rendezvous.plans(first), plan.to_json())
 
 
-FIRST, COUNT = 2, 3
+WARMUP_ITERATIONS, MEASURED_ITERATIONS = 2, 3
 """The first iterations are left out (memory is allotted and channels get to know each other); then so many count."""
 
 
@@ -368,12 +368,12 @@ class MeasuredCosts:
     def feed(self, reports: Sequence[RankReport]) -> Costs | None:
         """Takes an iteration's reports; returns the costs when they suffice, in ms, medians; see `costs_of_ops`."""
         self._num_seen += 1
-        if self._num_seen <= FIRST:
+        if self._num_seen <= WARMUP_ITERATIONS:
             return None
         for report in reports:
             for kind, stage, _, start, end in report.ops:
                 self._times.setdefault((kind, stage), []).append(end - start)
-        if self._num_seen < FIRST + COUNT:
+        if self._num_seen < WARMUP_ITERATIONS + MEASURED_ITERATIONS:
             return None
         return costs_of_ops({key: median(times) for key, times in self._times.items()}, self._num_stages)
 

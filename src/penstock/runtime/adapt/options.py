@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from penstock.control import Configuration, Job, Prices, Sensitivity
 from penstock.cost import Costs, Mesh, Ring
 from penstock.dispatch import Dispatch
 from penstock.renamed import refuse_unknown
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.option_values import is_amount, is_number, require_value
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation.simulator import as_dispatch
 
@@ -28,7 +31,8 @@ class AdaptOptions:
         costs: costs of each stage. None: those given to `ps.emulate`, or measured in the first iterations.
         memory_limit: most activations that each rank may hold, in the unit of the costs: one number, or one per rank.
             None: what each rank holds in the first schedule's own order.
-        host_memory: how much more a rank may hold while one of its links is delegated, in the same unit.
+        host_memory: how much more a rank may hold while one of its links is delegated, in the same unit: one number,
+            or one per rank.
         dispatches: the dispatches that may be chosen. Hinted dispatch is chosen only if it is listed here.
         may_replan: whether the order of ops may change.
         may_delegate: whether slow links may be given to delegates. The transport must have delegates.
@@ -44,7 +48,8 @@ class AdaptOptions:
         patience: how long the store may be out of reach (seconds). After that the run continues without adapting.
 
     Raises:
-        RuntimeFailure: `patience` is not above 0.
+        RuntimeFailure: a value of another type, or out of its range.
+        ScheduleError: an unknown dispatch.
 
     Examples:
         >>> import penstock as ps
@@ -60,7 +65,7 @@ class AdaptOptions:
     store: str | None = None
     costs: Costs | None = None
     memory_limit: float | Sequence[float] | None = None
-    host_memory: float = 0.0
+    host_memory: float | tuple[float, ...] = 0.0
     dispatches: tuple[Dispatch | str, ...] = (Dispatch.FROZEN, Dispatch.DYNAMIC)
     may_replan: bool = True
     may_delegate: bool = True
@@ -76,8 +81,33 @@ class AdaptOptions:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        if not 0 < self.patience < math.inf:
-            raise RuntimeFailure(f"a patience of {self.patience:g} s: give a number above 0")
+        fits = self.folder is None or isinstance(self.folder, str | os.PathLike)
+        require_value(fits, "folder", self.folder, "a path, or None")
+        fits = self.store is None or isinstance(self.store, str)
+        require_value(fits, "store", self.store, "an address like tcp://HOST:PORT or redis://HOST:PORT/DB, or None")
+        fits = self.costs is None or isinstance(self.costs, Costs)
+        require_value(fits, "costs", self.costs, "ps.Costs(...), or None")
+        fits = self.memory_limit is None or _are_amounts(self.memory_limit, most=math.inf)
+        require_value(fits, "memory_limit", self.memory_limit, "a number of at least 0, one per rank, or None")
+        fits = _are_amounts(self.host_memory)
+        require_value(fits, "host_memory", self.host_memory, "a number of at least 0, or one per rank")
+        fits = isinstance(self.dispatches, Sequence) and not isinstance(self.dispatches, str)
+        require_value(fits, "dispatches", self.dispatches, 'a tuple like ("frozen", "dynamic")')
+        for dispatch in self.dispatches:
+            as_dispatch(dispatch)
+        for name in ("may_replan", "may_delegate", "may_move"):
+            require_value(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        require_value(isinstance(self.ring, Ring), "ring", self.ring, "penstock.cost.Ring(...)")
+        require_value(isinstance(self.prices, Prices), "prices", self.prices, "penstock.control.Prices(...)")
+        fits = isinstance(self.sensitivity, Sensitivity)
+        require_value(fits, "sensitivity", self.sensitivity, "penstock.control.Sensitivity(...)")
+        require_value(is_amount(self.delegate_ms), "delegate_ms", self.delegate_ms, "milliseconds, at least 0")
+        fits = is_number(self.least_gain) and 0 <= self.least_gain <= 1
+        require_value(fits, "least_gain", self.least_gain, "a share of the iteration time, from 0 to 1")
+        fits = self.least_delay is None or is_amount(self.least_delay)
+        require_value(fits, "least_delay", self.least_delay, "milliseconds, at least 0, or None")
+        fits = is_amount(self.patience) and self.patience > 0
+        require_value(fits, "patience", self.patience, "seconds, above 0")
 
     def job(
         self, costs: Costs, start: Configuration, depth: int, has_delegates: bool, mesh: Mesh | None = None
@@ -108,3 +138,9 @@ class AdaptOptions:
             mesh=mesh,
             ring=self.ring,
         )
+
+
+def _are_amounts(value: Any, most: float | None = None) -> bool:
+    """Whether it is one number of at least 0, or one per rank: finite ones, unless it may be as much as `most`."""
+    each = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    return all(is_amount(number) or (most is not None and number == most) for number in each)

@@ -91,13 +91,13 @@ class InProcessStore:
             return self._queues[name]
 
 
-POLL = 0.02
+POLL_S = 0.02
 """Seconds between two looks at a queue. One takes about 40 us."""
-FIRST = 20.0
+FIRST_ANSWER_S = 20.0
 """Seconds that a TCPStore may take to answer its client at first: a machine is busiest when ranks start."""
-CONNECT = 5.0
+CONNECT_S = 5.0
 """Seconds for reaching a server, and for any other of its answers besides what a call waits for itself."""
-MARGIN = 0.25
+TORCH_MARGIN_S = 0.25
 """Seconds that torch may take to give up by itself."""
 _DESCRIPTORS = Path("/proc/self/fd")
 _NETWORKS = (socket.AF_INET, socket.AF_INET6)
@@ -126,7 +126,7 @@ class TcpStore:
         self._hosts, self._port = [host, *others], port
         self._closed = False
         self._sockets: list[socket.socket] = []
-        self._client: dist.TCPStore | None = self._connect(FIRST)
+        self._client: dist.TCPStore | None = self._connect(FIRST_ANSWER_S)
 
     def push(self, queue: str, value: bytes) -> None:
         self._do(lambda client: client.queue_push(queue, value))
@@ -140,7 +140,7 @@ class TcpStore:
             left = end - time.monotonic()
             if left <= 0:
                 return None
-            time.sleep(min(POLL, left))
+            time.sleep(min(POLL_S, left))
 
     def another(self) -> TcpStore:
         return TcpStore(self._hosts[0], self._port, self._hosts[1:])
@@ -152,7 +152,7 @@ class TcpStore:
     def _do(self, call: Callable[[dist.TCPStore], Any]) -> Any:
         client = self._client
         if client is None:
-            client = self._client = self._connect(CONNECT)
+            client = self._client = self._connect(CONNECT_S)
         try:
             return call(client)
         except RuntimeError as error:
@@ -175,7 +175,7 @@ class TcpStore:
             raise StoreLost(f"{self._where} was closed here")
         for _ in self._hosts:
             try:
-                socket.create_connection((self._hosts[0], self._port), timeout=CONNECT).close()
+                socket.create_connection((self._hosts[0], self._port), timeout=CONNECT_S).close()
                 break
             except OSError as failed:
                 error = failed
@@ -190,7 +190,7 @@ class TcpStore:
             self._sockets = _since(before, self._port)
             for one in self._sockets:
                 for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                    one.setsockopt(socket.SOL_SOCKET, direction, _timeval(CONNECT))
+                    one.setsockopt(socket.SOL_SOCKET, direction, _timeval(CONNECT_S))
         finally:
             _connecting.release()
         if self._closed:  # meanwhile
@@ -211,11 +211,11 @@ class TcpStore:
 
         thread = threading.Thread(target=make, name="penstock-store", daemon=True)
         thread.start()
-        thread.join(limit + MARGIN)
+        thread.join(limit + TORCH_MARGIN_S)
         while thread.is_alive() and (found := _since(before, self._port)):
             for one in found:
                 _cut(one)
-            thread.join(MARGIN)
+            thread.join(TORCH_MARGIN_S)
         if not made:
             why = _first_line(errors[0]) if errors else f"it has not answered for {limit:g} s"
             raise StoreLost(f"{self._where} cannot be reached: {why}")
@@ -274,7 +274,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-EXPIRES = 3600
+EXPIRY_S = 3600
 """Seconds after which a queue that nobody has touched is forgotten, so that a job that dies leaves nothing behind."""
 PASSWORD = "PENSTOCK_STORE_PASSWORD"
 """The environment variable with the password, where the address has none."""
@@ -305,8 +305,8 @@ class RedisStore:
             self._client: Any = redis.Redis.from_url(  # what the address says goes before these
                 url,
                 password=os.environ.get(PASSWORD),
-                socket_timeout=CONNECT,
-                socket_connect_timeout=CONNECT,
+                socket_timeout=CONNECT_S,
+                socket_connect_timeout=CONNECT_S,
                 retry=None,
                 protocol=2,
             )
@@ -324,7 +324,7 @@ class RedisStore:
         def call(client: Any) -> None:
             pipe = client.pipeline(transaction=False)
             pipe.rpush(queue, value)
-            pipe.expire(queue, EXPIRES)
+            pipe.expire(queue, EXPIRY_S)
             pipe.execute()
 
         self._do(call)

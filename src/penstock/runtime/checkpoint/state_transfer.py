@@ -149,13 +149,13 @@ def _exchange(
     came: dict[str, Tensor] = {}
     for number, (name, source, target) in enumerate(plan):
         if not math.prod(known[name][0]):
-            came |= {name: torch.empty(known[name][0], dtype=known[name][1])} if target == me else {}
+            came |= {name: torch.empty(known[name][0], dtype=known[name][1], device="cpu")} if target == me else {}
         elif source == me:
             tensor = held[name].detach().cpu().contiguous()
             works.append((dist.isend(tensor, group=group, group_dst=target, tag=number), target, tensor))
         elif target == me:
             shape, dtype = known[name]
-            came[name] = torch.empty(shape, dtype=dtype)
+            came[name] = torch.empty(shape, dtype=dtype, device="cpu")
             works.append((dist.irecv(came[name], group=group, group_src=source, tag=number), source, came[name]))
     for work, peer, _ in works:
         peers.wait_for(work, "state that is handed over", peer)

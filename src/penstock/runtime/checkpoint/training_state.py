@@ -407,7 +407,12 @@ class StagedState:
         notices: list[str],
         scaler: dict[str, Any] | None,
     ) -> None:
-        self._replicas, self._model, self._scaling, self._scaler = state.replicas, state.model, state.scaling, scaler
+        self._agreement, self._model, self._scaling, self._scaler = (
+            state.agreement,
+            state.model,
+            state.scaling,
+            scaler,
+        )
         self._values, self._optimizer, self._gradients = values, optimizer, gradients
         self._updating, self._extras, self.notices = updating, extras, notices
         self.trial = StateTrial(
@@ -442,7 +447,8 @@ class StagedState:
             self._scaling.begin_again(self._scaler)
         for extra, value in self._extras:  # last, as torch does it
             extra.module.set_extra_state(value)
-        self._replicas.note_values()
+        self._agreement.note()
+        self._agreement.settle()
 
 
 def extra_to_write(

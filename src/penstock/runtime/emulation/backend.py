@@ -92,7 +92,7 @@ class EmulatedBackend:
     def run(self, wired: WiredOp, inputs: Sequence[Payload]) -> list[Payload]:
         """Takes the time of an op, and gives messages of the sizes that the costs say."""
         op = wired.op
-        self._check(wired.incoming, inputs, op)
+        self._check(wired.input_edges, inputs, op)
         duration = self._duration(op)
         ready = perf_counter_ns() if self._free is None else self._free
         together = self._wiring.ranks_of(op)
@@ -104,11 +104,11 @@ class EmulatedBackend:
         self.began = ready if len(together) > 1 else None
         if self._ended is not None:
             self._ended(op)
-        return [self._payload(edge) for edge in wired.given]
+        return [self._payload(edge) for edge in wired.output_edges]
 
     def start(self, op: Op, received: Sequence[Payload]) -> EmulatedStart:
         """Starts an asynchronous op, which begins when the stream is free, of all ranks that run it together."""
-        self._check(self._wiring.wired_ops[self._numbers[op]].incoming, received, op)
+        self._check(self._wiring.wired_ops[self._numbers[op]].input_edges, received, op)
         now = perf_counter_ns()
         # The rank came to it when the op before was to end; or just now, when the last word that it waited for came.
         return EmulatedStart(self, op, now if received or self._free is None else self._free)
@@ -142,13 +142,13 @@ class EmulatedBackend:
 
     def _payload(self, edge: Edge) -> Payload:
         size = int(self._costs.message_size(edge.producer, edge.consumer))
-        stamp = torch.tensor(self._stamp(edge))
+        stamp = torch.tensor(self._stamp(edge), device="cpu")
         if not size:
             return Payload.gradients([stamp])
         body = self._bodies.get(size)
         if body is None:
             # Never written and never read: where threads hand it over, even a stage's parameters take no memory.
-            body = self._bodies[size] = torch.empty(size, dtype=torch.uint8)
+            body = self._bodies[size] = torch.empty(size, dtype=torch.uint8, device="cpu")
         return Payload.gradients([stamp, body])
 
     def _takes(self, op: Op) -> float:

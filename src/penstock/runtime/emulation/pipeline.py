@@ -37,7 +37,7 @@ from penstock.runtime.emulation.backend import EmulatedDevices, Ended
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.executors import RankThreads, StepExecutor
 from penstock.runtime.execute.gang import ProcessBarrier
-from penstock.runtime.execute.plan import ActivePlan, dispatch_of, require_free, require_switchable, running
+from penstock.runtime.execute.plan import ActivePlan, activate, dispatch_of, require_free, require_switchable
 from penstock.runtime.execute.step_result import Notices
 from penstock.runtime.execute.timeline import measured_of, measured_timeline
 from penstock.runtime.execute.worker import Worker
@@ -174,7 +174,7 @@ class EmulatedPipeline:
         self._peers = peers = mesh if isinstance(mesh, LocalPeers) else peers_of(mesh, schedule.num_ranks, timeout)
         self._notices = Notices(peers)
         self._rank, self.number = peers.here[0], 0
-        self._plan = self._worked_out(self.configuration)
+        self._plan = self._activated(self.configuration)
         self._transport: Transport | None = None
         with ExitStack() as on_failure:
             self._close = on_failure
@@ -326,11 +326,11 @@ class EmulatedPipeline:
         require_switchable(configuration.schedule, self.configuration.schedule)
         self._choice.require_schedule(configuration.schedule)
         self._choice.prepare(self._transport, configuration.delegated)
-        return self._worked_out(configuration)
+        return self._activated(configuration)
 
-    def _worked_out(self, configuration: Configuration) -> ActivePlan:
+    def _activated(self, configuration: Configuration) -> ActivePlan:
         """Raises ScheduleError for a cap that is below what the schedule's own order needs."""
-        plan = running(configuration, (), self._rank, Tags.of(configuration.schedule), self._costs)
+        plan = activate(configuration, (), self._rank, Tags.of(configuration.schedule), self._costs)
         frozen_caps(plan.plan.wiring.graph, plan.plan.memory_change, configuration.caps)
         return plan
 

@@ -10,7 +10,7 @@
 
 worker         one rank at work                          plan        the ops of a step, and what is in force
 executors      ranks as processes, threads, or in turn   gang        who runs an op together, or decides alike
-backend        the table of handlers; ops beside others
+backend        the table of handlers                     async_ops   ops that run beside others
 torch_backend  the stages here, and their handlers       update_ops  the same with the right weights, and U
 launched_ops   ops that a GPU was given and has not ended
 

@@ -162,7 +162,7 @@ class ProcessBarrier:
         return int(max(self._peers.gather(moment)))
 
     def meet(self, op: Op, rank: int, ranks: Sequence[int], moment: int) -> int:
-        latest = torch.tensor([moment])
+        latest = torch.tensor([moment], device="cpu")
         group = self._groups[op.kind, op.stage]()
         try:
             work = dist.all_reduce(latest, dist.ReduceOp.MAX, group=group, async_op=True)
@@ -197,7 +197,7 @@ class Lockstep:
 
     def tell(self, op: int) -> None:
         """Tells the others what is run next."""
-        decision = torch.tensor([op])
+        decision = torch.tensor([op], device="cpu")
         for other in range(1, self._size):
             self._sent.append((self._group().send([decision], other, _DECISION_TAG), decision))
         while len(self._sent) > 2 * self._size and self._sent[0][0].is_completed():
@@ -239,7 +239,7 @@ class Lockstep:
         return found
 
     def _receive(self) -> int:
-        decision = torch.zeros(1, dtype=torch.int64)
+        decision = torch.zeros(1, dtype=torch.int64, device="cpu")
         wait_for(self._group().recv([decision], 0, _DECISION_TAG), self._rank, 0, "its next decision", self._timeout)
         return int(decision)
 

@@ -42,11 +42,11 @@ from penstock.runtime.tensors.message import Payload
 from penstock.schedule import Op, Schedule
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
 
-AHEAD = 2
+MOST_LAUNCHED_OPS = 2
 """Ops under way on a device: the one that runs, and one behind it."""
 LOOKS_AT_THE_CLOCK, MOST_LOOKS = 3, 10
 """Marks with which a step begins: at least, and at most where the host is busy."""
-SOON = 50_000
+CLOCK_TOLERANCE_NS = 50_000
 """Nanoseconds within which a mark is passed that says well enough how the clock of the device stands to ours."""
 WAITS_FOR_NOBODY = frozenset({FORWARD, BACKWARD, INPUT, WEIGHT, RECOMPUTE})
 """Kinds of ops in whose middle a rank waits for no other. Before any other op is launched, all messages must have
@@ -244,7 +244,7 @@ class DeviceClock:
                 after = perf_counter_ns()
                 if origin is None or after - before < narrowest:
                     origin, narrowest, self._origin_ns = mark, after - before, (before + after) // 2
-                if number + 1 >= LOOKS_AT_THE_CLOCK and narrowest <= SOON:
+                if number + 1 >= LOOKS_AT_THE_CLOCK and narrowest <= CLOCK_TOLERANCE_NS:
                     break
             self._origin = origin
 
@@ -300,7 +300,7 @@ class LaunchedOps:
     def __init__(
         self,
         queue: DeviceQueue,
-        most: int = AHEAD,
+        most: int = MOST_LAUNCHED_OPS,
         lanes: Mapping[int, int] | None = None,
         pairs: Sequence[tuple[Op, Op]] = (),
         state: Callable[[Op], Sequence[Any]] = lambda op: (),
@@ -448,44 +448,3 @@ class LaunchedOps:
 
     def _lane_of(self, op: Op) -> int:
         return self._lanes.get(op.stage, 0) if op.kind in WAITS_FOR_NOBODY else 0
-
-
-class DeviceOpHandle:
-    """The end of an asynchronous op whose function gave work to a device: that of its own handle, then a mark.
-
-    torch.distributed's wait for NCCL orders streams and returns at once, so the end is marked behind it.
-
-    Args:
-        handle: with `wait()` or `result()`; None where the function left nothing to wait for.
-    """
-
-    def __init__(self, queue: DeviceQueue, handle: Any) -> None:
-        self._queue, self._handle = queue, handle
-        self._given = queue.mark()
-
-    def wait(self) -> None:
-        with self._queue.waiting():
-            if self._handle is not None:
-                wait_for_handle(self._handle)
-                self._queue.mark().synchronize()
-        self._given.synchronize()
-
-    def done(self) -> bool:
-        return is_handle_done(self._handle) and self._given.query()
-
-
-def is_handle(value: Any) -> bool:
-    """Whether what a function returned can be waited for: a torch.distributed work, a future; or None."""
-    return value is None or hasattr(value, "wait") or hasattr(value, "result")
-
-
-def wait_for_handle(handle: Any) -> None:
-    """Waits for what `is_handle` takes, unless it is None."""
-    if handle is not None:
-        (handle.wait if hasattr(handle, "wait") else handle.result)()
-
-
-def is_handle_done(handle: Any) -> bool:
-    """Whether it has ended, as far as that can be told without waiting."""
-    ask = next((getattr(handle, name) for name in ("is_completed", "done") if hasattr(handle, name)), None)
-    return handle is None if ask is None else bool(ask())

@@ -34,11 +34,15 @@ EVALUATION_WINDOW = 4
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Attributes:
-    wiring: of the schedule, or of its forwards alone.
-    memory_change: per op; caps: most activations each rank may hold.
-    expected: messages from other processes, for the rank here.
-    window: slot -> most messages of a channel under way, for channels that bring no answers.
+    """What one rank needs to know about a schedule, or its forwards alone, to run a step of it.
+
+    Attributes:
+        wiring: of the schedule, or of its forwards alone.
+        memory_change: by how much each op changes the activations that its rank holds, in the unit of the costs (in
+            activations of a stage, if there are no costs). An op that frees them has a negative number.
+        caps: the most activations that each rank may hold, in the same unit.
+        expected: messages from other processes, for the rank here.
+        window: by slot, the most messages of a channel under way, for channels that bring no answers.
     """
 
     wiring: Wiring
@@ -107,17 +111,22 @@ def pairs_with(schedule: Schedule, kind: str) -> frozenset[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class ActivePlan:
-    """Attributes:
-    configuration: see there. plan: of a training step.
-    split: (stage, microbatch) pairs whose backward is split; recomputed: those whose forward is run again.
-    shuffled, away: as in `StepSettings`.
+    """A configuration with all that a rank needs to run steps of it, until the pipeline switches to another.
+
+    Attributes:
+        configuration: the schedule, its dispatch, and which links are delegated.
+        plan: of a training step.
+        split: (stage, microbatch) pairs whose backward is split into I and W.
+        recomputed: (stage, microbatch) pairs whose forward runs again before their backward.
+        taped_out_of_order, away: as in `StepSettings`.
+        rank, tags: whose plan it is, and the tags of its messages.
     """
 
     configuration: Configuration
     plan: StepPlan
     split: frozenset[tuple[int, int]]
     recomputed: frozenset[tuple[int, int]]
-    shuffled: frozenset[int]
+    taped_out_of_order: frozenset[int]
     away: frozenset[tuple[int, int]]
     rank: int
     tags: Tags
@@ -165,10 +174,10 @@ def start_of(
     return Configuration(schedule, dispatch, (), tuple(caps))
 
 
-def running(
+def activate(
     configuration: Configuration, tied_stages: Sequence[Sequence[int]], rank: int, tags: Tags, costs: Costs | None
 ) -> ActivePlan:
-    """Works a configuration out, as `rank` runs it.
+    """Makes of a configuration what `rank` needs to run it.
 
     Args:
         costs: whose activations the caps count; 1 a stage where not given.

@@ -26,6 +26,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan
 from penstock.runtime.mesh.peers import MeshPeers, Peers, require_same
 from penstock.runtime.mesh.process_mesh import ProcessMesh
+from penstock.runtime.parameters.agreement import HolderAgreement
 from penstock.runtime.stage.microbatches import Microbatches, why_inputs_differ
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.transport.rank_memory import ROW
@@ -115,6 +116,7 @@ class StepEnd:
         memory: the ranks' transport, if it is shared memory, which can sum too.
         tells: values of this process that are summed over all processes.
         changing: gives the stages here that change their part of a batch in place.
+        agreement: tells whether all that hold a parameter began the step alike.
     """
 
     def __init__(
@@ -125,11 +127,12 @@ class StepEnd:
         memory: SharedMemoryTransport | None = None,
         tells: Sequence[float] = (),
         changing: Callable[[], list[int]] = list,
+        agreement: HolderAgreement | None = None,
     ) -> None:
         self._peers, self._replicas, self._everyone = place.pipeline, place.replicas, place.everyone
         self._num_ranks = place.pipeline.num_ranks * place.num_replicas * place.num_shards
         self._last, self._updates, self._memory, self._tells = last, updates, memory, tells
-        self._changing = changing
+        self._changing, self._agreement = changing, agreement
 
     def share(
         self, batch: Microbatches, agent: Agent | None, notices: Notices
@@ -142,7 +145,8 @@ class StepEnd:
 
         Raises:
             RuntimeFailure: ranks that had different batches, disagree on whether to update, or ran different plans;
-                or a training step in which no microbatch's loss has a gradient.
+                holders of a parameter that did not begin the step alike; or a training step in which no microbatch's
+                loss has a gradient.
         """
         mine = [
             self._losses(len(batch)),
@@ -160,7 +164,10 @@ class StepEnd:
             notices.share()
         of_all, summed = self._of_all(losses, [*facts, *tells, *votes], batch, _LOSS_TYPES[int(loss_type)])
         facts, tells, votes = split_like(summed, [facts, tells, votes])
-        self._require(*facts)
+        num_unlike, *of_training = facts
+        if self._agreement is not None:
+            self._agreement.conclude(not num_unlike)
+        self._require(*of_training)
         following = None
         if agent is not None:
             size = len(Vote._fields)
@@ -201,12 +208,15 @@ class StepEnd:
             n for rank in range(self._everyone.num_ranks) for n in (vote if rank in self._everyone.here else nothing)
         ]
 
-    def _facts(self) -> tuple[float, float, float]:
-        """How many ranks here update, how many last stages had a loss with a gradient, and how many one without."""
+    def _facts(self) -> tuple[float, float, float, float]:
+        """Whether this process knows of holders that are not alike, how many ranks here update, how many last stages
+        had a loss with a gradient, and how many one without.
+        """
+        unlike = float(self._agreement is not None and not self._agreement.agrees())
         if not self._updates:  # the gradients of a model that is frozen as a whole may be asked for: there are none
-            return 0.0, 0.0, 0.0
+            return unlike, 0.0, 0.0, 0.0
         ran = [runner.has_gradient for runner in self._last if runner.losses]
-        return float(len(self._peers.here)), float(sum(ran)), float(len(ran) - sum(ran))
+        return unlike, float(len(self._peers.here)), float(sum(ran)), float(len(ran) - sum(ran))
 
     def _require(self, num_updating: float, with_gradient: float, without: float) -> None:
         """Raises RuntimeFailure, in every process, if the step would train nothing, or only a part of the model."""
@@ -227,7 +237,7 @@ class StepEnd:
         """Sums a row over all ranks."""
         if self._memory is not None and len(row) <= ROW:
             return self._memory.sum(row)
-        summed: list[float] = self._peers.sum(torch.tensor(row, dtype=torch.float64)).tolist()
+        summed: list[float] = self._peers.sum(torch.tensor(row, dtype=torch.float64, device="cpu")).tolist()
         return summed
 
     def _of_all(
@@ -238,10 +248,10 @@ class StepEnd:
         """
         replicas, size = self._replicas.num_ranks, len(losses)
         if replicas == 1:
-            return torch.tensor(losses, dtype=dtype), self._of_shards(tells)
+            return torch.tensor(losses, dtype=dtype, device="cpu"), self._of_shards(tells)
         mine = self._replicas.here[0]
-        shared = torch.zeros(replicas, size + 1 + len(tells), dtype=torch.float64)
-        shared[mine] = torch.tensor([*losses, batch.digest, *tells], dtype=torch.float64)
+        shared = torch.zeros(replicas, size + 1 + len(tells), dtype=torch.float64, device="cpu")
+        shared[mine] = torch.tensor([*losses, batch.digest, *tells], dtype=torch.float64, device="cpu")
         shared = self._replicas.sum(shared)
         digests = shared[:, size].tolist()
         if digests.count(digests[0]) < replicas:
@@ -253,7 +263,7 @@ class StepEnd:
         """Sums `tells` over all shards, if there are any. All else is the same on every shard."""
         if tells and isinstance(self._everyone, MeshPeers):
             for shards in self._everyone.along[2:]:
-                tells = shards.sum(torch.tensor(tells, dtype=torch.float64)).tolist()
+                tells = shards.sum(torch.tensor(tells, dtype=torch.float64, device="cpu")).tolist()
         return tells
 
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure, listed
-from penstock.runtime.execute.backend import AsyncOpHandle, AwaitableOpHandle, Handler, OpTable
+from penstock.runtime.execute.async_ops import AsyncOpHandle, AwaitableOpHandle, DeviceOpHandle, is_handle
+from penstock.runtime.execute.backend import Handler, OpTable
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.launched_ops import (
-    AHEAD,
+    MOST_LAUNCHED_OPS,
     DeviceClock,
-    DeviceOpHandle,
     DeviceQueue,
     LaunchedOps,
     lanes_of,
@@ -47,7 +47,7 @@ from penstock.schedule import Op, Schedule
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
 from penstock.schedule.updates import OWNER
 
-LITTLE = 0.5
+LEAST_DEFERRED_SHARE = 0.5
 """A smaller share of a stage's work on weight gradients is worth a notice: W is planned to take all of it."""
 
 
@@ -90,8 +90,7 @@ class RegisteredOps:
 
     def _started(self, op: Op) -> AsyncOpHandle:
         handle = self._call(op)
-        known = handle is None or hasattr(handle, "wait") or hasattr(handle, "result")
-        if self._queue is not None and known and not isinstance(handle, HostCopy):
+        if self._queue is not None and is_handle(handle) and not isinstance(handle, HostCopy):
             handle = DeviceOpHandle(self._queue, handle)
         return AwaitableOpHandle(op, handle, self._calls[self._rank, op][1].timeout)
 
@@ -174,9 +173,9 @@ class TorchOps:
         def handle_alone(wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
             op = wired.op
             outcome = work(runners[pipelines[op.microbatch], op.stage], op, inputs)
-            if not wired.given:
+            if not wired.output_edges:
                 return ()
-            if passes_on and outcome is not None and len(wired.given) == 1 and not wired.given[0].slot:
+            if passes_on and outcome is not None and len(wired.output_edges) == 1 and not wired.output_edges[0].slot:
                 return (outcome,)
             return self._outputs(wired, outcome)
 
@@ -189,7 +188,7 @@ class TorchOps:
 
         def handle(wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
             outcome = run(wired.op, inputs)
-            return self._outputs(wired, outcome) if wired.given else ()
+            return self._outputs(wired, outcome) if wired.output_edges else ()
 
         def handle_together(wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
             return self._outputs(wired, self._together(run, wired.op, inputs))
@@ -247,7 +246,7 @@ class TorchOps:
     def _outputs(self, wired: WiredOp, outcome: Payload | None) -> list[Payload]:
         """What goes out along each edge: what came of the op, or its part of that, and sums of tied gradients."""
         found = []
-        for edge in wired.given:
+        for edge in wired.output_edges:
             if edge.slot:
                 if self._tied is None:
                     raise RuntimeFailure(f"{wired.op} has no tied gradient to send to {edge.consumer}")
@@ -282,7 +281,7 @@ class TorchDevices:
         autocast: torch.dtype | None,
         calls: Calls,
         updating: ScheduledUpdates | None,
-        most_ahead: int = AHEAD,
+        most_ahead: int = MOST_LAUNCHED_OPS,
         overlaps_pairs: bool = True,
     ) -> None:
         self._model, self._ranks, self._calls, self._updating = model, ranks, calls, updating
@@ -403,7 +402,7 @@ class TorchDevices:
             f"stage {index}: {share.share:.0%} of the work on weight gradients waits for W, the rest is done in I: "
             + "; ".join(f"{listed(names)}: {why}" for why, names in share.reasons.items())
             for (_, index), runner in sorted(self.runners.items())
-            if (share := runner.new_share()) is not None and share.share < LITTLE
+            if (share := runner.new_share()) is not None and share.reasons and share.share < LEAST_DEFERRED_SHARE
         ]
 
     def staying(self) -> list[str]:

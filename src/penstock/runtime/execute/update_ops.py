@@ -97,12 +97,13 @@ class UpdatingOps:
                 weights.before_weight(op.microbatch)
             else:
                 weights.before_backward(op.microbatch)
-            given = tuple(edge for edge in wired.given if not edge.is_update)
-            outputs = iter(handler(wired._replace(given=given), inputs))
+            others = tuple(edge for edge in wired.output_edges if not edge.is_update)
+            outputs = iter(handler(wired._replace(output_edges=others), inputs))
             if op.kind in (BACKWARD, INPUT):
                 weights.done(op.microbatch)
             return [
-                self._update_payload(edge) if edge.is_update else self._apart(next(outputs)) for edge in wired.given
+                self._update_payload(edge) if edge.is_update else self._apart(next(outputs))
+                for edge in wired.output_edges
             ]
 
         return handle
@@ -119,7 +120,7 @@ class UpdatingOps:
             self._gang.find(op)  # the first of the ranks has made it
         return [
             Payload.gradients(self._tied_value(edge)) if edge.is_tied_value else self._update_payload(edge)
-            for edge in wired.given
+            for edge in wired.output_edges
         ]
 
     def _update_payload(self, edge: Edge) -> Payload:

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from penstock.dispatch import Dispatcher, FrozenDispatcher
 from penstock.dispatch.graph import ALONE
-from penstock.runtime.execute.backend import Backend, SharedThreadStream, Stream, WatchedStream
+from penstock.runtime.execute.async_ops import SharedThreadStream, Stream, WatchedStream
+from penstock.runtime.execute.backend import Backend
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.launched_ops import WAITS_FOR_NOBODY, LaunchedOps
 from penstock.runtime.tensors.message import Edge, Payload
@@ -161,7 +162,7 @@ class Worker:
         longer than any message may take. None where nothing runs there."""
         if self._launched is None or self._launched.is_empty:
             return None
-        return perf_counter_ns() + LOOK
+        return perf_counter_ns() + DEVICE_POLL_NS
 
     def waited(self, start: int, end: int) -> None:
         """Takes note that the executor waited for messages (ns of the monotonic clock)."""
@@ -209,7 +210,7 @@ class Worker:
         for number, start, end in stream.ended():
             wired = self._wiring.wired_ops[number]
             self.recorder.apart.append((wired.op, start, end))
-            for _, edge, target, is_local in wired.sent:  # tokens, all of them
+            for _, edge, target, is_local in wired.sends:  # tokens, all of them
                 if not is_local:
                     self._unsent.append(UnsentMessage(0, edge, target, TOKEN))
             self.dispatcher.finish(number)
@@ -222,7 +223,7 @@ class Worker:
         while self._apart and self._may_start(self._apart[0]):
             number = self._apart.pop(0)
             wired = self._wiring.wired_ops[number]
-            stream.start(number, wired.op, [self.transport.take(edge) for edge in wired.incoming])
+            stream.start(number, wired.op, [self.transport.take(edge) for edge in wired.input_edges])
             moved = True
         return moved
 
@@ -242,7 +243,7 @@ class Worker:
                 outputs = self._handle(wired, inputs)
                 launched.launched(wired.op)
             after = launched.num_launched
-        for place, edge, target, is_local in wired.sent:
+        for place, edge, target, is_local in wired.sends:
             payload = TOKEN if place < 0 else outputs[place]
             if is_local:
                 self._local[edge] = payload
@@ -271,7 +272,7 @@ class Worker:
     def _inputs(self, wired: WiredOp) -> list[Payload]:
         """What came in along the edges of an op that begins, without tokens."""
         take, local = self.transport.take, self._local
-        inputs = [take(edge) if is_remote else local.pop(edge) for edge, is_remote in wired.taken]
+        inputs = [take(edge) if is_remote else local.pop(edge) for edge, is_remote in wired.inputs]
         if wired.num_tokens:
             del inputs[-wired.num_tokens :]
         if (held := self.dispatcher.held) > self.peak_held:
@@ -317,7 +318,7 @@ class Worker:
             return self.transport.send(edge, target, payload)
 
 
-LOOK = 1_000_000_000
+DEVICE_POLL_NS = 1_000_000_000
 """Nanoseconds after which a rank that waits for messages looks at its device again, should no mark have woken it."""
 TOKEN = Payload([])
 """What a token carries."""

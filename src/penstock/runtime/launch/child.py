@@ -284,7 +284,7 @@ def load_optimizer() -> None:
         torch.optim.SGD([torch.zeros(1)])
 
 
-KEPT = 28 << 20
+MALLOC_WARMUP_BYTES = 28 << 20
 """Bytes; glibc's limit grows up to 32 MiB."""
 
 
@@ -295,7 +295,7 @@ def warm_up_malloc() -> None:
     Otherwise each step returns its activations to the system and faults them in again, page by page. On one core of
     an AMD EPYC that was 800 to 1800 faults per step of a small GPT, or 3% of its time.
     """
-    torch.empty(KEPT, dtype=torch.uint8)  # freed at once
+    torch.empty(MALLOC_WARMUP_BYTES, dtype=torch.uint8)  # freed at once
 
 
 def _advice() -> str:

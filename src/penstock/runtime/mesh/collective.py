@@ -74,13 +74,15 @@ def let_go_of_defaults() -> None:
 
 
 _TIMEOUT_WORDS = ("timed out", "timeout")
+_GROUP_WORDS = ("/gloo/", "NCCL", "Application timeout caused pair closure")
+"""The last is gloo's, of an op on the connection of another one whose time was up."""
 
 
 def is_of_a_group(error: Exception) -> bool:
     """Whether a process group raised an error, which may come out of any op that waits for other processes."""
     module = sys.modules.get("torch.distributed")
     known = module is not None and isinstance(error, module.DistError)
-    return known or any(word in str(error) for word in ("/gloo/", "NCCL"))
+    return known or any(word in str(error) for word in _GROUP_WORDS)
 
 
 def is_late(error: Exception) -> bool:

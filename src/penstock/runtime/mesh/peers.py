@@ -138,7 +138,10 @@ class GroupPeers:
             return
         there = [tensor for tensor in tensors if tensor is not None]
         dense = [tensor.reshape(-1) for tensor in there if not tensor.is_sparse]
-        parts = [torch.tensor([_kind_of(tensor) for tensor in tensors]), *([torch.cat(dense)] if dense else [])]
+        parts = [
+            torch.tensor([_kind_of(tensor) for tensor in tensors], device="cpu"),
+            *([torch.cat(dense)] if dense else []),
+        ]
         parts += [part for t in there if t.is_sparse for part in (t._indices(), t._values())]
         for part in (part.cpu().contiguous() for part in parts):
             for target in targets:
@@ -146,10 +149,10 @@ class GroupPeers:
 
     def _receive_all(self, likes: Sequence[Tensor], source: int) -> list[Tensor | None]:
         """What `_send_all` sent."""
-        kinds = torch.zeros(len(likes), 4, dtype=torch.int64)
+        kinds = torch.zeros(len(likes), 4, dtype=torch.int64, device="cpu")
         self.receive(kinds, source, TIED)
         dense = [like for like, (there, dims, _, _) in zip(likes, kinds.tolist(), strict=True) if there and not dims]
-        flat = torch.empty(sum(like.numel() for like in dense), dtype=likes[0].dtype)
+        flat = torch.empty(sum(like.numel() for like in dense), dtype=likes[0].dtype, device="cpu")
         if dense:
             self.receive(flat, source, TIED)
         found: list[Tensor | None] = []
@@ -166,8 +169,8 @@ class GroupPeers:
         return found
 
     def _receive_sparse(self, like: Tensor, source: int, sparse_dims: int, num: int, coalesced: bool) -> Tensor:
-        indices = torch.empty(sparse_dims, num, dtype=torch.int64)
-        values = torch.empty(num, *like.shape[sparse_dims:], dtype=like.dtype)
+        indices = torch.empty(sparse_dims, num, dtype=torch.int64, device="cpu")
+        values = torch.empty(num, *like.shape[sparse_dims:], dtype=like.dtype, device="cpu")
         self.receive(indices, source, TIED)
         self.receive(values, source, TIED)
         return torch.sparse_coo_tensor(
@@ -194,7 +197,7 @@ class GroupPeers:
         return [row.tobytes() for row in op.tensor.numpy()]
 
     def barrier(self) -> None:
-        self.sum(torch.zeros(1))
+        self.sum(torch.zeros(1, device="cpu"))
 
     def send(self, tensor: Tensor, target: int, what: str, timeout: float | None = None) -> None:
         """Sends a tensor on the processor that lies in one piece. Raises DeadlineExceeded, PeerLost, with `what`."""

@@ -110,7 +110,7 @@ def probe(
     """
     me, num = dist.get_rank(), len(nodes)
     firsts = [processes[0] for processes in nodes]
-    found = torch.zeros(num, num, dtype=torch.float64)
+    found = torch.zeros(num, num, dtype=torch.float64, device="cpu")
     if me in firsts:
         node = firsts.index(me)
         for pairs in rounds(num):
@@ -131,14 +131,14 @@ def _tell_all(found: torch.Tensor, firsts: Sequence[int], timeout: float, pace: 
         for row in rows.values():
             found += row
         planned = 0 if pace is None else pace.plan(rest=float(found[0].max()) / 1e3)
-        told = torch.cat([found.flatten(), torch.tensor([float(planned)], dtype=found.dtype)])
+        told = torch.cat([found.flatten(), torch.tensor([float(planned)], dtype=found.dtype, device="cpu")])
         others = [other for other in range(dist.get_world_size()) if other != root]
         for other, work in [(other, dist.isend(told, other)) for other in others]:
             _wait(work, other, timeout)
     else:
         if me in firsts:
             _wait(dist.isend(found, root), root, timeout)
-        told = torch.empty(found.numel() + 1, dtype=found.dtype)
+        told = torch.empty(found.numel() + 1, dtype=found.dtype, device="cpu")
         _wait(dist.irecv(told, root), root, timeout)
         found.copy_(told[:-1].view_as(found))
     if pace is not None:
@@ -147,7 +147,7 @@ def _tell_all(found: torch.Tensor, firsts: Sequence[int], timeout: float, pace: 
 
 def _round_trip(begins: bool, other: int, timeout: float) -> float:
     """The shortest round trip (ms); 0 on the side that only answers."""
-    ball, shortest = torch.zeros(1), float("inf")
+    ball, shortest = torch.zeros(1, device="cpu"), float("inf")
     for _ in range(TRIPS):
         start = time.perf_counter_ns()
         if begins:
@@ -210,10 +210,10 @@ def ahead_of_first(peers: GroupPeers, names: Sequence[str]) -> int:
 
 
 def _send(peers: GroupPeers, target: int, value: int) -> None:
-    peers.send(torch.tensor([value]), target, WHAT, LIMIT)
+    peers.send(torch.tensor([value], device="cpu"), target, WHAT, LIMIT)
 
 
 def _receive(peers: GroupPeers, source: int) -> int:
-    value = torch.zeros(1, dtype=torch.int64)
+    value = torch.zeros(1, dtype=torch.int64, device="cpu")
     peers.receive(value, source, WHAT, LIMIT)
     return int(value)

@@ -289,7 +289,7 @@ class Nodes:
         """Process numbers by rank, replica and shard."""
         mesh = self.mesh
         rows = [[self.processes[node] for node in mesh.ring(rank)] for rank in range(mesh.pp)]
-        return torch.tensor(rows)
+        return torch.tensor(rows, device="cpu")
 
     @property
     def is_everything(self) -> bool:
@@ -319,7 +319,7 @@ def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
         ('pp', 'dp', 'tp')
         >>> dist.destroy_process_group()
     """
-    layout = torch.tensor(mesh.processes())
+    layout = torch.tensor(mesh.processes(), device="cpu")
     if layout.numel() != dist.get_world_size():
         raise RuntimeFailure(
             f"a mesh of {mesh.pp} x {mesh.dp} x {mesh.tp} has {layout.numel()} processes, torch.distributed has "

@@ -35,7 +35,7 @@ class GroupChangeover(Protocol):
         """Group `number` broke: returns when there is a newer one. Raises RuntimeFailure where there will be none."""
 
 
-LOOK = 0.25
+REGROUP_CHECK_S = 0.25
 """Seconds after which a wait looks whether the group is another: an op whose connection ends while gloo writes to it
 may never be told so."""
 MOST_FAILURES = 16
@@ -125,10 +125,10 @@ class RetriedGroup:
             if error is None:
                 left = end - time.monotonic()
                 try:
-                    work.wait(timedelta(seconds=max(0.001, min(LOOK, left))))
+                    work.wait(timedelta(seconds=max(0.001, min(REGROUP_CHECK_S, left))))
                 except RuntimeError as failed:
                     if is_late(failed):
-                        if left <= LOOK and not self._is_changing(number):
+                        if left <= REGROUP_CHECK_S and not self._is_changing(number):
                             raise
                         continue
                     error = failed
@@ -154,7 +154,7 @@ class RetriedGroup:
             RuntimeError: it was not taken for so long. RuntimeFailure: there is no other group any more.
         """
         place = self._sent[target] = self._sent.get(target, 0) + 1
-        taken = torch.zeros(1)
+        taken = torch.zeros(1, device="cpu")
 
         def once(group: Any) -> None:
             if self._taken.get(target, 0) < place:
@@ -209,16 +209,16 @@ class RetriedGroup:
         thread = threading.Thread(target=run, name="penstock-shares", daemon=True)
         thread.start()
         while thread.is_alive():
-            thread.join(LOOK)
+            thread.join(REGROUP_CHECK_S)
             if self._is_changing(number):
-                thread.join(LOOK)
+                thread.join(REGROUP_CHECK_S)
                 break
         error = ended[0] if ended else _being_changed()
         if error is not None:
             raise error
 
     def _acknowledge(self, group: Any, source: int, place: int) -> Any:
-        note = torch.zeros(1)
+        note = torch.zeros(1, device="cpu")
         try:
             return group.send([note], source, TAGS + place % TAGS), note
         except RuntimeError:  # what was taken here is told when the group is changed

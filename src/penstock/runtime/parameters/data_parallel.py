@@ -16,7 +16,6 @@ same order, so no rank waits at an update for a replica that waits for something
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -26,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from penstock.cost import LinkCondition, Links, Ring
 from penstock.cost.conditions import LinkQueue
@@ -34,8 +32,8 @@ from penstock.passes.reduce import REDUCE, add_reductions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
+from penstock.runtime.parameters.agreement import HolderAgreement
 from penstock.runtime.parameters.buckets import GradientBucket, SumBucket, cut_into_buckets, send_values
-from penstock.runtime.parameters.given_optimizer import is_plain
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.sharding import OwnedParameters, UnshardedParameters
 from penstock.runtime.stage.registered_ops import OpFunction
@@ -81,169 +79,6 @@ SUM = "a sum of gradients over the replicas"
 """What a sum is called in errors."""
 
 
-_OWN = "params", "param_names", "foreach", "fused", "capturable"
-"""Of an optimizer's group, what may differ: replicas have parts of what they divide, and step what they hold by other
-kernels."""
-
-State = tuple[tuple[tuple[object, ...], ...], tuple[tuple[tuple[str, object], ...], ...]]
-
-
-class _Versions:
-    """Tells which of some tensors were changed in place since a moment, by torch's own count of such changes."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = [torch.empty(0) if tensor.is_inference() else tensor for tensor in tensors]  # has no count
-        self.note()
-
-    def note(self) -> None:
-        """Now is the moment."""
-        self._before = self._now()
-
-    def changed(self) -> list[int]:
-        """Their places."""
-        if (now := self._now()) == self._before:
-            return []
-        return [place for place, pair in enumerate(zip(now, self._before, strict=True)) if pair[0] != pair[1]]
-
-    def _now(self) -> list[int]:
-        return [tensor._version for tensor in self._tensors]
-
-
-class ReplicaAgreement:
-    """What replicas must have alike when a step begins: which parameters are trained, and the optimizer's options.
-
-        begin   each tells a digest --> the first ops run --> before a gradient is summed: are all the same?
-                                                              if not, each tells the rest, and all raise
-
-    Replicas would become other models without a word where they differ, and sums of other lengths end a process.
-
-    Args:
-        peers: the replicas.
-        parameters: those of this process, in an order that all replicas have. names: of them, by id.
-        whole: whether each replica keeps all of a parameter and its gradient, and steps it.
-        in_step: what a step computes with in the place of each; None where its ops update them.
-    """
-
-    def __init__(
-        self,
-        peers: GroupPeers,
-        parameters: Sequence[Parameter],
-        names: dict[int, str],
-        whole: bool,
-        in_step: Sequence[Parameter] | None,
-    ) -> None:
-        self._peers, self._parameters, self._names, self._whole = peers, tuple(parameters), names, whole
-        self._between = _Versions(parameters if in_step is not None else ())
-        self._within = _Versions(in_step or ())
-        self._places: list[int] = []
-        self._written = [False] * len(self._parameters)
-        self._state: State = ((), ())
-        self._digest = 0.0
-        self._told: Callable[[], Tensor] | None = None
-
-    def begin(self, optimizer: Optimizer | None) -> None:
-        """Tells the others how this replica begins a step."""
-        places = self._where()
-        self.see_values()
-        self._within.note()
-        state: State = (
-            tuple(
-                (p.requires_grad, p.dtype, self._whole and p.grad is not None, now != before, written)
-                for p, now, before, written in zip(
-                    self._parameters, places, self._places or places, self._written, strict=True
-                )
-            ),
-            () if optimizer is None else tuple(self._options(group) for group in optimizer.param_groups),
-        )
-        if state != self._state or not self._digest:
-            self._state = state
-            self._digest = float(int.from_bytes(hashlib.sha256(repr(state).encode()).digest()[:6]) + 1)
-        row = torch.zeros(self._peers.num_ranks, dtype=torch.float64)
-        row[self._peers.here[0]] = self._digest
-        self._told = self._peers.begin_sum(row)
-        self._written = [False] * len(self._parameters)
-
-    def end(self) -> None:
-        """The step is over: what lies elsewhere when the next one begins was moved by the caller."""
-        self._places = self._where()
-
-    def see_values(self) -> None:
-        """Before a step, or the optimizer's: what has changed in place since the one before was changed by the
-        caller.
-        """
-        if changed := self._between.changed():
-            self._written = [known or place in changed for place, known in enumerate(self._written)]
-            self._between.note()
-
-    def note_values(self) -> None:
-        """All replicas have come to the same values."""
-        self._between.note()
-
-    def require_unchanged(self) -> None:
-        """Raises RuntimeFailure where something changed a parameter in the middle of the step, such as a hook that
-        steps, or a layer that averages another one.
-        """
-        if changed := self._within.changed():
-            name = self._names.get(id(self._parameters[changed[0]]), "")
-            raise RuntimeFailure(
-                f"parameter {name} was changed in the middle of a step, in which each of the {self._peers.num_ranks} "
-                "replicas runs a part of the microbatches alone, so they would become other models; change it "
-                "between two steps, alike on every rank, or leave it to the optimizer"
-            )
-
-    def _where(self) -> list[int]:
-        """The memory of each parameter, where each replica keeps all of it."""
-        return [p.data_ptr() if self._whole else 0 for p in self._parameters]
-
-    def require(self) -> None:
-        """Raises RuntimeFailure, in every replica, if they began the step with other parameters or options."""
-        if self._told is None:
-            return
-        told, self._told = self._told, None
-        digests = told().tolist()
-        if digests.count(digests[0]) == len(digests):
-            return
-        first, *others = self._peers.gather(self._facts())
-        replica, subject = next(
-            (number, subject)
-            for number, other in enumerate(others, 1)
-            for subject in {**first, **other}
-            if other.get(subject) != first.get(subject)
-        )
-        there, here = others[replica - 1].get(subject, "not there"), first.get(subject, "not there")
-        raise RuntimeFailure(
-            f"{subject} is {there} in replica {replica}, and {here} in replica 0, so they would train other models; "
-            "change it on every rank, between the same two steps"
-        )
-
-    def _options(self, group: dict[str, object]) -> tuple[tuple[str, object], ...]:
-        """Of a group, what is plain numbers and words, and how many parameters it has."""
-        found: list[tuple[str, object]] = []
-        for name, value in sorted(group.items()):
-            one = value.item() if isinstance(value, Tensor) and value.numel() == 1 and not value.is_cuda else value
-            if name not in _OWN and is_plain(one):
-                found.append((name, one))
-        parameters = group["params"]
-        if self._whole and isinstance(parameters, list):
-            found.append(("number of parameters", len(parameters)))
-        return tuple(found)
-
-    def _facts(self) -> dict[str, str]:
-        """By subject, the state in words."""
-        parameters, groups = self._state
-        facts = {}
-        for parameter, state in zip(self._parameters, parameters, strict=True):
-            is_trained, dtype, has_gradient, has_moved, was_written = state
-            words = ["trained" if is_trained else "frozen", f"of {dtype}"]
-            words += ["with a gradient before the step"] if has_gradient else []
-            words += ["given other data since the last step"] if has_moved else []
-            words += ["changed in place since the last step"] if was_written else []
-            facts[f"parameter {self._names.get(id(parameter), '')}"] = ", ".join(words)
-        for number, options in enumerate(groups):
-            facts |= {f"{name} of the optimizer's group {number}": repr(value) for name, value in options}
-        return facts
-
-
 class Replicas:
     """What a process does with the other replicas of its stages, if there are any.
 
@@ -256,7 +91,10 @@ class Replicas:
     Attributes:
         sharding: what each replica keeps of a parameter.
         keeps_aside: whether a step starts without the gradients of those before, which are added when it ends.
+        agreement: tells whether all replicas begin a step alike; None: they do.
     """
+
+    agreement: HolderAgreement | None = None
 
     def __init__(
         self,
@@ -282,12 +120,6 @@ class Replicas:
         self._ready: set[int] = set()
         self._due: deque[int] = deque()
         self._under_way: list[tuple[SumBucket, Any, int]] = []
-        self._agreement: ReplicaAgreement | None = None
-        if self._peers is not None:
-            names = {id(parameter): name for name, parameter in model.named.items()}
-            whole = type(sharding) is UnshardedParameters and not has_updates
-            in_step = None if has_updates else [sharding.in_step(parameter) for parameter in model.parameters]
-            self._agreement = ReplicaAgreement(self._peers, model.parameters, names, whole, in_step)
 
     def _cut(self) -> None:
         """Puts the parameters that want a gradient by now into buckets, the same in every replica."""
@@ -326,15 +158,10 @@ class Replicas:
 
     # Gradients.
 
-    def begin(self, optimizer: Optimizer | None) -> None:
+    def begin(self) -> None:
         """Starts a step: gradients of earlier ones are sums already, and kept aside. Where updates are ops, what is
         left of an open window stays where it is.
-
-        Args:
-            optimizer: what steps afterwards; its options must be the same in every replica.
         """
-        if self._agreement is not None:
-            self._agreement.begin(optimizer)
         self.unshard()
         self._under_way.clear()
         if not self.keeps_aside:
@@ -352,7 +179,8 @@ class Replicas:
         """A stage's gradients are complete: starts their sum, once those that come before it in the order have
         started. Ranks may finish stages in different orders; sums must be asked for in one.
         """
-        self._require_alike()
+        if not self._are_alike():
+            return
         self._ready.add(stage)
         while self._due and self._due[0] in self._ready:
             for parameters in self._early[self._due.popleft()]:
@@ -362,11 +190,8 @@ class Replicas:
         """Sums what no REDUCE has, waits for all, and adds what was kept aside. Where updates are ops, they have made
         all sums.
         """
-        self._require_alike()
-        if self._peers is None or self._has_updates:
+        if self._peers is None or self._has_updates or not self._are_alike():
             return
-        if self._agreement is not None:
-            self._agreement.require_unchanged()
         for stage in list(self._due):
             self.start(stage)
         for parameters in self._late:
@@ -378,15 +203,11 @@ class Replicas:
         for parameter, first in self._follow:
             self.sharding.at_rest(parameter).grad = self.sharding.at_rest(first).grad
 
-    def _require_alike(self) -> None:
-        """Raises RuntimeFailure, in every replica, if this step began otherwise in another one."""
-        if self._agreement is not None:
-            self._agreement.require()
-
-    def end(self) -> None:
-        """A step is over, with its update where it has one."""
-        if self._agreement is not None:
-            self._agreement.end()
+    def _are_alike(self) -> bool:
+        """Whether all replicas have begun the step alike, the same in each. Where they have not, nothing is summed:
+        sums would be of other lengths, and the step's end refuses it.
+        """
+        return self._peers is None or self.agreement is None or self.agreement.is_alike(self._peers)
 
     def _reduce(self, parameters: Sequence[Parameter]) -> None:
         assert self._peers is not None, "sums are asked for where there are others"
@@ -410,9 +231,8 @@ class Replicas:
         """The sums over all replicas, where updates are ops, of shards what lies here; every replica must call it for
         the same parameters.
         """
-        if self._peers is None:
+        if self._peers is None or not self._are_alike():
             return list(gradients)
-        self._require_alike()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else as_shard(local(gradient), parameter)
         for part in cut_into_buckets(parameters, lambda _: None):
@@ -425,18 +245,10 @@ class Replicas:
 
     # Updates.
 
-    def see_values(self) -> None:
-        """Before an update outside of a step."""
-        if self._agreement is not None:
-            self._agreement.see_values()
-
-    def note_values(self) -> None:
-        """All replicas have come to the same values by now: of an update, or of what was loaded."""
-        if self._agreement is not None:
-            self._agreement.note_values()
-
     def share_stepped(self, stepped: Iterable[Parameter] | None = None) -> None:
         """After an update: every replica gets what others have stepped, of all parameters where none are named."""
+        if not self._are_alike():
+            return
         if stepped is not None:
             self.sharding.spread(stepped)
             return
@@ -506,5 +318,6 @@ def replicas_of(model: LocalModel, mesh: ProcessMesh, schedule: Schedule, late: 
     peers = mesh.replicas if isinstance(mesh.replicas, GroupPeers) else None
     sharding: UnshardedParameters = model.sharded or UnshardedParameters(peers)
     if mesh.sharding == "zero1" and peers is not None:
-        sharding = OwnedParameters(peers, model.parameters, model.shared.followers())
+        tied = {slot: p for slot, _ in model.ties.slots() if (p := model.shared.tied(slot)) is not None}
+        sharding = OwnedParameters(peers, model.parameters, model.shared.followers(), tied)
     return Replicas(model, mesh.replicas, order, sharding, schedule.updates is not None, late)

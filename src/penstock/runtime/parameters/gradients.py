@@ -155,7 +155,7 @@ def begin_norm(
                 "(sparse=False), or leave clip_norm out"
             )
     measured = {name: norm for name, norm in zip(places, norms_of(gradients), strict=True) if name in owned}
-    norms = torch.zeros(len(dtypes), dtype=torch.float64)
+    norms = torch.zeros(len(dtypes), dtype=torch.float64, device="cpu")
     for place, name in enumerate(dtypes):
         if name in owned and name not in places:
             norms[place] = _ABSENT
@@ -172,7 +172,7 @@ def _combined(norms: Tensor, dtypes: Mapping[str, torch.dtype], device: torch.de
     present = [(norm, dtype) for norm, dtype in zip(norms, dtypes.values(), strict=True) if norm != _ABSENT]
     if not present:
         return torch.tensor(0.0, device=device)
-    order = chain.from_iterable(_by_type([torch.empty(0, dtype=dtype) for _, dtype in present]))
+    order = chain.from_iterable(_by_type([torch.empty(0, dtype=dtype, device="cpu") for _, dtype in present]))
     combined = torch.stack([present[k][0].to(present[k][1].to_real()) for k in order])
     return torch.linalg.vector_norm(combined.to(device))
 

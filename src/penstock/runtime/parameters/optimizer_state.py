@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
+from penstock.runtime.parameters.agreement import agreement_of
 from penstock.runtime.parameters.data_parallel import LateRing, replicas_of
 from penstock.runtime.parameters.given_optimizer import OwnSteps, goes_on_as, optimizer_of
 from penstock.runtime.parameters.gradients import begin_norm, num_bytes, scale_gradients
@@ -37,6 +38,7 @@ class OptimizerState:
     clip_norm: see `ps.Pipeline`.
     replicas: what there is of other replicas. updating: the updates that are ops; None where there are none.
     scaling: what losses are multiplied by; None where they are not.
+    agreement: tells whether all that hold a parameter begin a step alike.
 
     Args:
         schedule: with its REDUCE ops, where there are replicas.
@@ -77,6 +79,9 @@ class OptimizerState:
         self._num_processes = mesh.everyone.num_ranks if apart else 1
         self._steps = OwnSteps(self._make_optimizer(optimizer), self._num_processes)
         require_whole_matrices(self.optimizer, model.sharded is not None)
+        masters = None if self.updating is None else self.updating.stand_ins()
+        self.agreement = agreement_of(model, mesh, self.replicas.sharding, masters, zero, lambda: self.optimizer)
+        self.replicas.agreement = self.agreement
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -89,6 +94,7 @@ class OptimizerState:
         before.close()
         self.close()
         self._steps = OwnSteps(goes_on_as(before.optimizer, self.optimizer), self._num_processes)
+        self.agreement.note()
 
     def close(self) -> None:
         """Leaves the optimizer to whoever has it."""
@@ -108,25 +114,29 @@ class OptimizerState:
         Raises RuntimeFailure where stages share what a step would change out of order, or a hook would see nothing.
         """
         self.model.require_trainable()
+        self.agreement.begin()
         if self.scaling is not None:
             self.scaling.begin()
         if self.updating is not None:
+            self.updating.require_known(lambda: self.agreement.is_alike(self._mesh.pipeline))
             self.updating.begin(self.optimizer, rates, self.clip_norm, not update)
         elif not self.replicas.keeps_aside:
             self.model.copies.leave_sums_to_owners()
-        self.replicas.begin(self.optimizer)
+        self.replicas.begin()
         self.model.begin()
 
     def gather(self) -> None:
         """Brings the gradients together that stages, copies and replicas have parts of, and what buffers learned.
+        Sums of processes that have not begun the step alike are left out.
 
         Raises RuntimeFailure where a part of a gradient would be lost.
         """
         self.model.require_own_gradients()
-        if self.updating is None:
+        alike = self.agreement.is_alike(self._mesh.pipeline)
+        if self.updating is not None:
+            self.updating.end(alike)
+        elif alike:
             self.model.shared.sum_gradients()
-        else:
-            self.updating.end()
         self.replicas.finish()
         self.replicas.share_buffers()
         self.model.shared.share_buffers()
@@ -141,7 +151,6 @@ class OptimizerState:
         """The step is over, however it went."""
         self.model.end()
         self.replicas.reshard()
-        self.replicas.end()
 
     def count_updates(self, update: bool) -> None:
         """Takes note of those that ran as ops."""
@@ -166,12 +175,10 @@ class OptimizerState:
             return None
         norm = None if self.clip_norm is None else self.clip(self.clip_norm, begun)
         if self.optimizer is not None:
-            self.replicas.see_values()
             self._steps.make()
             self.replicas.share_stepped()
             if self._zero:
                 self.model.shared.share_parameters()
-            self.replicas.note_values()
         self.num_updates += 1
         if self.scaling is not None:
             self.scaling.updated()
@@ -207,7 +214,7 @@ class OptimizerState:
         """Takes part in what `begin_norm` begins in processes that update, where this one is not to: all of them then
         find that out, by what they sum next.
         """
-        return self._mesh.everyone.begin_sum(torch.zeros(len(self.model.dtypes), dtype=torch.float64))
+        return self._mesh.everyone.begin_sum(torch.zeros(len(self.model.dtypes), dtype=torch.float64, device="cpu"))
 
     def zero_grad(self) -> None:
         if self.scaling is not None:

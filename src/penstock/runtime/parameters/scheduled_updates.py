@@ -187,7 +187,6 @@ class ScheduledUpdates:
                 "one each"
             )
         self.leaves_open = leave_open
-        self._require_known()
         self.replicas.unshard()
         self.copies.share_weights()  # whatever was done to the model's since
         self._fill_twins()
@@ -241,8 +240,12 @@ class ScheduledUpdates:
             if (tied := weights.tied.get(tie.name)) is not None and (needed := tied.needed()):
                 tied.give_ahead({steps: [found[steps]] for steps in needed})
 
-    def end(self) -> None:
-        """Ends a step: all parameters are the newest, wherever they are read. Every process must call it."""
+    def end(self, alike: bool = True) -> None:
+        """Ends a step: all parameters are the newest, wherever they are read. Every process must call it.
+
+        Args:
+            alike: whether all ranks of the pipeline began it alike; else they send one another nothing.
+        """
         for key in self.copies.each():
             weights = self.weights[key]
             weights.end()
@@ -253,6 +256,8 @@ class ScheduledUpdates:
                 for parameter, gradient in zip(parameters, sums, strict=True):
                     kept = self.replicas.is_first and gradient is not None
                     parameter.grad = as_shard(local(gradient), parameter) if kept else None
+        if not alike:
+            return
         shared = self._model.shared
         shared.share_tied()
         for slot, tie in self._model.ties.slots():
@@ -287,11 +292,15 @@ class ScheduledUpdates:
         """Takes note that a step broke off, perhaps between two updates."""
         self._failed = str(error).splitlines()[0] if str(error) else type(error).__name__
 
-    def _require_known(self) -> None:
-        """Raises RuntimeFailure where a parameter is to be trained that was frozen when the pipeline was made."""
+    def require_known(self, is_alike: Callable[[], bool]) -> None:
+        """Raises RuntimeFailure where a parameter is to be trained that was frozen when the pipeline was made.
+
+        Args:
+            is_alike: whether all ranks that hold it train it; otherwise the step's end refuses it, on every rank.
+        """
         for (_, index), weights in self.weights.items():
             for name, parameter in weights.own():
-                if parameter.requires_grad and name not in weights.versions.named:
+                if parameter.requires_grad and name not in weights.versions.named and is_alike():
                     raise RuntimeFailure(
                         f"{name} of stage {index} was frozen when the pipeline was made and is not any more, and the "
                         f"updates that {self.schedule.name} has in its order are those of what was trained then; "

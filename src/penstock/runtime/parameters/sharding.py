@@ -119,8 +119,11 @@ class UnshardedParameters:
 class OwnedParameters(UnshardedParameters):
     """Every parameter has an owner among the replicas (ZeRO-1): the largest first, each to who has least so far.
 
+    A tied parameter has the same one on all ranks: its gradient and state lie in one replica wherever it is held.
+
     Args:
         follow: parameters of this process that are one with another, and that one: they have its owner.
+        tied: by number those here that other ranks may hold, too.
     """
 
     has_all_state = False
@@ -130,12 +133,17 @@ class OwnedParameters(UnshardedParameters):
         peers: GroupPeers,
         parameters: Sequence[Parameter],
         follow: Sequence[tuple[Parameter, Parameter]],
+        tied: Mapping[int, Parameter],
     ) -> None:
         super().__init__(peers)
         self._peers = peers
         held = [0] * peers.num_ranks
         self._owner: dict[int, int] = {}
-        for parameter in sorted(parameters, key=lambda p: -p.numel()):
+        for number, parameter in tied.items():
+            held[number % peers.num_ranks] += parameter.numel()
+            self._owner[id(parameter)] = number % peers.num_ranks
+        others = (parameter for parameter in parameters if id(parameter) not in self._owner)
+        for parameter in sorted(others, key=lambda p: -p.numel()):
             owner = held.index(min(held))
             held[owner] += parameter.numel()
             self._owner[id(parameter)] = owner

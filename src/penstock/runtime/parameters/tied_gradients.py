@@ -200,7 +200,7 @@ def cast_of(parameter: Tensor) -> ParameterCast | None:
     if parameter.dim() == 0 or not torch.is_autocast_cache_enabled():
         return None
     with torch.enable_grad():
-        mark = torch.zeros((), requires_grad=True) * 1
+        mark = torch.zeros((), requires_grad=True, device="cpu") * 1
         # An op of lower precision finds the cast that is kept, and makes one where there is none.
         shape = (parameter.shape[-1],) if parameter.dim() == 1 else (parameter.shape[-1], 0)
         probe = torch.matmul(parameter, torch.zeros(shape, device=parameter.device, requires_grad=True))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
+from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.aliases import storage_of
 
 _ENGINE = getattr(Variable, "_execution_engine", None)
@@ -118,6 +119,12 @@ class GraphInputs:
         return tuple([tensor.data for tensor in self._given])
 
     def take(self, grads: Sequence[Tensor | None]) -> None:
+        if self.tensors:  # the forward still runs
+            raise RuntimeFailure(
+                "a layer or loss_fn calls backward() itself, and the gradient goes back into the stage before, whose "
+                "backward comes later and once; return that loss, so that loss_fn adds it, or detach what the layer "
+                "computes it from"
+            )
         for place, grad in zip(self._places, grads, strict=True):
             self.grads[place] = grad
 
@@ -194,5 +201,5 @@ class _Exit(torch.autograd.Function):
         return grad
 
 
-_ANCHOR = torch.zeros((), requires_grad=True)
+_ANCHOR = torch.zeros((), requires_grad=True, device="cpu")
 """What makes autograd take note; it never gets a gradient."""

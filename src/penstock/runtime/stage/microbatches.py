@@ -45,13 +45,13 @@ from penstock.schedule import Schedule
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shapes and types of what goes into a microbatch: what stage outputs' shapes are expected to follow from."""
 LossFn = Callable[..., Tensor] | None
+"""(output, targets) -> the loss; None where there is none."""
 
 NO_LOSS = (
     "this pipeline has no loss_fn; give one to ps.Pipeline to {}, a function of the output and the targets. If the "
     "model returns its loss itself, say where: loss_fn=lambda output, targets: output['loss']"
 )
 """The error of a pipeline without a loss, with what it is asked to do."""
-"""(output, targets) -> the loss; None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,13 @@ class CutTensor(Sequence[Tensor]):
 
 
 def _num_samples(leaves: Sequence[Tensor], what: str) -> int:
+    for leaf in leaves:
+        if leaf.is_nested or leaf.layout is not torch.strided:
+            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.").strip("_")
+            raise RuntimeFailure(
+                f"the {what} hold a tensor of layout {kind}, which torch can't cut along dimension 0; give a list "
+                f"with one entry per microbatch{', each with layout=torch.jagged' * leaf.is_nested}"
+            )
     sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}
     if len(sizes) != 1 or 0 in sizes:
         raise RuntimeFailure(

@@ -77,12 +77,12 @@ class StepSettings:
     Attributes:
         microbatches: the batch, cut into microbatches.
         purpose: training, with backwards; or forwards alone, for the loss or for the outputs.
-        seed: the seed of this step. None if nothing random may run.
+        seed: the seed of this step. None: what is drawn comes from the generators as they are.
         split: (stage, microbatch) pairs whose backward is split into I and W.
         recomputed: (stage, microbatch) pairs whose forward runs again (R) before their backward.
-        counts: number of microbatches of each stage. Forwards alone do not need it.
+        counts: number of microbatches of each stage in the schedule.
         away: (stage, microbatch) pairs whose activations go to host memory between forward and backward.
-        shuffled: stages whose backwards come in another order than the forwards that build their graphs.
+        taped_out_of_order: stages whose backwards come in another order than the forwards that build their graphs.
         loss_scale: what losses are multiplied by before their backward; None for nothing.
     """
 
@@ -92,7 +92,7 @@ class StepSettings:
     split: frozenset[tuple[int, int]] = frozenset()
     recomputed: frozenset[tuple[int, int]] = frozenset()
     counts: Sequence[int] = ()
-    shuffled: frozenset[int] = frozenset()
+    taped_out_of_order: frozenset[int] = frozenset()
     away: frozenset[tuple[int, int]] = frozenset()
     loss_scale: float | None = None
 
@@ -315,7 +315,7 @@ class StageRunner:
         """
         if (self.index, m) not in self.settings.split:
             return None
-        if self.index in self.settings.shuffled:
+        if self.index in self.settings.taped_out_of_order:
             return Tape(split, defer_small=True)
         known_plain = not self._defers and self.settings.microbatches.signature(m) in self._plain
         return None if known_plain else Tape(split)
@@ -434,6 +434,10 @@ class StageRunner:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise RuntimeFailure(f"loss_fn must return one number as a tensor, it returned {got}")
+        if loss.is_complex():
+            raise RuntimeFailure(
+                f"loss_fn returned {loss.dtype}, and a loss is a real number; return its .real, or its .abs()"
+            )
         loss = loss * self.settings.microbatches.scales[m]
         self.losses[m] = loss.detach()
         self.has_gradient = self.has_gradient or loss.requires_grad

@@ -130,7 +130,11 @@ class OutputGathering:
             for source, theirs in enumerate(shapes):
                 for place, (shape, dtype) in sorted(theirs.items()):
                     own = self._own.get(place)
-                    buffer = torch.empty(shape, dtype=dtype) if own is None else own.detach().cpu().contiguous()
+                    buffer = (
+                        torch.empty(shape, dtype=dtype, device="cpu")
+                        if own is None
+                        else own.detach().cpu().contiguous()
+                    )
                     work = dist.broadcast(buffer, group=group, group_src=source, async_op=True)
                     work.wait(timedelta(seconds=self._timeout))
                     found[place] = buffer.to(here) if own is None else own

@@ -244,7 +244,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 _OWN_MEMORY = (Tensor, Parameter)
-_ANCHOR = torch.zeros((), requires_grad=True)
+_ANCHOR = torch.zeros((), requires_grad=True, device="cpu")
 """What nodes are made of that are there to be numbered alone."""
 
 
@@ -343,7 +343,7 @@ def _overlap(a: StridedLayout, b: StridedLayout) -> bool:
 @lru_cache(maxsize=256)
 def _meet(a: StridedLayout, b: StridedLayout) -> bool:
     """Whether two tensors have a byte in common; exact, for those with gaps."""
-    memory = torch.zeros(max(a.end, b.end), dtype=torch.bool)
+    memory = torch.zeros(max(a.end, b.end), dtype=torch.bool, device="cpu")
     _bytes_of(memory, a).fill_(True)
     return bool(_bytes_of(memory, b).any())
 
@@ -435,7 +435,7 @@ def _fits(tensor: Tensor, root: Tensor) -> bool:
     start, layout = StridedLayout.of(root).start, StridedLayout.of(tensor)
     if tensor.dtype == root.dtype or not tensor.requires_grad:
         return (layout.start - start) % layout.itemsize == 0
-    is_complex = torch.empty(0, dtype=tensor.dtype).is_complex()
+    is_complex = torch.empty(0, dtype=tensor.dtype, device="cpu").is_complex()
     return is_complex != root.is_complex() and layout.start % layout.itemsize == 0
 
 

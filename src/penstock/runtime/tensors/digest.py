@@ -91,4 +91,4 @@ def _weighed(rows: Tensor) -> Tensor:
 @cache
 def _weights(device: str) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    return (torch.randint(-(1 << 63), (1 << 63) - 1, (_ROW,), generator=generator) | 1).to(device)
+    return (torch.randint(-(1 << 63), (1 << 63) - 1, (_ROW,), generator=generator, device="cpu") | 1).to(device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import namedtuple
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,9 +51,12 @@ def _flatten(value: Any, leaves: list[Tensor]) -> Skeleton:
         return ["dict", [[key, _flatten(v, leaves)] for key, v in value.items()]]
     if isinstance(value, _CONSTANTS):
         return ["const", value]
+    kind = type(value)
+    how = "; torch.as_tensor makes a tensor of it" if kind.__module__ == "numpy" else ""
+    how = f"; give dict(...) of the {kind.__name__}" if isinstance(value, Mapping) and kind is not dict else how
     raise RuntimeFailure(
-        f"a value of type {type(value).__name__} can't pass between stages; use tensors, tuples, lists, "
-        f"dicts with string keys, numbers, strings or None"
+        f"a value of type {kind.__name__} can't be cut or pass between stages; use tensors, tuples, lists, dicts "
+        f"with string keys, numbers, strings or None{how}"
     )
 
 

@@ -61,7 +61,7 @@ class TransferRecord(NamedTuple):
 SHORTEST_WAIT = 100_000
 """Nanoseconds; a wait that took less found its message there already, and nobody knows since when."""
 
-KEPT = 10_000
+KEPT_CROSSINGS = 10_000
 """Crossings that a rank keeps where nobody asks for them: the latest."""
 
 
@@ -69,7 +69,7 @@ class CrossingLog:
     """The crossings of one rank since they were last taken. `add` may be called from any thread."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[int, ...]] = deque(maxlen=KEPT)
+        self._kept: deque[tuple[int, ...]] = deque(maxlen=KEPT_CROSSINGS)
 
     def add(self, *crossing: int) -> None:
         """Takes note of one, given as the fields of its record; that is made when it is asked for."""

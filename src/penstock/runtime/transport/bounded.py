@@ -152,7 +152,7 @@ class AcknowledgedLink:
             self._changed.notify_all()
 
     def _work(self) -> None:
-        buffer = torch.empty(1, dtype=torch.uint8)
+        buffer = torch.empty(1, dtype=torch.uint8, device="cpu")
         limit = timedelta(seconds=self._timeout * THREADS_WAIT)
         while True:
             with self._changed:
@@ -214,7 +214,7 @@ class Acknowledgements:
 
     def answer(self, peer: int) -> None:
         """Tells a rank that a message of its own has arrived; any thread may."""
-        token = torch.zeros(1, dtype=torch.uint8)
+        token = torch.zeros(1, dtype=torch.uint8, device="cpu")
         with explained(self._rank, peer, "an acknowledgement to leave", self._timeout):
             self._answers.append((self._group().send([token], peer, TAG), token))
 

@@ -14,6 +14,7 @@ from penstock.renamed import refuse_unknown
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.interfaces import addresses_for, network_name
 from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.option_values import is_count, require_value
 from penstock.runtime.transport.base import Transport, layers_of
 from penstock.runtime.transport.bounded import DEPTH, Acknowledgements, BoundedTransport, require_depth
 from penstock.runtime.transport.channel import Tags
@@ -49,6 +50,9 @@ class DelegateOptions:
             on one host, else the interface that reaches MASTER_ADDR.
         host_memory: most bytes of outgoing messages in a rank's host memory, and as many of incoming ones.
 
+    Raises:
+        RuntimeFailure: a value of another type, or a number below 1.
+
     Examples:
         >>> import penstock as ps
         >>> ps.TransportOptions("delegate", delegates=ps.runtime.DelegateOptions(num=2))
@@ -62,6 +66,14 @@ class DelegateOptions:
 
     __repr__ = short_repr
 
+    def __post_init__(self) -> None:
+        for name in ("num", "most"):
+            require_value(is_count(getattr(self, name)), name, getattr(self, name), "a whole number, at least 1")
+        listed = isinstance(self.interfaces, Sequence) and not isinstance(self.interfaces, str)
+        fits = self.interfaces is None or (listed and all(isinstance(each, str) for each in self.interfaces or ()))
+        require_value(fits, "interfaces", self.interfaces, 'a tuple of addresses or names: ("eth0",), or None')
+        require_value(is_count(self.host_memory), "host_memory", self.host_memory, "a number of bytes, at least 1")
+
 
 @refuse_unknown(RuntimeFailure)
 @dataclass(frozen=True)
@@ -69,11 +81,13 @@ class TransportOptions:
     """Which transport carries messages between processes, and how.
 
     Attributes:
-        name: the transport. "host": shared memory if all ranks are on one host, else gloo; messages of a GPU pass
-            through host memory, so several ranks may share one GPU. "gloo": always gloo. "direct": gloo with a bound
-            on messages under way. "delegate": separate processes carry the messages. "nccl": from GPU to GPU, with
-            one GPU per rank.
-        delegates: how delegates carry messages. With "host" or "direct" it allows single links to be delegated.
+        name: the transport. "host": shared memory if all ranks are on one host and no link may be delegated, else
+            gloo; messages of a GPU pass through host memory, so several ranks may share one GPU. "gloo": always
+            gloo. "direct": gloo with a bound on messages under way. "delegate": separate processes carry the
+            messages. "nccl": from GPU to GPU, with one GPU per rank.
+        delegates: how delegates carry messages. With "host", "gloo" or "direct" it allows single links to be
+            delegated, as `adapt=` does by itself. "host" then means gloo, also on one host, since links of shared
+            memory can't be delegated. `AdaptOptions(may_delegate=False)` keeps shared memory.
         depth: for experiments: how many messages to another rank may be under way before the sender waits. Default: 2
             for "direct", no bound for the others.
         links: for experiments: delays and conditions of links, by their two ranks. They decide when messages arrive.
@@ -101,12 +115,12 @@ class TransportOptions:
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise RuntimeFailure(f"transport {self.name!r}: give {', '.join(map(repr, NAMES[:-1]))} or {NAMES[-1]!r}")
-        if self.depth is not None and (not isinstance(self.depth, int) or self.depth < 1):
-            raise RuntimeFailure(f"a channel of depth {self.depth} carries nothing; give at least 1")
-        if self.delegates is not None and not isinstance(self.delegates, DelegateOptions):
-            raise RuntimeFailure(f"delegates is {self.delegates!r}; give ps.runtime.DelegateOptions(...)")
-        if self.links is not None and not isinstance(self.links, Links):
-            raise RuntimeFailure(f"links is {self.links!r}; give ps.Links(...)")
+        fits = self.depth is None or is_count(self.depth)
+        require_value(fits, "depth", self.depth, "a whole number of messages, at least 1, or None")
+        fits = self.delegates is None or isinstance(self.delegates, DelegateOptions)
+        require_value(fits, "delegates", self.delegates, "ps.runtime.DelegateOptions(...), or None")
+        fits = self.links is None or isinstance(self.links, Links)
+        require_value(fits, "links", self.links, "ps.Links(...), or None")
 
     @classmethod
     def of(cls, given: TransportOptions | str | None) -> TransportOptions:

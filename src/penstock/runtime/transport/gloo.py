@@ -477,11 +477,11 @@ class GlooTransport:
         channel.pools[signature] = self._new_pool(channel, spec)
 
     def _read_header(self, tag: int, peer: int, edge: Edge) -> tuple[Any, WireSpec]:
-        first = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        first = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         self._wait_to_come(self._irecv(first, peer, tag), peer, edge)
         rest = None
         if more := header_rest(first):
-            rest = torch.empty(more, dtype=torch.uint8)
+            rest = torch.empty(more, dtype=torch.uint8, device="cpu")
             self._wait_to_come(self._irecv(rest, peer, tag), peer, edge)
         return unpack_header(first, rest)
 

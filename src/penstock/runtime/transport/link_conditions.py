@@ -92,7 +92,9 @@ class MessageStamp(NamedTuple):
     due: int
 
     def put_on(self, payload: Payload) -> Payload:
-        return Payload([*payload.leaves, torch.tensor(self)], payload.skeleton, [*payload.needs_grad, False])
+        return Payload(
+            [*payload.leaves, torch.tensor(self, device="cpu")], payload.skeleton, [*payload.needs_grad, False]
+        )
 
     @classmethod
     def take_off(cls, payload: Payload) -> MessageStamp:

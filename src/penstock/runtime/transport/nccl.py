@@ -73,11 +73,11 @@ def lines_of(wiring: Wiring) -> list[NcclChannel]:
     taken: dict[NcclChannel, list[int]] = {}
     for number, wired in enumerate(wiring.wired_ops):
         rank = wiring.graph.host(number)
-        for edge, target in wired.outgoing:
+        for _, edge, target, _ in wired.sends:
             line = NcclChannel(ChannelKey.of(edge), rank, target)
             if not edge.is_token and line.source != line.target:
                 sent.setdefault(line, []).append(edge.consumer.microbatch)
-        for edge in wired.remote:
+        for edge in wired.received_edges:
             line = NcclChannel(ChannelKey.of(edge), wiring.sender(edge, rank), rank)
             if not edge.is_token:
                 taken.setdefault(line, []).append(edge.consumer.microbatch)

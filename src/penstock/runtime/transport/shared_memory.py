@@ -48,7 +48,7 @@ from penstock.runtime.transport.rank_memory import (
     PeerRing,
     fence,
 )
-from penstock.runtime.transport.shared_sums import LOOK, SharedSums
+from penstock.runtime.transport.shared_sums import POLL_S, SharedSums
 from penstock.runtime.transport.wire_format import ALIGN, Packet, WireSpec
 
 KEPT_PLANS = 16
@@ -428,7 +428,7 @@ class SharedMemoryTransport:
                     time.sleep(min(soon, BRIEFLY))
                     continue
                 left = min(left, soon - FINELY / 2)
-            self._sleep(0.001 if self._has_unsent else min(LOOK, left))
+            self._sleep(0.001 if self._has_unsent else min(POLL_S, left))
 
     def _sleep(self, seconds: float) -> None:
         """Sleeps until somebody writes to the pipe, or another rank's process ends."""

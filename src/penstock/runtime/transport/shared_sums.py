@@ -27,7 +27,7 @@ from penstock.runtime.transport.rank_memory import (
 
 SUMMING = 2
 """What a rank that sleeps until a sum is whole says in its memory; nobody wakes it for less."""
-LOOK = 0.5
+POLL_S = 0.5
 """Seconds after which a rank that sleeps looks up, whatever was said."""
 
 
@@ -104,7 +104,7 @@ class SharedSums:
                     f"{', '.join(map(str, missing))}; if that is just slow, give a longer timeout; if not, it stands "
                     "still or was given other batches or calls"
                 )
-            self._sleep(min(LOOK, left))
+            self._sleep(min(POLL_S, left))
 
     def close(self) -> None:
         """Lets go of all rows."""

@@ -198,7 +198,7 @@ class Packet:
 
     def __init__(self, spec: WireSpec, buffer: Tensor | None = None) -> None:
         self.spec = spec
-        self.buffer = torch.empty(spec.num_bytes, dtype=torch.uint8) if buffer is None else buffer
+        self.buffer = torch.empty(spec.num_bytes, dtype=torch.uint8, device="cpu") if buffer is None else buffer
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -258,7 +258,7 @@ class DevicePacket(Packet):
         self._used = used
 
     def _lay_out(self) -> None:
-        self.head = torch.empty(ALIGN, dtype=torch.uint8)
+        self.head = torch.empty(ALIGN, dtype=torch.uint8, device="cpu")
         self._head = self.head.numpy().data.cast("B")
         self._views = [None if place is None else place.view(self.buffer) for place in self.spec.places]
 
@@ -289,7 +289,7 @@ class Preamble(NamedTuple):
 def pack_header(key: Any, spec: WireSpec) -> list[Tensor]:
     """The header of a spec that goes by `key`: one fixed-size part, and the rest where it does not fit."""
     text = json.dumps([key, spec.to_json()]).encode()
-    first = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    first = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")
     first[:8].view(torch.int64)[0] = len(text)
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     room = HEADER_BYTES - 8

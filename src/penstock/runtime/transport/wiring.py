@@ -22,38 +22,42 @@ class WiredOp(NamedTuple):
     """One op on one rank, with its edges.
 
     Attributes:
-        incoming: all that come in, tokens last; remote: those of them from other ranks.
-        outgoing: (edge, rank) going out, what goes to several ranks once for each, one after the other.
-        given: the edges that a handler of the op gives a payload for: those that go out, each once, without tokens.
-        taken: each of `incoming`, and whether it comes from another rank; num_tokens: how many of them are tokens.
-        sent: of each of `outgoing` the place of its edge in `given` (-1 for a token), the edge, the rank, and whether
-            that is this one.
+        inputs: (edge, whether it comes from another rank) of all that come in, tokens last.
+        num_tokens: how many of the inputs are tokens.
+        output_edges: the edges that a handler of the op gives a payload for: those that go out, each once, without
+            tokens.
+        sends: (place of the edge in `output_edges`, or -1 for a token; edge; rank that it goes to; whether that is
+            this rank) of all that goes out. What goes to several ranks is there once for each, one after the other.
     """
 
     op: Op
-    incoming: tuple[Edge, ...]
-    remote: tuple[Edge, ...]
-    outgoing: tuple[tuple[Edge, int], ...]
-    given: tuple[Edge, ...]
-    taken: tuple[tuple[Edge, bool], ...]
+    inputs: tuple[tuple[Edge, bool], ...]
     num_tokens: int
-    sent: tuple[tuple[int, Edge, int, bool], ...]
+    output_edges: tuple[Edge, ...]
+    sends: tuple[tuple[int, Edge, int, bool], ...]
+
+    @property
+    def input_edges(self) -> tuple[Edge, ...]:
+        """The edges that come in, tokens last."""
+        return tuple(edge for edge, _ in self.inputs)
+
+    @property
+    def received_edges(self) -> tuple[Edge, ...]:
+        """Those of `input_edges` that come from other ranks."""
+        return tuple(edge for edge, is_remote in self.inputs if is_remote)
 
     @classmethod
     def of(
         cls, op: Op, rank: int, incoming: Sequence[tuple[Edge, int]], outgoing: Sequence[tuple[Edge, int]]
     ) -> WiredOp:
         """A rank's part of an op, with the ranks that edges come from and go to."""
-        given = tuple(dict.fromkeys(edge for edge, _ in outgoing if not edge.is_token))
-        place = {edge: number for number, edge in enumerate(given)}
+        output_edges = tuple(dict.fromkeys(edge for edge, _ in outgoing if not edge.is_token))
+        place = {edge: number for number, edge in enumerate(output_edges)}
         return cls(
             op,
-            tuple(edge for edge, _ in incoming),
-            tuple(edge for edge, source in incoming if source != rank),
-            tuple(outgoing),
-            given,
             tuple((edge, source != rank) for edge, source in incoming),
             sum(edge.is_token for edge, _ in incoming),
+            output_edges,
             tuple((place.get(edge, -1), edge, target, target == rank) for edge, target in outgoing),
         )
 
@@ -153,14 +157,14 @@ class Wiring:
     @cached_property
     def awaited(self) -> list[tuple[Edge, ...]]:
         """What each op waits for from other ranks, by its number; the forward of a pair for both."""
-        found = [wired.remote for wired in self.wired_ops]
+        found = [wired.received_edges for wired in self.wired_ops]
         for forward, backward in self.graph.backward_of.items():
             found[forward] += found[backward]
         return found
 
     def expected(self, rank: int) -> list[Edge]:
         """Messages `rank` gets from other ranks, in the order in which its frozen order needs them."""
-        return [edge for number in self._numbers_of(rank) for edge in self.wired_ops[number].remote]
+        return [edge for number in self._numbers_of(rank) for edge in self.wired_ops[number].received_edges]
 
 
 def backward_op(schedule_ops: dict[Op, int], stage: int, microbatch: int) -> Op:

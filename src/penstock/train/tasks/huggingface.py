@@ -96,8 +96,8 @@ class DecoderTask:
             refuse_shared(schedule, f"{settings.model} has an encoder")
             if settings.tp > 1:
                 raise SettingsError(
-                    f"--tp {settings.tp} shares layers out, which is known of models without an encoder, and "
-                    f"{settings.model} has one; leave it out"
+                    f"--tp {settings.tp} divides layers, which Penstock knows for decoders, not for encoders and "
+                    f"cross-attention, and {settings.model} has an encoder; leave it out"
                 )
             first = decoder.anatomy.first_block - 1
             read, written = self._lengths

@@ -138,7 +138,7 @@ Tapes: TypeAlias = "weakref.WeakKeyDictionary[Tape, None]"
 Edges: TypeAlias = tuple[tuple[Any, int], ...]
 """Of a node in the graph, those that lead to its inputs' nodes."""
 
-ACCUMULATE: type[Any] = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
+ACCUMULATE: type[Any] = type(get_gradient_edge(torch.zeros((), requires_grad=True, device="cpu")).node)
 """The type of the node where a leaf's gradient is added to its `.grad`."""
 
 

@@ -74,9 +74,9 @@ def rate_of(moments: Iterable[int]) -> float:
 
 MOST_WAITING = DEPTH // 2
 """Messages that one delegate may have: all fit its ring when it starts anew."""
-ENOUGH = 8
+LEAST_GAPS = 8
 """Times between messages of a step, at least, from which it is worked out how many lanes they need."""
-KEPT = 64
+KEPT_MESSAGES = 64
 """Messages of a step, the latest, from which rates are worked out."""
 
 
@@ -92,7 +92,7 @@ class OutEnd:
     given: int = 0
     waiting: deque[Descriptor] = field(default_factory=deque)
     answered_at: int = 0
-    busy: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT))
+    busy: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT_MESSAGES))
     way: int = 1 << 62
 
 
@@ -146,7 +146,7 @@ class Outbox:
         message = message._replace(number=end.given)
         end.waiting.append(message)
         self._delegates.get(_delegate_of(message.lane)).order(message)
-        sent = self._sent_at.setdefault((message.lane.target, message.lane.kind), deque(maxlen=KEPT))
+        sent = self._sent_at.setdefault((message.lane.target, message.lane.kind), deque(maxlen=KEPT_MESSAGES))
         sent.append(message.sent)
 
     def connect(self, target: int, kind: int) -> None:
@@ -202,7 +202,7 @@ class Outbox:
             sent.clear()
             for end in ends:
                 end.busy.clear()
-            if len(moments) <= ENOUGH or len(busy) < ENOUGH:
+            if len(moments) <= LEAST_GAPS or len(busy) < LEAST_GAPS:
                 self._wanted.pop((target, kind), None)
                 continue
             way = min(end.way for end in ends)
@@ -325,7 +325,9 @@ class DelegateInbox:
         self._ready[edge] = HeldMessage(key, note)
         self._counters.messages += 1
         self._counters.num_bytes += note.payload_bytes
-        self._seen.setdefault(key, deque(maxlen=KEPT)).append(SeenMessage(note.sent, note.arrived, note.capacity))
+        self._seen.setdefault(key, deque(maxlen=KEPT_MESSAGES)).append(
+            SeenMessage(note.sent, note.arrived, note.capacity)
+        )
         size = max(0, note.payload_bytes - ALIGN)
         self.crossings.add(lane.source, lane.target, size, note.sent, note.start, note.arrived)
         return edge

@@ -273,9 +273,9 @@ MOST_VISITORS = 64
 """Connections to the sockets that show presence that are open at once."""
 MOST_GRANTED = 8
 """How many times its rank's host memory a receiving delegate may be granted; what is not used takes no pages."""
-LOOK = 500 * MS
+POLL_NS = 500 * MS
 """Nanoseconds between two looks on kernels that tell no deaths."""
-ENDS = 10.0
+THREAD_EXIT_S = 10.0
 """Seconds that a delegate's start, in which `stop` may find the thread, is waited for."""
 
 
@@ -318,7 +318,7 @@ class Delegates:
         self._thread: threading.Thread | None = None
         self.error: RuntimeFailure | None = None
         self.restarts = 0
-        self._rest = LONGEST if _tells_deaths() else LOOK
+        self._rest = LONGEST if _tells_deaths() else POLL_NS
         try:
             self._listeners = Listeners(interfaces, num_places)
             self._stack.callback(self._listeners.close)
@@ -537,11 +537,11 @@ class Delegates:
             self._loop.forget(delegate.end)
 
     def stop(self) -> None:
-        """Ends the thread; one that still starts a delegate after `ENDS` seconds is left to end by itself."""
+        """Ends the thread; one that still starts a delegate after `THREAD_EXIT_S` is left to end by itself."""
         if self._thread is not None:
             self._loop.stop()
             os.eventfd_write(self._wake, 1)
-            self._thread.join(ENDS)
+            self._thread.join(THREAD_EXIT_S)
             self._thread = None
 
     def close(self) -> None:

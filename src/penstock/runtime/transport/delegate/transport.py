@@ -40,11 +40,11 @@ from penstock.runtime.transport.inbox import BRIEFLY, FINELY
 
 HOST_MEMORY = 1 << 30
 """Bytes of messages that may wait on their way out, and as many that came in."""
-LOOK = 0.5
+POLL_S = 0.5
 """Seconds after which a wait looks up, whatever was said."""
-GRACE = 0.5
+LATE_MESSAGES_S = 0.5
 """Seconds that what a lost rank had sent may take to come."""
-FLUSH = 10.0
+FLUSH_S = 10.0
 """Seconds that `close` waits for what was sent to be there."""
 
 
@@ -168,7 +168,7 @@ class DelegateTransport:
         if self._closed:
             return
         self._closed = True
-        end = time.monotonic() + (0.0 if self._failed else min(FLUSH, self._timeout))
+        end = time.monotonic() + (0.0 if self._failed else min(FLUSH_S, self._timeout))
         try:
             self._copying.flush()
             while time.monotonic() < end:
@@ -176,7 +176,7 @@ class DelegateTransport:
                     self._listen()
                     if not self._outbox.targets() - self._health.gone():
                         break
-                self._pause(min(LOOK, end - time.monotonic()))
+                self._pause(min(POLL_S, end - time.monotonic()))
         except RuntimeFailure:
             pass  # nothing more can be done for what is on its way
         finally:
@@ -267,7 +267,7 @@ class DelegateTransport:
             with self._lock:
                 lost = self._health.gone() & (self._inbox.owed() | self._outbox.targets())
                 lost_since = (lost_since or now) if lost else None
-                if lost_since is not None and now - lost_since >= GRACE:
+                if lost_since is not None and now - lost_since >= LATE_MESSAGES_S:
                     self._failed = True
                     raise PeerLost(f"rank {min(lost)} is gone, its process has ended: {who()}")
                 if now >= end:
@@ -276,7 +276,7 @@ class DelegateTransport:
                     why = f" ({words})" if words else ""
                     raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}{why}")
                 self._feed()
-            left, soon = min(LOOK, end - now), FINELY
+            left, soon = min(POLL_S, end - now), FINELY
             if until is not None:
                 soon = (until - perf_counter_ns()) / 1e9
                 if soon <= 0:

@@ -1,0 +1,590 @@
+"""Whether all processes that hold a tensor begin a step alike: what they train, by which options, from which state.
+
+    replicas              all parameters of a rank's stages            every replica
+    copies of a stage     its parameters                               a rank of each pipeline
+    a tied parameter      that one                                     the ranks of all stages that share it
+    a shared stage        its parameters, or parts of them             the ranks that share it
+    shards                parts of parameters, and what is not cut     every shard
+
+Such holders become other models without a word where they differ, and sums of other lengths end a process.
+
+    begin     each tells a digest --> the first ops run --> before a sum of gradients: are all the same?
+    the end   where some are not, that sum has been left out, and every process hears it with the losses:
+              each tells the rest, and all raise the same
+
+What a caller changes between two steps is seen by what is different since the last step's end. So what all holders
+change alike is right, also where each of them keeps another part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.peers import GroupPeers, MeshPeers, Peers
+from penstock.runtime.mesh.process_mesh import ProcessMesh
+from penstock.runtime.parameters.given_optimizer import is_plain
+from penstock.runtime.parameters.local_model import LocalModel
+from penstock.runtime.parameters.sharding import OwnedParameters, UnshardedParameters
+from penstock.runtime.tensors.dtensor import is_sharded, memory
+from penstock.schedule.updates import OWNER
+
+_OWN = "params", "param_names", "foreach", "fused", "capturable"
+"""Of an optimizer's group, what may differ: holders have parts of what they divide, and step what they hold by other
+kernels."""
+
+SAMPLED = 64
+"""Of how many numbers of a tensor a change is seen that torch does not count (`parameter.data.mul_(2)`)."""
+
+_MOVED, _WRITTEN = "given other data since the last step", "changed in place since the last step"
+_GIVEN_GRADIENT = "with a gradient before the step"
+_GRADIENT_GONE, _GRADIENT_CHANGED = "with its gradient cleared before the step", "with its gradient changed before it"
+
+
+class Versions:
+    """Tells which of some tensors were changed in place since a moment, by torch's own count of such changes."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [
+            torch.empty(0, device="cpu") if tensor.is_inference() else tensor for tensor in tensors
+        ]  # has no count
+        self.note()
+
+    def note(self) -> None:
+        """Now is the moment."""
+        self._before = self._now()
+
+    def changed(self) -> list[int]:
+        """Their places."""
+        return _differing(self._before, self._now())
+
+    def _now(self) -> list[int]:
+        return [tensor._version for tensor in self._tensors]
+
+
+class Samples:
+    """Tells the same of what torch does not count, by a few numbers of each tensor, spread over all of it.
+
+    A tensor of no more than `SAMPLED` numbers is compared as a whole.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self.places: list[int] = []
+        self._views: list[tuple[list[int], list[Tensor]]] = []
+        self.note()
+
+    def note(self) -> None:
+        """Now is the moment."""
+        places = [_place_of(tensor) for tensor in self._tensors]
+        if places != self.places:
+            self.places = places
+            self._look_at_memory()
+        self._before = self._now()
+
+    def moved(self) -> list[int]:
+        """The places of tensors that have other memory since."""
+        return _differing(self.places, [_place_of(tensor) for tensor in self._tensors])
+
+    def changed(self) -> list[int]:
+        """The places of tensors whose memory has other numbers since."""
+        found: list[int] = []
+        for (owners, views), before, now in zip(self._views, self._before, self._now(), strict=True):
+            if torch.equal(before, now):
+                continue
+            sizes = [view.numel() * view.element_size() for view in views]
+            pairs = zip(owners, before.split(sizes), now.split(sizes), strict=True)
+            found += [owner for owner, one, other in pairs if not torch.equal(one, other)]
+        return sorted(found)
+
+    def _now(self) -> list[Tensor]:
+        """Of each type the bytes of the numbers that are looked at."""
+        return [torch.cat(views).view(torch.uint8) for _, views in self._views]
+
+    def _look_at_memory(self) -> None:
+        by_kind: dict[tuple[torch.dtype, torch.device], tuple[list[int], list[Tensor]]] = {}
+        for place, tensor in enumerate(self._tensors):
+            if is_lazy(tensor):
+                continue
+            values = memory(tensor)
+            if values.layout is not torch.strided or values.numel() == 0 or not values.is_contiguous():
+                continue
+            owners, views = by_kind.setdefault((values.dtype, values.device), ([], []))
+            owners.append(place)
+            views.append(values.view(-1)[:: -(-values.numel() // SAMPLED)])
+        self._views = list(by_kind.values())
+
+
+def _place_of(tensor: Tensor) -> int:
+    """Where its memory is."""
+    if is_lazy(tensor):
+        return 0
+    return memory(tensor).data_ptr() if is_sharded(tensor) else tensor.data_ptr()
+
+
+def _differing(before: Sequence[object], now: Sequence[object]) -> list[int]:
+    if before == now:
+        return []
+    return [place for place, pair in enumerate(zip(before, now, strict=True)) if pair[0] != pair[1]]
+
+
+class _OptimizerStates:
+    """Tells of which tensors an optimizer's state is another one since a moment.
+
+    Args:
+        stepped: for each tensor what the optimizer has in its place.
+    """
+
+    def __init__(self, stepped: Sequence[Sequence[Tensor]]) -> None:
+        self._keys = [(place, one) for place, each in enumerate(stepped) for one in each]
+        self._sizes: list[int] = []
+        self._values: list[object] = []
+        self._versions: list[int] = []
+
+    def note(self, optimizer: Optimizer | None) -> None:
+        """Now is the moment."""
+        self._sizes, self._values, self._versions = self._now(optimizer)
+
+    def changed(self, optimizer: Optimizer | None) -> list[tuple[int, str]]:
+        """Their places, and what is there now, in words."""
+        sizes, values, versions = self._now(optimizer)
+        is_same = sizes == self._sizes and versions == self._versions
+        if is_same and all(map(operator.is_, values, self._values)):
+            return []
+        before = iter(zip(self._values, self._versions, strict=True))
+        now = iter(zip(values, versions, strict=True))
+        found: dict[int, str] = {}
+        for (place, one), size, size_before in zip(self._keys, sizes, self._sizes or [0] * len(sizes), strict=True):
+            pairs = list(zip_longest(islice(before, size_before), islice(now, size)))
+            if any(old is None or new is None or old[0] is not new[0] or old[1] != new[1] for old, new in pairs):
+                found[place] = _said_of_state({} if optimizer is None else optimizer.state.get(one, {}))
+        return list(found.items())
+
+    def _now(self, optimizer: Optimizer | None) -> tuple[list[int], list[object], list[int]]:
+        """How many values there are of each tensor, the values, and torch's count of changes in place of them."""
+        state: Mapping[Tensor, Mapping[str, object]] = {} if optimizer is None else optimizer.state
+        if not state:
+            return [0] * len(self._keys), [], []
+        held = [state.get(one, {}) for _, one in self._keys]
+        values = [value for each in held for value in each.values()]
+        versions = [value._version if isinstance(value, Tensor) else 0 for value in values]
+        return [len(each) for each in held], values, versions
+
+
+def _said_of_state(held: Mapping[str, object]) -> str:
+    if not held:
+        return "with its optimizer state cleared since the last step"
+    step = held.get("step")
+    if isinstance(step, Tensor):
+        step = step.item() if step.numel() == 1 and step.device.type == "cpu" else None
+    at = f" (it is at step {step:g})" if isinstance(step, int | float) else ""
+    return f"with another optimizer state since the last step{at}"
+
+
+@dataclass(frozen=True)
+class HolderSet:
+    """Parameters that several processes of a group hold.
+
+    Attributes:
+        holders: their numbers in the group, ascending.
+        parameters: by name those here, in an order that all holders have; empty on others.
+        has_gradients: whether each of them has a parameter's gradient between two steps, or none has.
+        steps: whether each has the optimizer's state of a parameter, and all its options.
+        by_group: options are compared group by group, which all holders have alike.
+    """
+
+    holders: tuple[int, ...]
+    parameters: Mapping[str, Parameter]
+    has_gradients: bool
+    steps: bool
+    by_group: bool = False
+
+
+Facts = dict[str, str]
+"""By subject, how it is, in words."""
+
+_Options = tuple[Facts, int]
+"""Of an optimizer's group by name what is plain numbers and words, and how many parameters it has."""
+
+
+class _Meeting:
+    """The processes along one dimension of the mesh, some of which hold something together.
+
+    Args:
+        kind: what they are, in words: "replica", "rank", "shard".
+        at: tells this meeting from those of other processes.
+    """
+
+    def __init__(self, kind: str, at: tuple[int, ...], peers: GroupPeers, sets: Sequence[HolderSet]) -> None:
+        self.kind, self.at, self.peers, self.sets = kind, at, peers, list(sets)
+        self._told: Callable[[], Tensor] | None = None
+        self._alike = True
+
+    def begin(self, digests: Sequence[float]) -> None:
+        me = self.peers.here[0]
+        row = torch.zeros(sum(len(each.holders) for each in self.sets), dtype=torch.float64, device="cpu")
+        start = 0
+        for each, digest in zip(self.sets, digests, strict=True):
+            if me in each.holders:
+                row[start + each.holders.index(me)] = digest
+            start += len(each.holders)
+        self._told = self.peers.begin_sum(row)
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether all holders have begun the step alike: the same on all these processes. Waits for the others."""
+        if self._told is None:
+            return self._alike
+        told, self._told = self._told, None
+        row, start = told().tolist(), 0
+        self._alike = True
+        for each in self.sets:
+            digests = row[start : start + len(each.holders)]
+            self._alike = self._alike and digests.count(digests[0]) == len(digests)
+            start += len(digests)
+        return self._alike
+
+
+class HolderAgreement:
+    """What all holders of a tensor must have alike when a step begins.
+
+    Args:
+        meetings: those of this process.
+        everyone: all processes, which hear where some are not alike.
+        stepped: for each parameter here what the optimizer has in its place.
+        in_step: what a step computes with in the place of a parameter; None where its ops update it.
+        optimizer: gives the one that steps.
+    """
+
+    def __init__(
+        self,
+        meetings: Sequence[_Meeting],
+        everyone: Peers,
+        stepped: Callable[[Parameter], Sequence[Tensor]],
+        in_step: Callable[[Parameter], Parameter] | None,
+        optimizer: Callable[[], Optimizer | None],
+    ) -> None:
+        self._meetings, self._everyone, self._optimizer = meetings, everyone, optimizer
+        held = {id(p): (p, name) for m in meetings for s in m.sets for name, p in s.parameters.items()}
+        self._parameters = [parameter for parameter, _ in held.values()]
+        self._names = [name for _, name in held.values()]
+        self._number = {key: number for number, key in enumerate(held)}
+        self._stepped = [stepped(parameter) for parameter in self._parameters]
+        steps = {id(p) for m in meetings for s in m.sets if s.steps for p in s.parameters.values()}
+        stated = [one if id(p) in steps else () for p, one in zip(self._parameters, self._stepped, strict=True)]
+        self._versions = Versions(self._parameters)
+        self._samples = Samples(self._parameters)
+        self._states = _OptimizerStates(stated)
+        self._within = Versions([] if in_step is None else [in_step(p) for p in self._parameters])
+        self._events: list[set[str]] = [set() for _ in self._parameters]
+        self._refused: str | None = None
+        self._state: object = None
+        self._facts: list[list[Facts]] = []
+        self._digests: list[list[float]] = []
+        self.note()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether any process here holds what another one holds too."""
+        return bool(self._meetings)
+
+    # What a caller changes between two steps.
+
+    def note(self) -> None:
+        """All that is changed from now on is changed by the caller: a step, an update or a load is over."""
+        if not self._meetings:
+            return
+        self._versions.note()
+        self._samples.note()
+        self._states.note(self._optimizer())
+        gradients = [parameter.grad for parameter in self._parameters]
+        self._gradients = [_NONE if gradient is None else _Gradient(gradient) for gradient in gradients]
+
+    def see(self) -> None:
+        """Takes note of what the caller has changed by now."""
+        if not self._meetings:
+            return
+        moved = self._samples.moved()
+        found = [(place, _MOVED) for place in moved]
+        written = {*self._versions.changed(), *self._samples.changed()}.difference(moved)
+        found += [(place, _WRITTEN) for place in sorted(written)]
+        found += self._states.changed(self._optimizer())
+        for place, (parameter, known) in enumerate(zip(self._parameters, self._gradients, strict=True)):
+            if (said := known.become(parameter.grad)) is not None:
+                found.append((place, said))
+        for place, said in found:
+            self._events[place].add(said)
+        if found:
+            self.note()
+
+    # A step.
+
+    def begin(self) -> None:
+        """Tells the others how this process begins a step, or an evaluation."""
+        if not self._meetings:
+            return
+        self.see()
+        self._within.note()
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        options = [_options_of(group) for group in groups]
+        members = [[id(one) for one in group["params"]] for group in groups]
+        trained = [(parameter.requires_grad, parameter.dtype) for parameter in self._parameters]
+        state = trained, options, members, [sorted(each) for each in self._events]
+        if state != self._state:
+            self._state = state
+            of_group = {one: number for number, those in enumerate(members) for one in those}
+            self._facts = [
+                [self._facts_of(each, options, of_group, optimizer is not None) for each in meeting.sets]
+                for meeting in self._meetings
+            ]
+            self._digests = [[_digest_of(facts) for facts in found] for found in self._facts]
+        for meeting, digests in zip(self._meetings, self._digests, strict=True):
+            meeting.begin(digests)
+
+    def is_alike(self, peers: Peers) -> bool:
+        """Whether these processes have begun the step alike; the same on all of them. Where they have not, sums of
+        theirs are to be left out.
+        """
+        return all(meeting.is_alike for meeting in self._meetings if meeting.peers is peers)
+
+    def agrees(self) -> bool:
+        """At the end of a step: whether all that this process knows of is alike, and was left alone in the step."""
+        found = [meeting.is_alike for meeting in self._meetings]  # waits for all of them
+        return all(found) and not self._within.changed()
+
+    def settle(self) -> None:
+        """All processes agree, or have loaded the same: what the caller has changed so far is no news any more."""
+        self._refused = None
+        for each in self._events:
+            each.clear()
+
+    def require_settled(self) -> None:
+        """Raises RuntimeFailure, in every process, where a step was refused and none has run since."""
+        if self._refused is not None:
+            raise RuntimeFailure(self._refused)
+
+    def require(self, everyone: Peers) -> None:
+        """Between two steps. Every process must call it. Raises RuntimeFailure as `conclude`."""
+        if any(everyone.gather(self.is_needed)):
+            self.begin()
+            self.conclude(all(everyone.gather(self.agrees())))
+
+    def conclude(self, alike: bool) -> None:
+        """Ends a step. Raises RuntimeFailure, the same in every process, where some did not begin it alike.
+
+        Args:
+            alike: whether all processes agree; the same on all of them.
+        """
+        if alike:
+            self.settle()
+            return
+        try:
+            self._refuse()
+        except RuntimeFailure as error:
+            self._refused = str(error)
+            raise
+
+    def _refuse(self) -> None:
+        within = [self._names[place] for place in self._within.changed()[:1]]
+        mine = [
+            ((meeting.kind, *meeting.at, number), meeting.peers.here[0], facts)
+            for meeting, found in zip(self._meetings, self._facts, strict=True)
+            for number, facts in enumerate(found)
+            if meeting.peers.here[0] in meeting.sets[number].holders
+        ]
+        told = self._everyone.gather((within, mine))
+        for process, (changed, _) in enumerate(told):
+            for name in changed:
+                raise RuntimeFailure(
+                    f"parameter {name} was changed in the middle of a step in process {process}; other processes "
+                    "hold it too, each of which runs a part of the microbatches alone, so they would become other "
+                    "models; change it between two steps, alike on every rank, or leave it to the optimizer"
+                )
+        by_set: dict[tuple[object, ...], dict[int, Facts]] = {}
+        for _, found in told:
+            for key, holder, facts in found:
+                by_set.setdefault(key, {})[holder] = facts
+        for key, of_holders in sorted(by_set.items(), key=lambda item: str(item[0])):
+            _require_alike(str(key[0]), dict(sorted(of_holders.items())))
+        raise RuntimeFailure(
+            "processes that hold the same parameters did not begin a step alike; change what they hold on every "
+            "rank, between the same two steps"
+        )
+
+    def _facts_of(
+        self, held: HolderSet, options: Sequence[_Options], of_group: Mapping[int, int], is_stepped: bool
+    ) -> Facts:
+        facts: Facts = {}
+        for name, parameter in held.parameters.items():
+            place = self._number[id(parameter)]
+            words = ["trained" if parameter.requires_grad else "frozen", f"of {parameter.dtype}"]
+            words += [said for said in sorted(self._events[place]) if _is_told(said, held)]
+            known = [of_group.get(id(one)) for one in self._stepped[place]]
+            by_itself = is_stepped and held.steps and not held.by_group and parameter.requires_grad
+            words += ["left out of the optimizer"] if by_itself and None in known else []
+            facts[f"parameter {name}"] = ", ".join(words)
+            for number in dict.fromkeys(known if by_itself else ()):
+                those = {} if number is None else options[number][0]
+                facts |= {f"{option} of parameter {name} in the optimizer": value for option, value in those.items()}
+        for number, (those, num) in enumerate(options if held.by_group else ()):
+            facts |= {f"{name} of the optimizer's group {number}": value for name, value in those.items()}
+            if held.steps:
+                facts[f"number of parameters of the optimizer's group {number}"] = str(num)
+        return facts
+
+
+def _digest_of(facts: Facts) -> float:
+    """Not 0, which is no holder's."""
+    return float(int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:6]) + 1)
+
+
+class _Gradient:
+    """A parameter's gradient at a moment; it does not keep it."""
+
+    def __init__(self, gradient: Tensor | None) -> None:
+        self._known = None if gradient is None else weakref.ref(gradient)
+        self._version = 0 if gradient is None else gradient._version
+
+    def become(self, gradient: Tensor | None) -> str | None:
+        """What has been done to it since, in words; None for nothing."""
+        if self._known is None:
+            return None if gradient is None else _GIVEN_GRADIENT
+        if gradient is None:
+            return _GRADIENT_GONE
+        return None if self._known() is gradient and gradient._version == self._version else _GRADIENT_CHANGED
+
+
+_NONE = _Gradient(None)
+
+
+def _is_told(event: str, held: HolderSet) -> bool:
+    if event in (_GIVEN_GRADIENT, _GRADIENT_GONE, _GRADIENT_CHANGED):
+        return held.has_gradients
+    return event in (_MOVED, _WRITTEN) or held.steps
+
+
+def _options_of(group: Mapping[str, object]) -> _Options:
+    found: Facts = {}
+    for name, value in sorted(group.items()):
+        one = value.item() if isinstance(value, Tensor) and value.numel() == 1 and not value.is_cuda else value
+        if name not in _OWN and is_plain(one):
+            found[name] = repr(one)
+    parameters = group["params"]
+    return found, len(parameters) if isinstance(parameters, list) else 0
+
+
+def _require_alike(kind: str, of_holders: Mapping[int, Facts]) -> None:
+    """Raises RuntimeFailure where holders tell other facts."""
+    first = next(iter(of_holders))
+    for subject in {subject: None for facts in of_holders.values() for subject in facts}:
+        said = {holder: facts.get(subject, "not there") for holder, facts in of_holders.items()}
+        other = next((holder for holder, one in said.items() if one != said[first]), None)
+        if other is None:
+            continue
+        mine, theirs = said[first], said[other]
+        where = _where(kind, [holder for holder, one in said.items() if one == theirs])
+        there = _where(kind, [holder for holder, one in said.items() if one == mine])
+        raise RuntimeFailure(
+            f"{subject} is {theirs} {where}, and {mine} {there}, so they would train other models; change it on "
+            "every rank, between the same two steps"
+        )
+
+
+def _where(kind: str, holders: Sequence[int]) -> str:
+    """ "in replica 1", "on ranks 0 and 3"."""
+    *others, last = map(str, holders)
+    which = f"{kind}s {', '.join(others)} and {last}" if others else f"{kind} {last}"
+    return f"on {which}" if kind == "rank" else f"in {which}"
+
+
+def agreement_of(
+    model: LocalModel,
+    mesh: ProcessMesh,
+    sharding: UnshardedParameters,
+    masters: Mapping[int, Sequence[Tensor]] | None,
+    zero: bool,
+    optimizer: Callable[[], Optimizer | None],
+) -> HolderAgreement:
+    """What is to be alike of this process's model. Every process must call it.
+
+    Args:
+        masters: by id of a parameter, what updates that are ops step in its place; None where there are no such ops.
+        zero: of several copies of a stage only the owner's is stepped.
+        optimizer: gives the one that steps.
+    """
+    is_dealt = isinstance(sharding, OwnedParameters)
+    at_rest = masters is None and not is_dealt
+    everything = HolderSet((), _named(model), at_rest, not is_dealt, by_group=True)
+    meetings: list[_Meeting] = []
+    shard, rank, replica = mesh.shard, mesh.pipeline.here[0], mesh.replica
+    if isinstance(mesh.replicas, GroupPeers):
+        alike = replace(everything, holders=tuple(range(mesh.num_replicas)))
+        meetings.append(_Meeting("replica", (rank, shard), mesh.replicas, [alike]))
+    if isinstance(mesh.pipeline, GroupPeers):
+        found = [
+            replace(each, has_gradients=each.has_gradients and masters is None)
+            for each in _sets_of_ranks(model, is_dealt, masters is not None, zero)
+        ]
+        if found:
+            meetings.append(_Meeting("rank", (replica, shard), mesh.pipeline, found))
+    if mesh.shards is not None:
+        peers = mesh.everyone.along[-1] if isinstance(mesh.everyone, MeshPeers) else None
+        assert isinstance(peers, GroupPeers), "shards are a dimension of a mesh"
+        alike = replace(everything, holders=tuple(range(mesh.num_shards)))
+        meetings.append(_Meeting("shard", (rank, replica), peers, [alike]))
+
+    def stepped(parameter: Parameter) -> Sequence[Tensor]:
+        return (parameter,) if masters is None else masters.get(id(parameter), ())
+
+    in_step = None if masters is not None else sharding.in_step
+    return HolderAgreement(meetings, mesh.everyone, stepped, in_step, optimizer)
+
+
+def _named(model: LocalModel) -> dict[str, Parameter]:
+    """All parameters here, each once, by a name of theirs."""
+    names: dict[int, str] = {}
+    for stage in model.copies.stages.values():
+        for name, parameter in stage.named_parameters():
+            names.setdefault(id(parameter), model.ties.owned_name(name))
+    found: dict[str, Parameter] = {}
+    for parameter in model.parameters:
+        name = names[id(parameter)]
+        while name in found:
+            name += " (once more)"
+        found[name] = parameter
+    return found
+
+
+def _sets_of_ranks(model: LocalModel, is_dealt: bool, updates: bool, zero: bool) -> Iterator[HolderSet]:
+    """What several ranks of a pipeline hold, in an order that all ranks have."""
+    placement, stages, owned = model.placement, model.copies.stages, model.stages
+    pipelines = range(placement.num_pipelines)
+
+    def holders_of(indices: Iterable[int], those: Collection[int]) -> tuple[int, ...]:
+        return tuple(sorted({rank for k in those for index in indices for rank in placement.hosts(k, index)}))
+
+    for index in range(placement.num_stages):
+        holders, owners = holders_of([index], pipelines), holders_of([index], [OWNER])
+        if len(holders) > 1:
+            here = model.copies.own(index) if index in stages else {}
+            # What replicas deal out, each rank deals by itself, but for what is tied.
+            yield HolderSet(holders, here, not is_dealt, not is_dealt and (not zero or holders == owners))
+    for tie in model.ties:
+        holders, owners = holders_of(tie.stages, pipelines), holders_of(tie.stages, [OWNER])
+        if len(holders) > 1:
+            # Where a rank has it in several stages, and steps that of some: one of these.
+            mine = sorted((index for index in tie.stages if index in stages), key=lambda index: index not in owned)
+            here = {} if not mine else {tie.name: stages[mine[0]].get_parameter(tie.names[mine[0]])}
+            yield HolderSet(holders, here, True, not updates and (not zero or holders == owners))

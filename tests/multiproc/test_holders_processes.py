@@ -1,0 +1,196 @@
+"""What one of several holders of a tensor changes between two steps: refused by name; what all change alike is right.
+
+Holders are copies of a stage in several pipelines, the stages that share a tied weight, ranks that share a stage,
+shards and replicas.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import penstock as ps
+from packed import packed
+from penstock.runtime import RuntimeFailure
+from penstock.runtime.tensors.dtensor import local
+from processes import run_ranks
+from waiting import PATIENCE
+
+pytestmark = pytest.mark.multiproc
+
+WIDTH, NUM_SAMPLES = 4, 16
+MSE = nn.MSELoss()
+
+
+class Case(NamedTuple):
+    """Attributes:
+    schedule: its name, number of ranks and microbatches, options. mesh: None for a pipeline alone.
+    tied: the first and the last stage share a weight. options: of the pipeline.
+    """
+
+    schedule: tuple[str, int, int, dict[str, Any]]
+    mesh: tuple[int, int] | None = None
+    tied: bool = False
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def num_processes(self) -> int:
+        return self.schedule[1] if self.mesh is None else self.mesh[0] * self.mesh[1]
+
+
+CASES = {
+    "copies": Case(("chimera", 2, 4, {})),
+    "copies that all step": Case(("chimera", 2, 4, {}), options={"zero": False}),
+    "tied": Case(("1f1b", 2, 4, {}), tied=True),
+    "updates as ops": Case(("amdp", 4, 8, {"window": 4})),
+    "updates as ops of all copies": Case(("amdp", 4, 8, {"window": 4}), options={"zero": False}),
+    "tied updates as ops": Case(("pipedream-2bw", 2, 4, {"window": 2}), tied=True),
+    "updates as ops of replicas": Case(("pipedream-2bw", 1, 4, {"window": 2}), mesh=(1, 2)),
+    "replicas": Case(("1f1b", 1, 2, {}), mesh=(1, 2)),
+    "zero1": Case(("1f1b", 1, 2, {}), mesh=(1, 2), options={"sharding": "zero1"}),
+    "fsdp": Case(("1f1b", 1, 2, {}), mesh=(1, 2), options={"sharding": "fsdp"}),
+    "tied and replicas": Case(("1f1b", 2, 2, {}), mesh=(2, 2), tied=True),
+    "copies and replicas": Case(("chimera", 2, 4, {}), mesh=(2, 2)),
+}
+OF_REPLICAS = "replicas", "zero1", "fsdp"
+
+
+def parameter_of(pipe: ps.Pipeline) -> nn.Parameter:
+    """One that others hold too: the first stage's weight, or what is tied to it."""
+    return next(p for stage in pipe._local.model.copies.stages.values() for p in stage.parameters())
+
+
+def cleared(pipe: ps.Pipeline) -> None:
+    assert pipe.optimizer is not None
+    pipe.optimizer.state.clear()
+
+
+def loaded(pipe: ps.Pipeline) -> None:
+    assert pipe.optimizer is not None
+    pipe.optimizer.load_state_dict(copy.deepcopy(pipe.optimizer.state_dict()))
+
+
+def given_gradient(pipe: ps.Pipeline) -> None:
+    parameter = parameter_of(pipe)
+    parameter.grad = torch.ones_like(parameter)
+
+
+def with_rate(pipe: ps.Pipeline) -> None:
+    assert pipe.optimizer is not None
+    pipe.optimizer.param_groups[0]["lr"] = 0.5
+
+
+def written(pipe: ps.Pipeline) -> None:
+    with torch.no_grad():
+        parameter_of(pipe).mul_(2)
+
+
+def given_data(pipe: ps.Pipeline) -> None:
+    parameter = parameter_of(pipe)
+    parameter.data = parameter.data * 2
+
+
+CHANGES: dict[str, tuple[Callable[[ps.Pipeline], object], str]] = {
+    "nothing": (lambda pipe: None, ""),
+    "written": (written, "changed in place since the last step"),
+    "written to data": (lambda pipe: local(parameter_of(pipe).data).mul_(2), "changed in place since the last step"),
+    "data": (given_data, "given other data since the last step"),
+    "frozen": (lambda pipe: parameter_of(pipe).requires_grad_(False), "frozen, of torch.float32"),
+    "rate": (with_rate, "0.5"),
+    "gradient": (given_gradient, "with a gradient before the step"),
+    "cleared": (cleared, "with its optimizer state cleared since the last step"),
+    "loaded": (loaded, "with another optimizer state since the last step (it is at step "),
+}
+"""What a caller may do to a pipeline between two steps, and what the error says of it."""
+
+NOT_SEEN = {
+    # One replica has the optimizer's state of a parameter, its gradient, or memory for all of it.
+    "zero1": ("gradient", "cleared", "loaded"),
+    "fsdp": ("data",),  # torch leaves the part as it is
+    # The gradients of other copies count once, as the owner's; and only the owner has an optimizer state.
+    "copies": ("rate", "cleared", "loaded"),
+    "copies and replicas": (),
+    "updates as ops": ("rate", "gradient", "cleared", "loaded"),
+    "updates as ops of all copies": ("gradient",),
+    "updates as ops of replicas": ("gradient",),
+    "tied updates as ops": ("rate", "gradient", "cleared", "loaded"),
+}
+"""What concerns one holder alone."""
+
+
+def made(case: Case, model: nn.Module | None = None) -> ps.Pipeline:
+    name, num_ranks, num_microbatches, options = case.schedule
+    schedule = ps.build(name, num_ranks, num_microbatches, **options)
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(schedule.num_stages)]
+    if case.tied:
+        layers[-1].weight = layers[0].weight
+    mesh = None if case.mesh is None else init_device_mesh("cpu", case.mesh, mesh_dim_names=("pp", "dp"))
+    adam = partial(torch.optim.AdamW, lr=0.1)
+    given = packed(loss_fn=MSE, optimizer=adam, mesh=mesh, timeout=PATIENCE, **case.options)
+    return ps.Pipeline(nn.Sequential(*layers), schedule, **given)
+
+
+def whole_model(pipe: ps.Pipeline) -> dict[str, list[Any]]:
+    """By name all values that processes have of a parameter."""
+    mine: dict[str, list[float]] = {}
+    for stage in pipe._local.model.copies.stages.values():
+        for name, parameter in stage.named_parameters():
+            mine[pipe._local.model.ties.owned_name(name)] = local(parameter.detach()).reshape(-1).tolist()
+    found: dict[str, list[Any]] = {}
+    for part in pipe.gather(mine):
+        for name, values in part.items():
+            found.setdefault(name, []).append(values)
+    return found
+
+
+def said_of(name: str, change: str, ranks: Sequence[int], rank: int) -> str:
+    """What is said where some ranks change something after the first step; an empty string where holders agree."""
+    pipe = made(CASES[name])
+    torch.manual_seed(1)
+    x, y = torch.randn(NUM_SAMPLES, WIDTH), torch.randn(NUM_SAMPLES, WIDTH)
+    pipe.step(x, y)
+    if rank in ranks:
+        CHANGES[change][0](pipe)
+    try:
+        pipe.step(x, y)
+        pipe.step(x, y)
+    except RuntimeFailure as error:
+        return str(error)
+    finally:
+        pipe.close()
+    holders = whole_model(pipe) if name != "fsdp" else {}
+    if any(values != those[0] for those in holders.values() for values in those):
+        return "holders became other models"
+    return ""
+
+
+def all_said(rank: int, name: str, changes: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """By change, what is said where the last rank alone makes it, and where all do."""
+    every = range(CASES[name].num_processes)
+    return {
+        change: (said_of(name, change, every[-1:], rank), said_of(name, change, every, rank)) for change in changes
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_bug_what_one_holder_changed_between_steps_made_them_other_models(name: str) -> None:
+    """Copies in several pipelines and tied weights did without a word, and so did one replica's optimizer state."""
+    changes = [change for change in CHANGES if change not in NOT_SEEN.get(name, ())]
+    outcomes = run_ranks(CASES[name].num_processes, all_said, name, changes)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    assert all(o.value == outcomes[0].value for o in outcomes)
+    for change, (alone, together) in outcomes[0].value.items():
+        assert together == "", change
+        assert CHANGES[change][1] in alone, f"{change}: {alone}"
+        assert bool(alone) == (change != "nothing"), f"{change}: {alone}"
+        assert not alone or alone.endswith("change it on every rank, between the same two steps")
