@@ -91,6 +91,21 @@ def renamed(module: str, name: str, names: Mapping[str, str]) -> Exception:
     return _gone(module, where, name, f"{where}.{names[name]}")
 
 
+class OldName:
+    """An attribute of a class that has another name now. Asking an object for it is an error that names that one."""
+
+    def __init__(self, now: str) -> None:
+        self._now = now
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> OldName:
+        if instance is None:
+            return self
+        raise AttributeError(f"{owner.__name__}.{self._name} is called {self._now} now")
+
+
 def _gone(module: str, where: str, name: str, now: str) -> Exception:
     message = f"{where}.{name} is gone since 0.2; use {now}"
     # `from MODULE import NAME` replaces an AttributeError by one that says less. It asks by importlib first.

@@ -210,10 +210,10 @@ def drifting(rank: int) -> list[int]:
     adapt_store.clock_name = lambda: f"host {rank}"  # type: ignore[assignment]
     agent.CLOCK_COMPARISON_ITERATIONS = 4
     pipe = pipeline(ps.AdaptOptions(), None)
-    found = list(pipe._agent._rendezvous.ahead)  # type: ignore[union-attr]
+    found = list(pipe._agent._rendezvous.clock_offsets_ns)  # type: ignore[union-attr]
     shift[0] += 5 * rank
     losses(pipe, 5)
-    found += pipe._agent._rendezvous.ahead  # type: ignore[union-attr]
+    found += pipe._agent._rendezvous.clock_offsets_ns  # type: ignore[union-attr]
     pipe.close()
     return found
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh import collective
-from penstock.runtime.mesh.peers import TOLD_AT_ONCE, GroupPeers
+from penstock.runtime.mesh.peers import FIRST_BYTES, GroupPeers
 from processes import Outcome, run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -67,12 +67,12 @@ def watched(rank: int) -> list[str]:
         return waits
 
     pipe = pipeline(2)
-    pipe.tell_each_step(lambda: (1.0, float(rank)))
+    pipe.sum_each_step(lambda: (1.0, float(rank)))
     pipe.step(*batch())
     GroupPeers._begun = watching  # type: ignore[method-assign]
     pipe.step(*batch())
     GroupPeers._begun = begun  # type: ignore[method-assign]
-    assert pipe.told == (2.0, 1.0)
+    assert pipe.step_sums == (2.0, 1.0)
     pipe.close()
     return seen
 
@@ -89,7 +89,7 @@ def few_and_many(rank: int, few_bytes: int) -> tuple[Any, ...]:
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     here = GroupPeers(group, timeout=60.0)
-    sizes = (0, TOLD_AT_ONCE - 30, TOLD_AT_ONCE, 40_000)
+    sizes = (0, FIRST_BYTES - 30, FIRST_BYTES, 40_000)
     told = [here.gather((rank, "x" * (size if rank == 1 else 3))) for size in sizes]
     lengths = [[len(text) for _, text in each] for each in told]
     order = [[number for number, _ in each] for each in told]
@@ -104,7 +104,7 @@ def few_and_many(rank: int, few_bytes: int) -> tuple[Any, ...]:
 def test_all_get_the_same_whichever_way_it_takes(few_bytes: int) -> None:
     found = values(run_ranks(3, few_and_many, few_bytes))
     lengths, order, whole, total = found[0]
-    assert lengths == [[3, size, 3] for size in (0, TOLD_AT_ONCE - 30, TOLD_AT_ONCE, 40_000)]
+    assert lengths == [[3, size, 3] for size in (0, FIRST_BYTES - 30, FIRST_BYTES, 40_000)]
     assert order == [[0, 1, 2]] * 4
     assert whole == [[6, 6]] * 7
     assert total[1:] == [0.0, 3.0]
@@ -115,9 +115,9 @@ def test_all_get_the_same_whichever_way_it_takes(few_bytes: int) -> None:
 def told_over_a_mesh(rank: int) -> tuple[float, ...]:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     with pipeline(2, mesh) as pipe:
-        pipe.tell_each_step(lambda: (1.0, 10.0**rank))
+        pipe.sum_each_step(lambda: (1.0, 10.0**rank))
         pipe.step(*batch())
-        return pipe.told
+        return pipe.step_sums
 
 
 def test_values_of_all_processes_of_a_mesh_are_summed() -> None:
@@ -156,7 +156,7 @@ def pipeline_here() -> ps.Pipeline:
 def test_what_one_process_tells_is_all_there_is() -> None:
     with pipeline_here() as pipe:
         pipe.step(*batch())
-        assert pipe.told == ()
-        pipe.tell_each_step(lambda: (float(os.getpid()),))
+        assert pipe.step_sums == ()
+        pipe.sum_each_step(lambda: (float(os.getpid()),))
         pipe.step(*batch())
-        assert pipe.told == (os.getpid(),)
+        assert pipe.step_sums == (os.getpid(),)

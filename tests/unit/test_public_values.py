@@ -180,3 +180,11 @@ def test_a_notebook_shows_pictures_or_says_why_not() -> None:
     stuck = dataclasses.replace(schedule, order=tuple(row[::-1] for row in schedule.order))
     assert "cannot be drawn" in stuck._repr_html_()
     assert len(stuck._repr_html_()) < MOST
+
+
+def test_old_names_of_a_pipeline_name_the_new_ones() -> None:
+    pipe = ps.Pipeline([torch.nn.Linear(2, 2)], ps.build("gpipe", 1, 1), loss_fn=torch.nn.MSELoss())
+    for old, now in (("told", "step_sums"), ("tell_each_step", "sum_each_step")):
+        with pytest.raises(AttributeError, match=f"Pipeline.{old} is called {now} now"):
+            getattr(pipe, old)
+        assert hasattr(pipe, now)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from penstock.control import Configuration
 from penstock.cost import Links
 from penstock.dispatch import Dispatch
-from penstock.renamed import refuse_old
+from penstock.renamed import OldName, refuse_old
 from penstock.runtime.adapt import AdaptOptions, Agent, NodeProbes, RunSetting, start_agent
 from penstock.runtime.arguments import (
     KEYWORDS,
@@ -118,6 +118,8 @@ class Pipeline:
         (torch.Size([]), 'measured')
     """
 
+    told, tell_each_step = OldName("step_sums"), OldName("sum_each_step")
+
     @refuse_old(KEYWORDS, RuntimeFailure)
     def __init__(
         self,
@@ -158,10 +160,10 @@ class Pipeline:
         self._num_steps, self._seed, self._loss_fn = 0, seed, loss_fn
         self._num_forwards = 0
         """Evaluations and predictions since the last step, which draw other numbers each."""
-        self._tell: Callable[[], Sequence[float]] | None = None
-        self.told: tuple[float, ...] = ()
+        self._summed: Callable[[], Sequence[float]] | None = None
+        self.step_sums: tuple[float, ...] = ()
         self._agent: Agent | None = None
-        self._told_of_stays = False
+        self._has_noted_stays = False
         self._moving_to: Configuration | None = None
         self._groups: Any = None
         """The process groups that were made for its place, after nodes have moved."""
@@ -346,8 +348,8 @@ class Pipeline:
                 "(dataclasses.replace)"
             )
         then = self._local.ready(configuration)
-        told = [{"configuration": digest} for digest in self._local.peers.gather(configuration.digest)]
-        require_same(told, "every rank must switch to the same", shown=False)
+        digests = [{"configuration": digest} for digest in self._local.peers.gather(configuration.digest)]
+        require_same(digests, "every rank must switch to the same", shown=False)
         self._switch(then)
 
     @property
@@ -457,9 +459,9 @@ class Pipeline:
             seen = local.choice.link_events(local.transport), local.choice.counters(local.transport)
             self._agent.ended([measured_of(worker, begin, end, *seen) for worker in workers])
         local.notices.note(local.devices.little_deferred())
-        if away and not self._told_of_stays:
+        if away and not self._has_noted_stays:
             local.notices.note(local.devices.staying())
-            self._told_of_stays = True
+            self._has_noted_stays = True
 
     def _end_schedule(self, batch: Microbatches, update: bool) -> tuple[StepResult, Callable[[], Tensor] | None]:
         """Shares the losses. Returns them, and what waits for the gradient norm if it is clipped after the ops.
@@ -626,14 +628,14 @@ class Pipeline:
     def _result(self, batch: Microbatches, agent: Agent | None = None, updates: bool | None = None) -> StepResult:
         """Collects the losses from the processes that ran them, and switches if an agent says so."""
         memory = self._local.transport if isinstance(self._local.transport, SharedMemoryTransport) else None
-        tells = () if self._tell is None else self._tell()
+        tells = () if self._summed is None else self._summed()
         devices = self._local.devices
         agreement = self._local.optimizer_state.agreement
         outcome = StepEnd(self._local.mesh, devices.last, updates, memory, tells, devices.changing_inputs, agreement)
         self._local.notices.note(self._agent.notices if self._agent is not None else ())
         self._local.notices.note(self._local.failover.notices if self._local.failover is not None else ())
         self._local.notices.note(self._local.choice.notices(self._local.transport))
-        result, self.told, following = outcome.share(batch, agent, self._local.notices)
+        result, self.step_sums, following = outcome.share(batch, agent, self._local.notices)
         if following is not None:
             self._switch(following)
         return result
@@ -717,17 +719,17 @@ class Pipeline:
         """Number of steps so far, including those before a `load`."""
         return self._num_steps
 
-    def tell_each_step(self, values: Callable[[], Sequence[float]]) -> None:
+    def sum_each_step(self, values: Callable[[], Sequence[float]]) -> None:
         """Sums values over all processes, at the end of each step and evaluation from now on.
 
-        The sums travel with the losses. They are then in `told`, the same on every process. Use them for decisions
-        that all ranks must make alike. A separate sum (`agree`) would take as long again over a late link. Every
-        process must call it.
+        The sums travel with the losses. They are then in `step_sums`, the same on every process. Use them for
+        decisions that all ranks must make alike. A separate sum (`agree`) would take as long again over a late link.
+        Every process must call it.
 
         Args:
             values: a function that returns this process's values; every process returns equally many.
         """
-        self._tell = values
+        self._summed = values
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """Sums values over all processes. All get the same sum, for decisions that all ranks must make alike."""

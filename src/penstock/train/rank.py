@@ -171,7 +171,7 @@ class RankRun:
         validation: float | None = None
         seconds, trained = 0.0, 0
         metrics: Metrics | None = None
-        self.pipe.tell_each_step(lambda: (float(self.stop.asked), self.pipe.idle_share(), 1.0))
+        self.pipe.sum_each_step(lambda: (float(self.stop.asked), self.pipe.idle_share(), 1.0))
         with contextlib.ExitStack() as stack:
             # First of all: whoever sees the run's folder may interrupt it.
             stack.enter_context(self.stop)
@@ -186,7 +186,7 @@ class RankRun:
                 done = training.run_pass()
                 seconds += done.seconds
                 loss = done.losses[-1]
-                asked, bubble = self._told()
+                asked, bubble = self._stop_and_idle()
                 tokens = self._num_tokens(range(done.first, training.steps))
                 trained += tokens
                 speed = tokens / done.seconds
@@ -252,9 +252,9 @@ class RankRun:
             return sum(documents.num_tokens(documents.of_step(step)) for step in steps)
         return len(steps) * self.inputs.settings.batch * (self.inputs.task.num_tokens or 1)
 
-    def _told(self) -> tuple[bool, float]:
+    def _stop_and_idle(self) -> tuple[bool, float]:
         """Whether any rank was asked to stop, and the ranks' mean idle share of the pass."""
-        stop, idle, count = self.pipe.told
+        stop, idle, count = self.pipe.step_sums
         return stop > 0, idle / count
 
     def evaluate(self) -> float:

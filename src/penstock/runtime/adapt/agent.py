@@ -218,9 +218,9 @@ class Agent:
     def ended(self, measured: Sequence[MeasuredStep]) -> None:
         """Takes what this process's ranks measured of a step."""
         if self._stopped is None:
-            ahead = [self._rendezvous.ahead[process] for process in self.pipeline]
+            clock_offsets_ns = [self._rendezvous.clock_offsets_ns[process] for process in self.pipeline]
             for each in measured:
-                self._out.put((self._iteration, each, ahead, self.copy))
+                self._out.put((self._iteration, each, clock_offsets_ns, self.copy))
         self._iteration += 1
 
     def look_at_nodes(self) -> None:
@@ -253,7 +253,7 @@ class Agent:
         """
         outcome = agree(votes)
         if self._rendezvous.compare is not None and self._iteration % CLOCK_COMPARISON_ITERATIONS == 0:
-            self._rendezvous.ahead = self._rendezvous.compare()
+            self._rendezvous.clock_offsets_ns = self._rendezvous.compare()
         if outcome.stopped is not None:
             self.end(self._stopped or f"rank {outcome.stopped} adapts no more")
             return None
@@ -349,8 +349,8 @@ class Agent:
                 put = self._out.get()
                 if put is None:
                     return
-                iteration, measured, ahead, copy = put
-                waiting.append(report_of(iteration, measured, ahead, self._stretch, copy).to_json())
+                iteration, measured, clock_offsets_ns, copy = put
+                waiting.append(report_of(iteration, measured, clock_offsets_ns, self._stretch, copy).to_json())
             failed = not client.push(self._rendezvous.reports, waiting[0])
             if not failed:
                 waiting.popleft()

@@ -1,6 +1,6 @@
 """Rank 0's side: gathers all reports, has the controller decide, and hands out plans. It runs in its own threads.
 
-    reports --> gathering --> costs, until they are known --> decider --> decision --> a plan for every process
+    reports --> collector --> costs, until they are known --> controller --> decision --> a plan for every process
                                                                 ^
     news from the training: switched, dropped, not all have it -+
 
@@ -182,7 +182,8 @@ class Coordinator:
     """Adapts the run from rank 0's process.
 
     Args:
-        rendezvous: whose queues reports and plans go by. line, plans: to its store, for reports and for plans.
+        rendezvous: whose queues reports and plans go by.
+        reports, plans: clients of its store, one for reports and one for plans.
         take: called with every plan, before the other processes have it: rank 0's own does not go by the store, so
             that rank 0 always knows what it waits for.
         stop: called where deciding cannot go on, with the reason.
@@ -197,7 +198,7 @@ class Coordinator:
         options: AdaptOptions,
         setting: RunSetting,
         rendezvous: Rendezvous,
-        line: StoreClient,
+        reports: StoreClient,
         plans: StoreClient,
         take: Callable[[NumberedPlan], None],
         stop: Callable[[str], None],
@@ -205,7 +206,7 @@ class Coordinator:
     ) -> None:
         self.decisions: list[dict[str, Any]] = []
         self._options, self._setting, self._rendezvous = options, setting, rendezvous
-        self._line, self._plans = line, plans
+        self._reports, self._plans = reports, plans
         self._take_plan, self._stop, self._notice = take, stop, notice
         self._run_log = RunLog(options.folder, notice)
         self._report_collector = ReportCollector(setting.start.schedule.num_ranks, setting.num_copies)
@@ -264,9 +265,9 @@ class Coordinator:
     def _work(self) -> None:
         try:
             while not self._closed.is_set():
-                data = self._line.pop(self._rendezvous.reports, POLL_S)
+                data = self._reports.pop(self._rendezvous.reports, POLL_S)
                 while not self._again.empty():
-                    self._hand_out(self._line, self._again.get())
+                    self._hand_out(self._reports, self._again.get())
                 if data is None:
                     continue
                 complete = self._report_collector.add(RankReport.from_json(data))
@@ -346,11 +347,11 @@ class Coordinator:
             self._hand_out(self._plans, self._rendezvous.processes[1:])  # at once, for iterations may be short
             self._take_plan(plan)
 
-    def _hand_out(self, line: StoreClient, processes: Sequence[int]) -> None:
+    def _hand_out(self, client: StoreClient, processes: Sequence[int]) -> None:
         plan = self._plan
         if plan is not None:
             for first in processes:
-                line.push(self._rendezvous.plans(first), plan.to_json())
+                client.push(self._rendezvous.plans(first), plan.to_json())
 
 
 WARMUP_ITERATIONS, MEASURED_ITERATIONS = 2, 3
@@ -419,7 +420,7 @@ class ControllerProcess:
         except OSError as error:
             raise RuntimeFailure(f"the controller's process cannot be started: {error.strerror}") from None
         self._write(header(job, sensitivity))
-        self._reader = threading.Thread(target=self._read, name="penstock-decider", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="penstock-controller", daemon=True)
         self._reader.start()
 
     @property

@@ -72,21 +72,21 @@ class RankReport:
 
 
 def report_of(
-    iteration: int, measured: MeasuredStep, ahead: Sequence[int], stretch: float = 1.0, copy: int = 0
+    iteration: int, measured: MeasuredStep, clock_offsets_ns: Sequence[int], stretch: float = 1.0, copy: int = 0
 ) -> RankReport:
     """A rank's report of what it measured.
 
     Args:
-        ahead: nanoseconds that the clock of each rank of its pipeline is ahead of process 0's.
+        clock_offsets_ns: nanoseconds that the clock of each rank of its pipeline is ahead of process 0's.
         stretch: milliseconds of the clock to one of the job's time.
         copy: see `RankReport`.
     """
     rank, begin, end, ops, crossings, events, peak, counters = measured
-    scale, own = 1e6 * stretch, ahead[rank]
+    scale, own = 1e6 * stretch, clock_offsets_ns[rank]
     found: list[Event] = list(events)
     by_link: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
     for crossing in crossings:
-        row = (float(crossing.num_bytes), began(crossing, ahead) / scale, crossing.arrived / scale)
+        row = (float(crossing.num_bytes), began(crossing, clock_offsets_ns) / scale, crossing.arrived / scale)
         by_link.setdefault((crossing.source, crossing.target), []).append(row)
     transfers = [Transfers.of(link, rows) for link, rows in sorted(by_link.items())]
     by_stage: dict[int, list[tuple[str, float]]] = {}
@@ -146,10 +146,10 @@ def as_one(reports: Sequence[RankReport]) -> list[RankReport]:
     return found
 
 
-def began(crossing: TransferRecord, ahead: Sequence[int]) -> int:
+def began(crossing: TransferRecord, clock_offsets_ns: Sequence[int]) -> int:
     """When both sides were ready for a message, in nanoseconds of its receiver's clock."""
-    further = ahead[crossing.target] - ahead[crossing.source]
-    # Where nothing was posted ahead `posted` is the moment of sending, told by the sender's clock as well.
+    further = clock_offsets_ns[crossing.target] - clock_offsets_ns[crossing.source]
+    # Where nothing was posted early `posted` is the moment of sending, by the sender's clock as well.
     posted = crossing.posted + (further if crossing.posted == crossing.sent else 0)
     return max(crossing.sent + further, posted)
 

@@ -437,7 +437,7 @@ class Rendezvous:
     Attributes:
         store: connected. name: tells this run's queues from those of all others.
         first: the first rank of this process; processes: of each.
-        ahead: nanoseconds that each rank's clock is ahead of rank 0's.
+        clock_offsets_ns: nanoseconds that each rank's clock is ahead of rank 0's.
         compare: measures that again, where there are several clocks; every process must call it.
         server: a TCPStore that lives here, if it does.
     """
@@ -446,7 +446,7 @@ class Rendezvous:
     name: str
     first: int
     processes: Sequence[int]
-    ahead: Sequence[int] = ()
+    clock_offsets_ns: Sequence[int] = ()
     compare: Callable[[], Sequence[int]] | None = field(default=None, repr=False)
     server: Any = field(default=None, repr=False)
 

@@ -312,7 +312,7 @@ class TorchDevices:
         self._clock: DeviceClock | None = None
         self._tables: dict[bool, tuple[StepPlan, OpTable]] = {}
         """The handlers of the rank here, by whether a step is for training, and the plan that they are of."""
-        self._told: tuple[tuple[Any, ...], list[str], int] = (), [], 0
+        self._known_signatures: tuple[tuple[Any, ...], list[str], int] = (), [], 0
         """For what purpose and shapes of microbatches the signatures are, and their digest."""
 
     @property
@@ -362,13 +362,13 @@ class TorchDevices:
     def signatures(self) -> tuple[list[str], int]:
         """What messages of each microbatch look like, in words, and a number for all of it."""
         shapes, purpose = self._settings.microbatches.signatures, self._settings.purpose
-        known, signatures, digest = self._told
+        known, signatures, digest = self._known_signatures
         if known != (purpose, shapes):
             texts = {shape: f"{purpose.value} {shape}" for shape in set(shapes)}
             signatures = [texts[shape] for shape in shapes]
             signatures += signatures[-1:] * (self._num_indices - len(signatures))  # tokens may have higher indices
             digest = zlib.crc32(" ".join(signatures).encode())
-            self._told = (purpose, shapes), signatures, digest
+            self._known_signatures = (purpose, shapes), signatures, digest
         return signatures, digest
 
     def outputs(self, batch: Microbatches) -> dict[int, Any]:

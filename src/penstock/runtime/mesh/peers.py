@@ -21,8 +21,8 @@ from penstock.runtime.mesh.retried_group import RetriedGroup
 from penstock.schedule import Schedule
 from penstock.schedule.placement import ranks_together
 
-TOLD_AT_ONCE, _SIZE = 4096, 8
-"""Bytes that ranks tell one another without having said how many there are; and those that say it."""
+FIRST_BYTES, _SIZE = 4096, 8
+"""Bytes that ranks send one another before they know how many there are; and those of them that give the number."""
 TIED = "a tied parameter"
 """What `share` sends, in errors."""
 
@@ -179,21 +179,21 @@ class GroupPeers:
 
     def gather(self, value: Any) -> list[Any]:
         data = pickle.dumps(value)
-        head = len(data).to_bytes(_SIZE, "little") + data[: TOLD_AT_ONCE - _SIZE]
-        parts = self._told(head.ljust(TOLD_AT_ONCE, b"\0"))
+        head = len(data).to_bytes(_SIZE, "little") + data[: FIRST_BYTES - _SIZE]
+        parts = self._gather_bytes(head.ljust(FIRST_BYTES, b"\0"))
         sizes = [int.from_bytes(part[:_SIZE], "little") for part in parts]
         longest = max(sizes)
-        if longest <= TOLD_AT_ONCE - _SIZE:
+        if longest <= FIRST_BYTES - _SIZE:
             parts = [part[_SIZE:] for part in parts]
         else:
-            parts = self._told(data.ljust(longest, b"\0"))
+            parts = self._gather_bytes(data.ljust(longest, b"\0"))
         return [pickle.loads(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
-    def _told(self, data: bytes) -> list[bytes]:
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
         """Everyone's data, of which all have as much."""
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         op = AllGather(mine, mine.new_empty(self.num_ranks, len(mine)))
-        self._begun(op, "what all ranks tell")()
+        self._begun(op, "what all ranks share")()
         return [row.tobytes() for row in op.tensor.numpy()]
 
     def barrier(self) -> None:
@@ -353,8 +353,8 @@ def meeting_groups(schedule: Schedule, peers: GroupPeers) -> dict[tuple[str, int
     return {place: WeakGroup(group) for place, group in found.items() if group is not None}
 
 
-def require_same(told: Sequence[Mapping[str, object]], rule: str, shown: bool = True) -> None:
-    """Compares what each rank told, by subject, with what the first rank told that has the subject.
+def require_same(given: Sequence[Mapping[str, object]], rule: str, shown: bool = True) -> None:
+    """Compares what each rank was given, by subject, with that of the first rank that has the subject.
 
     Args:
         shown: whether values say something to a person; if they are short, they are in the error.
@@ -362,13 +362,15 @@ def require_same(told: Sequence[Mapping[str, object]], rule: str, shown: bool = 
     Raises:
         RuntimeFailure: names the first subject that differs, and the ranks whose is not that rank's.
     """
-    for subject in dict.fromkeys(subject for mine in told for subject in mine):
-        first = next(rank for rank, mine in enumerate(told) if subject in mine)
-        ranks = [rank for rank, mine in enumerate(told) if subject in mine and mine[subject] != told[first][subject]]
+    for subject in dict.fromkeys(subject for mine in given for subject in mine):
+        first = next(rank for rank, mine in enumerate(given) if subject in mine)
+        ranks = [
+            rank for rank, mine in enumerate(given) if subject in mine and mine[subject] != given[first][subject]
+        ]
         if ranks:
             *others, last = map(str, ranks)
             which = f"ranks {', '.join(others)} and {last} were" if others else f"rank {last} was"
-            one, other = repr(told[first][subject]), repr(told[ranks[0]][subject])
+            one, other = repr(given[first][subject]), repr(given[ranks[0]][subject])
             values = f" (rank {ranks[0]} has {other}, rank {first} has {one})"
             said = values if shown and len(one) < 60 and len(other) < 60 else ""
             raise RuntimeFailure(f"{which} given another {subject} than rank {first}{said}; {rule}")
