@@ -245,7 +245,7 @@ def test_any_of_them_run_by_workers_in_their_order_and_none_before_what_it_needs
             ]
             run_local(workers)
             assert not any(box.waiting for box in boxes)
-            times = [(w.rank, *t) for w in workers for t in (*w.recorder.times, *w.recorder.apart)]
+            times = [(w.rank, *t) for w in workers for t in (*w.recorder.times, *w.recorder.async_times)]
             ended = {(op, rank): end for rank, op, _, end in times}
             assert sorted((rank, op) for rank, op, _, _ in times) == sorted(
                 (rank, op) for rank, row in enumerate(schedule.order) for op in row

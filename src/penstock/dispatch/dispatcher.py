@@ -72,7 +72,7 @@ class Dispatcher:
         """The op to run now, or None to wait. The op counts as started."""
         return self._next(self.rank)
 
-    def next_apart(self) -> int | None:
+    def next_async(self) -> int | None:
         """The asynchronous op to start now, or None. It does not wait for those before it to end."""
         return self._next(self._rows[1]) if len(self._rows) > 1 else None
 
@@ -151,7 +151,7 @@ class FrozenDispatcher:
             self.held += change
         return op
 
-    def next_apart(self) -> None:
+    def next_async(self) -> None:
         return None
 
     def finish(self, op: int) -> None:

@@ -258,7 +258,7 @@ class EmulatedPipeline:
             vote = agent.vote()
             self._notices.note(agent.notices)
         rows = [
-            (worker.rank, _scaled(worker.recorder.times, stretch), _scaled(worker.recorder.apart, stretch))
+            (worker.rank, _scaled(worker.recorder.times, stretch), _scaled(worker.recorder.async_times, stretch))
             for worker in workers
         ]
         mine = [
@@ -266,7 +266,7 @@ class EmulatedPipeline:
             for row, worker, backend in zip(rows, workers, backends, strict=True)
         ]
         told = self._peers.gather((mine, vote, self._notices.num_new))
-        _, times, apart, peaks, late = zip(*sorted(row for part, *_ in told for row in part), strict=True)
+        _, times, async_times, peaks, late = zip(*sorted(row for part, *_ in told for row in part), strict=True)
         if any(num_new for *_, num_new in told):
             self._notices.share()
         if agent is not None:
@@ -275,7 +275,7 @@ class EmulatedPipeline:
                 self._plan, self.number = following.made, following.number
                 self.configuration = self._plan.configuration
         return EmulatedStep(
-            measured_timeline(plan.plan.wiring, times, peaks, plan.dispatch.value, apart),
+            measured_timeline(plan.plan.wiring, times, peaks, plan.dispatch.value, async_times),
             (start - self._conditions.origin) / 1e6 / stretch,
             plan.configuration,
             number,

@@ -36,10 +36,10 @@ def measured_timeline(
     times: Sequence[RankTimes],
     peaks: Sequence[float],
     dispatch: str,
-    apart: Sequence[RankTimes] = (),
+    async_times: Sequence[RankTimes] = (),
 ) -> Timeline:
     """Builds the timeline from every rank's recorded times, and those of its asynchronous ops."""
-    everything = [*enumerate(times), *enumerate(apart)]
+    everything = [*enumerate(times), *enumerate(async_times)]
     origin = min((start for _, row in everything for _, start, _ in row), default=0)
     ended = {(op, rank): (end - origin) / 1e6 for rank, row in everything for op, _, end in row}
     ops: list[TimedOp] = []
@@ -59,17 +59,17 @@ def measured_timeline(
                     cause, cause_end = edge.producer, sent
             ops.append(TimedOp(rank, op, start, end, cause, max(0.0, start - previous)))
             previous = end
-        for op, start_ns, end_ns in apart[rank] if apart else ():
+        for op, start_ns, end_ns in async_times[rank] if async_times else ():
             ops.append(TimedOp(rank, op, (start_ns - origin) / 1e6, (end_ns - origin) / 1e6))
     return Timeline(wiring.schedule, tuple(ops), tuple(messages), tuple(peaks), "measured", dispatch)
 
 
 def gathered_timeline(peers: Peers, wiring: Wiring, workers: Sequence[Worker]) -> Timeline:
     """The timeline of a step of which each process has some ranks' workers. Every process must call it."""
-    mine = [(w.rank, w.recorder.times, w.peak_held, w.recorder.apart) for w in workers]
+    mine = [(w.rank, w.recorder.times, w.peak_held, w.recorder.async_times) for w in workers]
     rows = sorted(row for part in peers.gather(mine) for row in part)
-    _, times, peaks, apart = zip(*rows, strict=True)
-    return measured_timeline(wiring, times, peaks, workers[0].dispatcher.dispatch.value, apart)
+    _, times, peaks, async_times = zip(*rows, strict=True)
+    return measured_timeline(wiring, times, peaks, workers[0].dispatcher.dispatch.value, async_times)
 
 
 def measured_costs(timelines: Sequence[Timeline]) -> Costs:

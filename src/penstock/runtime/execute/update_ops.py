@@ -102,7 +102,7 @@ class UpdatingOps:
             if op.kind in (BACKWARD, INPUT):
                 weights.done(op.microbatch)
             return [
-                self._update_payload(edge) if edge.is_update else self._apart(next(outputs))
+                self._update_payload(edge) if edge.is_update else self._copied(next(outputs))
                 for edge in wired.output_edges
             ]
 
@@ -154,7 +154,7 @@ class UpdatingOps:
             if values := [value for value in payload.leaves if value is not None]:
                 weights.tied[self._updating.tied_name(edge)].take(values)
 
-    def _apart(self, payload: Payload) -> Payload:
+    def _copied(self, payload: Payload) -> Payload:
         """With memory of its own for what a stage returns of its parameters, which an update may write to."""
         for place, leaf in enumerate(payload.leaves):
             if leaf is not None and leaf.untyped_storage().data_ptr() in self._memory:

@@ -45,7 +45,7 @@ class OpRecorder:
 
     def __init__(self) -> None:
         self.times: list[tuple[Op, int, int]] = []
-        self.apart: list[tuple[Op, int, int]] = []
+        self.async_times: list[tuple[Op, int, int]] = []
         """Of asynchronous ops."""
 
 
@@ -82,7 +82,7 @@ class Worker:
         self._standing: int | None = None
         """The op that this rank has come to, and others have not."""
         self._stream: Stream | None = None
-        self._apart: list[int] = []
+        self._next_async: list[int] = []
         """Asynchronous ops that this rank has come to, and others have not."""
 
     @property
@@ -92,7 +92,7 @@ class Worker:
             return False
         if self._launched is not None and not self._launched.is_empty:
             return False
-        return self._stream is None or not (self._apart or self._stream.num_open)
+        return self._stream is None or not (self._next_async or self._stream.num_open)
 
     def begin(self, wake: Callable[[], None] | None) -> None:
         """Before the first op, in the thread that runs them.
@@ -128,7 +128,7 @@ class Worker:
             for edge in arrivals():
                 self.dispatcher.arrive(number[edge.consumer])
                 moved = True
-            if self._stream is not None and self._go_on_apart(self._stream):
+            if self._stream is not None and self._advance_async_ops(self._stream):
                 moved = True
                 continue
             if launched is not None:
@@ -204,24 +204,24 @@ class Worker:
             )
         return f"rank {self.rank} has finished"
 
-    def _go_on_apart(self, stream: Stream) -> bool:
+    def _advance_async_ops(self, stream: Stream) -> bool:
         """Takes note of asynchronous ops that ended, and starts those whose turn it is; whether there were any."""
         moved = False
         for number, start, end in stream.ended():
             wired = self._wiring.wired_ops[number]
-            self.recorder.apart.append((wired.op, start, end))
+            self.recorder.async_times.append((wired.op, start, end))
             for _, edge, target, is_local in wired.sends:  # tokens, all of them
                 if not is_local:
                     self._unsent.append(UnsentMessage(0, edge, target, TOKEN))
             self.dispatcher.finish(number)
             moved = True
-        while (found := self.dispatcher.next_apart()) is not None:
+        while (found := self.dispatcher.next_async()) is not None:
             if self._gang is not None and self._wiring.graph.gang[found] != ALONE:
                 self._gang.arrive(found)
-            self._apart.append(found)
+            self._next_async.append(found)
             moved = True
-        while self._apart and self._may_start(self._apart[0]):
-            number = self._apart.pop(0)
+        while self._next_async and self._may_start(self._next_async[0]):
+            number = self._next_async.pop(0)
             wired = self._wiring.wired_ops[number]
             stream.start(number, wired.op, [self.transport.take(edge) for edge in wired.input_edges])
             moved = True

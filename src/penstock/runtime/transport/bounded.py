@@ -183,24 +183,24 @@ class Acknowledgements:
     Args:
         timeout: seconds before a wait ends with DeadlineExceeded.
         depth: most messages that are under way to another rank: it has room for as many.
-        apart: a group of the same ranks for them alone, which others end; one is made here where not given.
+        own_group: a group of the same ranks for them alone, which others end; one is made here where not given.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float, depth: int, apart: Any = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float, depth: int, own_group: Any = None) -> None:
         self.depth = depth
         self._rank, self._timeout = dist.get_rank(group), timeout
         members = dist.get_process_group_ranks(group)
         is_everyone = len(members) == dist.get_world_size()
-        self._may_end = apart is None and is_everyone
-        if apart is None:
-            apart = dist.new_group(
+        self._may_end = own_group is None and is_everyone
+        if own_group is None:
+            own_group = dist.new_group(
                 members,
                 timeout=timedelta(seconds=timeout),
                 backend="gloo",
                 use_local_synchronization=not is_everyone,
             )
-            assert isinstance(apart, dist.ProcessGroup)  # every rank of the group is in it
-        self._group = WeakGroup(apart)
+            assert isinstance(own_group, dist.ProcessGroup)  # every rank of the group is in it
+        self._group = WeakGroup(own_group)
         self._links: dict[int, AcknowledgedLink] = {}
         self._answers: deque[tuple[Any, torch.Tensor]] = deque()
         self._is_closed = self._is_given_up = False

@@ -271,8 +271,8 @@ class TransportChoice:
             return None
         if failover is None:
             return Acknowledgements(peers.group, timeout, self.depth)
-        apart = failover.group_apart(peers, "acknowledgements")
-        return None if apart is None else Acknowledgements(peers.group, timeout, self.depth, apart)
+        own_group = failover.own_group(peers, "acknowledgements")
+        return None if own_group is None else Acknowledgements(peers.group, timeout, self.depth, own_group)
 
     def _delegate(
         self, peers: GroupPeers, tags: Tags, timeout: float, device: torch.device, takes_over: bool = False

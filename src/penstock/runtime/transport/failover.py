@@ -225,7 +225,7 @@ class Failover:
         assert peers.retried is not None
         return peers.retried.group
 
-    def group_apart(self, peers: GroupPeers, name: str) -> Any:
+    def own_group(self, peers: GroupPeers, name: str) -> Any:
         """One more group of the same ranks, for what is not to queue behind their messages. When ranks change over it
         is left like the others, and no other one takes its place. Every rank of `peers` must call it.
 
