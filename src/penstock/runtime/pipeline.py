@@ -207,7 +207,7 @@ class Pipeline:
         place, agent = self._local.mesh, self._agent
         if agent is None or place.is_flat:
             return
-        agent.copy = place.replica * place.num_shards + place.shard
+        agent.pipeline_index = place.replica * place.num_shards + place.shard
         agent.pipeline = self._local.peers.gather(place.everyone.here[0])
         if len(agent.pipeline) < self.schedule.num_ranks:  # one process runs the whole pipeline
             agent.pipeline = agent.pipeline * self.schedule.num_ranks

@@ -143,7 +143,7 @@ class Agent:
     Attributes:
         number: of the decision that runs; 0 is what the job started with.
         digest: of what runs.
-        copy: of the pipeline, over a mesh, which this process has ranks of.
+        pipeline_index: over a mesh, which of the pipelines (replica x shard) this process has ranks of.
         pipeline: the process that runs each rank of it. Both change where nodes move.
         probes: of the links between nodes that may move; None where they stay.
         notices: what a person should know, each once.
@@ -158,7 +158,7 @@ class Agent:
     ) -> None:
         self.number, self.digest = 0, setting.start.digest
         self.notices: list[str] = []
-        self.copy = 0
+        self.pipeline_index = 0
         self.pipeline: Sequence[int] = range(setting.start.schedule.num_ranks)
         self.probes: NodeProbes | None = None
         self._options, self._ready = options, ready
@@ -220,7 +220,7 @@ class Agent:
         if self._stopped is None:
             clock_offsets_ns = [self._rendezvous.clock_offsets_ns[process] for process in self.pipeline]
             for each in measured:
-                self._out.put((self._iteration, each, clock_offsets_ns, self.copy))
+                self._out.put((self._iteration, each, clock_offsets_ns, self.pipeline_index))
         self._iteration += 1
 
     def look_at_nodes(self) -> None:
@@ -349,8 +349,8 @@ class Agent:
                 put = self._out.get()
                 if put is None:
                     return
-                iteration, measured, clock_offsets_ns, copy = put
-                waiting.append(report_of(iteration, measured, clock_offsets_ns, self._stretch, copy).to_json())
+                iteration, measured, clock_offsets_ns, index = put
+                waiting.append(report_of(iteration, measured, clock_offsets_ns, self._stretch, index).to_json())
             failed = not client.push(self._rendezvous.reports, waiting[0])
             if not failed:
                 waiting.popleft()

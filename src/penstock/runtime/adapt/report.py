@@ -50,7 +50,7 @@ class RankReport:
         events: lines for the controller, as its log has them.
         links: the median time of a message on each link that brought any.
         peak, counters: see `MeasuredStep`.
-        copy: of the pipeline, where a mesh has several: which replica and shard of it.
+        pipeline_index: over a mesh, which of the pipelines (replica x shard) the rank belongs to.
     """
 
     iteration: int
@@ -61,7 +61,7 @@ class RankReport:
     links: Mapping[str, float] | None = None
     peak: float = 0.0
     counters: Mapping[str, int] | None = None
-    copy: int = 0
+    pipeline_index: int = 0
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -72,14 +72,18 @@ class RankReport:
 
 
 def report_of(
-    iteration: int, measured: MeasuredStep, clock_offsets_ns: Sequence[int], stretch: float = 1.0, copy: int = 0
+    iteration: int,
+    measured: MeasuredStep,
+    clock_offsets_ns: Sequence[int],
+    stretch: float = 1.0,
+    pipeline_index: int = 0,
 ) -> RankReport:
     """A rank's report of what it measured.
 
     Args:
         clock_offsets_ns: nanoseconds that the clock of each rank of its pipeline is ahead of process 0's.
         stretch: milliseconds of the clock to one of the job's time.
-        copy: see `RankReport`.
+        pipeline_index: see `RankReport`.
     """
     rank, begin, end, ops, crossings, events, peak, counters = measured
     scale, own = 1e6 * stretch, clock_offsets_ns[rank]
@@ -107,7 +111,7 @@ def report_of(
         {show_link(each.link): round(median(each.ms), 4) for each in transfers},
         peak,
         counters,
-        copy,
+        pipeline_index,
     )
 
 
@@ -120,19 +124,19 @@ def lines_of(reports: Sequence[RankReport]) -> list[str]:
 
 def as_one(reports: Sequence[RankReport]) -> list[RankReport]:
     """What all copies of a pipeline report of an iteration, as one pipeline's, by rank: of each link and stage what
-    the slowest says, and the ops of the copy that took longest.
+    the slowest says, and the ops of the pipeline that took longest.
     """
-    if len({report.copy for report in reports}) == 1:
+    if len({report.pipeline_index for report in reports}) == 1:
         return sorted(reports, key=lambda report: report.rank)
-    shown = max(reports, key=lambda report: report.ms).copy
+    shown = max(reports, key=lambda report: report.ms).pipeline_index
     found = []
     for rank in sorted({report.rank for report in reports}):
-        mine = sorted((report for report in reports if report.rank == rank), key=lambda report: report.copy)
+        mine = sorted((report for report in reports if report.rank == rank), key=lambda report: report.pipeline_index)
         told = slowest_of([event_from_json(json.loads(line)["event"]) for line in each.events] for each in mine)
         links: dict[str, float] = {}
         for each in mine:
             links |= {link: max(ms, links.get(link, 0.0)) for link, ms in (each.links or {}).items()}
-        one = next(each for each in mine if each.copy == shown)
+        one = next(each for each in mine if each.pipeline_index == shown)
         found.append(
             replace(
                 one,
@@ -189,7 +193,7 @@ class ReportCollector:
         if report.iteration <= self._last:
             return None
         rows = self._reports.setdefault(report.iteration, {})
-        rows[report.copy, report.rank] = report
+        rows[report.pipeline_index, report.rank] = report
         if len(rows) < self._num:
             return None
         self._last = report.iteration
