@@ -33,7 +33,7 @@ from penstock.runtime.execute.update_ops import UpdatingOps
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
 from penstock.runtime.parameters.tied_gradients import TiedGradients
-from penstock.runtime.stage.branches import Branches, end_of, has_many_ends, is_plain
+from penstock.runtime.stage.branches import Branches, has_many_ends, is_plain, loss_stage
 from penstock.runtime.stage.host_memory import HostCopy, HostMemory, on_device
 from penstock.runtime.stage.microbatches import LossFn, Microbatches
 from penstock.runtime.stage.ops import StageRunner, StepSettings
@@ -285,7 +285,7 @@ class TorchDevices:
         overlaps_pairs: bool = True,
     ) -> None:
         self._model, self._ranks, self._calls, self._updating = model, ranks, calls, updating
-        end = end_of(schedule.graph)
+        end = loss_stage(schedule.graph)
         by_ops = has_many_ends(schedule.graph)
         self._num_indices = num_indices(schedule)
         self._queue, self._most_ahead = queue_of(model.device), most_ahead

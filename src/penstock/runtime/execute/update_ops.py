@@ -32,7 +32,7 @@ class UpdatingOps:
     """Around the handlers of the other ops.
 
     Where `updating.zero` is set the owner sends parameters; otherwise the summed gradients, and every copy steps.
-    Where the last window goes on in the next step, nothing is sent for it, and its U do nothing.
+    If the last window continues in the next step, nothing is sent for it in this one, and its updates (U) do nothing.
 
     Args:
         inner: the plain handlers.

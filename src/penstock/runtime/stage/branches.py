@@ -120,7 +120,7 @@ def require_matching(graph: StageGraph, num_microbatches: int) -> None:
                 f"stage {a} works on {counts[0]} microbatches and stage {b}, which it feeds, on {counts[1]}; one "
                 "must be a multiple of the other, so that whole microbatches are joined"
             )
-    ends = ends_of(graph)
+    ends = loss_stages(graph)
     waiting = {need.after[1] for need in graph.needs if need.after[0] == BACKWARD}
     if len(ends) > 1 and set(ends) - waiting:
         raise RuntimeFailure(
@@ -130,19 +130,19 @@ def require_matching(graph: StageGraph, num_microbatches: int) -> None:
         )
 
 
-def ends_of(graph: StageGraph) -> list[int]:
-    """The stages that feed no other."""
+def loss_stages(graph: StageGraph) -> list[int]:
+    """The stages that feed no other: the one with the loss, or those that add to it (`OpCall.add_loss`)."""
     return [stage for stage, targets in enumerate(graph.targets) if not targets]
 
 
 def has_many_ends(graph: StageGraph) -> bool:
     """Whether several stages feed no other, so that ops of the user's kinds make the loss."""
-    return len(ends_of(graph)) > 1
+    return len(loss_stages(graph)) > 1
 
 
-def end_of(graph: StageGraph) -> int:
-    """The stage with the loss; the first of those that tell losses, where ops make them."""
-    return ends_of(graph)[0]
+def loss_stage(graph: StageGraph) -> int:
+    """The stage with the loss. Where ops of several stages add to it, the first of these stages."""
+    return loss_stages(graph)[0]
 
 
 def starts_of(graph: StageGraph) -> list[int]:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.stage.branches import end_of, starts_of
+from penstock.runtime.stage.branches import loss_stage, starts_of
 from penstock.runtime.tensors.aliases import storage_of
 from penstock.runtime.tensors.digest import batch_digest
 from penstock.runtime.tensors.pytree import DTYPES, flatten, unflatten
@@ -287,7 +287,7 @@ def cut_for(
     """
     graph, num = schedule.graph, num or schedule.num_microbatches
     starts = {stage: graph.microbatches_of(stage, num) * num_replicas for stage in starts_of(graph)}
-    count = graph.microbatches_of(end_of(graph), num) * num_replicas
+    count = graph.microbatches_of(loss_stage(graph), num) * num_replicas
     counts = [each * num_replicas for each in graph.num_microbatches]
     windows = [range(w.start * num_replicas, w.stop * num_replicas) for w in windows]
     whole = cut_batch(inputs, targets, count, loss_fn, windows, starts, counts, digested)
@@ -480,7 +480,7 @@ class ReplicaBatches:
         def hosts(stage: int) -> bool:
             return bool(here & {*(ranks[stage] for ranks in pipelines), *shared.get(stage, ())})
 
-        self._needs = {"inputs": hosts(self._start), "targets": hosts(end_of(schedule.graph))}
+        self._needs = {"inputs": hosts(self._start), "targets": hosts(loss_stage(schedule.graph))}
 
     def cut(
         self, inputs: Any, targets: Any, loss_fn: LossFn, windows: Sequence[range], num: int, fewer: bool = False

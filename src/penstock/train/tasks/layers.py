@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.models import ParallelError, require_parallel
 from penstock.models.dividing import require_vocabulary
 from penstock.runtime import PartitionError, partition
-from penstock.runtime.stage.branches import ends_of, is_plain
+from penstock.runtime.stage.branches import is_plain, loss_stages
 from penstock.schedule import Schedule, StageGraph
 from penstock.train.checks import SettingsError
 from penstock.train.kinds import is_path
@@ -213,7 +213,7 @@ def refuse_shared(schedule: Schedule, why: str) -> None:
 
 def require_one_end(graph: StageGraph, name: str) -> None:
     """Raises SettingsError for a branch that does not lead to the loss."""
-    ends = ends_of(graph)
+    ends = loss_stages(graph)
     if len(ends) > 1:
         raise SettingsError(
             f"{name}: stages {_listed(ends)} feed no other stage, and the loss is one stage's; lead every branch to "
