@@ -16,9 +16,11 @@ class RankEnvironmentError(Exception):
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Attributes:
-    rank, num_ranks: RANK and WORLD_SIZE. local_rank, num_local: LOCAL_RANK and LOCAL_WORLD_SIZE, on this host.
-    host, port: MASTER_ADDR and MASTER_PORT, where all processes meet.
+    """What a launcher such as torchrun told this process in environment variables.
+
+    Attributes:
+        rank, num_ranks: RANK and WORLD_SIZE. local_rank, num_local: LOCAL_RANK and LOCAL_WORLD_SIZE, on this host.
+        host, port: MASTER_ADDR and MASTER_PORT, where all processes meet.
     """
 
     rank: int

@@ -21,8 +21,10 @@ R = TypeVar("R")
 
 
 class Lifetime:
-    """Args:
-    what: in messages: "this pipeline".
+    """Whether something is open, broken or closed, and what is to be undone when it closes.
+
+    Args:
+        what: in messages: "this pipeline".
     """
 
     def __init__(self, what: str) -> None:

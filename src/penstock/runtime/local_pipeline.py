@@ -74,7 +74,9 @@ _SAME = "every rank must make the same ps.Pipeline(...)"
 
 
 class LocalPipeline:
-    """Args:
+    """A pipeline in one process: its stages, transport, optimizer and plans, made anew when nodes move.
+
+    Args:
         given: the arguments of the pipeline. None of them depends on the place.
         mesh: where this process lies, as for `Pipeline`. dispatch: how ranks pick ops at first.
         life: the lifetime of the pipeline.

@@ -36,9 +36,11 @@ _CODES = {kind: code for code, kind in enumerate(KINDS)}
 
 
 class Columns(NamedTuple):
-    """Attributes:
-    kind: of each op its number in `KINDS`. stage, microbatch, rank: of each op.
-    first: rank r has ops `first[r]` to `first[r + 1] - 1`, in its order.
+    """A schedule as arrays: one entry for each op, ordered by rank.
+
+    Attributes:
+        kind: of each op its number in `KINDS`. stage, microbatch, rank: of each op.
+        first: rank r has ops `first[r]` to `first[r + 1] - 1`, in its order.
     """
 
     kind: Array
@@ -53,9 +55,11 @@ class Columns(NamedTuple):
 
 
 class OpNumbers(NamedTuple):
-    """Attributes:
-    columns: of ops that are all there once at most, in stages and microbatches that are there.
-    op: `op[kind, stage, microbatch]` is the number of that op; NOTHING where there is none.
+    """The columns of a schedule, with a table that finds an op by its kind, stage and microbatch.
+
+    Attributes:
+        columns: of ops that are all there once at most, in stages and microbatches that are there.
+        op: `op[kind, stage, microbatch]` is the number of that op; NOTHING where there is none.
     """
 
     columns: Columns

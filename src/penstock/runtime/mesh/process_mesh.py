@@ -258,8 +258,11 @@ KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 @dataclass(frozen=True)
 class Nodes:
-    """Attributes:
-    mesh: where the nodes are. processes: for each node, by shard, its process numbers in all of torch.distributed.
+    """The nodes of a mesh, which may change places, and the processes that each of them runs.
+
+    Attributes:
+        mesh: where the nodes are.
+        processes: for each node, by shard, its process numbers in all of torch.distributed.
     """
 
     mesh: Mesh

@@ -68,7 +68,9 @@ class StartedCollective:
 
 
 class RetriedGroup:
-    """Args:
+    """A process group whose collectives are retried on another group when a network fails.
+
+    Args:
         members: the processes of the group, by their numbers in the service; rank: this one's place among them.
 
     Attributes:

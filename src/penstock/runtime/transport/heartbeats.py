@@ -58,7 +58,9 @@ class HeartbeatLine:
 
 
 class Heartbeats:
-    """Args:
+    """Connections between all processes over every interface, whose beats show which links are alive.
+
+    Args:
         me: this process's number.
         listeners: one an interface. ends: of every process, where it listens, by interface.
         key: known to the processes of this run alone.

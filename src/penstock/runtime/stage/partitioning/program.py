@@ -54,12 +54,14 @@ class LayerCall(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedStep:
-    """Attributes:
-    slot: where the value goes. target: a layer's path, a method's name, or a function.
-    layer: the call, where it is one. number: of the call among all, from 1; 0 for what is none.
-    no_grad: whether it runs without gradients.
-    kind: of a layer's output, which must stay as it was for the example; None: any.
-    lists: whether a layer is given lists or dicts, which it must leave as they are.
+    """One step of a traced forward: a call of a layer, a method or a function.
+
+    Attributes:
+        slot: where the value goes. target: a layer's path, a method's name, or a function.
+        layer: the call, where it is one. number: of the call among all, from 1; 0 for what is none.
+        no_grad: whether it runs without gradients.
+        kind: of a layer's output, which must stay as it was for the example; None: any.
+        lists: whether a layer is given lists or dicts, which it must leave as they are.
     """
 
     slot: int
@@ -88,11 +90,14 @@ class StageProgram:
 
 
 class TracedProgram:
-    """Attributes:
-    steps: in order. tensors: slot -> path of a parameter or buffer of the model, or the tensor itself, a constant.
-    used_at: by path of a tensor, a line of the forward that uses it.
-    output: what the forward returns, made of `ValueRef`s. calls: of layers, in order.
-    reads: what else it reads; the program holds as long as that stays the same.
+    """A traced forward as a list of steps, from which stages are cut.
+
+    Attributes:
+        steps: in order.
+        tensors: slot -> path of a parameter or buffer of the model, or the tensor itself, a constant.
+        used_at: by path of a tensor, a line of the forward that uses it.
+        output: what the forward returns, made of `ValueRef`s. calls: of layers, in order.
+        reads: what else it reads; the program holds as long as that stays the same.
     """
 
     def __init__(self, graph: fx.Graph, entry: nn.Module, kinds: bool, reads: ForwardReads) -> None:

@@ -106,10 +106,12 @@ class EntryModule(nn.Module):
 
 
 class Recorder(fx.Tracer):
-    """Args:
-    opened: modules whose forwards are traced; all others are layers.
-    example: the tensors of the inputs, with which everything is worked out as it is traced; None: without.
-    training: whether it is traced for training, or for evaluation.
+    """Traces a model's forward, with layers as single calls.
+
+    Args:
+        opened: modules whose forwards are traced; all others are layers.
+        example: the tensors of the inputs, with which everything is worked out as it is traced; None: without.
+        training: whether it is traced for training, or for evaluation.
 
     Attributes:
         reads: what the forward reads besides its inputs.

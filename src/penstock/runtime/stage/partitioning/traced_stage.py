@@ -22,11 +22,13 @@ _FORM, _DTYPE, _DEVICE = "form of the inputs", "a type of tensors", "the device 
 
 
 class TracedStage(Stage):
-    """Args:
-    layers: path in the model -> layer, in the order in which they are called first.
-    tensors: path -> parameter or buffer that the forward itself uses here.
-    kept: path -> those that no stage uses; they are held, named and saved, as the model's.
-    alias: of paths, in which an earlier stage has the same, those under which this one does.
+    """A stage that runs its part of a traced forward.
+
+    Args:
+        layers: path in the model -> layer, in the order in which they are called first.
+        tensors: path -> parameter or buffer that the forward itself uses here.
+        kept: path -> those that no stage uses; they are held, named and saved, as the model's.
+        alias: of paths, in which an earlier stage has the same, those under which this one does.
     """
 
     def __init__(

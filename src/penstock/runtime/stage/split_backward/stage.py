@@ -157,12 +157,15 @@ class WatchedParameter(NamedTuple):
 
 
 class SplitStage:
-    """Attributes:
-    recomputing: the tape whose I is running. A checkpoint inside the stage then calls the modules again: on CUDA from
-        autograd's own thread, where no context variable of ours is seen.
-    others: the parameters of no prepared module, by name: their gradients are computed in I.
-    compiled: the prepared modules in parts that torch.compile has taken over; of these, biases are among the others.
-    call_counts: counts what waits and what does not.
+    """A stage whose backward is split into I and W.
+
+    Attributes:
+        recomputing: the tape whose I is running. A checkpoint inside the stage then calls the modules again: on CUDA
+            from autograd's own thread, where no context variable of ours is seen.
+        others: the parameters of no prepared module, by name: their gradients are computed in I.
+        compiled: the prepared modules in parts that torch.compile has taken over; of these, biases are among the
+            others.
+        call_counts: counts what waits and what does not.
     """
 
     def __init__(self) -> None:

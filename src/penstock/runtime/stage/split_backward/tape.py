@@ -87,10 +87,12 @@ def _sum(parts: list[Part], dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class ParameterUses:
-    """Attributes:
-    owners: of each deferred module in the graph its parameters, by id.
-    counts: by a parameter's id, how often deferred modules use it.
-    others: the parameters used in any other way, by id.
+    """How the parameters of a microbatch's graph are used, which decides whose gradients may wait for W.
+
+    Attributes:
+        owners: of each deferred module in the graph its parameters, by id.
+        counts: by a parameter's id, how often deferred modules use it.
+        others: the parameters used in any other way, by id.
 
     An embedding whose table is also the head's weight, in a custom module, say. Autograd adds both gradients to
     each other before it adds them to `.grad`; with one of them waiting for W the sum would be grouped otherwise.

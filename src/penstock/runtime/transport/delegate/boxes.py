@@ -36,9 +36,11 @@ from penstock.runtime.transport.wire_format import ALIGN
 
 
 class LaneCount(NamedTuple):
-    """Attributes:
-    lanes: delegates of one kind and direction, each with a connection of its own.
-    posted: messages that must have a place at the receiver, so that none waits for one.
+    """How many delegates a link needs, and how many messages may be on their way.
+
+    Attributes:
+        lanes: delegates of one kind and direction, each with a connection of its own.
+        posted: messages that must have a place at the receiver, so that none waits for one.
     """
 
     lanes: int

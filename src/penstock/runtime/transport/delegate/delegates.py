@@ -288,11 +288,13 @@ class DelegateKey(NamedTuple):
 
 
 class Delegates:
-    """Args:
-    gather: everyone's value, by rank.
-    num_places: most delegates of one kind and direction.
-    host_memory: bytes that messages on their way out may take, and those that came in.
-    pinned: whether CUDA is to know the memory.
+    """The delegate processes of one rank.
+
+    Args:
+        gather: everyone's value, by rank.
+        num_places: most delegates of one kind and direction.
+        host_memory: bytes that messages on their way out may take, and those that came in.
+        pinned: whether CUDA is to know the memory.
 
     Raises:
         RuntimeFailure: see `Listeners`; ranks that differ in what they must share.

@@ -52,8 +52,10 @@ class LaneState:
 
 
 class ConnectionHealth:
-    """Args:
-    addresses: of a rank's interfaces.
+    """Which of a rank's lanes have a connection, and which links have lost theirs.
+
+    Args:
+        addresses: of a rank's interfaces.
     """
 
     def __init__(self, rank: int, addresses: Callable[[int], list[str]], counters: Counters) -> None:

@@ -30,8 +30,10 @@ SCRATCH = bytearray(1 << 20)
 
 
 class InConnection:
-    """Args:
-    place: of our interface that it came in on.
+    """A connection over which messages come in to a receiving delegate.
+
+    Args:
+        place: of our interface that it came in on.
     """
 
     def __init__(self, receiver: Receiver, made: socket.socket, place: int, now: int) -> None:

@@ -27,8 +27,10 @@ QUEUED = 256 << 10
 
 
 class OutLane:
-    """Args:
-    before: the number of the last message that was answered before this delegate started.
+    """A lane of messages that a sending delegate writes.
+
+    Args:
+        before: the number of the last message that was answered before this delegate started.
     """
 
     def __init__(self, sender: Sender, lane: Lane, before: int) -> None:

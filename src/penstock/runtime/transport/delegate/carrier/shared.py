@@ -79,9 +79,11 @@ def rounded(num_bytes: int) -> int:
 
 
 class Slots:
-    """Args:
-    limit: bytes that may be taken; changes by `grant`. More than `span` can't be.
-    taken: (offset, capacity) of slots that are taken from the start.
+    """Allots parts of a shared memory to messages.
+
+    Args:
+        limit: bytes that may be taken; changes by `grant`. More than `span` can't be.
+        taken: (offset, capacity) of slots that are taken from the start.
     """
 
     def __init__(self, limit: int, span: int, taken: Iterable[tuple[int, int]] = ()) -> None:

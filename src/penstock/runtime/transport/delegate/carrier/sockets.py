@@ -245,8 +245,10 @@ MOST_PARTS = 16
 
 
 class SocketStream:
-    """Args:
-    made: a connected socket; ready: called when there is something to read, or to write.
+    """A connected socket with a queue of bytes that are yet to be written.
+
+    Args:
+        made: a connected socket; ready: called when there is something to read, or to write.
 
     Attributes:
         queued: bytes not yet taken by the socket; spoke: when it last took some.
