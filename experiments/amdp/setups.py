@@ -15,7 +15,7 @@ from functools import cached_property
 
 import penstock as ps
 from penstock.cost.presets import A800, CostPreset, find_preset
-from penstock.cost.presets.named import Split
+from penstock.cost.presets.named import LayerSplit
 
 MODELS: Mapping[str, str] = {"GPT": "amdp-gpt", "BERT": "amdp-bert"}
 
@@ -53,7 +53,7 @@ class Setup:
     model: str
     num_ranks: int
     batch: int
-    split: Split = "even"
+    split: LayerSplit = "even"
     head: float = 1.0
     link_gb: float = A800.link_gb
 

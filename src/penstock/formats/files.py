@@ -15,14 +15,14 @@ from pathlib import Path
 from penstock.cost import Costs
 from penstock.formats.native import from_json, to_json
 from penstock.formats.torch_csv import from_torch_csv
-from penstock.formats.torch_csv_write import Form, to_torch_csv
+from penstock.formats.torch_csv_write import CsvForm, to_torch_csv
 from penstock.passes.communication import add_communication
 from penstock.schedule import Schedule, ScheduleError, declare_shown_order, parse, to_text
 from penstock.schedule.schedule import require_schedule
 from penstock.schedule.send_recv import has_communication, remove_communication
 from penstock.simulation import Timeline
 
-DIALECTS: dict[str, Form | None] = {
+DIALECTS: dict[str, CsvForm | None] = {
     "torch": None,
     "torch:compute_only": "compute_only",
     "torch:compute_comms": "compute_comms",
@@ -130,7 +130,7 @@ def _check_ending(path: Path, dialect: str | None, done: str) -> None:
         raise ScheduleError(f"{path}: dialect {dialect!r} is for .csv files; leave it out", rule="options")
 
 
-def _in_form(schedule: Schedule, form: Form | None) -> Schedule:
+def _in_form(schedule: Schedule, form: CsvForm | None) -> Schedule:
     if form == "compute_only":
         return remove_communication(schedule)
     return add_communication(schedule) if form and not has_communication(schedule) else schedule

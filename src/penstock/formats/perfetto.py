@@ -37,7 +37,7 @@ KIND_NAMES = {
     "U": "update",
 }
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 def to_perfetto(timelines: Timeline | Sequence[Timeline]) -> bytes:
@@ -54,7 +54,7 @@ def to_perfetto(timelines: Timeline | Sequence[Timeline]) -> bytes:
         True
     """
     given = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     first_process = 1
     first_flow = 1
     for timeline in given:
@@ -133,9 +133,9 @@ class _Trace:
         self.origin = min((t.start for t in timeline.ops), default=0.0)
         self.ran = {timed.op: timed for timed in timeline.ops}
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[TraceEvent]:
         """Names of tracks first, then everything by time."""
-        timed: list[Event] = []
+        timed: list[TraceEvent] = []
         for row in self.timeline.rows:
             timed += [event for t in row for event in self._op(t)]
         for rank, row in enumerate(self.timeline.rows):
@@ -148,7 +148,7 @@ class _Trace:
         timed.sort(key=lambda e: (e["ts"], e["ph"] != "X", -e.get("dur", 0.0)))
         return [*self._processes(), *named, *timed]
 
-    def _processes(self) -> Iterator[Event]:
+    def _processes(self) -> Iterator[TraceEvent]:
         for rank in range(self.timeline.num_ranks):
             process = self.first_process + rank
             yield _meta("process_name", process, {"name": f"{self.lead}rank {rank}"})
@@ -162,7 +162,7 @@ class _Trace:
     def _track(self, op: Op) -> int:
         return ASYNCHRONOUS_TRACK if op[:2] in self.timeline.schedule.asynchronous else COMPUTE_TRACK
 
-    def _op(self, timed: TimedOp) -> Iterator[Event]:
+    def _op(self, timed: TimedOp) -> Iterator[TraceEvent]:
         op = timed.op
         args: dict[str, Any] = {
             "op": str(op),
@@ -185,7 +185,7 @@ class _Trace:
             after = timed.end + timed.blocked
             yield self._slice("blocked: link full", "wait", timed.rank, COMPUTE_TRACK, timed.end, after)
 
-    def _slice(self, name: str, category: str, rank: int, track: int, start: float, end: float) -> Event:
+    def _slice(self, name: str, category: str, rank: int, track: int, start: float, end: float) -> TraceEvent:
         begin = self._time(start)
         return {
             "ph": "X",
@@ -197,7 +197,7 @@ class _Trace:
             "dur": round(self._time(end) - begin, 3),
         }
 
-    def _held(self, rank: int, row: Sequence[TimedOp]) -> Iterator[Event]:
+    def _held(self, rank: int, row: Sequence[TimedOp]) -> Iterator[TraceEvent]:
         for time, count in held_over_time([*row, *self.timeline.streams[rank]], self.timeline.schedule.graph.holds):
             yield {
                 "ph": "C",
@@ -207,15 +207,15 @@ class _Trace:
                 "args": {"held": count},
             }
 
-    def _messages(self) -> tuple[list[Event], list[Event]]:
+    def _messages(self) -> tuple[list[TraceEvent], list[TraceEvent]]:
         """Names of the link tracks, and slices and arrows of the messages.
 
         Slices of one track must not overlap, so messages under way at once on a link get lanes.
         """
         recorded = bool(self.timeline.messages)
         lanes: dict[tuple[int, int], list[float]] = {}
-        named: list[Event] = []
-        events: list[Event] = []
+        named: list[TraceEvent] = []
+        events: list[TraceEvent] = []
         tracks: dict[tuple[int, int, int], int] = {}
         next_track = [FIRST_LINK_TRACK] * self.timeline.num_ranks
         for index, message in enumerate(sorted(messages_of(self.timeline), key=lambda m: (m.sent, m.arrived))):
@@ -241,7 +241,7 @@ class _Trace:
             events += self._flow(self.first_flow + index, steps)
         return named, events
 
-    def _link_track(self, track: int, message: Message, lane: int) -> list[Event]:
+    def _link_track(self, track: int, message: Message, lane: int) -> list[TraceEvent]:
         process = self.first_process + message.source_rank
         name = f"to rank {message.target_rank}" + (f", {lane + 1}" if lane else "")
         sort = 1 + message.target_rank * 1000 + lane
@@ -250,7 +250,7 @@ class _Trace:
             _meta("thread_sort_index", process, {"sort_index": sort}, track),
         ]
 
-    def _flow(self, number: int, steps: Sequence[tuple[int, int, float]]) -> Iterator[Event]:
+    def _flow(self, number: int, steps: Sequence[tuple[int, int, float]]) -> Iterator[TraceEvent]:
         for k, (rank, track, time) in enumerate(steps):
             phase = "s" if k == 0 else "f" if k == len(steps) - 1 else "t"
             event = {
@@ -273,5 +273,5 @@ class _Trace:
         return round((ms - self.origin) * 1000, 3)
 
 
-def _meta(name: str, process: int, args: dict[str, Any], track: int = 0) -> Event:
+def _meta(name: str, process: int, args: dict[str, Any], track: int = 0) -> TraceEvent:
     return {"ph": "M", "name": name, "pid": process, "tid": track, "args": args}

@@ -24,11 +24,11 @@ from penstock.schedule.pairs import paired_steps
 from penstock.schedule.send_recv import has_communication, remove_communication, run_rendezvous
 from penstock.schedule.text import unit_columns
 
-Form = Literal["compute_only", "compute_comms"]
+CsvForm = Literal["compute_only", "compute_comms"]
 """The name that torch's `_load_csv` has for it, too: load a file in the form it was written in."""
 
 
-def to_torch_csv(schedule: Schedule, form: Form | None = None) -> str:
+def to_torch_csv(schedule: Schedule, form: CsvForm | None = None) -> str:
     """The schedule as torch's CSV. Its name and `max_in_flight` have no place there.
 
     Args:

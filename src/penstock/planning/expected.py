@@ -18,7 +18,7 @@ _WORSE = 2e-3
 
 
 @dataclass(frozen=True)
-class Samples:
+class SampledProblems:
     """One problem under several link delays."""
 
     problems: tuple[Problem, ...]
@@ -49,7 +49,7 @@ def under(problem: Problem, links: Links) -> Problem:
     )
 
 
-def robust(search: Search, samples: Samples, candidates: list[Array], until: float) -> None:
+def robust(search: Search, samples: SampledProblems, candidates: list[Array], until: float) -> None:
     """Takes the best of the candidates on average, then exchanges neighbours while that helps, until `until`.
 
     A pair is drawn anywhere, not on one critical path: each sample has its own.

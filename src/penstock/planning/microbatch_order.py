@@ -36,7 +36,7 @@ from penstock.schedule.short_repr import short_repr
 from penstock.simulation.lowered import Order
 from penstock.simulation.memory import given_caps, memory_changes
 from penstock.simulation.runner import PreparedRun, Runner, RunResult, durations, frozen_timer
-from penstock.simulation.transport import Decoupled, Transport, as_transport
+from penstock.simulation.transport import Decoupled, SimulatedTransport, as_transport
 
 SHARES = {
     "mountain": 1 / 2, "a third in front": 1 / 3, "two thirds in front": 2 / 3, "a quarter in front": 1 / 4,
@@ -109,7 +109,7 @@ def order_microbatches(
     costs: Costs,
     *,
     links: Links | None = None,
-    transport: Transport | str = "decoupled",
+    transport: SimulatedTransport | str = "decoupled",
     memory_limit: float | Sequence[float] | None = None,
     noise: float = 0.0,
     dispatches: Sequence[Dispatch | str] = DISPATCHES,
@@ -202,7 +202,7 @@ class OrderSearch:
         costs: Costs,
         links: Links | None = None,
         *,
-        transport: Transport | str = "decoupled",
+        transport: SimulatedTransport | str = "decoupled",
         memory_limit: float | Sequence[float] | None = None,
         dispatches: Sequence[Dispatch | str] = DISPATCHES,
         compile: bool | None = None,

@@ -13,7 +13,7 @@ from penstock.planning import exact, longest_paths, time_windows
 from penstock.planning.bounds import busy_bound, jackson_bound, ramp_bound, round_trip_bound, work_bound, work_seconds
 from penstock.planning.building_blocks import hosts_several, repeated
 from penstock.planning.destructive_bound import DestructiveBound
-from penstock.planning.expected import Samples, robust, under
+from penstock.planning.expected import SampledProblems, robust, under
 from penstock.planning.library_starts import named
 from penstock.planning.local_search import walked
 from penstock.planning.objective import Expected
@@ -125,8 +125,8 @@ def _refute(search: Search, seconds: float) -> None:
     search.improve_bound(bound.bound)
 
 
-def _samples(problem: Problem, goal: Expected) -> Samples:
-    return Samples(tuple(under(problem, links) for links in goal.samples))
+def _samples(problem: Problem, goal: Expected) -> SampledProblems:
+    return SampledProblems(tuple(under(problem, links) for links in goal.samples))
 
 
 def _run_expected(search: Search, goal: Expected) -> None:

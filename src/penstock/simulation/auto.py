@@ -27,7 +27,7 @@ from penstock.schedule.send_recv import remove_communication
 from penstock.simulation.lowered import Array, Order
 from penstock.simulation.memory import frozen_caps
 from penstock.simulation.runner import Runner
-from penstock.simulation.transport import Transport, as_transport
+from penstock.simulation.transport import SimulatedTransport, as_transport
 
 FROZEN = Policy(Dispatch.FROZEN)
 POLICIES = (
@@ -65,7 +65,7 @@ def choose_policy(
     costs: Costs,
     *,
     links: Links | None = None,
-    transport: Transport | str = "decoupled",
+    transport: SimulatedTransport | str = "decoupled",
     memory_limit: float | Sequence[float] | None = None,
     jitter: float = 0.0,
     num_draws: int = 8,
@@ -99,7 +99,7 @@ def choose(
     runner: Runner,
     order: Order,
     links: Links | LinkQueues,
-    transport: Transport,
+    transport: SimulatedTransport,
     caps: Sequence[float],
     *,
     links_at: float = 0.0,

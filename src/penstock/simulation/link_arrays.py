@@ -11,7 +11,7 @@ from penstock.cost import Costs, Links
 from penstock.cost.links import LinkQueues
 from penstock.cost.over_time import Constant, Trace
 from penstock.simulation.lowered import Array, Order
-from penstock.simulation.transport import Blocking, Transport
+from penstock.simulation.transport import Blocking, SimulatedTransport
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _arrival(order: Order, costs: Costs, lines: LinkQueues, at: float) -> Callab
     return arrival
 
 
-def depths(order: Order, transport: Transport) -> Array:
+def depths(order: Order, transport: SimulatedTransport) -> Array:
     """How many messages each link holds under way, by link; 0 for any number."""
     if not isinstance(transport, Blocking):
         return np.zeros(1, np.int64)

@@ -23,7 +23,7 @@ from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
-from penstock.simulation.transport import Transport
+from penstock.simulation.transport import SimulatedTransport
 
 WEIGHT_KINDS = ("W", "B")
 """What adds to a stage's gradients."""
@@ -98,7 +98,7 @@ def simulate_mesh(
     links: Links | None = None,
     ring: Ring | None = None,
     dispatch: Dispatch | str = Dispatch.FROZEN,
-    transport: Transport | str = "decoupled",
+    transport: SimulatedTransport | str = "decoupled",
     memory_limit: float | Sequence[float] | None = None,
     links_at: float = 0.0,
 ) -> MeshTimeline:

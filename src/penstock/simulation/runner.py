@@ -37,7 +37,7 @@ from penstock.schedule.updates import OWNER
 from penstock.simulation.link_arrays import LinkArrays, depths, passed
 from penstock.simulation.lowered import Order
 from penstock.simulation.memory import by_kind_and_stage, by_op, memory_changes
-from penstock.simulation.transport import Blocking, Transport
+from penstock.simulation.transport import Blocking, SimulatedTransport
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class PreparedRun:
         self,
         order: Order,
         policy: Policy,
-        transport: Transport,
+        transport: SimulatedTransport,
         through: LinkArrays,
         compile: bool,
         caps: Sequence[float] | None,
@@ -261,7 +261,7 @@ class Runner:
         links: Links | LinkQueues,
         *,
         dispatch: Dispatch | Policy | str = Dispatch.FROZEN,
-        transport: Transport,
+        transport: SimulatedTransport,
         caps: Sequence[float] | None = None,
         warmup: Sequence[int] | None = None,
         links_at: float = 0.0,
@@ -296,7 +296,7 @@ class Runner:
         order: Order,
         links: Links | LinkQueues,
         policy: Policy,
-        transport: Transport,
+        transport: SimulatedTransport,
         caps: Sequence[float] | None = None,
     ) -> PreparedRun:
         """All that `run` takes from an order, for runs that differ in what its ops take: their time and memory."""

@@ -17,10 +17,11 @@ from penstock.simulation.auto import choose
 from penstock.simulation.memory import frozen_caps, frozen_peaks, memory_changes
 from penstock.simulation.runner import Runner
 from penstock.simulation.timeline import Timeline, timeline_of
-from penstock.simulation.transport import Blocking, Decoupled, Transport, as_transport
+from penstock.simulation.transport import Blocking, Decoupled, SimulatedTransport, as_transport
 
 __all__ = [
-    "Blocking", "Decoupled", "Transport", "as_dispatch", "frozen_caps", "frozen_peaks", "memory_changes", "simulate",
+    "Blocking", "Decoupled", "SimulatedTransport", "as_dispatch", "frozen_caps", "frozen_peaks", "memory_changes",
+    "simulate",
 ]  # fmt: skip
 AUTO = "auto"
 COMPILE_ABOVE = 50_000
@@ -34,7 +35,7 @@ def simulate(
     links: Links | LinkQueues | None = None,
     *,
     dispatch: Dispatch | Policy | str = Dispatch.FROZEN,
-    transport: Transport | str = "decoupled",
+    transport: SimulatedTransport | str = "decoupled",
     memory_limit: float | Sequence[float] | None = None,
     warmup: Sequence[int] | None = None,
     links_at: float = 0.0,

@@ -62,10 +62,10 @@ class Blocking:
         return 0 if {(source, target), (target, source)} & self.delegated else self.depth
 
 
-Transport = Decoupled | Blocking
+SimulatedTransport = Decoupled | Blocking
 
 
-def as_transport(value: Transport | str) -> Transport:
+def as_transport(value: SimulatedTransport | str) -> SimulatedTransport:
     """Reads "decoupled" or "blocking". Raises CostError for anything else."""
     if isinstance(value, Decoupled | Blocking):
         return value

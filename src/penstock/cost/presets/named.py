@@ -40,9 +40,9 @@ read and written, the weight (2) is written. It does little arithmetic, so this 
 TAKE_OVER_BYTES = 6
 """Of a parameter that a copy reads and writes to take it over: it comes, is written and the gradient is zeroed."""
 
-Split = Literal["layers", "even", "balanced"]
+LayerSplit = Literal["layers", "even", "balanced"]
 
-SPLITS: Mapping[Split, str] = {
+SPLITS: Mapping[LayerSplit, str] = {
     "layers": "embedding and head count as a layer each when layers are dealt out",
     "even": "blocks are dealt out; the embedding comes on top of the first, the head of the last stage's (Megatron)",
     "balanced": "the costliest stage costs least (`cost/cut.py`)",
@@ -69,7 +69,7 @@ class CostPreset:
     num_stages: int
     data_parallel: int = 1
     device: Accelerator = H800
-    split: Split = "layers"
+    split: LayerSplit = "layers"
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -211,7 +211,7 @@ def costs_preset(
     sequence: int | None = None,
     tensor_parallel: int | None = None,
     device: Accelerator | str | None = None,
-    split: Split | None = None,
+    split: LayerSplit | None = None,
 ) -> Costs:
     """Costs of a GPT-2 or a BERT by name, from formulas over an assumed device: no measurement of yours.
 

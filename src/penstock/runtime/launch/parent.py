@@ -45,7 +45,7 @@ def listen(port: int | None) -> socket.socket:
         raise RuntimeFailure(f"port {port} cannot be used: {error.strerror}; leave it out for any free one") from None
 
 
-Handler = Callable[[int, FrameType | None], None]
+SignalHandler = Callable[[int, FrameType | None], None]
 
 MAY_BE_IGNORED = frozenset({signal.SIGINT, signal.SIGHUP})
 """What a shell ignores for a job that it starts in the background (SIGINT), and nohup (SIGHUP): such a job is not to
@@ -53,7 +53,7 @@ end by what is meant for the one in the foreground. SIGTERM names its process, a
 
 
 @contextlib.contextmanager
-def handled(handler: Handler, *numbers: signal.Signals) -> Iterator[None]:
+def handled(handler: SignalHandler, *numbers: signal.Signals) -> Iterator[None]:
     """Calls `handler` for these signals inside its `with`. Nothing is changed outside the main thread.
 
     Those that the process was started to ignore stay ignored.

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 
 from penstock.runtime.tensors.message import Edge
 
-Event = Callable[[], list[Edge]]
+ArrivalEvent = Callable[[], list[Edge]]
 FINELY, BRIEFLY = 0.002, 0.0001
 """Seconds before a given moment from which a rank that polls descriptors sleeps in small pieces, and how long these
 are: the system's poll counts milliseconds."""
@@ -30,10 +30,10 @@ class Inbox:
     """Events of one rank. `put` and `fail` may be called from any thread, the rest from the rank's own."""
 
     def __init__(self) -> None:
-        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._events: SimpleQueue[ArrivalEvent] = SimpleQueue()
         self._descriptor: int | None = None
 
-    def put(self, event: Event) -> None:
+    def put(self, event: ArrivalEvent) -> None:
         self._events.put(event)
         if self._descriptor is not None:
             os.eventfd_write(self._descriptor, 1)

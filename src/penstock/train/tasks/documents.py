@@ -19,7 +19,7 @@ from penstock.train.checks import SettingsError
 from penstock.train.settings import MEASURED, SIZES, Settings
 from penstock.train.tasks.task import VALIDATION_BATCHES, Example, TaskData
 
-Form = Callable[[Tensor, Tensor], Any]
+BatchForm = Callable[[Tensor, Tensor], Any]
 """Makes a model's input of tokens[1, T] and the lengths[n] of the sequences in them."""
 
 
@@ -31,7 +31,7 @@ class Documents:
     """See `PackedDocuments`. As batches, they are packed in the order in which they arrive."""
 
     def __init__(
-        self, sequences: Sequences, num_replicas: int, num_microbatches: int, costs: CostsByLength, form: Form
+        self, sequences: Sequences, num_replicas: int, num_microbatches: int, costs: CostsByLength, form: BatchForm
     ) -> None:
         self.sequences, self.num_replicas, self.num_microbatches = sequences, num_replicas, num_microbatches
         self.costs = costs
@@ -60,7 +60,7 @@ class Documents:
         return packed_example(self.sequences, microbatches, self._form)
 
 
-def packed_example(sequences: Sequences, microbatches: Sequence[Sequence[int]], form: Form) -> Example:
+def packed_example(sequences: Sequences, microbatches: Sequence[Sequence[int]], form: BatchForm) -> Example:
     """A batch with the sequences of each microbatch in one row."""
     rows = [sequences.row(each) for each in microbatches]
     inputs = [form(torch.from_numpy(row.inputs), torch.from_numpy(row.lengths)) for row in rows]
@@ -73,7 +73,7 @@ def packed_documents(
     context: int,
     corpus: Corpus | None,
     sizes: CostsByLength,
-    form: Form = as_gpt_takes_it,
+    form: BatchForm = as_gpt_takes_it,
 ) -> TaskData:
     """The documents of a text.
 
@@ -105,7 +105,7 @@ def packed_documents(
     )
 
 
-def _validation(settings: Settings, corpus: Corpus, context: int, form: Form) -> list[Example]:
+def _validation(settings: Settings, corpus: Corpus, context: int, form: BatchForm) -> list[Example]:
     """Up to four fixed batches, packed in order of arrival; with fewer microbatches if the text is too short."""
     whole = Sequences(corpus.validation, corpus.validation_starts, context, context, 0, corpus.vocab_size)
     size = min(settings.batch * context, whole.num_tokens)

@@ -34,7 +34,7 @@ SEEN_AGAIN = 4
 HELD_OUT = 10
 """One sample of a dataset in so many is never trained on, unless the function makes other data for evaluation."""
 
-Reader = Callable[[Any, str], Example]
+ExampleReader = Callable[[Any, str], Example]
 """Makes inputs and targets of a batch. The text names the batch in errors."""
 
 
@@ -172,7 +172,7 @@ class IteratedBatches:
     Without one, a resumed run draws the batches of the pass again up to there.
     """
 
-    def __init__(self, source: OwnSource, read: Reader) -> None:
+    def __init__(self, source: OwnSource, read: ExampleReader) -> None:
         self._source, self._read = source, read
         self._found = source.make()
         self.is_stateful = is_stateful(self._found)
@@ -225,7 +225,9 @@ class IteratedBatches:
 class DatasetBatches:
     """Batches of a dataset's samples, by step. Each pass is shuffled by the seed, and has only whole batches."""
 
-    def __init__(self, source: OwnSource, found: Any, numbers: Sequence[int], batch: int, read: Reader) -> None:
+    def __init__(
+        self, source: OwnSource, found: Any, numbers: Sequence[int], batch: int, read: ExampleReader
+    ) -> None:
         self._source, self._found, self._read = source, found, read
         self._numbers, self._batch = list(numbers), batch
         self.num_batches = len(self._numbers) // batch
@@ -289,7 +291,7 @@ class OwnData(NamedTuple):
     unit: str
 
 
-def own_data(settings: Settings, read: Reader) -> OwnData:
+def own_data(settings: Settings, read: ExampleReader) -> OwnData:
     """The data that `settings.data` names in a Python file.
 
     Args:
@@ -307,7 +309,7 @@ def own_data(settings: Settings, read: Reader) -> OwnData:
     return OwnData(data, found.unit)
 
 
-def _dealt(settings: Settings, text: str, read: Reader) -> OwnData:
+def _dealt(settings: Settings, text: str, read: ExampleReader) -> OwnData:
     """If each replica loads its own part of the data, the part of this one; in a single process all parts, one
     after another.
     """
@@ -350,7 +352,7 @@ class OpenedData(NamedTuple):
         return {"data": self.batches} if isinstance(self.batches, IteratedBatches) else {}
 
 
-def opened(source: OwnSource, batch: int, least: int, read: Reader) -> OpenedData:
+def opened(source: OwnSource, batch: int, least: int, read: ExampleReader) -> OpenedData:
     """The data of one replica.
 
     Args:
@@ -402,7 +404,7 @@ class Validation(Iterable[Example]):
         return self._draw()
 
 
-def _others(source: OwnSource, read: Reader) -> Iterator[Example]:
+def _others(source: OwnSource, read: ExampleReader) -> Iterator[Example]:
     """The batches with train=False."""
     own, count = source.own, 0
     for batch in _Pass(source, source.make(train=False), 0):
@@ -412,7 +414,7 @@ def _others(source: OwnSource, read: Reader) -> Iterator[Example]:
         raise SettingsError(f"{OPTION}: {own} gives no batch with train=False; it has to give at least one")
 
 
-def _of_samples(source: OwnSource, found: Any, batch: int, read: Reader) -> OpenedData:
+def _of_samples(source: OwnSource, found: Any, batch: int, read: ExampleReader) -> OpenedData:
     own, num = source.own, len(found)
     digest = f"{own.name} of {num} samples {batch_digest(tensors_of(default_collate([found[0]]))):x}" if num else ""
     if source.takes_train:
