@@ -101,7 +101,7 @@ def given_data(pipe: ps.Pipeline) -> None:
 CHANGES: dict[str, tuple[Callable[[ps.Pipeline], object], str]] = {
     "nothing": (lambda pipe: None, ""),
     "written": (written, "changed in place since the last step"),
-    "written to data": (lambda pipe: local(parameter_of(pipe).data).mul_(2), "changed in place since the last step"),
+    "written to data": (lambda pipe: local(parameter_of(pipe).data).mul_(2), "changed through its data since the last step"),
     "data": (given_data, "given other data since the last step"),
     "frozen": (lambda pipe: parameter_of(pipe).requires_grad_(False), "frozen, of torch.float32"),
     "rate": (with_rate, "0.5"),
@@ -114,7 +114,8 @@ CHANGES: dict[str, tuple[Callable[[ps.Pipeline], object], str]] = {
 NOT_SEEN = {
     # One replica has the optimizer's state of a parameter, its gradient, or memory for all of it.
     "zero1": ("gradient", "cleared", "loaded"),
-    "fsdp": ("data",),  # torch leaves the part as it is
+    # Torch leaves the part as it is; and values alone say nothing, as each replica has others.
+    "fsdp": ("data", "written to data"),
     # The gradients of other copies count once, as the owner's; and only the owner has an optimizer state.
     "copies": ("rate", "cleared", "loaded"),
     "copies and replicas": (),
@@ -194,3 +195,30 @@ def test_bug_what_one_holder_changed_between_steps_made_them_other_models(name: 
         assert CHANGES[change][1] in alone, f"{change}: {alone}"
         assert bool(alone) == (change != "nothing"), f"{change}: {alone}"
         assert not alone or alone.endswith("change it on every rank, between the same two steps")
+
+
+def clipped(rank: int) -> tuple[list[bool], str]:
+    """Of which replicas a bound that all clip their parts to changes the part, and what the next step says."""
+    pipe = made(CASES["fsdp"])
+    torch.manual_seed(1)
+    x, y = torch.randn(NUM_SAMPLES, WIDTH), torch.randn(NUM_SAMPLES, WIDTH)
+    pipe.step(x, y)
+    part = local(parameter_of(pipe).data)
+    largest = pipe.gather(part.abs().max().item())
+    bound = sum(largest) / len(largest)
+    part.clamp_(-bound, bound)
+    try:
+        pipe.step(x, y)
+    except RuntimeFailure as error:
+        return [one > bound for one in largest], str(error)
+    finally:
+        pipe.close()
+    return [one > bound for one in largest], ""
+
+
+def test_bug_clipping_the_data_of_all_parts_was_refused_where_one_part_alone_had_values_to_clip() -> None:
+    outcomes = run_ranks(2, clipped)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    for changed, said in (o.value for o in outcomes):
+        assert sorted(changed) == [False, True]
+        assert said == ""

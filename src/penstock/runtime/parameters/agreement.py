@@ -36,7 +36,7 @@ from penstock.runtime.mesh.peers import GroupPeers, MeshPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.given_optimizer import is_plain
 from penstock.runtime.parameters.local_model import LocalModel
-from penstock.runtime.parameters.sharding import OwnedParameters, UnshardedParameters
+from penstock.runtime.parameters.sharding import OwnedParameters, ShardedParameters, UnshardedParameters
 from penstock.runtime.tensors.dtensor import is_sharded, memory
 from penstock.schedule.updates import OWNER
 
@@ -48,6 +48,8 @@ SAMPLED = 64
 """Of how many numbers of a tensor a change is seen that torch does not count (`parameter.data.mul_(2)`)."""
 
 _MOVED, _WRITTEN = "given other data since the last step", "changed in place since the last step"
+_SAMPLED = "changed through its data since the last step"
+"""Seen by values alone, which holders of other parts have otherwise: `data.clamp_(-1, 1)` may change one of them."""
 _GIVEN_GRADIENT = "with a gradient before the step"
 _GRADIENT_GONE, _GRADIENT_CHANGED = "with its gradient cleared before the step", "with its gradient changed before it"
 
@@ -202,6 +204,7 @@ class HolderSet:
         has_gradients: whether each of them has a parameter's gradient between two steps, or none has.
         steps: whether each has the optimizer's state of a parameter, and all its options.
         by_group: options are compared group by group, which all holders have alike.
+        in_parts: of a parameter that is cut, each holder has another part.
     """
 
     holders: tuple[int, ...]
@@ -209,6 +212,7 @@ class HolderSet:
     has_gradients: bool
     steps: bool
     by_group: bool = False
+    in_parts: bool = False
 
 
 Facts = dict[str, str]
@@ -317,8 +321,9 @@ class HolderAgreement:
             return
         moved = self._samples.moved()
         found = [(place, _MOVED) for place in moved]
-        written = {*self._versions.changed(), *self._samples.changed()}.difference(moved)
-        found += [(place, _WRITTEN) for place in sorted(written)]
+        written = set(self._versions.changed()).difference(moved)
+        found += [(place, _WRITTEN) for place in written]
+        found += [(place, _SAMPLED) for place in set(self._samples.changed()).difference(moved, written)]
         found += self._states.changed(self._optimizer())
         for place, (parameter, known) in enumerate(zip(self._parameters, self._gradients, strict=True)):
             if (said := known.become(parameter.grad)) is not None:
@@ -430,7 +435,7 @@ class HolderAgreement:
         for name, parameter in held.parameters.items():
             place = self._number[id(parameter)]
             words = ["trained" if parameter.requires_grad else "frozen", f"of {parameter.dtype}"]
-            words += [said for said in sorted(self._events[place]) if _is_told(said, held)]
+            words += [said for said in sorted(self._events[place]) if _is_told(said, held, parameter)]
             known = [of_group.get(id(one)) for one in self._stepped[place]]
             by_itself = is_stepped and held.steps and not held.by_group and parameter.requires_grad
             words += ["left out of the optimizer"] if by_itself and None in known else []
@@ -469,7 +474,9 @@ class _Gradient:
 _NONE = _Gradient(None)
 
 
-def _is_told(event: str, held: HolderSet) -> bool:
+def _is_told(event: str, held: HolderSet, parameter: Parameter) -> bool:
+    if event == _SAMPLED:
+        return not (held.in_parts and is_sharded(parameter))
     if event in (_GIVEN_GRADIENT, _GRADIENT_GONE, _GRADIENT_CHANGED):
         return held.has_gradients
     return event in (_MOVED, _WRITTEN) or held.steps
@@ -530,7 +537,8 @@ def agreement_of(
     meetings: list[_Meeting] = []
     shard, rank, replica = mesh.shard, mesh.pipeline.here[0], mesh.replica
     if isinstance(mesh.replicas, GroupPeers):
-        alike = replace(everything, holders=tuple(range(mesh.num_replicas)))
+        in_parts = isinstance(sharding, ShardedParameters)
+        alike = replace(everything, holders=tuple(range(mesh.num_replicas)), in_parts=in_parts)
         meetings.append(_Meeting("replica", (rank, shard), mesh.replicas, [alike]))
     if isinstance(mesh.pipeline, GroupPeers):
         found = [
@@ -542,7 +550,7 @@ def agreement_of(
     if mesh.shards is not None:
         peers = mesh.everyone.along[-1] if isinstance(mesh.everyone, MeshPeers) else None
         assert isinstance(peers, GroupPeers), "shards are a dimension of a mesh"
-        alike = replace(everything, holders=tuple(range(mesh.num_shards)))
+        alike = replace(everything, holders=tuple(range(mesh.num_shards)), in_parts=True)
         meetings.append(_Meeting("shard", (rank, replica), peers, [alike]))
 
     def stepped(parameter: Parameter) -> Sequence[Tensor]:
@@ -570,7 +578,7 @@ def _named(model: LocalModel) -> dict[str, Parameter]:
 def _sets_of_ranks(model: LocalModel, is_dealt: bool, updates: bool, zero: bool) -> Iterator[HolderSet]:
     """What several ranks of a pipeline hold, in an order that all ranks have."""
     placement, stages, owned = model.placement, model.copies.stages, model.stages
-    pipelines = range(placement.num_pipelines)
+    pipelines, shared = range(placement.num_pipelines), {stage for stage, _ in placement.shared}
 
     def holders_of(indices: Iterable[int], those: Collection[int]) -> tuple[int, ...]:
         return tuple(sorted({rank for k in those for index in indices for rank in placement.hosts(k, index)}))
@@ -580,11 +588,13 @@ def _sets_of_ranks(model: LocalModel, is_dealt: bool, updates: bool, zero: bool)
         if len(holders) > 1:
             here = model.copies.own(index) if index in stages else {}
             # What replicas deal out, each rank deals by itself, but for what is tied.
-            yield HolderSet(holders, here, not is_dealt, not is_dealt and (not zero or holders == owners))
+            steps = not is_dealt and (not zero or holders == owners)
+            yield HolderSet(holders, here, not is_dealt, steps, in_parts=index in shared)
     for tie in model.ties:
         holders, owners = holders_of(tie.stages, pipelines), holders_of(tie.stages, [OWNER])
         if len(holders) > 1:
             # Where a rank has it in several stages, and steps that of some: one of these.
             mine = sorted((index for index in tie.stages if index in stages), key=lambda index: index not in owned)
             here = {} if not mine else {tie.name: stages[mine[0]].get_parameter(tie.names[mine[0]])}
-            yield HolderSet(holders, here, True, not updates and (not zero or holders == owners))
+            steps = not updates and (not zero or holders == owners)
+            yield HolderSet(holders, here, True, steps, in_parts=not shared.isdisjoint(tie.stages))
