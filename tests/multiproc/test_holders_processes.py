@@ -101,7 +101,10 @@ def given_data(pipe: ps.Pipeline) -> None:
 CHANGES: dict[str, tuple[Callable[[ps.Pipeline], object], str]] = {
     "nothing": (lambda pipe: None, ""),
     "written": (written, "changed in place since the last step"),
-    "written to data": (lambda pipe: local(parameter_of(pipe).data).mul_(2), "changed through its data since the last step"),
+    "written to data": (
+        lambda pipe: local(parameter_of(pipe).data).mul_(2),
+        "changed through its data since the last step",
+    ),
     "data": (given_data, "given other data since the last step"),
     "frozen": (lambda pipe: parameter_of(pipe).requires_grad_(False), "frozen, of torch.float32"),
     "rate": (with_rate, "0.5"),

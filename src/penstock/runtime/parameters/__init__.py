@@ -21,7 +21,7 @@ copy_weights     which weights a copy's ops read meanwhile, by version_rules: Pi
 versioned_parameters   parameters that change together, and which version each op reads
 
 Whoever holds a tensor, four things must be known of it. Each is in one place: its holders (`ties.Ties` over stages,
-`shared_tensors.Holders` over ranks of a pipeline, `sharding.UnshardedParameters` over replicas); its owner; in which
+`shared_tensors.Holders` over ranks of a pipeline, `sharding.ReplicaParameters` over replicas); its owner; in which
 order its gradients are added (pipelines ascending, and within a microbatch the deepest stage first: `added` of
 `stage/autograd.py`); and when it is stepped and sent back.
 

@@ -36,7 +36,7 @@ from penstock.runtime.mesh.peers import GroupPeers, MeshPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.given_optimizer import is_plain
 from penstock.runtime.parameters.local_model import LocalModel
-from penstock.runtime.parameters.sharding import OwnedParameters, ShardedParameters, UnshardedParameters
+from penstock.runtime.parameters.sharding import ReplicaParameters
 from penstock.runtime.tensors.dtensor import is_sharded, memory
 from penstock.schedule.updates import OWNER
 
@@ -519,7 +519,7 @@ def _where(kind: str, holders: Sequence[int]) -> str:
 def agreement_of(
     model: LocalModel,
     mesh: ProcessMesh,
-    sharding: UnshardedParameters,
+    sharding: ReplicaParameters,
     masters: Mapping[int, Sequence[Tensor]] | None,
     zero: bool,
     optimizer: Callable[[], Optimizer | None],
@@ -531,14 +531,13 @@ def agreement_of(
         zero: of several copies of a stage only the owner's is stepped.
         optimizer: gives the one that steps.
     """
-    is_dealt = isinstance(sharding, OwnedParameters)
+    is_dealt = sharding.keeps_whole and not sharding.has_all_state
     at_rest = masters is None and not is_dealt
     everything = HolderSet((), _named(model), at_rest, not is_dealt, by_group=True)
     meetings: list[_Meeting] = []
     shard, rank, replica = mesh.shard, mesh.pipeline.here[0], mesh.replica
     if isinstance(mesh.replicas, GroupPeers):
-        in_parts = isinstance(sharding, ShardedParameters)
-        alike = replace(everything, holders=tuple(range(mesh.num_replicas)), in_parts=in_parts)
+        alike = replace(everything, holders=tuple(range(mesh.num_replicas)), in_parts=not sharding.keeps_whole)
         meetings.append(_Meeting("replica", (rank, shard), mesh.replicas, [alike]))
     if isinstance(mesh.pipeline, GroupPeers):
         found = [

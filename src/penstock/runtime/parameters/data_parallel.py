@@ -35,7 +35,7 @@ from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.agreement import HolderAgreement
 from penstock.runtime.parameters.buckets import GradientBucket, SumBucket, cut_into_buckets, send_values
 from penstock.runtime.parameters.local_model import LocalModel
-from penstock.runtime.parameters.sharding import OwnedParameters, UnshardedParameters
+from penstock.runtime.parameters.sharding import OwnedParameters, ReplicaParameters, ReplicatedParameters
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.tensors.dtensor import as_shard, local
 from penstock.runtime.transport.link_conditions import Conditions
@@ -101,7 +101,7 @@ class Replicas:
         model: LocalModel,
         peers: Peers,
         order: Sequence[int],
-        sharding: UnshardedParameters,
+        sharding: ReplicaParameters,
         has_updates: bool,
         late: LateRing | None = None,
     ) -> None:
@@ -316,7 +316,7 @@ def replicas_of(model: LocalModel, mesh: ProcessMesh, schedule: Schedule, late: 
     """What there is of other replicas. `schedule` has its REDUCE ops, `late` is injected into links between them."""
     order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
     peers = mesh.replicas if isinstance(mesh.replicas, GroupPeers) else None
-    sharding: UnshardedParameters = model.sharded or UnshardedParameters(peers)
+    sharding: ReplicaParameters = model.sharded or ReplicatedParameters(peers)
     if mesh.sharding == "zero1" and peers is not None:
         tied = {slot: p for slot, _ in model.ties.slots() if (p := model.shared.tied(slot)) is not None}
         sharding = OwnedParameters(peers, model.parameters, model.shared.followers(), tied)

@@ -10,6 +10,7 @@ If a rule predicts weights, the replica that steps a parameter predicts it, and 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,25 +40,27 @@ from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.dtensor import is_sharded, local, memory, rows_of_part, rows_per_part
 
 
-class UnshardedParameters:
-    """Every replica keeps all of every parameter, and steps it. The other settings say what differs.
+class ReplicaParameters(ABC):
+    """What each replica keeps of a parameter, and which replica steps it.
 
     Args:
         peers: the replicas; None for one alone.
 
     Attributes:
+        keeps_whole: between steps each replica keeps all of every parameter.
         has_all_state: each replica has all of the optimizer's state.
     """
 
-    has_all_state = True
+    keeps_whole: bool
+    has_all_state: bool
 
     def __init__(self, peers: GroupPeers | None) -> None:
         self._replica = 0 if peers is None else peers.here[0]
 
-    def unshard(self) -> None:
+    def unshard(self) -> None:  # noqa: B027 - what is whole stays so
         """Before forwards: all parameters are whole here."""
 
-    def reshard(self, stepped: bool) -> None:
+    def reshard(self, stepped: bool) -> None:  # noqa: B027
         """After them: what other replicas keep is given up. `stepped`: updates among the ops have changed values."""
 
     def at_rest(self, parameter: Parameter) -> Parameter:
@@ -68,20 +71,21 @@ class UnshardedParameters:
         """What a step computes with in the place of one that is there between steps."""
         return parameter
 
+    @abstractmethod
     def goes_to(self, parameter: Parameter) -> Any:
         """Where the sum of a parameter's gradients goes; parameters of one bucket go alike."""
-        return None
 
     def bucket(self, parameters: Sequence[Parameter], peers: GroupPeers) -> SumBucket:
         """The sum over replicas of the gradients of parameters that go alike."""
         return GradientBucket(parameters, peers, self.goes_to(parameters[0]))
 
+    @abstractmethod
     def stands_for(self, master: Parameter, parameter: Parameter) -> None:
         """An update steps `master` in place of a parameter: it is kept as that is."""
 
+    @abstractmethod
     def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """Of some parameters what this replica steps: those, or the parts that it keeps of them."""
-        return list(parameters)
 
     def tells(self, parameter: Tensor) -> bool:
         """Whether this replica is the one that tells a tensor, and what the optimizer keeps of it."""
@@ -112,11 +116,31 @@ class UnshardedParameters:
         self.bring(masters, parts, found)
         return found
 
+    @abstractmethod
     def bring(self, masters: Sequence[Parameter], parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         """Gives every replica in `into` what those who step the masters have in `parts`, each what it steps."""
 
 
-class OwnedParameters(UnshardedParameters):
+class ReplicatedParameters(ReplicaParameters):
+    """Every replica keeps all of every parameter, and steps it."""
+
+    keeps_whole = True
+    has_all_state = True
+
+    def goes_to(self, parameter: Parameter) -> None:
+        return None
+
+    def stands_for(self, master: Parameter, parameter: Parameter) -> None:
+        pass  # a replica steps whatever there is
+
+    def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        return list(parameters)
+
+    def bring(self, masters: Sequence[Parameter], parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        pass  # every replica has stepped everything
+
+
+class OwnedParameters(ReplicaParameters):
     """Every parameter has an owner among the replicas (ZeRO-1): the largest first, each to who has least so far.
 
     A tied parameter has the same one on all ranks: its gradient and state lie in one replica wherever it is held.
@@ -126,6 +150,7 @@ class OwnedParameters(UnshardedParameters):
         tied: by number those here that other ranks may hold, too.
     """
 
+    keeps_whole = True
     has_all_state = False
 
     def __init__(
@@ -192,7 +217,7 @@ class ShardedParameter:
         return tensor.narrow(self.dim, self.begin, local(self.part).shape[self.dim])
 
 
-class ShardedParameters(UnshardedParameters):
+class ShardedParameters(ReplicaParameters):
     """The parameters of the stages of this process, of which each replica keeps a part.
 
     The whole is there only while a step runs (ZeRO-3, fully sharded).
@@ -222,6 +247,7 @@ class ShardedParameters(UnshardedParameters):
         stages: with the same values on all replicas.
     """
 
+    keeps_whole = False
     has_all_state = False
 
     def __init__(self, stages: Mapping[int, Stage], mesh: ProcessMesh) -> None:
