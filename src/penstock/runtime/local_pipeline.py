@@ -42,7 +42,7 @@ from penstock.runtime.execute.worker import Worker
 from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.mesh.peers import GroupPeers, require_same, schedule_digest
 from penstock.runtime.mesh.process_mesh import Nodes, read_mesh, require_order
-from penstock.runtime.parameters.data_parallel import LateRing, reductions_of, with_reductions, without_reductions
+from penstock.runtime.parameters.data_parallel import reductions_of, with_reductions, without_reductions
 from penstock.runtime.parameters.given_optimizer import facts_of
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
@@ -60,7 +60,7 @@ from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from penstock.runtime.transport.failover import Failover, guard
-from penstock.runtime.transport.link_conditions import Conditions
+from penstock.runtime.transport.link_conditions import Conditions, LateRing
 from penstock.runtime.transport.nccl import has_spare_queue
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule.send_recv import remove_communication

@@ -40,7 +40,6 @@ from penstock.runtime.lifetime import Lifetime, one_at_a_time
 from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.mesh.peers import require_same
 from penstock.runtime.mesh.process_mesh import device_mesh_of, end_groups
-from penstock.runtime.parameters.data_parallel import probed_besides
 from penstock.runtime.parameters.given_optimizer import kept_groups, require_alike
 from penstock.runtime.parameters.optimizer_state import GivenOptimizer, gradient_bytes
 from penstock.runtime.stage.branches import has_many_ends, is_plain
@@ -52,6 +51,7 @@ from penstock.runtime.stage.split_backward import DeferredShare
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.tensors.rng import mix, restored
 from penstock.runtime.transport.choose import TransportOptions
+from penstock.runtime.transport.link_conditions import probed_besides
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline

@@ -25,9 +25,9 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.backend import Handler
 from penstock.runtime.execute.gang import Barrier, Gang
 from penstock.runtime.execute.plan import StepPlan
-from penstock.runtime.parameters.data_parallel import sleep_until
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import SHORTEST_WAIT
+from penstock.runtime.transport.link_conditions import sleep_until
 from penstock.runtime.transport.wiring import WiredOp, Wiring
 from penstock.schedule import Op
 from penstock.schedule.op import UPDATE

@@ -27,9 +27,8 @@ from penstock.runtime.emulation.pipeline import EmulatedPipeline, EmulatedStep
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.executors import run_threads
 from penstock.runtime.mesh.peers import LocalPeers
-from penstock.runtime.parameters.data_parallel import sleep_until
 from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
-from penstock.runtime.transport.link_conditions import Conditions
+from penstock.runtime.transport.link_conditions import Conditions, sleep_until
 from penstock.schedule import Op
 from penstock.schedule.send_recv import remove_communication
 from penstock.simulation.mesh import (

@@ -13,7 +13,7 @@
 local_model      the model in this process                pipeline_copies   a copy per pipeline, built alike
 optimizer_state  what training changes, step by step
 shared_tensors   also stages cut over the ranks that share them
-data_parallel    also slow links between replicas, injected
+data_parallel    also the REDUCE ops of a schedule
 muon             Muon and AdamW as one optimizer          given_optimizer   the optimizer that the user gave
 loss_scaling     float16: larger gradients, and updates that all processes leave out
 scheduled_updates   updates that are ops of the schedule

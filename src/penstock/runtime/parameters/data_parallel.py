@@ -9,14 +9,12 @@ If updates are ops of the schedule, each update sums its window's gradients over
 same order, so no rank waits at an update for a replica that waits for something later.
 
 `sharding.py` says what a replica keeps of each parameter, and so where sums go and what is sent after an update.
-`LateRing` injects link conditions into the rings that add gradients up: a sum ends when it would over such links.
-
-    sum of a bucket   |=== really ===|.......| due: `Ring.all_reduce_ms` of its bytes over the links around
+Where link conditions are injected, a sum ends when it would over such links (`LateRing` of
+`transport/link_conditions.py`).
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -26,8 +24,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from penstock.cost import LinkCondition, Links, Ring
-from penstock.cost.conditions import LinkQueue
 from penstock.passes.reduce import REDUCE, add_reductions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
@@ -38,42 +34,8 @@ from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.sharding import OwnedParameters, ReplicaParameters, ReplicatedParameters
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.tensors.dtensor import as_shard, local
-from penstock.runtime.transport.link_conditions import Conditions
+from penstock.runtime.transport.link_conditions import LateRing, sleep_until
 from penstock.schedule import Schedule
-
-
-class LateRing:
-    """The ring of one rank's replicas.
-
-    Args:
-        ring: how it moves bytes. around: the condition of each link, from each replica to the next.
-        conditions: in whose time they are.
-    """
-
-    def __init__(self, ring: Ring, around: Sequence[LinkCondition | None], conditions: Conditions) -> None:
-        self._ring, self._around, self._conditions = ring, tuple(around), conditions
-        self._free = 0
-
-    def due(self, num_bytes: float) -> int:
-        """When a sum that begins now, or after the one before, ends (nanoseconds of the monotonic clock)."""
-        begin = max(time.perf_counter_ns(), self._free)
-        ms = self._ring.all_reduce_ms(num_bytes, self._around, 0.0, (begin - self._conditions.origin) / 1e6)
-        self._free = begin + round(ms * 1e6)
-        return self._free
-
-
-def sleep_until(due: int) -> None:
-    """Returns at a moment of the monotonic clock (ns)."""
-    while (left := due - time.perf_counter_ns()) > 0:
-        time.sleep(left / 1e9)
-
-
-def probed_besides(links: Links, conditions: Conditions) -> dict[tuple[int, int], float]:
-    """What injected conditions add to a probe now (ms), by two nodes, the lower one first."""
-    at = (time.perf_counter_ns() - conditions.origin) / 1e6
-    pairs = {(min(pair), max(pair)) for pair in links.conditions}
-    return {(a, b): links.delay_of(a, b, 0.0, at, LinkQueue(at, at)).arrived - at for a, b in pairs}
-
 
 SUM = "a sum of gradients over the replicas"
 """What a sum is called in errors."""

@@ -18,7 +18,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.agreement import agreement_of
-from penstock.runtime.parameters.data_parallel import LateRing, replicas_of
+from penstock.runtime.parameters.data_parallel import replicas_of
 from penstock.runtime.parameters.given_optimizer import OwnSteps, goes_on_as, optimizer_of
 from penstock.runtime.parameters.gradients import begin_norm, num_bytes, scale_gradients
 from penstock.runtime.parameters.local_model import LocalModel
@@ -26,6 +26,7 @@ from penstock.runtime.parameters.loss_scaling import LossScaling, require_scalab
 from penstock.runtime.parameters.muon import mark_ends, require_whole_matrices
 from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
 from penstock.runtime.stage.stage import Stage
+from penstock.runtime.transport.link_conditions import LateRing
 from penstock.schedule import Schedule
 from penstock.schedule.updates import OWNER
 
