@@ -225,3 +225,30 @@ def test_bug_clipping_the_data_of_all_parts_was_refused_where_one_part_alone_had
     for changed, said in (o.value for o in outcomes):
         assert sorted(changed) == [False, True]
         assert said == ""
+
+
+def with_other_rates(rank: int, name: str) -> tuple[str, str]:
+    """What is said of a step to which the last rank gives other rates, and to which all give the same."""
+    said = []
+    for own in (0.25, 0.5):
+        pipe = made(CASES[name])
+        torch.manual_seed(1)
+        x, y = torch.randn(NUM_SAMPLES, WIDTH), torch.randn(NUM_SAMPLES, WIDTH)
+        try:
+            pipe.step(x, y, rates=[0.5, own if rank == CASES[name].num_processes - 1 else 0.5])
+            said.append("")
+        except RuntimeFailure as error:
+            said.append(str(error))
+        finally:
+            pipe.close()
+    return said[0], said[1]
+
+
+@pytest.mark.parametrize("name", ["updates as ops of replicas", "updates as ops of all copies"])
+def test_bug_rates_of_a_step_that_one_holder_alone_was_given_made_them_other_models(name: str) -> None:
+    outcomes = run_ranks(CASES[name].num_processes, with_other_rates, name)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    for alone, together in (o.value for o in outcomes):
+        assert alone.startswith("rates= of the step is (0.5, 0.25) ")
+        assert "and (0.5, 0.5) " in alone
+        assert together == ""

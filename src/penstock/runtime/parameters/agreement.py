@@ -335,8 +335,12 @@ class HolderAgreement:
 
     # A step.
 
-    def begin(self) -> None:
-        """Tells the others how this process begins a step, or an evaluation."""
+    def begin(self, rates: Sequence[float] | None = None) -> None:
+        """Tells the others how this process begins a step, or an evaluation.
+
+        Args:
+            rates: of updates that are ops, in place of the optimizer's.
+        """
         if not self._meetings:
             return
         self.see()
@@ -346,12 +350,17 @@ class HolderAgreement:
         options = [_options_of(group) for group in groups]
         members = [[id(one) for one in group["params"]] for group in groups]
         trained = [(parameter.requires_grad, parameter.dtype) for parameter in self._parameters]
-        state = trained, options, members, [sorted(each) for each in self._events]
+        given = None if rates is None else tuple(map(float, rates))
+        state = trained, options, members, given, [sorted(each) for each in self._events]
         if state != self._state:
             self._state = state
             of_group = {one: number for number, those in enumerate(members) for one in those}
             self._facts = [
-                [self._facts_of(each, options, of_group, optimizer is not None) for each in meeting.sets]
+                [
+                    self._facts_of(each, options, of_group, optimizer is not None)
+                    | ({"rates= of the step": str(given)} if each.by_group or each.steps else {})
+                    for each in meeting.sets
+                ]
                 for meeting in self._meetings
             ]
             self._digests = [[_digest_of(facts) for facts in found] for found in self._facts]

@@ -115,7 +115,7 @@ class OptimizerState:
         Raises RuntimeFailure where stages share what a step would change out of order, or a hook would see nothing.
         """
         self.model.require_trainable()
-        self.agreement.begin()
+        self.agreement.begin(rates)
         if self.scaling is not None:
             self.scaling.begin()
         if self.updating is not None:
