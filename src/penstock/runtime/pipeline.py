@@ -34,7 +34,7 @@ from penstock.runtime.checkpoint.training_state import TrainingState
 from penstock.runtime.checkpoint.user_state import Stateful
 from penstock.runtime.errors import CheckpointError, DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan, require_free
-from penstock.runtime.execute.step_result import StepEnd, StepResult
+from penstock.runtime.execute.step_result import StepEnd, StepResult, require_same_batch
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
 from penstock.runtime.lifetime import Lifetime, one_at_a_time
 from penstock.runtime.local_pipeline import LocalPipeline
@@ -592,9 +592,16 @@ class Pipeline:
         batch = self._run_forward(inputs, None, Purpose.PREDICT)
         outputs: dict[int, Any] = {}
         agreement = self._local.optimizer_state.agreement
-        told = self._local.mesh.everyone.gather((self._local.devices.outputs(batch), agreement.agrees()))
-        agreement.conclude(all(agrees for _, agrees in told))
-        for part, _ in told:
+        mine = (
+            self._local.devices.outputs(batch),
+            agreement.agrees(),
+            batch.digest,
+            self._local.devices.changing_inputs(),
+        )
+        told = self._local.mesh.everyone.gather(mine)
+        require_same_batch([(digest, changing) for _, _, digest, changing in told])
+        agreement.conclude(all(agrees for _, agrees, _, _ in told))
+        for part, *_ in told:
             outputs.update(part)
         return [outputs[m] for m in sorted(outputs)]
 

@@ -8,7 +8,9 @@ One collective carries all of it; ranks that share memory sum there.
 
 Each process fills in what it knows and leaves zeros elsewhere, and the collective sums these rows. Doubles carry any
 loss type, digest and number without rounding. If the pipeline has replicas, a second collective brings their losses
-together. Votes are in the row too: all replicas and shards switch to a new plan at the same step, or none does.
+together; if it has shards, a third compares their batches. What differs anywhere is known everywhere before a process
+raises, so that none waits for one that has. Votes are in the row too: all replicas and shards switch to a new plan at
+the same step, or none does.
 """
 
 from __future__ import annotations
@@ -144,9 +146,9 @@ class StepEnd:
             notices: new notices, which all ranks have afterwards.
 
         Raises:
-            RuntimeFailure: ranks that had different batches, disagree on whether to update, or ran different plans;
-                holders of a parameter that did not begin the step alike; or a training step in which no microbatch's
-                loss has a gradient.
+            RuntimeFailure: processes that had different batches, disagree on whether to update, or ran different
+                plans; holders of a parameter that did not begin the step alike; or a training step in which no
+                microbatch's loss has a gradient.
         """
         mine = [
             self._losses(len(batch)),
@@ -158,11 +160,14 @@ class StepEnd:
         ]
         row = self._summed([value for part in mine for value in part])
         losses, (loss_type, num_notices), facts, digests, tells, votes = split_like(row, mine)
-        if digests.count(digests[0]) < len(digests):
-            self._refuse(digests, self._peers, "every rank must give the same inputs and targets")
+        differ = digests.count(digests[0]) < len(digests)
         if num_notices:
             notices.share()
-        of_all, summed = self._of_all(losses, [*facts, *tells, *votes], batch, _LOSS_TYPES[int(loss_type)])
+        of_all, summed, differ = self._of_all(
+            losses, [*facts, *tells, *votes], batch.digest, differ, batch.windows, _LOSS_TYPES[int(loss_type)]
+        )
+        if differ:
+            self._refuse(batch)
         facts, tells, votes = split_like(summed, [facts, tells, votes])
         num_unlike, *of_training = facts
         if self._agreement is not None:
@@ -180,10 +185,9 @@ class StepEnd:
         result = StepResult(total, of_all, window_losses=windows)
         return result, tuple(tells), None if following is None else following.made
 
-    def _refuse(self, digests: Sequence[float], peers: Peers, rule: str) -> None:
-        """Raises RuntimeFailure, in every process, as their batches differ."""
-        changing = {stage for part in peers.gather(self._changing()) for stage in part}
-        require_same([{"batch": each} for each in digests], why_inputs_differ(changing) + rule, shown=False)
+    def _refuse(self, batch: Microbatches) -> None:
+        """Raises RuntimeFailure as batches differ. Every process must call it, and raises the same."""
+        require_same_batch(self._everyone.gather((batch.digest, self._changing())))
 
     def _losses(self, num_microbatches: int) -> list[float]:
         """The loss of each microbatch; zeros if another process has them."""
@@ -241,30 +245,57 @@ class StepEnd:
         return summed
 
     def _of_all(
-        self, losses: list[float], tells: list[float], batch: Microbatches, dtype: torch.dtype
-    ) -> tuple[Tensor, list[float]]:
-        """The losses of all replicas' microbatches, in the order of the whole batch; and the sums of `tells` and of
-        votes over all processes, computed from the sums over this pipeline.
+        self,
+        losses: list[float],
+        tells: list[float],
+        digest: int,
+        differ: bool,
+        windows: Sequence[range],
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, list[float], bool]:
+        """The losses of all replicas' microbatches, in the order of the whole batch; the sums of `tells` and of votes
+        over all processes, computed from the sums over this pipeline; and whether batches differ anywhere.
+
+        Args:
+            digest: of this process's batch. differ: whether batches of this pipeline do.
         """
         replicas, size = self._replicas.num_ranks, len(losses)
         if replicas == 1:
-            return torch.tensor(losses, dtype=dtype, device="cpu"), self._of_shards(tells)
+            return torch.tensor(losses, dtype=dtype, device="cpu"), *self._of_shards(tells, digest, differ)
         mine = self._replicas.here[0]
-        shared = torch.zeros(replicas, size + 1 + len(tells), dtype=torch.float64, device="cpu")
-        shared[mine] = torch.tensor([*losses, batch.digest, *tells], dtype=torch.float64, device="cpu")
+        shared = torch.zeros(replicas, size + 2 + len(tells), dtype=torch.float64, device="cpu")
+        shared[mine] = torch.tensor([*losses, digest, differ, *tells], dtype=torch.float64, device="cpu")
         shared = self._replicas.sum(shared)
-        digests = shared[:, size].tolist()
-        if digests.count(digests[0]) < replicas:
-            self._refuse(digests, self._replicas, "every replica must give the whole batch")
-        whole = torch.cat([shared[:, window.start : window.stop].reshape(-1) for window in batch.windows])
-        return whole.to(dtype), self._of_shards(shared[:, size + 1 :].sum(0).tolist())
+        digests, differing = shared[:, size].tolist(), shared[:, size + 1].tolist()
+        differ = any(differing) or digests.count(digests[0]) < replicas
+        whole = torch.cat([shared[:, window.start : window.stop].reshape(-1) for window in windows])
+        return whole.to(dtype), *self._of_shards(shared[:, size + 2 :].sum(0).tolist(), digest, differ)
 
-    def _of_shards(self, tells: list[float]) -> list[float]:
-        """Sums `tells` over all shards, if there are any. All else is the same on every shard."""
-        if tells and isinstance(self._everyone, MeshPeers):
+    def _of_shards(self, tells: list[float], digest: int, differ: bool) -> tuple[list[float], bool]:
+        """Sums `tells` over all shards, if there are any, and tells whether batches differ between them or in one.
+
+        All else is the same on every shard, as their batches are.
+        """
+        if isinstance(self._everyone, MeshPeers):
             for shards in self._everyone.along[2:]:
-                tells = shards.sum(torch.tensor(tells, dtype=torch.float64, device="cpu")).tolist()
-        return tells
+                row = torch.zeros(1 + shards.num_ranks + len(tells), dtype=torch.float64, device="cpu")
+                row[1 + shards.here[0]] = digest
+                row[0], row[1 + shards.num_ranks :] = differ, torch.tensor(tells, dtype=torch.float64, device="cpu")
+                differing, *summed = shards.sum(row).tolist()
+                digests, tells = summed[: shards.num_ranks], summed[shards.num_ranks :]
+                differ = bool(differing) or digests.count(digests[0]) < len(digests)
+        return tells, differ
+
+
+def require_same_batch(given: Sequence[tuple[int, list[int]]]) -> None:
+    """Raises RuntimeFailure where processes had different batches.
+
+    Args:
+        given: of every process the digest of its batch, and the stages there that change their part in place.
+    """
+    changing = {stage for _, stages in given for stage in stages}
+    rule = why_inputs_differ(changing) + "every rank must give the same inputs and targets"
+    require_same([{"batch": digest} for digest, _ in given], rule, shown=False)
 
 
 def split_like(row: Sequence[float], parts: Sequence[Sequence[float]]) -> list[list[float]]:
