@@ -347,9 +347,10 @@ class Pipeline:
                 f"got {type(configuration).__name__}, give a Configuration, such as a changed pipe.configuration "
                 "(dataclasses.replace)"
             )
-        then = self._local.ready(configuration)
-        digests = [{"configuration": digest} for digest in self._local.peers.gather(configuration.digest)]
+        # Replicas and shards sum in the order of the schedule: they must switch to the same, too.
+        digests = [{"configuration": digest} for digest in self._local.mesh.everyone.gather(configuration.digest)]
         require_same(digests, "every rank must switch to the same", shown=False)
+        then = self._local.ready(configuration)
         self._switch(then)
 
     @property
