@@ -319,7 +319,8 @@ class Pipeline:
     def notices(self) -> list[str]:
         """Messages for the user, from all ranks: stages that cannot split or defer little, and how adapting goes.
 
-        What one rank finds in a step, all ranks have at the end of that step.
+        What one rank finds in a step, all ranks of its pipeline have at the end of that step; other replicas and
+        shards have not.
         """
         self._local.notices.note(self._agent.notices if self._agent is not None else ())
         return self._local.notices.known()

@@ -39,7 +39,9 @@ _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Notices:
-    """Messages for the user about a run, from all ranks. Every process has the same list, with each message once.
+    """Messages for the user about a run, from all ranks of a pipeline, which have the same list, each message once.
+
+    Another replica or shard has a list of its own: what is found in one alone, only its own ranks learn.
 
     At the end of a step ranks tell each other what they found by themselves. The number of new notices travels with
     the losses, and ranks gather notices only if there are any.
