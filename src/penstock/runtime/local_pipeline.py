@@ -159,7 +159,7 @@ class LocalPipeline:
         self._sources = stages_of(given.model, schedule.num_stages, parallel.costs)
         self._layers = _layers_of(given.model, self._sources)
         self._lists = _lists_of(given.model, self._sources)
-        self.notices = Notices(self.peers)
+        self.notices = Notices(place.everyone)
         self.transport: Transport | None = None
         self.failover: Failover | None = None
         self.conditions: Conditions | None = None

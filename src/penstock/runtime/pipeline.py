@@ -253,7 +253,7 @@ class Pipeline:
         before.close()
         if self._groups is not None:
             end_groups(self._groups)
-        before.notices.move_to(moved.peers, moved.notices.known())
+        before.notices.move_to(moved.mesh.everyone, moved.notices.known())
         moved.notices = before.notices
         self._local, self._groups = moved, groups
         self._tell_place()
@@ -319,8 +319,7 @@ class Pipeline:
     def notices(self) -> list[str]:
         """Messages for the user, from all ranks: stages that cannot split or defer little, and how adapting goes.
 
-        What one rank finds in a step, all ranks of its pipeline have at the end of that step; other replicas and
-        shards have not.
+        What one rank finds in a step, all processes have at the end of that step.
         """
         self._local.notices.note(self._agent.notices if self._agent is not None else ())
         return self._local.notices.known()
@@ -331,6 +330,7 @@ class Pipeline:
         return self._agent.decisions if self._agent is not None else []
 
     @refuse_old({}, RuntimeFailure)
+    @one_at_a_time
     def reconfigure(self, configuration: Configuration) -> None:
         """Switches to another schedule, dispatch or set of delegated links from the next step on.
 
@@ -706,6 +706,7 @@ class Pipeline:
         return loaded.meta
 
     @refuse_old({}, RuntimeFailure)
+    @one_at_a_time
     def hand_over(self, then: Pipeline) -> int:
         """Hands all state of training to another pipeline of the same model, which continues from here.
 

@@ -39,15 +39,13 @@ _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Notices:
-    """Messages for the user about a run, from all ranks of a pipeline, which have the same list, each message once.
+    """Messages for the user about a run, from all processes. Each of them has the same list, with each message once.
 
-    Another replica or shard has a list of its own: what is found in one alone, only its own ranks learn.
-
-    At the end of a step ranks tell each other what they found by themselves. The number of new notices travels with
-    the losses, and ranks gather notices only if there are any.
+    At the end of a step processes tell each other what they found by themselves. The number of new notices travels
+    with the losses, and processes gather notices only if there are any.
 
     Args:
-        peers: the ranks that share them.
+        peers: the processes that share them, those of all replicas and shards.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -70,13 +68,13 @@ class Notices:
         return len(self._new)
 
     def share(self) -> None:
-        """Tells all ranks. Every rank must call it. Raises DeadlineExceeded, PeerLost."""
+        """Tells all processes. Every one must call it. Raises DeadlineExceeded, PeerLost."""
         for part in self._peers.gather(self._new):
             self._all += [notice for notice in part if notice not in self._all]
         self._new = []
 
     def known(self) -> list[str]:
-        """Those of all ranks, and what this process alone has noted since."""
+        """Those of all processes, and what this one alone has noted since."""
         return [*self._all, *self._new]
 
 
@@ -145,7 +143,7 @@ class StepEnd:
 
         Args:
             agent: the agent whose vote is included. None if nothing may change.
-            notices: new notices, which all ranks have afterwards.
+            notices: new notices, which all processes have afterwards.
 
         Raises:
             RuntimeFailure: processes that had different batches, disagree on whether to update, or ran different
@@ -154,24 +152,24 @@ class StepEnd:
         """
         mine = [
             self._losses(len(batch)),
-            [self._loss_type(), notices.num_new],
-            self._facts(),
+            [self._loss_type()],
+            [notices.num_new, *self._facts()],
             [batch.digest if rank in self._peers.here else 0.0 for rank in range(self._peers.num_ranks)],
             self._tells,
             self._votes(agent),
         ]
         row = self._summed([value for part in mine for value in part])
-        losses, (loss_type, num_notices), facts, digests, tells, votes = split_like(row, mine)
+        losses, (loss_type,), facts, digests, tells, votes = split_like(row, mine)
         differ = digests.count(digests[0]) < len(digests)
-        if num_notices:
-            notices.share()
         of_all, summed, differ = self._of_all(
             losses, [*facts, *tells, *votes], batch.digest, differ, batch.windows, _LOSS_TYPES[int(loss_type)]
         )
+        facts, tells, votes = split_like(summed, [facts, tells, votes])
+        num_notices, num_unlike, *of_training = facts
+        if num_notices:
+            notices.share()
         if differ:
             self._refuse(batch)
-        facts, tells, votes = split_like(summed, [facts, tells, votes])
-        num_unlike, *of_training = facts
         if self._agreement is not None:
             self._agreement.conclude(not num_unlike)
         self._require(*of_training)
