@@ -82,7 +82,7 @@ def points() -> list[Fault]:
     at = {
         "switching": (
             ("penstock.runtime.pipeline:Pipeline.reconfigure", (1, 2)),
-            ("penstock.runtime.local_pipeline:running", (2, 3)),
+            ("penstock.runtime.local_pipeline:activate", (2, 3)),
             ("penstock.runtime.pipeline:Pipeline._switch", (1, 2)),
             ("penstock.runtime.execute.executors:StepExecutor.run", (4, 7)),
             ("penstock.runtime.execute.worker:Worker.run_ready", (8,)),

@@ -173,7 +173,7 @@ def test_a_run_that_adapts_is_not_switched_by_hand() -> None:
     ("options", "rule"),
     [
         ({"transport": "pigeon"}, "transport 'pigeon': give 'host', 'gloo', 'direct', 'delegate' or 'nccl'"),
-        ({"transport": "direct", "depth": 0}, "a channel of depth 0"),
+        ({"transport": "direct", "depth": 0}, "depth is 0; give a whole number of messages, at least 1"),
         ({"steering": ps.AdaptOptions(store="redis://127.0.0.1:1")}, "cannot be used"),
         ({"steering": ps.AdaptOptions(store="tcp://127.0.0.1:1")}, "cannot be reached"),
     ],

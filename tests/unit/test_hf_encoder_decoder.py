@@ -164,7 +164,8 @@ OPTIONS = "--context 16 --batch 8 --microbatches 4 --sample 0 --lr 0.01 --evalua
 def test_ranks_that_would_share_a_stage_are_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     line = f"train --model {folder / 'model'} --data {folder / 'text.txt'} --out {folder / 'tp'} {OPTIONS} --tp 2"
     assert main(line.split()) == 2
-    assert "--tp 2 shares layers out, which is known of models without an encoder" in capfd.readouterr().err
+    why = "--tp 2 divides layers, which Penstock knows for decoders, not for encoders and cross-attention"
+    assert why in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])

@@ -498,8 +498,10 @@ def _entering(value: Any) -> Any:
     leaves, skeleton = flatten(value)
     leaves = [leaf.detach() for leaf in leaves]
     wanted = [place for place, leaf in enumerate(leaves) if leaf.is_floating_point()]
-    for place, tensor in zip(wanted, GraphInputs([leaves[place] for place in wanted]).tensors, strict=True):
+    entry = GraphInputs([leaves[place] for place in wanted])
+    for place, tensor in zip(wanted, entry.tensors, strict=True):
         leaves[place] = tensor
+    entry.close()  # nobody shares their memory
     return unflatten(leaves, skeleton)
 
 

@@ -176,8 +176,14 @@ def gradient_of(parameter: Parameter) -> Tensor:
     return local(gradient)
 
 
-def send_values(tensors: Iterable[Any], source: Callable[[Any], int], peers: GroupPeers) -> None:
-    """Gives every process the values of the one that `source` says of each tensor. All must call it for the same."""
+def send_values(
+    tensors: Iterable[Any], source: Callable[[Any], int], peers: GroupPeers, spares_equal: bool = False
+) -> None:
+    """Gives every process the values of the one that `source` says of each tensor. All must call it for the same.
+
+    Args:
+        spares_equal: a tensor that has these values is left alone, and counts as not changed in place.
+    """
     begun: list[tuple[list[Tensor], int, Broadcast, Any]] = []
     for bucket in cut_into_buckets(tensors, source):
         mine, root = [local(tensor.detach()) for tensor in bucket], source(bucket[0])
@@ -189,4 +195,5 @@ def send_values(tensors: Iterable[Any], source: Callable[[Any], int], peers: Gro
             with torch.no_grad():
                 flat = real_as(op.tensor, mine[0])
                 for tensor, part in zip(mine, pieces(flat, [each.shape for each in mine]), strict=True):
-                    tensor.copy_(part)
+                    if not (spares_equal and torch.equal(tensor, part)):
+                        tensor.copy_(part)
