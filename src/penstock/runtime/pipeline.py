@@ -512,13 +512,8 @@ class Pipeline:
         self._life.require_open()
         state = self._local.optimizer_state
         state.require_updates_apart()
-        state.agreement.require_settled()
-        state.agreement.see()
-        try:
-            with self._updating("an update"):
-                return state.update()
-        finally:
-            state.agreement.note()
+        with state.agreement.noting_own_changes(), self._updating("an update"):
+            return state.update()
 
     @refuse_old({}, RuntimeFailure)
     @one_at_a_time
@@ -531,13 +526,8 @@ class Pipeline:
         self._life.require_open()
         require_norm(max_norm)
         state = self._local.optimizer_state
-        state.agreement.require_settled()
-        state.agreement.see()
-        try:
-            with self._local.mesh.waiting():
-                return state.clip(max_norm)
-        finally:
-            state.agreement.note()
+        with state.agreement.noting_own_changes(), self._local.mesh.waiting():
+            return state.clip(max_norm)
 
     def mismatch(self) -> dict[tuple[int, int, int], int]:
         """By (stage, pipeline, microbatch), how many updates came between its forward and backward in the last step.

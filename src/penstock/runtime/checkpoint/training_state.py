@@ -407,12 +407,8 @@ class StagedState:
         notices: list[str],
         scaler: dict[str, Any] | None,
     ) -> None:
-        self._agreement, self._model, self._scaling, self._scaler = (
-            state.agreement,
-            state.model,
-            state.scaling,
-            scaler,
-        )
+        self._agreement, self._model = state.agreement, state.model
+        self._scaling, self._scaler = state.scaling, scaler
         self._values, self._optimizer, self._gradients = values, optimizer, gradients
         self._updating, self._extras, self.notices = updating, extras, notices
         self.trial = StateTrial(

@@ -22,6 +22,7 @@ import hashlib
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 
@@ -331,6 +332,18 @@ class HolderAgreement:
         for place, said in found:
             self._events[place].add(said)
         if found:
+            self.note()
+
+    @contextmanager
+    def noting_own_changes(self) -> Iterator[None]:
+        """Around what changes parameters or gradients between two steps, and is no change of the caller's. Raises
+        RuntimeFailure as `require_settled`.
+        """
+        self.require_settled()
+        self.see()
+        try:
+            yield
+        finally:
             self.note()
 
     # A step.

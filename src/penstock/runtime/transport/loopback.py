@@ -15,7 +15,7 @@ from typing import NamedTuple
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages, TransferRecord, Transport
-from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, sleep_until
 
 
 class Envelope(NamedTuple):
@@ -160,7 +160,7 @@ class OnTheWay:
     def _wait(self, which: Callable[[Sequence[int]], int]) -> bool:
         if not (dues := [due for end in self._ends for due in end.dues()]):
             return False
-        time.sleep(max(0, which(dues) - time.perf_counter_ns()) / 1e9)
+        sleep_until(which(dues))
         return True
 
 
