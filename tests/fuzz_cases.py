@@ -9,6 +9,7 @@ three updates; an evaluation; the state of the user's own model.
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import shutil
@@ -356,7 +357,11 @@ def model_of(case: Case, num_stages: int) -> Any:
     ends = [0]
     for stage in range(num_stages):
         ends.append(ends[-1] + size + (stage < more))
-    return [Chain(layers[a:b]) for a, b in pairwise(ends)]
+    stages = [Chain(layers[a:b]) for a, b in pairwise(ends)]
+    if case.form == "functions":  # each makes modules of its own, and parameters that are named as tied are one
+        parameters = {id(p): p for stage in stages for p in stage.parameters()}
+        stages = [copy.deepcopy(stage, dict(parameters)) for stage in stages]
+    return stages
 
 
 def given_of(model: Any, case: Case) -> tuple[Any, list[list[str]]]:

@@ -182,6 +182,17 @@ def test_statistics_that_two_stages_gather_together_are_refused_before_anything_
     assert not tie_runs.refused(model, ps.build("1f1b", 3, 4))
 
 
+@pytest.mark.parametrize("name", ["1f1b", "chimera"])
+def test_statistics_of_a_module_that_two_functions_return_are_refused(name: str) -> None:
+    """300326 of the fuzzer: what functions made was never looked at."""
+    norm = nn.BatchNorm1d(6)
+    sources = [lambda: norm, *([lambda: nn.Linear(6, 6)] * 2), lambda: norm]
+    pipe = ps.Pipeline(sources, ps.build(name, 4, 4), loss_fn=MSE)
+    with pytest.raises(RuntimeFailure, match=r"stages 0 and 3 have one \w+Norm1d, which gathers statistics"):
+        pipe.step(*tie_runs.steps(9, 1)[0])
+    assert "stages 0 and 3 have one BatchNorm1d" in tie_runs.refused(sources, ps.build(name, 4, 4))
+
+
 def test_a_buffer_of_two_stages_that_changes_is_refused() -> None:
     pipe = ps.Pipeline(both_ends(Shifted(counts=True)), ps.build("1f1b", 3, 4), loss_fn=MSE)
     with pytest.raises(

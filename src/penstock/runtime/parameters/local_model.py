@@ -163,6 +163,20 @@ class LocalModel:
         if self.sharded is not None:
             self.sharded.require_unhooked()
 
+    def require_trainable_everywhere(self) -> None:
+        """The same, of every process. All of them must call it, and all raise where one does."""
+        failure: RuntimeFailure | None = None
+        try:
+            self.require_trainable()
+        except RuntimeFailure as error:
+            failure = error
+        found = self._peers.gather(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for rank, message in enumerate(found):
+            if message is not None:
+                raise RuntimeFailure(f"rank {rank} cannot train its stages: {message}")
+
     def begin(self) -> None:
         """Starts a training step."""
         self._without_gradient = [
@@ -266,16 +280,17 @@ class SharedModules:
     may lie in any number of stages, and so may BatchNorm in evaluation mode.
 
     Args:
-        sources: the whole model, as it was given; functions make modules of their own.
+        sources: the whole model, as it was given. A function is known by the stage that it made, where it ran.
         stages: those in this process.
     """
 
     def __init__(self, sources: Sequence[Any], stages: Mapping[int, nn.Module]) -> None:
-        given = [source for source in sources if isinstance(source, nn.Module)]
-        modules = Counter(module for source in given for module in source.modules())
-        buffers = Counter(buffer for source in given for buffer in source.buffers())
+        sources = [source if isinstance(source, nn.Module) else stages.get(n) for n, source in enumerate(sources)]
+        given = {n: source for n, source in enumerate(sources) if source is not None}
+        modules = Counter(module for source in given.values() for module in source.modules())
+        buffers = Counter(buffer for source in given.values() for buffer in source.buffers())
         self._gathering = [
-            (module, [n for n, source in enumerate(sources) if source in given and module in set(source.modules())])
+            (module, [n for n, source in given.items() if module in set(source.modules())])
             for module, num in modules.items()
             if num > 1 and isinstance(module, GATHERS) and module.track_running_stats
         ]
@@ -296,7 +311,7 @@ class SharedModules:
         return bool(self._places)
 
     def require_unchanging(self) -> None:
-        """Before training. Raises RuntimeFailure, the same on every rank, where stages gather statistics together."""
+        """Before training. Raises RuntimeFailure where stages gather statistics together."""
         for module, stages in self._gathering:
             if module.training:
                 which = " and ".join(map(str, stages))

@@ -67,7 +67,7 @@ class OptimizerState:
         self._name, self._windows = schedule.name, schedule.windows
         self.model, self._mesh, self._zero = model, mesh, zero
         if optimizer is not None:
-            model.require_trainable()
+            model.require_trainable_everywhere()
         self.replicas = replicas_of(model, mesh, schedule, late)
         for (_, stage), module in model.copies.here.items():
             tied = [tie.names[stage] for tie in model.ties if stage in tie.names]

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
+from penstock.runtime.stage.partitioning.cutting import reached_from
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.dtensor import placements_of
 from penstock.schedule import Placement
@@ -92,7 +93,9 @@ def ties_of(sources: Sequence[Any], stages: Mapping[int, Stage], tied: Sequence[
         else:
             whole.append(dict(stages[index].named_parameters()) if index in stages else {})
     # Of functions each process calls those of its own stages, and sees what these share.
-    found = [names for part in peers.gather(_same_objects(whole)) for names in part]
+    held = _held_by_functions(sources, stages) if isinstance(peers, GroupPeers) else {}
+    parts = peers.gather((_same_objects(whole), held))
+    found = [names for part, _ in parts for names in part]
     if tied:
         first = {
             name: (stage, one) for part in peers.gather(_first_names(stages)) for name, (stage, one) in part.items()
@@ -105,7 +108,9 @@ def ties_of(sources: Sequence[Any], stages: Mapping[int, Stage], tied: Sequence[
                 _require_one_name(names.setdefault(stage, name), name, stage)
             if len(names) > 1:
                 found.append(names)
-    return Ties(map(Tie, _merged(found)))
+    ties = Ties(map(Tie, _merged(found)))
+    _require_known([held for _, held in parts], ties)
+    return ties
 
 
 def _same_objects(stage_parameters: Sequence[Mapping[str, Parameter]]) -> list[dict[int, str]]:
@@ -115,6 +120,48 @@ def _same_objects(stage_parameters: Sequence[Mapping[str, Parameter]]) -> list[d
         for name, parameter in parameters.items():
             seen.setdefault(id(parameter), {}).setdefault(stage, name)
     return [names for names in seen.values() if len(names) > 1]
+
+
+def _held_by_functions(sources: Sequence[Any], stages: Mapping[int, Stage]) -> dict[str, tuple[int, str]]:
+    """Of every parameter that a function here did not make but found, like a module outside of it, where it lies, and
+    the stage and name that it has. Functions lie alike in all processes, so that place is the same in each.
+
+        shared = nn.Linear(4, 4)
+        [lambda: nn.Sequential(shared, a), lambda: nn.Sequential(shared, b)]        shared: module 0 of function 0
+    """
+    places: dict[int, str] = {}
+    for index, source in enumerate(sources):
+        if not isinstance(source, nn.Module):
+            for num, module in enumerate(reached_from(source, and_globals=True)):
+                if isinstance(module, nn.Module):
+                    for name, parameter in module.named_parameters():
+                        places.setdefault(id(parameter), f"module {num} of function {index}, {name}")
+    return {
+        places[id(parameter)]: (index, name)
+        for index, stage in stages.items()
+        if not isinstance(sources[index], nn.Module)
+        for name, parameter in stage.named_parameters()
+        if id(parameter) in places
+    }
+
+
+def _require_known(held: Sequence[Mapping[str, tuple[int, str]]], ties: Ties) -> None:
+    """Raises RuntimeFailure, the same on every rank, where functions of stages in different processes found one
+    parameter: a loop in one process would train one, and here each process would train its own.
+    """
+    known = {(stage, name): tie.name for tie in ties for stage, name in tie.names.items()}
+    uses: dict[str, set[tuple[int, str]]] = {}
+    for place, use in (item for part in held for item in part.items()):
+        uses.setdefault(place, set()).add(use)
+    unknown = sorted(sorted(those) for those in uses.values() if len({known.get(use, use) for use in those}) > 1)
+    if unknown:
+        stages = " and ".join(str(stage) for stage, _ in unknown[0])
+        tied = [tuple(name for _, name in those) for those in unknown]
+        raise RuntimeFailure(
+            f"stages {stages} are made by functions that all take {unknown[0][0][1]} from outside of them, and their "
+            f"processes would each train one of their own; say ParallelOptions(tied={tied}) to train one, or have "
+            "each function make its own"
+        )
 
 
 def _first_names(stages: Mapping[int, Stage]) -> dict[str, tuple[int, str]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -417,7 +417,7 @@ def reached(
         for name, value in (*vars(module).items(), *_of_forward(module)):
             if name in _OWN:
                 continue
-            for what in _followed(value):
+            for what in reached_from(value):
                 if isinstance(what, nn.Module):
                     if what in model_modules and what not in inside:
                         yield OutsideReference(module, name, what)
@@ -441,8 +441,10 @@ def _of_forward(module: nn.Module) -> Iterator[tuple[str, Any]]:
             continue
 
 
-def _followed(value: Any) -> Iterator[nn.Module | Tensor]:
-    """The modules and tensors that are reached through plain containers, functions and objects."""
+def reached_from(value: Any, and_globals: bool = False) -> Iterator[nn.Module | Tensor]:
+    """The modules and tensors that are reached through plain containers, functions and objects. `and_globals`: what
+    functions name outside of them, too.
+    """
     waiting: list[Any] = [value]
     seen: set[int] = set()
     while waiting and len(seen) < _MOST:
@@ -467,8 +469,17 @@ def _followed(value: Any) -> Iterator[nn.Module | Tensor]:
                 except ValueError:
                     continue
             waiting.extend(each.__defaults__ or ())
+            if and_globals and not (each.__module__ or "").startswith("torch"):
+                values = [each.__globals__.get(name) for name in _names_looked_up(each.__code__)]
+                waiting.extend(v for v in values if isinstance(v, nn.Module | list | dict | tuple | FunctionType))
         elif not type(each).__module__.startswith(("torch.", "builtins", "numpy")):
             waiting.extend(getattr(each, "__dict__", {}).values())
+
+
+def _names_looked_up(code: CodeType) -> list[str]:
+    """The names that a function and those written within it look up."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return [*code.co_names, *(name for each in inner for name in _names_looked_up(each))]
 
 
 def stages_of(
