@@ -152,7 +152,7 @@ class _TapNode(torch.autograd.Function):
         plain = weight.detach()
         if first and tape is not None and tape.defers_compiled(prepared, len(calls)):
             for g, x in calls:
-                tape.hold(prepared, weight, None, g, x, _like(plain, g), (tap, None), (True, False))
+                tape.hold(prepared, prepared.rule, weight, None, g, x, _like(plain, g), (tap, None), (True, False))
             return None, None, None
         total: Tensor | None = None
         for g, x in calls:

@@ -31,10 +31,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
+from torch.nn.modules import module as of_all_modules
 
 from penstock.cost.costs import MERGE_WORK
 from penstock.runtime.stage.split_backward.compiled import COMPILED_MERGE_WORK, call_in_graph, tap_for
-from penstock.runtime.stage.split_backward.rules import Conv1DRule, ConvRule, EmbeddingRule, LinearRule, SplitRule
+from penstock.runtime.stage.split_backward.rules import (
+    Conv1DRule,
+    ConvRule,
+    EmbeddingRule,
+    LinearRule,
+    SplitRule,
+    plain,
+)
 from penstock.runtime.stage.split_backward.stage import (
     COMPILED,
     HOOKED,
@@ -129,6 +137,7 @@ class ModuleCall(NamedTuple):
     """One call of a prepared module, as its node in the graph keeps it.
 
     Attributes:
+        rule: of the module as it was called.
         weight, bias: the parameters themselves.
         casts: the nodes that cast them.
         turned: whether the weight's transpose has a node of its own.
@@ -137,6 +146,7 @@ class ModuleCall(NamedTuple):
     """
 
     prepared: PreparedModule
+    rule: SplitRule
     tape: Tape
     weight: Tensor
     bias: Tensor | None
@@ -157,34 +167,34 @@ class DeferredOp(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.prepared, ctx.call, ctx.bias = call.prepared, call, bias
         if type(call.weight) is not Parameter:
-            weight, bias = _part(call.prepared, x, weight), None if bias is None else _part(call.prepared, x, bias)
+            weight, bias = _part(call.rule, x, weight), None if bias is None else _part(call.rule, x, bias)
         # Saved, not merely held: a checkpoint can then drop and recompute them, and a change in place is
         # noticed when they are read.
         ctx.save_for_backward(x, weight)
-        return call.prepared.rule.forward(x, weight.t() if call.turned else weight, bias)
+        return call.rule.forward(x, weight.t() if call.turned else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Grads:
         if g is None:
             return _NOTHING
         x, given = ctx.saved_tensors
-        prepared, tape, parameter, bias, casts, turned, waits = ctx.call
+        prepared, rule, tape, parameter, bias, casts, turned, waits = ctx.call
         if torch.is_grad_enabled():
             prepared.is_differentiated = True
             gx, gw, gb = _differentiable(ctx, g, x, given)
             return gx, gw, gb, None
         weight = given.t() if turned else given
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        gx = prepared.rule.input_grad(g, x, weight, bias) if needs_x else None
+        gx = rule.input_grad(g, x, weight, bias) if needs_x else None
         if not (needs_weight or needs_bias):
             return gx, None, None, None
         needs = needs_weight, needs_bias
         if waits and tape.defers(prepared):
-            tape.hold(prepared, parameter, bias, g, x, weight, casts, needs)
+            tape.hold(prepared, rule, parameter, bias, g, x, weight, casts, needs)
             return gx, None, None, None
         if not tape.records:
             prepared.stage.call_counts.at_once(prepared, x)
-        gw, gb = prepared.rule.weight_grads(g, x, weight, bias, needs)
+        gw, gb = rule.weight_grads(g, x, weight, bias, needs)
         if gw is not None:
             gw = gw.t() if turned else as_shard(gw, parameter)
         return gx, gw, None if gb is None else as_shard(gb, bias), None
@@ -195,16 +205,16 @@ _NOTHING: Grads = (None, None, None, None)
 _apply: Any = super(torch.autograd.Function, DeferredOp).apply
 
 
-def _part(prepared: PreparedModule, x: Tensor, p: Tensor) -> Tensor:
+def _part(rule: SplitRule, x: Tensor, p: Tensor) -> Tensor:
     """This rank's part of a sharded parameter, in the type that the op computes in."""
     part = local(p)
-    return autocast(part) if prepared.rule.autocasts and torch.is_autocast_enabled(x.device.type) else part
+    return autocast(part) if rule.autocasts and torch.is_autocast_enabled(x.device.type) else part
 
 
 def _differentiable(ctx: Any, g: Tensor, x: Tensor, weight: Tensor) -> list[Tensor | None]:
     """The gradients of the inputs, as part of a graph that is exactly that of the plain module's backward."""
     call: ModuleCall = ctx.call
-    owner, bias, rule = call.weight, ctx.bias, call.prepared.rule
+    owner, bias, rule = call.weight, ctx.bias, call.rule
     # Views, as `x` may itself come from the same weight: its own history is no part of this backward.
     weight = owner if is_sharded(owner) else weight
     weight = weight.view_as(weight)
@@ -269,9 +279,24 @@ class PreparedModule:
         """As it is now; of a sharded one this rank's part."""
         return local(self._around[-1]._parameters["weight"]).detach()
 
+    def rule_of(self, module: nn.Module) -> SplitRule | None:
+        """The rule of the module as it is now: it, or whoever has it, may have set options of it since the last call.
+        None where it cannot be split as it is. What waits for W goes by the rule that it was called with.
+        """
+        if self.rule.fits(module):
+            return self.rule
+        found = None if self.compiled else _rule(module)
+        self.rule = found or self.rule
+        return found
+
     def call(self, module: nn.Module, tape: Tape, x: Tensor) -> Tensor:
         """The module's forward while `tape` records, or while a checkpoint recomputes it during I."""
-        rule, own = self.rule, module._parameters
+        rule, own = self.rule_of(module), module._parameters
+        if rule is None:
+            self.reason = UNKNOWN
+            if tape.records:
+                self.stage.call_counts.at_once(self, x)
+            return plain(module, x)
         weight = own.get("weight")
         bias = own.get("bias", _ABSENT) if rule.biased else None
         if (
@@ -288,7 +313,7 @@ class PreparedModule:
                 self._is_shared = True
             if deferred:
                 try:
-                    y = self._deferred(tape, x, weight, bias)
+                    y = self._deferred(rule, tape, x, weight, bias)
                     if y is not None:
                         return y
                 except torch.OutOfMemoryError:
@@ -305,16 +330,16 @@ class PreparedModule:
     def call_compiled(self, module: nn.Module, x: Tensor) -> Tensor:
         """The module's forward as torch.compile traces it: nothing here may depend on the tape."""
         rule, standing = self.rule, self.tap
-        if standing is None or not torch.is_grad_enabled():
-            return rule.plain(module, x)
+        if standing is None or not torch.is_grad_enabled() or not rule.fits(module):
+            return plain(module, x)
         weight, tap = standing  # the parameter itself would become an input of the compiled graph, used or not
         if weight.dtype not in rule.dtypes or not (self.defer_small or rule.work(x, weight) >= COMPILED_MERGE_WORK):
             return rule.plain(module, x)
         return call_in_graph(rule, x, weight, module._parameters.get("bias") if rule.biased else None, tap)
 
-    def _deferred(self, tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    def _deferred(self, rule: SplitRule, tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The op, as one whose weight gradients may wait; None where its rule is not for these types."""
-        rule, w, b = self.rule, weight, bias
+        w, b = weight, bias
         if rule.pads:
             x = rule.pad(x)
         casts = None
@@ -330,7 +355,7 @@ class PreparedModule:
             turned = rule.turns and self in tape.turned
             if turned:
                 w = w.t()
-        y: Tensor = _apply(x, w, b, ModuleCall(self, tape, weight, bias, casts, turned, tape.records))
+        y: Tensor = _apply(x, w, b, ModuleCall(self, rule, tape, weight, bias, casts, turned, tape.records))
         return y.view_as(y) if rule.gives_view(x, b) else y
 
     def _choose(self, tape: Tape, x: Tensor, weight: Tensor) -> bool:
@@ -354,10 +379,10 @@ class PreparedModule:
         if self.stage.hooked(parameters):
             self.reason = HOOKED
             return True
-        for module in self._around:
-            if module._backward_hooks or module._backward_pre_hooks:
-                self.reason = HOOKED_MODULE
-                return True
+        hooked = any(module._backward_hooks or module._backward_pre_hooks for module in self._around)
+        if hooked or of_all_modules._global_backward_hooks or of_all_modules._global_backward_pre_hooks:
+            self.reason = HOOKED_MODULE
+            return True
         return False
 
 
@@ -440,10 +465,17 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
     tape = prepared.stage.recomputing or recording.get()
     if tape is not None:
         return prepared.call(self, tape, input)
-    return prepared.rule.plain(self, input)
+    rule = prepared.rule_of(self)
+    return plain(self, input) if rule is None else rule.plain(self, input)
 
 
 def _rule(module: nn.Module) -> SplitRule | None:
+    """The rule of a module as it is now; None where it has none, or its class has been given another forward."""
+    rule = _rule_of_kind(module)
+    return rule if rule is not None and rule.fits(module) else None
+
+
+def _rule_of_kind(module: nn.Module) -> SplitRule | None:
     method = _patched(module)
     own = module.__dict__.get(method)
     if own is not None and getattr(own, "__func__", None) not in (forward, getattr(type(module), method)):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,16 @@ Needs = tuple[bool, bool]
 """Whether the gradient of the weight is wanted, and that of the bias."""
 Gradients = tuple[Tensor | None, Tensor | None]
 """Of the weight, and of the bias."""
+_FORWARDS = {kind: kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)}
+"""Torch's own."""
+
+
+def plain(module: nn.Module, x: Tensor) -> Tensor:
+    """What a module does by itself, as it was before it was prepared."""
+    if isinstance(module, ShardedModule):
+        return type(module).on_shard(module, x)
+    y: Tensor = type(module).forward(module, x)
+    return y
 
 
 class SplitRule(ABC):
@@ -75,12 +86,15 @@ class SplitRule(ABC):
     dtypes = REAL
     """Of weights that the arithmetic is right for; others are left to autograd."""
 
+    def fits(self, module: nn.Module) -> bool:
+        """Whether a module still does what the rule was made for: its options, such as `dilation`, may be other ones
+        by now, and its class may have been given another forward.
+        """
+        return True
+
     def plain(self, module: nn.Module, x: Tensor) -> Tensor:
         """What the module does by itself, as it was before it was prepared."""
-        if isinstance(module, ShardedModule):
-            return type(module).on_shard(module, x)
-        y: Tensor = type(module).forward(module, x)
-        return y
+        return plain(module, x)
 
     def pad(self, x: Tensor) -> Tensor:
         """What a module that pads does to its input; differentiated by autograd."""
@@ -143,6 +157,9 @@ class LinearRule(SplitRule):
 
     def __init__(self, biased: bool = True) -> None:
         self.biased = biased
+
+    def fits(self, module: nn.Module) -> bool:
+        return nn.Linear.forward is _FORWARDS[nn.Linear]
 
     def plain(self, module: nn.Module, x: Tensor) -> Tensor:
         if isinstance(module, ShardedModule):
@@ -265,22 +282,35 @@ class ConvRule(SplitRule):
     """Splits the backward of a convolution with any stride, padding mode, dilation and groups."""
 
     def __init__(self, module: Conv) -> None:
+        self._made_for = _options(module)
         self._stride = list(module.stride)
         self._dilation = list(module.dilation)
         self._groups = module.groups
         self._batched_dim = len(self._stride) + 2
         self._mode = module.padding_mode
-        around = _padding(module)
-        self._zeros = [0] * len(self._stride) if self._mode != "zeros" else around
         self.pads = self._mode != "zeros"
-        self._around = [side for amount in reversed(around) for side in (amount, amount)]
+        self._zeros = [0] * len(self._stride) if self.pads else _padding(module)
+        self._around = list(module._reversed_padding_repeated_twice)
 
     @staticmethod
     def knows(module: Conv) -> bool:
-        """True unless the padding differs between two opposite sides (`padding="same"`, even kernel)."""
+        """True unless the padding differs between two opposite sides (`padding="same"`, even kernel), or an option
+        that somebody has set does not say what it is for each dimension.
+        """
+        num = len(module.kernel_size)
+        by_dimension = [
+            module.stride,
+            module.dilation,
+            *([] if isinstance(module.padding, str) else [module.padding]),
+        ]
+        if not all(isinstance(each, tuple) and len(each) == num for each in by_dimension):
+            return False
         if module.padding != "same":
             return True
         return all(d * (k - 1) % 2 == 0 for d, k in zip(module.dilation, module.kernel_size))
+
+    def fits(self, module: nn.Module) -> bool:
+        return _options(module) == self._made_for and type(module).forward is _FORWARDS[type(module)]  # type: ignore[index]
 
     def pad(self, x: Tensor) -> Tensor:
         return F.pad(x, self._around, mode=self._mode)
@@ -347,6 +377,12 @@ class ConvRule(SplitRule):
         return grads
 
 
+def _options(module: Any) -> tuple[Any, ...]:
+    """What a convolution does, besides its weights."""
+    around = tuple(module._reversed_padding_repeated_twice)
+    return module.stride, module.padding, module.dilation, module.groups, module.padding_mode, around
+
+
 def _padding(module: Conv) -> list[int]:
     if module.padding == "valid":
         return [0] * len(module.stride)
@@ -370,6 +406,11 @@ class EmbeddingRule(SplitRule):
         padding = module.padding_here if isinstance(module, VocabularyEmbedding) else module.padding_idx
         self._padding = -1 if padding is None else padding
         self._by_frequency = module.scale_grad_by_freq
+        self._made_for = module.padding_idx, module.scale_grad_by_freq
+
+    def fits(self, module: Any) -> bool:
+        same = self.knows(module) and (module.padding_idx, module.scale_grad_by_freq) == self._made_for
+        return same and nn.Embedding.forward is _FORWARDS[nn.Embedding]
 
     @staticmethod
     def knows(module: nn.Embedding) -> bool:

@@ -23,7 +23,7 @@ from torch.autograd.function import BackwardCFunction
 
 from penstock.runtime.stage.autograd import run_backward
 from penstock.runtime.stage.split_backward.prepared_module import PreparedModule, recording, without_autocast
-from penstock.runtime.stage.split_backward.rules import Workspace
+from penstock.runtime.stage.split_backward.rules import SplitRule, Workspace
 from penstock.runtime.stage.split_backward.stage import ACCUMULATE, USED_OTHERWISE, Edges, SplitError, SplitStage
 from penstock.runtime.tensors.dtensor import as_shard, local
 
@@ -169,7 +169,7 @@ class Phase(Enum):
 class DeferredCall(NamedTuple):
     """What W needs of one call of a deferred module."""
 
-    prepared: PreparedModule
+    rule: SplitRule
     weight: Tensor
     bias: Tensor | None
     g: Tensor
@@ -334,6 +334,7 @@ class Tape:
     def hold(
         self,
         prepared: PreparedModule,
+        rule: SplitRule,
         weight: Tensor,
         bias: Tensor | None,
         g: Tensor,
@@ -348,9 +349,7 @@ class Tape:
             uses[id(weight)] = uses.get(id(weight), 0) + 1
         if needs[1]:
             uses[id(bias)] = uses.get(id(bias), 0) + 1
-        self._held.append(
-            DeferredCall(prepared, weight, bias, g, x, cast_weight, casts, needs, g._version, x._version)
-        )
+        self._held.append(DeferredCall(rule, weight, bias, g, x, cast_weight, casts, needs, g._version, x._version))
         prepared.stage.call_counts.deferred(prepared, x)
 
     def _without_grad(self) -> list[Tensor]:
@@ -418,14 +417,14 @@ class Tape:
         accumulator = Accumulator(self._uses)
         while held:
             # What I kept last is still in cache, and its memory is given back in order.
-            prepared, weight, bias, g, x, cast_weight, casts, needs, g_version, x_version = held.pop()
+            rule, weight, bias, g, x, cast_weight, casts, needs, g_version, x_version = held.pop()
             if g._version != g_version or x._version != x_version:
                 raise SplitError(
                     "an input or output gradient of a stage was modified in place between I and W, "
                     f"which still needs it (shapes {tuple(x.shape)} and {tuple(g.shape)}); modify a "
                     "copy, or run W first"
                 )
-            gw, gb = prepared.rule.weight_grads(g, x, cast_weight, bias, needs, accumulator.workspace(weight))
+            gw, gb = rule.weight_grads(g, x, cast_weight, bias, needs, accumulator.workspace(weight))
             if gw is not None:
                 accumulator.add(weight, gw, None if casts is None else casts[0])
             if gb is not None and bias is not None:
