@@ -114,6 +114,38 @@ CHANGES: dict[str, tuple[Callable[[ps.Pipeline], object], str]] = {
 }
 """What a caller may do to a pipeline between two steps, and what the error says of it."""
 
+
+def loaded_with_other_state(pipe: ps.Pipeline, rank: int) -> None:
+    loaded(pipe)
+    assert pipe.optimizer is not None
+    for held in pipe.optimizer.state.values():
+        held["exp_avg"].mul_(rank + 2)
+
+
+def given_other_gradient(pipe: ps.Pipeline, rank: int) -> None:
+    parameter = parameter_of(pipe)
+    parameter.grad = torch.full_like(parameter, rank + 1)
+
+
+def written_otherwise(pipe: ps.Pipeline, rank: int) -> None:
+    with torch.no_grad():
+        parameter_of(pipe).mul_(rank + 2)
+
+
+def given_other_data(pipe: ps.Pipeline, rank: int) -> None:
+    parameter = parameter_of(pipe)
+    parameter.data = parameter.data * (rank + 2)
+
+
+OTHERWISE: dict[str, Callable[[ps.Pipeline, int], object]] = {
+    "written": written_otherwise,
+    "written to data": lambda pipe, rank: local(parameter_of(pipe).data).mul_(rank + 2),
+    "data": given_other_data,
+    "gradient": given_other_gradient,
+    "loaded": loaded_with_other_state,
+}
+"""The same, of each rank by an amount of its own."""
+
 NOT_SEEN = {
     # One replica has the optimizer's state of a parameter, its gradient, or memory for all of it.
     "zero1": ("gradient", "cleared", "loaded"),
@@ -156,14 +188,14 @@ def whole_model(pipe: ps.Pipeline) -> dict[str, list[Any]]:
     return found
 
 
-def said_of(name: str, change: str, ranks: Sequence[int], rank: int) -> str:
-    """What is said where some ranks change something after the first step; an empty string where holders agree."""
+def said_of(name: str, change: Callable[[ps.Pipeline], object] | None) -> str:
+    """What is said where this rank changes something after the first step; an empty string where holders agree."""
     pipe = made(CASES[name])
     torch.manual_seed(1)
     x, y = torch.randn(NUM_SAMPLES, WIDTH), torch.randn(NUM_SAMPLES, WIDTH)
     pipe.step(x, y)
-    if rank in ranks:
-        CHANGES[change][0](pipe)
+    if change is not None:
+        change(pipe)
     try:
         pipe.step(x, y)
         pipe.step(x, y)
@@ -177,27 +209,45 @@ def said_of(name: str, change: str, ranks: Sequence[int], rank: int) -> str:
     return ""
 
 
-def all_said(rank: int, name: str, changes: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """By change, what is said where the last rank alone makes it, and where all do."""
-    every = range(CASES[name].num_processes)
-    return {
-        change: (said_of(name, change, every[-1:], rank), said_of(name, change, every, rank)) for change in changes
-    }
+class Said(NamedTuple):
+    """What is said of a change that one rank alone makes, that all make, and that each makes by another amount."""
+
+    alone: str
+    together: str
+    otherwise: str
+
+
+def all_said(rank: int, name: str, changes: Sequence[str]) -> dict[str, Said]:
+    """By change, what is said of it."""
+    is_last = rank == CASES[name].num_processes - 1
+    found = {}
+    for change in changes:
+        work = CHANGES[change][0]
+        otherwise = ""
+        if change in OTHERWISE and name != "fsdp":
+            otherwise = said_of(name, partial(OTHERWISE[change], rank=rank))
+        found[change] = Said(said_of(name, work if is_last else None), said_of(name, work), otherwise)
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_bug_what_one_holder_changed_between_steps_made_them_other_models(name: str) -> None:
-    """Copies in several pipelines and tied weights did without a word, and so did one replica's optimizer state."""
+    """Copies in several pipelines and tied weights did without a word, and so did one replica's optimizer state. So
+    did all holders where each changed what it holds by an amount of its own.
+    """
     changes = [change for change in CHANGES if change not in NOT_SEEN.get(name, ())]
     outcomes = run_ranks(CASES[name].num_processes, all_said, name, changes)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
     assert all(o.value == outcomes[0].value for o in outcomes)
-    for change, (alone, together) in outcomes[0].value.items():
+    for change, (alone, together, otherwise) in outcomes[0].value.items():
         assert together == "", change
         assert CHANGES[change][1] in alone, f"{change}: {alone}"
         assert bool(alone) == (change != "nothing"), f"{change}: {alone}"
         assert not alone or alone.endswith("change it on every rank, between the same two steps")
+        # That all had changed it was compared, and not to what. Parts of a parameter have other values anyway.
+        assert ("(digest of " in otherwise) == (change in OTHERWISE and name != "fsdp"), f"{change}: {otherwise}"
+        assert CHANGES[change][1] in otherwise or not otherwise, f"{change}: {otherwise}"
 
 
 def clipped(rank: int) -> tuple[list[bool], str]:

@@ -241,9 +241,9 @@ def test_what_one_replica_changes_between_steps_made_them_other_models() -> None
     assert set(outcomes[0].value[1::2]) == {""}
     assert nothing == ""
     assert frozen.startswith("parameter 0.bias is frozen, of torch.float32 in replica 1, and trained, of")
-    assert "given other data since the last step in replica 1" in data
-    assert "of torch.float32, changed in place since the last step in replica 1" in values
-    assert "with a gradient before the step in replica 1" in gradient
+    assert "given other data since the last step (digest of what is there: " in data
+    assert "of torch.float32, changed in place since the last step (digest of what is there: " in values
+    assert "with a gradient before the step (digest of what is there: " in gradient
     assert rate.startswith("lr of the optimizer's group 0 is 0.5 in replica 1, and 0.1 in replica 0")
     assert "number of parameters of the optimizer's group 0 is 3 in replica 1, and 4 in replica 0" in left_out
     assert left_out.endswith("change it on every rank, between the same two steps")

@@ -12,8 +12,9 @@ Such holders become other models without a word where they differ, and sums of o
     the end   where some are not, that sum has been left out, and every process hears it with the losses:
               each tells the rest, and all raise the same
 
-What a caller changes between two steps is seen by what is different since the last step's end. So what all holders
-change alike is right, also where each of them keeps another part.
+What a caller changes between two steps is seen by what is different since the last step's end. Then holders of the
+same values compare what these have become, and holders of different parts compare that something was changed at all.
+A step before which nobody has changed anything compares no values.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.given_optimizer import is_plain
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.sharding import ReplicaParameters
-from penstock.runtime.tensors.dtensor import is_sharded, memory
+from penstock.runtime.tensors.digest import hash_of
+from penstock.runtime.tensors.dtensor import is_sharded, memory, placements_of
 from penstock.schedule.updates import OWNER
 
 _OWN = "params", "param_names", "foreach", "fused", "capturable"
@@ -53,6 +55,13 @@ _SAMPLED = "changed through its data since the last step"
 """Seen by values alone, which holders of other parts have otherwise: `data.clamp_(-1, 1)` may change one of them."""
 _GIVEN_GRADIENT = "with a gradient before the step"
 _GRADIENT_GONE, _GRADIENT_CHANGED = "with its gradient cleared before the step", "with its gradient changed before it"
+_OF_VALUES = _MOVED, _WRITTEN, _SAMPLED
+_OF_GRADIENT = _GIVEN_GRADIENT, _GRADIENT_GONE, _GRADIENT_CHANGED
+
+_Event = tuple[str, int]
+"""What the caller has done to a parameter, and a digest of what it made of it; 0 where holders have other parts of
+that, or where nothing is left.
+"""
 
 
 class Versions:
@@ -113,7 +122,8 @@ class Samples:
 
     def _now(self) -> list[Tensor]:
         """Of each type the bytes of the numbers that are looked at."""
-        return [torch.cat(views).view(torch.uint8) for _, views in self._views]
+        lines = [[view if view.dim() == 1 else view.reshape(-1) for view in views] for _, views in self._views]
+        return [torch.cat(each).view(torch.uint8) for each in lines]
 
     def _look_at_memory(self) -> None:
         by_kind: dict[tuple[torch.dtype, torch.device], tuple[list[int], list[Tensor]]] = {}
@@ -121,12 +131,25 @@ class Samples:
             if is_lazy(tensor):
                 continue
             values = memory(tensor)
-            if values.layout is not torch.strided or values.numel() == 0 or not values.is_contiguous():
+            if values.layout is not torch.strided or values.numel() == 0:
                 continue
             owners, views = by_kind.setdefault((values.dtype, values.device), ([], []))
             owners.append(place)
-            views.append(values.view(-1)[:: -(-values.numel() // SAMPLED)])
+            views.append(_sampled(values))
         self._views = list(by_kind.values())
+
+
+def _sampled(values: Tensor) -> Tensor:
+    """A view of no more than `SAMPLED` numbers, spread over all of them."""
+    if values.is_contiguous():
+        return values.view(-1)[:: -(-values.numel() // SAMPLED)]
+    steps, left = [slice(None)] * values.dim(), SAMPLED
+    for dims_left, dim in zip(range(values.dim(), 0, -1), sorted(range(values.dim()), key=values.size), strict=True):
+        kept = min(values.size(dim), int(left ** (1 / dims_left) + 1e-9))
+        step = -(-values.size(dim) // kept)
+        steps[dim] = slice(None, None, step)
+        left //= -(-values.size(dim) // step)
+    return values[tuple(steps)]
 
 
 def _place_of(tensor: Tensor) -> int:
@@ -174,6 +197,13 @@ class _OptimizerStates:
                 found[place] = _said_of_state({} if optimizer is None else optimizer.state.get(one, {}))
         return list(found.items())
 
+    def digest(self, place: int, optimizer: Optimizer | None) -> int:
+        """Tells the state of a tensor from others; 0 where there is none."""
+        state: Mapping[Tensor, Mapping[str, object]] = {} if optimizer is None else optimizer.state
+        held = [state.get(one, {}) for at, one in self._keys if at == place]
+        found = [(name, _content_of(value)) for each in held for name, value in sorted(each.items())]
+        return _digest_of(found) if found else 0
+
     def _now(self, optimizer: Optimizer | None) -> tuple[list[int], list[object], list[int]]:
         """How many values there are of each tensor, the values, and torch's count of changes in place of them."""
         state: Mapping[Tensor, Mapping[str, object]] = {} if optimizer is None else optimizer.state
@@ -183,6 +213,11 @@ class _OptimizerStates:
         values = [value for each in held for value in each.values()]
         versions = [value._version if isinstance(value, Tensor) else 0 for value in values]
         return [len(each) for each in held], values, versions
+
+
+def _content_of(value: object) -> object:
+    """Plain data that is the same where a value is."""
+    return (str(value.dtype), hash_of(value)) if isinstance(value, Tensor) else repr(value)
 
 
 def _said_of_state(held: Mapping[str, object]) -> str:
@@ -214,6 +249,10 @@ class HolderSet:
     steps: bool
     by_group: bool = False
     in_parts: bool = False
+
+    def has_same_values(self, parameter: Parameter) -> bool:
+        """Whether all holders have the same of a parameter."""
+        return not self.in_parts or all(placement.is_replicate() for placement in placements_of(parameter))
 
 
 Facts = dict[str, str]
@@ -284,6 +323,9 @@ class HolderAgreement:
         held = {id(p): (p, name) for m in meetings for s in m.sets for name, p in s.parameters.items()}
         self._parameters = [parameter for parameter, _ in held.values()]
         self._names = [name for _, name in held.values()]
+        # Holders of parts have other values of what is cut, whatever the caller has made of them.
+        whole = {id(p) for m in meetings for s in m.sets for p in s.parameters.values() if s.has_same_values(p)}
+        self._is_whole = [id(parameter) in whole for parameter in self._parameters]
         self._number = {key: number for number, key in enumerate(held)}
         self._stepped = [stepped(parameter) for parameter in self._parameters]
         steps = {id(p) for m in meetings for s in m.sets if s.steps for p in s.parameters.values()}
@@ -292,7 +334,7 @@ class HolderAgreement:
         self._samples = Samples(self._parameters)
         self._states = _OptimizerStates(stated)
         self._within = Versions([] if in_step is None else [in_step(p) for p in self._parameters])
-        self._events: list[set[str]] = [set() for _ in self._parameters]
+        self._events: list[set[_Event]] = [set() for _ in self._parameters]
         self._refused: str | None = None
         self._state: object = None
         self._facts: list[list[Facts]] = []
@@ -330,9 +372,22 @@ class HolderAgreement:
             if (said := known.become(parameter.grad)) is not None:
                 found.append((place, said))
         for place, said in found:
-            self._events[place].add(said)
+            self._events[place].add((said, self._digest_of_change(place, said)))
         if found:
             self.note()
+
+    def _digest_of_change(self, place: int, said: str) -> int:
+        """Of what the caller has made of a parameter, its gradient or its state; see `_Event`."""
+        parameter = self._parameters[place]
+        if not self._is_whole[place]:
+            return 0
+        if said in _OF_VALUES:
+            return hash_of(parameter)
+        if said in _OF_GRADIENT:
+            gradient = parameter.grad
+            is_summed = not any(one.is_partial() for one in placements_of(gradient))
+            return hash_of(gradient) if gradient is not None and is_summed else 0
+        return self._states.digest(place, self._optimizer())
 
     @contextmanager
     def noting_own_changes(self) -> Iterator[None]:
@@ -376,7 +431,7 @@ class HolderAgreement:
                 ]
                 for meeting in self._meetings
             ]
-            self._digests = [[_digest_of(facts) for facts in found] for found in self._facts]
+            self._digests = [[float(_digest_of(facts) + 1) for facts in found] for found in self._facts]
         for meeting, digests in zip(self._meetings, self._digests, strict=True):
             meeting.begin(digests)
 
@@ -457,7 +512,12 @@ class HolderAgreement:
         for name, parameter in held.parameters.items():
             place = self._number[id(parameter)]
             words = ["trained" if parameter.requires_grad else "frozen", f"of {parameter.dtype}"]
-            words += [said for said in sorted(self._events[place]) if _is_told(said, held, parameter)]
+            is_same = held.has_same_values(parameter)
+            words += [
+                f"{said} (digest of what is there: {digest:x})" if digest and is_same else said
+                for said, digest in sorted(self._events[place])
+                if _is_told(said, held, parameter)
+            ]
             known = [of_group.get(id(one)) for one in self._stepped[place]]
             by_itself = is_stepped and held.steps and not held.by_group and parameter.requires_grad
             words += ["left out of the optimizer"] if by_itself and None in known else []
@@ -472,9 +532,9 @@ class HolderAgreement:
         return facts
 
 
-def _digest_of(facts: Facts) -> float:
-    """Not 0, which is no holder's."""
-    return float(int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:6]) + 1)
+def _digest_of(value: object) -> int:
+    """48 bits that tell plain data from others, which doubles hold exactly."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6])
 
 
 class _Gradient:
@@ -498,10 +558,10 @@ _NONE = _Gradient(None)
 
 def _is_told(event: str, held: HolderSet, parameter: Parameter) -> bool:
     if event == _SAMPLED:
-        return not (held.in_parts and is_sharded(parameter))
-    if event in (_GIVEN_GRADIENT, _GRADIENT_GONE, _GRADIENT_CHANGED):
+        return held.has_same_values(parameter)
+    if event in _OF_GRADIENT:
         return held.has_gradients
-    return event in (_MOVED, _WRITTEN) or held.steps
+    return event in _OF_VALUES or held.steps
 
 
 def _options_of(group: Mapping[str, object]) -> _Options:
