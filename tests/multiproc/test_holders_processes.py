@@ -302,3 +302,48 @@ def test_bug_rates_of_a_step_that_one_holder_alone_was_given_made_them_other_mod
         assert alone.startswith("rates= of the step is (0.5, 0.25) ")
         assert "and (0.5, 0.5) " in alone
         assert together == ""
+
+
+def in_an_open_window(rank: int) -> dict[str, tuple[str, str]]:
+    """By what is done to what its copies have summed, what is said where the last rank does it, and where all do."""
+    found = {}
+    for name, work in OF_WINDOWS.items():
+        said = []
+        for ranks in ((3,), range(4)):
+            pipe = made(CASES["updates as ops"])
+            x, y = torch.ones(NUM_SAMPLES, WIDTH), torch.zeros(NUM_SAMPLES, WIDTH)
+            pipe.step(x, y, update=False)
+            if rank in ranks:
+                work(pipe)
+            try:
+                pipe.step(x, y)
+                said.append("")
+            except RuntimeFailure as error:
+                said.append(str(error))
+            finally:
+                pipe.close()
+        found[name] = said[0], said[1]
+    return found
+
+
+def without_gradients(pipe: ps.Pipeline) -> None:
+    for parameter in pipe.parameters():
+        parameter.grad = None
+
+
+OF_WINDOWS: dict[str, Callable[[ps.Pipeline], object]] = {
+    "cleared": ps.Pipeline.zero_grad,
+    "cleared one by one": without_gradients,
+    "changed": lambda pipe: [parameter.grad.mul_(2) for parameter in pipe.parameters() if parameter.grad is not None],
+}
+
+
+@pytest.mark.slow
+def test_bug_what_one_copy_had_summed_of_an_open_window_was_cleared_without_a_word() -> None:
+    outcomes = run_ranks(4, in_an_open_window)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    for found in (o.value for o in outcomes):
+        for name, (alone, together) in found.items():
+            assert together == ""
+            assert alone.startswith("what stage "), f"{name}: {alone}"
+            assert f"has summed of an open window is {name.split()[0]} on rank 3, and left alone on rank 0" in alone

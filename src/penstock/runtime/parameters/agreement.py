@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,6 +36,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, MeshPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.given_optimizer import is_plain
+from penstock.runtime.parameters.gradients import GradientChange, KnownGradient
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.sharding import ReplicaParameters
 from penstock.runtime.tensors.digest import hash_of
@@ -53,10 +53,12 @@ SAMPLED = 64
 _MOVED, _WRITTEN = "given other data since the last step", "changed in place since the last step"
 _SAMPLED = "changed through its data since the last step"
 """Seen by values alone, which holders of other parts have otherwise: `data.clamp_(-1, 1)` may change one of them."""
-_GIVEN_GRADIENT = "with a gradient before the step"
-_GRADIENT_GONE, _GRADIENT_CHANGED = "with its gradient cleared before the step", "with its gradient changed before it"
 _OF_VALUES = _MOVED, _WRITTEN, _SAMPLED
-_OF_GRADIENT = _GIVEN_GRADIENT, _GRADIENT_GONE, _GRADIENT_CHANGED
+_OF_GRADIENT = {
+    GradientChange.GIVEN: "with a gradient before the step",
+    GradientChange.CLEARED: "with its gradient cleared before the step",
+    GradientChange.CHANGED: "with its gradient changed before it",
+}
 
 _Event = tuple[str, int]
 """What the caller has done to a parameter, and a digest of what it made of it; 0 where holders have other parts of
@@ -241,6 +243,8 @@ class HolderSet:
         steps: whether each has the optimizer's state of a parameter, and all its options.
         by_group: options are compared group by group, which all holders have alike.
         in_parts: of a parameter that is cut, each holder has another part.
+        window: in words, what each holder has summed of the gradients of an open window. Where it is given, this is
+            all that is compared: whether the caller has left it alone.
     """
 
     holders: tuple[int, ...]
@@ -249,6 +253,7 @@ class HolderSet:
     steps: bool
     by_group: bool = False
     in_parts: bool = False
+    window: str = ""
 
     def has_same_values(self, parameter: Parameter) -> bool:
         """Whether all holders have the same of a parameter."""
@@ -295,7 +300,7 @@ class _Meeting:
         self._alike = True
         for each in self.sets:
             digests = row[start : start + len(each.holders)]
-            self._alike = self._alike and digests.count(digests[0]) == len(digests)
+            self._alike = self._alike and len({digest for digest in digests if digest}) <= 1
             start += len(digests)
         return self._alike
 
@@ -355,8 +360,7 @@ class HolderAgreement:
         self._versions.note()
         self._samples.note()
         self._states.note(self._optimizer())
-        gradients = [parameter.grad for parameter in self._parameters]
-        self._gradients = [_NONE if gradient is None else _Gradient(gradient) for gradient in gradients]
+        self._gradients = [KnownGradient(parameter.grad) for parameter in self._parameters]
 
     def see(self) -> None:
         """Takes note of what the caller has changed by now."""
@@ -369,8 +373,8 @@ class HolderAgreement:
         found += [(place, _SAMPLED) for place in set(self._samples.changed()).difference(moved, written)]
         found += self._states.changed(self._optimizer())
         for place, (parameter, known) in enumerate(zip(self._parameters, self._gradients, strict=True)):
-            if (said := known.become(parameter.grad)) is not None:
-                found.append((place, said))
+            if (change := known.change(parameter.grad)) is not None:
+                found.append((place, _OF_GRADIENT[change]))
         for place, said in found:
             self._events[place].add((said, self._digest_of_change(place, said)))
         if found:
@@ -383,7 +387,7 @@ class HolderAgreement:
             return 0
         if said in _OF_VALUES:
             return hash_of(parameter)
-        if said in _OF_GRADIENT:
+        if said in _OF_GRADIENT.values():
             gradient = parameter.grad
             is_summed = not any(one.is_partial() for one in placements_of(gradient))
             return hash_of(gradient) if gradient is not None and is_summed else 0
@@ -419,19 +423,24 @@ class HolderAgreement:
         members = [[id(one) for one in group["params"]] for group in groups]
         trained = [(parameter.requires_grad, parameter.dtype) for parameter in self._parameters]
         given = None if rates is None else tuple(map(float, rates))
-        state = trained, options, members, given, [sorted(each) for each in self._events]
+        windows = [self._of_window(each) for meeting in self._meetings for each in meeting.sets if each.window]
+        state = trained, options, members, given, windows, [sorted(each) for each in self._events]
         if state != self._state:
             self._state = state
             of_group = {one: number for number, those in enumerate(members) for one in those}
             self._facts = [
                 [
-                    self._facts_of(each, options, of_group, optimizer is not None)
+                    self._of_window(each)
+                    if each.window
+                    else self._facts_of(each, options, of_group, optimizer is not None)
                     | ({"rates= of the step": str(given)} if each.by_group or each.steps else {})
                     for each in meeting.sets
                 ]
                 for meeting in self._meetings
             ]
-            self._digests = [[float(_digest_of(facts) + 1) for facts in found] for found in self._facts]
+            self._digests = [
+                [float(_digest_of(facts) + 1) if facts else 0.0 for facts in found] for found in self._facts
+            ]
         for meeting, digests in zip(self._meetings, self._digests, strict=True):
             meeting.begin(digests)
 
@@ -484,7 +493,7 @@ class HolderAgreement:
             ((meeting.kind, *meeting.at, number), meeting.peers.here[0], facts)
             for meeting, found in zip(self._meetings, self._facts, strict=True)
             for number, facts in enumerate(found)
-            if meeting.peers.here[0] in meeting.sets[number].holders
+            if facts and meeting.peers.here[0] in meeting.sets[number].holders
         ]
         told = self._everyone.gather((within, mine))
         for process, (changed, _) in enumerate(told):
@@ -504,6 +513,20 @@ class HolderAgreement:
             "processes that hold the same parameters did not begin a step alike; change what they hold on every "
             "rank, between the same two steps"
         )
+
+    def _of_window(self, held: HolderSet) -> Facts:
+        """What the caller has done to what is summed of an open window; empty where nothing was."""
+        done: dict[str, str] = {}
+        for name, parameter in held.parameters.items():
+            events = {said for said, _ in self._events[self._number[id(parameter)]]}
+            if _OF_GRADIENT[GradientChange.CLEARED] in events:
+                done[name] = "cleared"
+            elif parameter.grad is not None:
+                done[name] = "changed" if _OF_GRADIENT[GradientChange.CHANGED] in events else "left alone"
+        words = list(dict.fromkeys(done.values()))
+        if len(words) > 1:
+            words = [", ".join(f"{word} for {name}" for name, word in done.items() if word != "left alone")]
+        return {held.window: words[0]} if words else {}
 
     def _facts_of(
         self, held: HolderSet, options: Sequence[_Options], of_group: Mapping[int, int], is_stepped: bool
@@ -537,29 +560,10 @@ def _digest_of(value: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6])
 
 
-class _Gradient:
-    """A parameter's gradient at a moment; it does not keep it."""
-
-    def __init__(self, gradient: Tensor | None) -> None:
-        self._known = None if gradient is None else weakref.ref(gradient)
-        self._version = 0 if gradient is None else gradient._version
-
-    def become(self, gradient: Tensor | None) -> str | None:
-        """What has been done to it since, in words; None for nothing."""
-        if self._known is None:
-            return None if gradient is None else _GIVEN_GRADIENT
-        if gradient is None:
-            return _GRADIENT_GONE
-        return None if self._known() is gradient and gradient._version == self._version else _GRADIENT_CHANGED
-
-
-_NONE = _Gradient(None)
-
-
 def _is_told(event: str, held: HolderSet, parameter: Parameter) -> bool:
     if event == _SAMPLED:
         return held.has_same_values(parameter)
-    if event in _OF_GRADIENT:
+    if event in _OF_GRADIENT.values():
         return held.has_gradients
     return event in _OF_VALUES or held.steps
 
@@ -621,13 +625,9 @@ def agreement_of(
     if isinstance(mesh.replicas, GroupPeers):
         alike = replace(everything, holders=tuple(range(mesh.num_replicas)), in_parts=not sharding.keeps_whole)
         meetings.append(_Meeting("replica", (rank, shard), mesh.replicas, [alike]))
-    if isinstance(mesh.pipeline, GroupPeers):
-        found = [
-            replace(each, has_gradients=each.has_gradients and masters is None)
-            for each in _sets_of_ranks(model, is_dealt, masters is not None, zero)
-        ]
-        if found:
-            meetings.append(_Meeting("rank", (replica, shard), mesh.pipeline, found))
+    together = list(_sets_of_ranks(model, is_dealt, masters is not None, zero))
+    if isinstance(mesh.pipeline, GroupPeers) and together:
+        meetings.append(_Meeting("rank", (replica, shard), mesh.pipeline, together))
     if mesh.shards is not None:
         peers = mesh.everyone.along[-1] if isinstance(mesh.everyone, MeshPeers) else None
         assert isinstance(peers, GroupPeers), "shards are a dimension of a mesh"
@@ -670,7 +670,11 @@ def _sets_of_ranks(model: LocalModel, is_dealt: bool, updates: bool, zero: bool)
             here = model.copies.own(index) if index in stages else {}
             # What replicas deal out, each rank deals by itself, but for what is tied.
             steps = not is_dealt and (not zero or holders == owners)
-            yield HolderSet(holders, here, not is_dealt, steps, in_parts=index in shared)
+            yield HolderSet(holders, here, not is_dealt and not updates, steps, in_parts=index in shared)
+            if updates:
+                yield HolderSet(
+                    holders, here, False, False, window=f"what stage {index} has summed of an open window"
+                )
     for tie in model.ties:
         holders, owners = holders_of(tie.stages, pipelines), holders_of(tie.stages, [OWNER])
         if len(holders) > 1:
@@ -678,4 +682,4 @@ def _sets_of_ranks(model: LocalModel, is_dealt: bool, updates: bool, zero: bool)
             mine = sorted((index for index in tie.stages if index in stages), key=lambda index: index not in owned)
             here = {} if not mine else {tie.name: stages[mine[0]].get_parameter(tie.names[mine[0]])}
             steps = not updates and (not zero or holders == owners)
-            yield HolderSet(holders, here, True, steps, in_parts=not shared.isdisjoint(tie.stages))
+            yield HolderSet(holders, here, not updates, steps, in_parts=not shared.isdisjoint(tie.stages))

@@ -34,7 +34,7 @@ from torch.nn.parameter import is_lazy
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers, require_same
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.parameters.gradients import Accumulators
+from penstock.runtime.parameters.gradients import Accumulators, GradientChange, KnownGradient
 from penstock.runtime.parameters.ties import Ties
 from penstock.runtime.stage.partitioning.cutting import build_stage
 from penstock.runtime.stage.recompute import Place, copy_of
@@ -139,7 +139,7 @@ class Copies:
             self.select(*key)
             yield key
         for turns in self._turns.values():
-            turns.select(OWNER)
+            turns.rest()
 
     def separate_weights(self) -> None:
         """Every copy gets weights of its own, as updates are ops."""
@@ -162,6 +162,13 @@ class Copies:
             turns.end()
 
     # Gradients.
+
+    def follow_cleared(self) -> None:
+        """Before a step that goes on with a window left open: what was cleared of one copy is so of all here. Raises
+        RuntimeFailure as `CopyTurns.follow_cleared`.
+        """
+        for index, turns in self._turns.items():
+            turns.follow_cleared(index, list(self.own(index)))
 
     def own(self, index: int) -> dict[str, Parameter]:
         """Name -> parameter of a stage here, those that no other stage owns, in the same order on every rank."""
@@ -216,6 +223,31 @@ class CopyTurns:
         self._gradients = Accumulators(self._parameters, self._owner)
         self._separate: list[Parameter] = []
         self._aside = {k: _CopyState() for k in self._others}
+        self._known: list[KnownGradient] = []
+        """The owner's gradients between two steps, where other copies have sums of their own then."""
+
+    def rest(self) -> None:
+        """The module has what is the owner's, and the caller may change it."""
+        self.select(self._owner)
+        has_sums = self._gradients.has_others
+        self._known = [KnownGradient(p.grad) for p in self._parameters] if has_sums else []
+
+    def follow_cleared(self, stage: int, names: Sequence[str]) -> None:
+        """Clears the gradients of an open window in all copies that the caller has cleared in the module.
+
+        Raises:
+            RuntimeFailure: one was changed otherwise, which the module has of the owner's copy alone.
+        """
+        for place, (known, parameter) in enumerate(zip(self._known, self._parameters, strict=False)):
+            change = known.change(parameter.grad)
+            if change is GradientChange.CLEARED:
+                self._gradients.clear(place)
+            elif change is GradientChange.CHANGED:
+                raise RuntimeFailure(
+                    f"the gradient of {names[place]} of stage {stage} was changed while a window was open, and each "
+                    f"of {len(self._others) + 1} pipelines here has a sum of its own for it, of which the parameter "
+                    "holds the first; let the window end, or clear all of them (pipe.zero_grad())"
+                )
 
     def separate_weights(self) -> None:
         """From now on every copy has weights of its own, of those parameters that are trained."""
@@ -244,8 +276,8 @@ class CopyTurns:
             aside.buffers = {place: copies[id(buffer)] for place, buffer in found.items()}
 
     def end(self) -> None:
-        """It is over, however it went: the module has what is the owner's."""
-        self.select(self._owner)
+        """It is over, however it went."""
+        self.rest()
         for aside in self._aside.values():
             aside.buffers = {}
 
@@ -276,6 +308,7 @@ class CopyTurns:
         """Leaves none but the owner's."""
         self.select(self._owner)
         self._gradients.drop_others()
+        self._known = []
 
 
 def form_of(module: nn.Module, prefix: str = "") -> list[str]:

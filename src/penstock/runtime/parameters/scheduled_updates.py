@@ -173,7 +173,8 @@ class ScheduledUpdates:
         """Starts a step.
 
         Raises:
-            RuntimeFailure: an earlier step failed, there is no optimizer, or another number of rates than updates.
+            RuntimeFailure: an earlier step failed, there is no optimizer, another number of rates than updates, or
+                gradients of an open window that the caller has changed of one pipeline alone.
         """
         self.require_whole()
         if optimizer is None:
@@ -186,6 +187,7 @@ class ScheduledUpdates:
                 f"{len(rates)} rates given for {self._windows.num_updates} updates of {self.schedule.name}; give "
                 "one each"
             )
+        self.copies.follow_cleared()
         self.leaves_open = leave_open
         self.replicas.unshard()
         self.copies.share_weights()  # whatever was done to the model's since
