@@ -135,6 +135,14 @@ def test_a_step_is_replaced_and_old_ones_are_pruned(tmp_path: Path) -> None:
     assert Reader(tmp_path / "step-00000004").meta == {"again": "new"}
 
 
+def test_a_file_where_a_replaced_checkpoint_goes_stood_in_the_way_of_every_save(tmp_path: Path) -> None:
+    for name in ("step-00000001.old", ".step-00000001.writing", ".step-00000001.old.deleting"):
+        (tmp_path / name).write_text("")
+    for _ in range(2):
+        assert complete(write(tmp_path, 1, {"a": torch.ones(3)}, {}))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+
+
 def test_the_checkpoint_just_written_is_never_pruned(tmp_path: Path) -> None:
     for step in (7, 8, 2):
         write(tmp_path, step, {"a": torch.zeros(2)}, {}, keep=1)
@@ -246,10 +254,12 @@ def test_a_disk_that_refuses(tmp_path: Path) -> None:
     [
         ({"step": -1}, "step is 0 or more"),
         ({"meta": {"a": object()}}, "meta must be plain JSON"),
+        ({"meta": {"a": [{0: 0.5}]}}, "the key 0 is of type int, and would come back as text"),
+        ({"step": 10**18}, "at most 999999999999999999"),
         ({"tensors": {"": torch.zeros(1)}}, "non-empty text"),
         ({"tensors": {"a": 3}}, "a is a int"),
         ({"tensors": {"a": torch.zeros(2).to_sparse()}}, "only dense tensors"),
-        ({"keep": 0}, "keep 1 or more"),
+        ({"keep": 0}, "keep is 1 or more"),
     ],
 )
 def test_misuse(tmp_path: Path, arguments: dict[str, object], message: str) -> None:

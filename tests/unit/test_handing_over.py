@@ -66,6 +66,26 @@ def test_a_pipeline_goes_on_where_another_was_under_another_schedule() -> None:
     assert (then.num_steps, then.num_updates) == (4, 3)
 
 
+class AlwaysDrops(nn.Linear):
+    """Drops out in evaluation mode too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, training=True)
+
+
+def test_evaluations_drew_other_numbers_after_a_hand_over_and_a_closed_pipeline_took_all() -> None:
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    goes, then = (ps.Pipeline([AlwaysDrops(8, 8)], ps.build("1f1b", 1, 4), loss_fn=nn.MSELoss()) for _ in range(2))
+    goes.evaluate(x, y)
+    for _ in range(2):
+        then.evaluate(x, y)
+    goes.hand_over(then)
+    assert torch.equal(goes.evaluate(x, y).loss, then.evaluate(x, y).loss)
+    then.close()
+    with pytest.raises(RuntimeFailure, match="this pipeline was closed"):
+        goes.hand_over(then)
+
+
 def test_a_pipeline_of_another_model_takes_nothing() -> None:
     def made(width: int) -> ps.Pipeline:
         return ps.Pipeline([nn.Linear(8, width)], ps.build("1f1b", 1, 2), optimizer=torch.optim.SGD)

@@ -248,6 +248,53 @@ class Loader:
             raise RuntimeError("no such epoch")
 
 
+class Expanded(nn.Module):
+    """Multiplies by a buffer that is one number, seen as many."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale", values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_a_load_broke_off_half_way_at_an_expanded_buffer(tmp_path: Path) -> None:
+    """An error of torch's said that elements share memory, and parameters before it had been loaded."""
+    one = torch.full((1,), 0.5)
+    saved = pipeline(model(Expanded(one.expand(WIDTH))))
+    train(saved, range(2))
+    saved.save(tmp_path / "same")
+    one.fill_(3.0)
+    saved.load(tmp_path / "same")
+    assert one.item() == 0.5
+    pipeline(model(Expanded(torch.arange(WIDTH) + 1.0))).save(tmp_path / "other")
+    before = state_of(saved)
+    with pytest.raises(CheckpointError, match=r"1\.scale has different numbers along dimension 0, where it is one"):
+        saved.load(tmp_path / "other")
+    assert same(state_of(saved), before)
+
+
+def test_what_takes_no_state_back_either_is_named(tmp_path: Path) -> None:
+    """The error was the object's own, and those after it were left with what had been loaded."""
+    pipe, kept, bad = pipeline(model()), Loader(3), Loader()
+    pipe.save(tmp_path, stateful={"a": kept, "b": bad})
+    kept.position = 5
+    bad.load_state_dict = lambda state: {}[state["position"]]  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match=r"b \(Loader\) does not take its state: KeyError: 0") as refused:
+        pipe.load(tmp_path, stateful={"a": kept, "b": bad})
+    assert "b (Loader) does not take back its state of before either (KeyError: 0)" in refused.value.__notes__[0]
+    assert kept.position == 5
+
+
+def test_a_checkpoint_with_a_number_too_long_was_never_found_again(tmp_path: Path) -> None:
+    pipe = pipeline(model())
+    with pytest.raises(CheckpointError, match="number= is at most 999999999999999999"):
+        pipe.save(tmp_path, number=10**18)
+    assert pipe.save(tmp_path, number=10**18 - 1).name == "step-999999999999999999"
+    pipe.load(tmp_path)
+
+
 def schedulers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         "cosine": CosineAnnealingLR(optimizer, 9),

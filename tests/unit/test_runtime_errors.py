@@ -299,6 +299,64 @@ def test_a_pipeline_was_reconfigured_and_handed_over_in_the_middle_of_a_step() -
         pipe.hand_over(then)
 
 
+def test_gradients_were_cleared_in_the_middle_of_a_step() -> None:
+    x = torch.randn(8, 4)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        pipe.zero_grad()
+        return nn.functional.mse_loss(output, target)
+
+    with ps.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], ps.build("1f1b", 2, 4), loss_fn=loss) as pipe:
+        with pytest.raises(RuntimeFailure, match="in the middle of another call, which a stage, loss_fn"):
+            pipe.step(x, x)
+        pipe.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["a forward hook", "a forward of its own", "parameter 'scale'", "buffer 'mask'"])
+def test_what_a_sequential_got_later_had_no_effect(kind: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(8, 4)
+    with ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss()) as pipe:
+        pipe.step(x, x)
+        if kind == "a forward hook":
+            model.register_forward_hook(lambda *_: None)
+        elif kind == "a forward of its own":
+            model.forward = lambda x: x  # type: ignore[method-assign]
+        elif kind == "parameter 'scale'":
+            model.scale = nn.Parameter(torch.ones(4))
+        else:
+            model.register_buffer("mask", torch.ones(4))
+        for call in (lambda: pipe.step(x, x), lambda: pipe.evaluate(x, x), lambda: pipe.predict(x)):
+            with pytest.raises(
+                RuntimeFailure, match=f"the Sequential has been given {kind} since ps.Pipeline was made"
+            ):
+                call()
+
+
+class InAnyOrder(nn.Module):
+    """Calls its blocks in the order in which a dict has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abcd"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks.values():
+            x = torch.tanh(block(x))
+        return x
+
+
+@pytest.mark.parametrize("kind", [InAnyOrder, lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))])
+def test_layers_that_were_put_in_another_order_ran_in_the_one_before(kind: Callable[[], nn.Module]) -> None:
+    model, x = kind(), torch.randn(8, 4)
+    layers = (model.blocks if isinstance(model, InAnyOrder) else model)._modules
+    first, *_ = layers
+    with ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss()) as pipe:
+        pipe.step(x, x)
+        layers[first] = layers.pop(first)
+        with pytest.raises(RuntimeFailure, match=f"has layers .*, {first}, and had {first}, .* when ps.Pipeline was"):
+            pipe.step(x, x)
+
+
 def test_a_model_made_in_inference_mode_ended_in_an_error_about_a_version_counter() -> None:
     with torch.inference_mode():
         frozen = nn.Linear(4, 4)

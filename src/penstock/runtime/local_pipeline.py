@@ -51,7 +51,7 @@ from penstock.runtime.stage.host_memory import SavedTensors
 from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cut_for, num_entries
 from penstock.runtime.stage.ops import StepSettings
 from penstock.runtime.stage.partitioning import Split
-from penstock.runtime.stage.partitioning.cutting import stages_of
+from penstock.runtime.stage.partitioning.cutting import beside_layers, stages_of
 from penstock.runtime.stage.partitioning.traced_stage import TracedStage
 from penstock.runtime.stage.registered_ops import calls_of, functions_for, functions_of, offloads
 from penstock.runtime.stage.split_backward import unprepare
@@ -159,6 +159,7 @@ class LocalPipeline:
         self._sources = stages_of(given.model, schedule.num_stages, parallel.costs)
         self._layers = _layers_of(given.model, self._sources)
         self._lists = _lists_of(given.model, self._sources)
+        self._in_a_row = _sequential(given.model)
         self.notices = Notices(place.everyone)
         self.transport: Transport | None = None
         self.failover: Failover | None = None
@@ -365,12 +366,20 @@ class LocalPipeline:
         """Raises RuntimeFailure where a layer of the model has been replaced since: stages have the one before. So
         have they where a list has got one or lost one.
         """
-        for path, layers, num in self._lists:
-            if len(layers) != num:
+        for path, layers, names in self._lists:
+            if [*layers] != names:
+                has, had = f"{len(layers)} layers", str(len(names))
+                if len(layers) == len(names):
+                    has, had = f"layers {', '.join(layers)}", ", ".join(names)
                 raise RuntimeFailure(
-                    f"{path or 'the model'} has {len(layers)} layers, and had {num} when ps.Pipeline was made, whose "
-                    "stages have those; make a new pipeline"
+                    f"{path or 'the model'} has {has}, and had {had} when ps.Pipeline was made, whose stages have "
+                    "those; make a new pipeline"
                 )
+        if self._in_a_row is not None and (more := beside_layers(self._in_a_row)):
+            raise RuntimeFailure(
+                f"the {type(self._in_a_row).__name__} has been given {', '.join(more)} since ps.Pipeline was made, "
+                "whose stages call its layers alone; make a new pipeline, or give that to one of the layers"
+            )
         for path, holder, name, layer in self._layers:
             if (now := holder.get(name)) is not layer and now is not None:
                 raise RuntimeFailure(
@@ -468,13 +477,18 @@ class ModuleContents:
         return bool(self._sizes)
 
 
-def _lists_of(model: Any, sources: Sequence[Any]) -> list[tuple[str, dict[str, Any], int]]:
-    """The path of each list of layers that is no part of a layer itself, what it holds, and how many."""
+def _sequential(model: Any) -> nn.Sequential | None:
+    """A model of which stages have the layers alone, as it does nothing else with them."""
+    return model if isinstance(model, nn.Sequential) and len(model) and not beside_layers(model) else None
+
+
+def _lists_of(model: Any, sources: Sequence[Any]) -> list[tuple[str, dict[str, Any], list[str]]]:
+    """The path of each list of layers that is no part of a layer itself, what it holds, and their names."""
     if not isinstance(model, nn.Module):
         return []
     taken = _taken(sources)
     return [
-        (path, module._modules, len(module._modules))
+        (path, module._modules, [*module._modules])
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and id(module) not in taken
     ]

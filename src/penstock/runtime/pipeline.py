@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -563,6 +563,7 @@ class Pipeline:
             found |= part
         return dict(sorted(found.items()))
 
+    @one_at_a_time
     def zero_grad(self) -> None:
         self._local.optimizer_state.zero_grad()
 
@@ -614,7 +615,7 @@ class Pipeline:
         seed = mix(self._seed, self._num_steps, self._num_forwards)
         settings = StepSettings(batch, purpose, seed, counts=self._local.running.counts)
         with (
-            evaluating(self._local.model.every_stage()),
+            evaluating(self._given.model, self._local.model.every_stage()),
             restored(self._local.model.device),
             self._local.sharing("an evaluation"),
             self._local.mesh.waiting(),
@@ -707,11 +708,13 @@ class Pipeline:
         self._life.require_open()
         if not isinstance(then, Pipeline):
             raise RuntimeFailure(f"training is handed over to another ps.Pipeline, got {type(then).__name__}")
-        self._local.follow_model()
-        then._local.follow_model()
-        fetched = hand_over(self._local.optimizer_state, then._local.optimizer_state, self._local.mesh.everyone)
-        then._num_steps, then._seed = self._num_steps, self._seed
-        then._local.optimizer_state.num_updates = self.num_updates
+        then._life.require_open()
+        with nullcontext() if then is self else then._life.alone():
+            self._local.follow_model()
+            then._local.follow_model()
+            fetched = hand_over(self._local.optimizer_state, then._local.optimizer_state, self._local.mesh.everyone)
+            then._num_steps, then._seed, then._num_forwards = self._num_steps, self._seed, self._num_forwards
+            then._local.optimizer_state.num_updates = self.num_updates
         return fetched
 
     @property

@@ -123,7 +123,7 @@ def remove(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    if path.is_symlink():  # what it points to is not ours
+    if path.is_symlink() or path.is_file():  # what a link points to is not ours
         with contextlib.suppress(OSError):
             path.unlink()
     else:

@@ -154,6 +154,7 @@ INDEX = "index.json"
 SHARD = re.compile(r"rank-\d{5,}\.safetensors", re.ASCII)
 STEP = re.compile(r"step-(\d{8,18})(\.old)?", re.ASCII)
 """The name of a checkpoint's folder."""
+LARGEST_STEP = 10**18 - 1
 MOST = 2**63 - 1
 MOST_DIMENSIONS = 64
 SHOWN = 60

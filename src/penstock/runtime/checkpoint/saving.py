@@ -31,6 +31,7 @@ from penstock.runtime.checkpoint import (
     set_aside,
     write,
 )
+from penstock.runtime.checkpoint.format import LARGEST_STEP
 from penstock.runtime.checkpoint.training_state import (
     BUFFERS,
     EXTRA,
@@ -107,6 +108,8 @@ def save(
         for name, count, least in (("keep", keep, 1), ("number", 0 if number is None else number, 0)):
             if not isinstance(count, Integral) or count < least:
                 raise CheckpointError(f"{name}= is a whole number, at least {least}, got {count!r:.60}")
+        if number is not None and number > LARGEST_STEP:
+            raise CheckpointError(f"number= is at most {LARGEST_STEP}, as no longer one is found again, got {number}")
         if taken := sorted({COUNTERS, OPTIMIZER} & set(meta)):
             raise CheckpointError(f"meta has the key {taken[0]!r}, which is the pipeline's own: give it another name")
         return state.share(), state.extra(), packed(stateful), state.scaler()
@@ -276,9 +279,9 @@ def _load_one(
     _, error = _attempt(give, what)
     try:
         _agree(peers, None, error)
-    except BaseException:
-        users.trial.take_back()
-        staged.trial.take_back()
+    except BaseException as refused:
+        users.trial.take_back(refused)
+        staged.trial.take_back(refused)
         raise
     return loaded, staged
 

@@ -117,9 +117,10 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
     except CheckpointError as error:
         said = str(error)
     if refusals := [each for each in peers.gather(said) if each is not None]:
+        refused = RuntimeFailure(f"the pipeline after does not take what the one before has: {refusals[0]}")
         if staged is not None:
-            staged.trial.take_back()
-        raise RuntimeFailure(f"the pipeline after does not take what the one before has: {refusals[0]}")
+            staged.trial.take_back(refused)
+        raise refused
     assert staged is not None
     staged.put()
     return sum(num_bytes_of(*known[name]) for name in came)

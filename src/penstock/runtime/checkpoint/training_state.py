@@ -41,7 +41,7 @@ from penstock.runtime.parameters.loss_scaling import is_scaler_state
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.parameters.scheduled_updates import GRADIENTS
 from penstock.runtime.parameters.scheduled_updates import PREFIX as ASYNCHRONOUS
-from penstock.runtime.tensors.dtensor import is_sharded, local, own_shard, whole
+from penstock.runtime.tensors.dtensor import is_sharded, local, overwrite, own_shard, whole
 from penstock.schedule.updates import OWNER
 
 MODEL = "model/"
@@ -284,7 +284,9 @@ class TrainingState:
                 continue
             assert value is not None
             for target in targets[name]:
-                values.append((local(target.detach()), local(own_shard(value, target))))
+                here, own = local(target.detach()), local(own_shard(value, target))
+                _require_room(source, name, here, own)
+                values.append((here, own))
         self._require_constants(source, there)
         optimizer = None if self.optimizer is None else stage_optimizer(self.optimizer, self._names, source)
         extras = self._stage_extras(source, there, notices)
@@ -426,7 +428,7 @@ class StagedState:
         """Puts all in place. Every process must call it."""
         with torch.no_grad():
             for target, value in self._values:
-                target.copy_(value)
+                overwrite(target, value)
         if self._optimizer is not None:
             self._optimizer()
         if self._updating is None:
@@ -494,6 +496,16 @@ def _require_like(source: TensorSource, name: str, tensor: Tensor, parameter: Te
             f"checkpoint {source.path}: {name} has shape {tuple(tensor.shape)}, and its parameter "
             f"{tuple(parameter.shape)}: build the model it was written with"
         )
+
+
+def _require_room(source: TensorSource, name: str, target: Tensor, value: Tensor) -> None:
+    """Raises CheckpointError for different numbers where a tensor here has one place for all of them."""
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1 and not torch.equal(value, value.narrow(dim, 0, 1).expand_as(value)):
+            raise CheckpointError(
+                f"checkpoint {source.path}: {name} has different numbers along dimension {dim}, where it is one "
+                "number here that was expanded: register it as a tensor of its own (clone())"
+            )
 
 
 def _place(name: str) -> str | None:

@@ -146,11 +146,17 @@ class StateTrial:
                     f"{each.owner} does not take its {each.kind}: {type(error).__name__}: {error}"
                 ) from error
 
-    def take_back(self) -> None:
-        """Undoes `give`."""
+    def take_back(self, error: BaseException) -> None:
+        """Undoes `give`, as far as objects let it: what one does not take back is noted on the error."""
         while self._before:
             each, value = self._before.pop()
-            each.put(value)
+            try:
+                each.put(value)
+            except Exception as another:
+                error.add_note(
+                    f"{each.owner} does not take back its {each.kind} of before either ({type(another).__name__}: "
+                    f"{another}), and may have lost it: make it anew"
+                )
 
 
 class StagedUserState:

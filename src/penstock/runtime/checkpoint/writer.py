@@ -18,6 +18,7 @@ from penstock.runtime.checkpoint.folder import sync
 from penstock.runtime.checkpoint.format import (
     INDEX,
     JSON,
+    LARGEST_STEP,
     Index,
     IndexEntry,
     TensorSpec,
@@ -170,17 +171,31 @@ class WriteFailure:
 
 
 def _check(step: int, rank: int, num_ranks: int, keep: int, meta: JSON) -> None:
-    if step < 0 or keep < 1 or not 0 <= rank < num_ranks:
+    if not 0 <= step <= LARGEST_STEP or keep < 1 or not 0 <= rank < num_ranks:
         raise CheckpointError(
-            f"got step {step}, keep {keep}, rank {rank} of {num_ranks}: step is 0 or more, keep 1 or more, "
-            "rank below num_ranks"
+            f"got step {step}, keep {keep}, rank {rank} of {num_ranks}: step is 0 or more, at most {LARGEST_STEP}, "
+            "keep is 1 or more, rank below num_ranks"
         )
     try:
+        for key in _keys(meta):
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r:.60} is of type {type(key).__name__}, and would come back as text")
         text = compact(meta)
         if compact(json.loads(text)) != text:
             raise ValueError("it reads back differently")
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"meta must be plain JSON (dicts, lists, text, numbers): {error}") from None
+
+
+def _keys(value: JSON) -> Iterator[object]:
+    """Those of all dicts in a value."""
+    if isinstance(value, dict):
+        yield from value
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return
+    for each in value:
+        yield from _keys(each)
 
 
 def _write_shard(temporary: Path, rank: int, gathering: ShardGathering) -> int:

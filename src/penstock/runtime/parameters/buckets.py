@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.collective import AllReduce, Broadcast, Reduce, ReduceScatter
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.tensors.dtensor import as_shard, local, placements_of, rows_per_part
+from penstock.runtime.tensors.dtensor import as_shard, local, overwrite, placements_of, rows_per_part
 
 BUCKET_BYTES = 25 * 2**20
 """Most bytes of a bucket, unless one tensor alone has more: large enough for a link's full speed, small enough that
@@ -196,4 +196,4 @@ def send_values(
                 flat = real_as(op.tensor, mine[0])
                 for tensor, part in zip(mine, pieces(flat, [each.shape for each in mine]), strict=True):
                     if not (spares_equal and torch.equal(tensor, part)):
-                        tensor.copy_(part)
+                        overwrite(tensor, part)

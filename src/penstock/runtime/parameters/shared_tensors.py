@@ -41,7 +41,7 @@ from penstock.runtime.parameters.pipeline_copies import Copies
 from penstock.runtime.parameters.ties import Tie, Ties
 from penstock.runtime.stage.autograd import added
 from penstock.runtime.stage.stage import Stage
-from penstock.runtime.tensors.dtensor import as_shard, local, memory
+from penstock.runtime.tensors.dtensor import as_shard, local, memory, overwrite
 from penstock.schedule import Placement
 from penstock.schedule.updates import OWNER
 
@@ -104,7 +104,7 @@ class Holders:
             for bucket in cut_into_buckets(tensors, lambda _: None):
                 for tensor, value in zip(bucket, self.given(bucket, bucket, peers), strict=True):
                     if value is not None and value is not tensor:
-                        memory(tensor).copy_(local(value))
+                        overwrite(memory(tensor), local(value))
 
 
 def _sent(

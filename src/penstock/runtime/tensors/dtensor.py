@@ -34,6 +34,14 @@ def memory(tensor: Tensor) -> Tensor:
     return local(tensor.detach()).data
 
 
+def overwrite(target: Tensor, value: Tensor) -> None:
+    """Gives a tensor here other values. Where it was expanded, a place that stands for many is written once."""
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    target.copy_(value)
+
+
 def whole(tensor: Any) -> Tensor:
     """The whole tensor. Every process that has a shard of it must call this, in the same order."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor

@@ -33,6 +33,7 @@ class Split(Sequence[Stage]):
     """A model cut into stages: a sequence of stages for `ps.Pipeline`. `print` shows it as a table.
 
     Attributes:
+        model: the whole model.
         layers: for each stage, the paths of the layers that it calls, in order.
         costs: for each layer called, in order, its floating-point operations for the example, or its parameters.
         shares: each stage's share of all costs. They sum to 1.
@@ -52,7 +53,7 @@ class Split(Sequence[Stage]):
         self, tracing: ModelTracer, program: TracedProgram, sizes: Sequence[int], costs: Sequence[float]
     ) -> None:
         calls = program.calls
-        self.costs = list(costs)
+        self.model, self.costs = tracing.model, list(costs)
         self.kept_whole = closed_paths(tracing)
         ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
         self.shares = [sum(costs[a:b]) / (sum(costs) or 1.0) for a, b in pairwise(ends)]
@@ -559,14 +560,39 @@ def build_stage(source: Stage | StageSource, index: int) -> Stage:
 
 
 @contextmanager
-def evaluating(stages: Iterable[nn.Module]) -> Iterator[None]:
-    """Stages in evaluation mode, and afterwards as they were."""
-    stages = list(stages)
-    modes = [(module, module.training) for stage in stages for module in stage.modules()]
-    for stage in stages:
-        stage.eval()
+def evaluating(model: nn.Module | Sequence[StageSource], stages: Iterable[nn.Module]) -> Iterator[None]:
+    """Stages in evaluation mode, and afterwards as they were.
+
+    Modules may do more than note their mode in a `train` of their own, such as adding adapters to a weight and taking
+    them out again. So it is called as a user does: of the whole model, and of stages that are not in that.
+
+    Args:
+        model: as it was given, whole or in parts.
+    """
+    whole = model if isinstance(model, nn.Module) else model.model if isinstance(model, Split) else None
+    roots = [*([] if whole is None else [whole]), *stages]
+    before = {module: module.training for root in roots for module in root.modules()}
+    told: set[nn.Module] = set()
     try:
+        for root in roots:
+            new = [module for module in root.modules() if module not in told]
+            if any(map(_does_more, new)):
+                root.eval()
+            else:
+                for module in new:
+                    module.training = False
+            told.update(new)
         yield
     finally:
-        for module, training in modes:
+        for module, training in before.items():
+            if _does_more(module):
+                module.train(training)
+        for module, training in before.items():
             module.training = training
+
+
+def _does_more(module: nn.Module) -> bool:
+    """Whether a module's `train` or `eval` may do more than note its mode, and those of its parts."""
+    kind = type(module)
+    own = kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
+    return own or not {"train", "eval"}.isdisjoint(vars(module))
