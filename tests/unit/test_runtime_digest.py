@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from penstock.runtime.checkpoint.format import as_bytes
 from penstock.runtime.tensors.digest import batch_digest, hash_of
 
 pytestmark = pytest.mark.unit
@@ -67,3 +68,12 @@ def test_arrangement_shape_and_type_count() -> None:
     assert digests == [batch_digest(*values) for values in given]
     assert all(float(digest) == digest for digest in digests)
     assert all(a != b for a, b in pairwise(digests))
+
+
+@pytest.mark.parametrize("size", [5, 1 << 17])
+def test_bug_memory_whose_digest_was_made_could_get_no_other_size(size: int) -> None:
+    x = torch.zeros(size, dtype=torch.float32)
+    for tensor in (x, x.bfloat16()):
+        hash_of(tensor)
+        as_bytes(tensor)
+        assert tensor.untyped_storage().resizable()

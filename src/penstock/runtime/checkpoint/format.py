@@ -38,6 +38,7 @@ from torch import Tensor
 
 from penstock.formats.native import without_repeats
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
+from penstock.runtime.tensors.digest import bytes_of
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -143,7 +144,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
     """A tensor's elements in order."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     flat = plain.as_strided((plain.numel(),), (1,))  # one element may have any stride and count as contiguous
-    return flat.view(torch.uint8).numpy().data
+    return bytes_of(flat.view(torch.uint8))
 
 
 JSON = Any

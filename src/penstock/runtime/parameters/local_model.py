@@ -28,7 +28,7 @@ from penstock.runtime.parameters.ties import (
     ties_of,
 )
 from penstock.runtime.stage.autograd import sees_gradients
-from penstock.runtime.stage.stage import GATHERS, Stage, StageSource
+from penstock.runtime.stage.stage import Stage, StageSource, gathers_unseen
 from penstock.schedule import Placement
 
 
@@ -292,7 +292,7 @@ class SharedModules:
         self._gathering = [
             (module, [n for n, source in given.items() if module in set(source.modules())])
             for module, num in modules.items()
-            if num > 1 and isinstance(module, GATHERS) and module.track_running_stats
+            if num > 1 and gathers_unseen(module) and getattr(module, "track_running_stats", True)
         ]
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
         for index, stage in stages.items():

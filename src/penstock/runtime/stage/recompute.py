@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.stage.stage import GATHERS
+from penstock.runtime.stage.stage import gathers_unseen
 from penstock.runtime.tensors.digest import hash_of
 from penstock.runtime.tensors.dtensor import is_sharded
 from penstock.runtime.tensors.pytree import flatten
@@ -275,8 +275,7 @@ class FirstStep:
     def _watched(self) -> Iterator[WatchedTensor]:
         seen: set[int] = set()
         for module in self._stage.modules():
-            # Kernels of these change statistics unseen, and no backward of a training step needs those.
-            buffers = {} if isinstance(module, GATHERS) or self._repeats else module._buffers
+            buffers = {} if self._repeats or gathers_unseen(module) else module._buffers
             for name, tensor in (*module._parameters.items(), *buffers.items()):
                 if tensor is None or id(tensor) in seen or not _is_plain(tensor):
                     continue

@@ -11,6 +11,7 @@ import hashlib
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,7 +46,7 @@ def hash_of(tensor: Tensor) -> int:
     """64 bits that tell a tensor's elements from others of the same shape and type."""
     part = local(tensor.detach())
     if _is_plain(part):  # a hash of its bytes as they lie is quicker than a single op
-        return int.from_bytes(hashlib.blake2b(part.numpy().data, digest_size=8).digest())
+        return int.from_bytes(hashlib.blake2b(bytes_of(part), digest_size=8).digest())
     if part.layout is not torch.strided:
         part = part.to_dense()
     part = part.resolve_conj().resolve_neg()
@@ -53,10 +54,19 @@ def hash_of(tensor: Tensor) -> int:
     if flat.storage_offset() % 8:
         flat = flat.clone()
     if flat.numel() <= _FEW:  # then a hash of the bytes is quicker than the ops it would take
-        return int.from_bytes(hashlib.blake2b(flat.cpu().numpy().tobytes(), digest_size=8).digest())
+        return int.from_bytes(hashlib.blake2b(bytes_of(flat.cpu()), digest_size=8).digest())
     size = flat.numel() // 8 * 8
     rest = int.from_bytes(bytes(flat[size:].tolist()))
     return (_hash(flat[:size].view(torch.int64)) + rest * 0x9E3779B97F4A7C15) % (1 << 64)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The elements of a contiguous tensor on the CPU, as they lie.
+
+    `Tensor.numpy` would fix the size of the memory that the tensor lies in for good. Quantization-aware training, for
+    one, gives its buffers their size in the first forward.
+    """
+    return np.from_dlpack(tensor).data
 
 
 def _is_plain(tensor: Tensor) -> bool:
