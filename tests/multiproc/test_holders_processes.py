@@ -250,6 +250,35 @@ def test_bug_what_one_holder_changed_between_steps_made_them_other_models(name: 
         assert CHANGES[change][1] in otherwise or not otherwise, f"{change}: {otherwise}"
 
 
+def mended(rank: int) -> list[str]:
+    """What is said of values that each replica changed otherwise, and once all have the same again."""
+    pipe = made(CASES["replicas"])
+    x, y = torch.ones(NUM_SAMPLES, WIDTH), torch.zeros(NUM_SAMPLES, WIDTH)
+    said = []
+    for change in (written_otherwise, written_to_zero):
+        change(pipe, rank)
+        try:
+            pipe.step(x, y)
+            said.append("")
+        except RuntimeFailure as error:
+            said.append(str(error))
+    pipe.close()
+    return said
+
+
+def written_to_zero(pipe: ps.Pipeline, rank: int) -> None:
+    with torch.no_grad():
+        parameter_of(pipe).zero_()
+
+
+def test_values_that_holders_were_refused_for_are_right_once_all_have_the_same() -> None:
+    for outcome in run_ranks(2, mended):
+        assert outcome.code == 0, outcome.text[-2000:]
+        otherwise, alike = outcome.value
+        assert "(digest of " in otherwise
+        assert alike == ""
+
+
 def clipped(rank: int) -> tuple[list[bool], str]:
     """Of which replicas a bound that all clip their parts to changes the part, and what the next step says."""
     pipe = made(CASES["fsdp"])

@@ -25,18 +25,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, MeshPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.given_optimizer import is_plain
-from penstock.runtime.parameters.gradients import GradientChange, KnownGradient
+from penstock.runtime.parameters.gradients import NO_GRADIENT, GradientChange, KnownGradient
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.sharding import ReplicaParameters
 from penstock.runtime.tensors.digest import hash_of
@@ -95,13 +96,16 @@ class Samples:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
+        self._are_plain = not any(map(is_sharded, tensors))
         self.places: list[int] = []
         self._views: list[tuple[list[int], list[Tensor]]] = []
+        self._on_cpu: list[list[Any]] = []
+        """Of each type numpy's views of the same, which are gathered in a third of the time; empty elsewhere."""
         self.note()
 
     def note(self) -> None:
         """Now is the moment."""
-        places = [_place_of(tensor) for tensor in self._tensors]
+        places = self._places()
         if places != self.places:
             self.places = places
             self._look_at_memory()
@@ -109,7 +113,7 @@ class Samples:
 
     def moved(self) -> list[int]:
         """The places of tensors that have other memory since."""
-        return _differing(self.places, [_place_of(tensor) for tensor in self._tensors])
+        return _differing(self.places, self._places())
 
     def changed(self) -> list[int]:
         """The places of tensors whose memory has other numbers since."""
@@ -122,16 +126,21 @@ class Samples:
             found += [owner for owner, one, other in pairs if not torch.equal(one, other)]
         return sorted(found)
 
+    def _places(self) -> list[int]:
+        """Where their memory is."""
+        tensors = self._tensors if self._are_plain else [memory(tensor) for tensor in self._tensors]
+        return [tensor.data_ptr() for tensor in tensors]
+
     def _now(self) -> list[Tensor]:
         """Of each type the bytes of the numbers that are looked at."""
-        lines = [[view if view.dim() == 1 else view.reshape(-1) for view in views] for _, views in self._views]
-        return [torch.cat(each).view(torch.uint8) for each in lines]
+        return [
+            torch.from_numpy(np.concatenate(lines)).view(torch.uint8) if lines else _in_a_row(views)
+            for (_, views), lines in zip(self._views, self._on_cpu, strict=True)
+        ]
 
     def _look_at_memory(self) -> None:
         by_kind: dict[tuple[torch.dtype, torch.device], tuple[list[int], list[Tensor]]] = {}
         for place, tensor in enumerate(self._tensors):
-            if is_lazy(tensor):
-                continue
             values = memory(tensor)
             if values.layout is not torch.strided or values.numel() == 0:
                 continue
@@ -139,6 +148,23 @@ class Samples:
             owners.append(place)
             views.append(_sampled(values))
         self._views = list(by_kind.values())
+        self._on_cpu = [_numpy_views(views) for _, views in self._views]
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _numpy_views(views: Sequence[Tensor]) -> list[Any]:
+    """Numpy's views of the same memory, each along one line; empty where there are none for some tensor."""
+    words = _WORDS.get(views[0].element_size())
+    if words is None or any(v.device.type != "cpu" or v.dim() != 1 or v.is_conj() or v.is_neg() for v in views):
+        return []
+    return [np.from_dlpack(view.view(words)) for view in views]
+
+
+def _in_a_row(views: Sequence[Tensor]) -> Tensor:
+    """The bytes of all numbers."""
+    return torch.cat([view.reshape(-1) for view in views]).view(torch.uint8)
 
 
 def _sampled(values: Tensor) -> Tensor:
@@ -152,13 +178,6 @@ def _sampled(values: Tensor) -> Tensor:
         steps[dim] = slice(None, None, step)
         left //= -(-values.size(dim) // step)
     return values[tuple(steps)]
-
-
-def _place_of(tensor: Tensor) -> int:
-    """Where its memory is."""
-    if is_lazy(tensor):
-        return 0
-    return memory(tensor).data_ptr() if is_sharded(tensor) else tensor.data_ptr()
 
 
 def _differing(before: Sequence[object], now: Sequence[object]) -> list[int]:
@@ -339,7 +358,10 @@ class HolderAgreement:
         self._samples = Samples(self._parameters)
         self._states = _OptimizerStates(stated)
         self._within = Versions([] if in_step is None else [in_step(p) for p in self._parameters])
-        self._events: list[set[_Event]] = [set() for _ in self._parameters]
+        self._events: dict[int, set[_Event]] = {}
+        """By the place of a parameter."""
+        self._known: dict[int, KnownGradient] = {}
+        """The gradients that there were, by the place of their parameter."""
         self._refused: str | None = None
         self._state: object = None
         self._facts: list[list[Facts]] = []
@@ -360,7 +382,8 @@ class HolderAgreement:
         self._versions.note()
         self._samples.note()
         self._states.note(self._optimizer())
-        self._gradients = [KnownGradient(parameter.grad) for parameter in self._parameters]
+        gradients = enumerate([parameter.grad for parameter in self._parameters])
+        self._known = {place: KnownGradient(gradient) for place, gradient in gradients if gradient is not None}
 
     def see(self) -> None:
         """Takes note of what the caller has changed by now."""
@@ -372,11 +395,16 @@ class HolderAgreement:
         found += [(place, _WRITTEN) for place in written]
         found += [(place, _SAMPLED) for place in set(self._samples.changed()).difference(moved, written)]
         found += self._states.changed(self._optimizer())
-        for place, (parameter, known) in enumerate(zip(self._parameters, self._gradients, strict=True)):
-            if (change := known.change(parameter.grad)) is not None:
+        for place, gradient in enumerate([parameter.grad for parameter in self._parameters]):
+            if gradient is None and place not in self._known:
+                continue
+            if (change := self._known.get(place, NO_GRADIENT).change(gradient)) is not None:
                 found.append((place, _OF_GRADIENT[change]))
         for place, said in found:
-            self._events[place].add((said, self._digest_of_change(place, said)))
+            digest, events = self._digest_of_change(place, said), self._events.setdefault(place, set())
+            if said in _OF_VALUES:  # what it has now counts, whatever it had before
+                events = {(event, digest if event in _OF_VALUES else known) for event, known in events}
+            self._events[place] = {*events, (said, digest)}
         if found:
             self.note()
 
@@ -424,7 +452,14 @@ class HolderAgreement:
         trained = [(parameter.requires_grad, parameter.dtype) for parameter in self._parameters]
         given = None if rates is None else tuple(map(float, rates))
         windows = [self._of_window(each) for meeting in self._meetings for each in meeting.sets if each.window]
-        state = trained, options, members, given, windows, [sorted(each) for each in self._events]
+        state = (
+            trained,
+            options,
+            members,
+            given,
+            windows,
+            sorted((place, sorted(each)) for place, each in self._events.items()),
+        )
         if state != self._state:
             self._state = state
             of_group = {one: number for number, those in enumerate(members) for one in those}
@@ -458,8 +493,7 @@ class HolderAgreement:
     def settle(self) -> None:
         """All processes agree, or have loaded the same: what the caller has changed so far is no news any more."""
         self._refused = None
-        for each in self._events:
-            each.clear()
+        self._events.clear()
 
     def require_settled(self) -> None:
         """Raises RuntimeFailure, in every process, where a step was refused and none has run since."""
@@ -518,7 +552,7 @@ class HolderAgreement:
         """What the caller has done to what is summed of an open window; empty where nothing was."""
         done: dict[str, str] = {}
         for name, parameter in held.parameters.items():
-            events = {said for said, _ in self._events[self._number[id(parameter)]]}
+            events = {said for said, _ in self._events.get(self._number[id(parameter)], ())}
             if _OF_GRADIENT[GradientChange.CLEARED] in events:
                 done[name] = "cleared"
             elif parameter.grad is not None:
@@ -538,7 +572,7 @@ class HolderAgreement:
             is_same = held.has_same_values(parameter)
             words += [
                 f"{said} (digest of what is there: {digest:x})" if digest and is_same else said
-                for said, digest in sorted(self._events[place])
+                for said, digest in sorted(self._events.get(place, ()))
                 if _is_told(said, held, parameter)
             ]
             known = [of_group.get(id(one)) for one in self._stepped[place]]

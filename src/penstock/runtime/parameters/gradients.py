@@ -62,6 +62,9 @@ class KnownGradient:
         return None if self._known() is now and now._version == self._version else GradientChange.CHANGED
 
 
+NO_GRADIENT = KnownGradient(None)
+
+
 class Accumulators:
     """Sums of the gradients of some parameters, by number; one of them lies in `.grad`.
 
