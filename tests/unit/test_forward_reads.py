@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import multiprocessing
 import os
 import pickle
+import random
+import threading
 import types
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,6 +33,9 @@ MSE = nn.MSELoss()
 SCALE = 1.0
 TABLE: dict[str, dict[str, list[float]]] = {"scales": {"of blocks": [1.0, 2.0]}}
 settings = types.ModuleType("settings")
+of_context: ContextVar[float] = ContextVar("of_context", default=1.0)
+of_thread = threading.local()
+shared = multiprocessing.Value("d", 1.0)
 
 
 @dataclass
@@ -120,6 +127,9 @@ class Reader(nn.Module):
         self.partial = partial(lambda x, by: x * by["scale"], by={"scale": 1.0})
         self.number: float = 2
         self.array, self.tensors = np.ones(2), [torch.ones(1)]
+        self.large = np.ones(1 << 15)
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 + epoch)
         self.read = read
 
     @property
@@ -130,6 +140,13 @@ class Reader(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.read(self, x)
+
+
+forward_of_reader = Reader.forward
+
+
+def doubled(model: Reader, x: Tensor) -> Tensor:
+    return 2 * forward_of_reader(model, x)
 
 
 def set_global(name: str, value: Any) -> Callable[[Any], None]:
@@ -165,6 +182,15 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], None]]] 
     "class of a layer": (lambda m, x: x * m.blocks[3].of_class, put(lambda m: Block, "of_class")),
     "mode of a layer": (lambda m, x: x * 2 if m.blocks[1].training else x, lambda m: m.blocks[1].eval()),
     "array": (lambda m, x: x * float(m.array[0]), lambda m: m.array.fill(2.0)),
+    "large array": (lambda m, x: x * float(m.large[7]), lambda m: m.large.__setitem__(7, 2.0)),
+    "context variable": (lambda m, x: x * of_context.get(), lambda m: of_context.set(2.0)),
+    "variable of a thread": (lambda m, x: x * of_thread.scale, put(lambda m: of_thread, "scale")),
+    "number shared with processes": (lambda m, x: x * shared.value, put(lambda m: shared, "value")),
+    "learning-rate schedule": (
+        lambda m, x: x * (1 + m.schedule.last_epoch),
+        put(lambda m: m.schedule, "last_epoch", 1),
+    ),
+    "forward of the class": (lambda m, x: x, put(lambda m: Reader, "forward", doubled)),
     "number of a tensor in a list": (lambda m, x: x * float(m.tensors[0]), lambda m: m.tensors[0].fill_(2.0)),
     "whether a weight is trained": (by_training, lambda m: m.blocks[0].linear.weight.requires_grad_(False)),
     "environment": (
@@ -184,6 +210,9 @@ def test_what_a_forward_read_deeper_inside_or_outside_was_taken_as_at_the_cut(
     for owner in (OfClass, Reader):
         monkeypatch.setattr(owner, "scale", 1.0)
     monkeypatch.setattr(Block, "of_class", 1.0)
+    monkeypatch.setattr(Reader, "forward", Reader.forward)
+    of_context.set(1.0)
+    of_thread.scale = shared.value = 1.0
     monkeypatch.setattr(settings, "SCALE", 1.0, raising=False)
     monkeypatch.setattr(by_attribute, "scale", 1.0, raising=False)
     monkeypatch.setenv("SCALE_OF_A_TEST", "1")
@@ -345,6 +374,103 @@ def test_a_state_deeper_inside_was_changed_once_and_kept_what_tracing_had_put_in
         ps.split(model, 2)
     kept = model.state["inside"]["kept"]
     assert not kept, kept
+
+
+class DrawsItsOwn(Counts):
+    """Leaves out its last step at random, as layer drop does, by a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def counted(self, x: Tensor) -> Tensor:
+        draw = getattr(self.generator, "random", None) or self.generator.rand
+        return 2 * x if draw() < 0.5 else x
+
+
+class SetsOfLayer(Counts):
+    """Sets something of its last block before it calls it, and puts it back."""
+
+    def __init__(self, put: Callable[[Any, bool], object]) -> None:
+        super().__init__()
+        self.put, self.block = put, nn.Sequential(lin(), nn.BatchNorm1d(8))
+        self.weight_of_another = torch.ones(8, 8)
+
+    def counted(self, x: Tensor) -> Tensor:
+        self.put(self, True)
+        x = self.block(x)
+        self.put(self, False)
+        return x
+
+
+def put_weight(model: SetsOfLayer, sets: bool) -> None:
+    model.block[0]._parameters["weight"], model.weight_of_another = (  # as torch.func.functional_call does
+        model.weight_of_another,
+        model.block[0]._parameters["weight"],
+    )
+
+
+class SavesOnHost(Counts):
+    def counted(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return x.tanh()
+
+
+class AsksForAutocast(Counts):
+    def counted(self, x: Tensor) -> Tensor:
+        return 2 * x if torch.is_autocast_enabled("cpu") else x
+
+
+class ReadsMuch(Counts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = [[number] for number in range(20_001)]
+
+    def counted(self, x: Tensor) -> Tensor:
+        return x * self.words[1][0]
+
+
+REFUSED: dict[str, tuple[Callable[[], Counts], str]] = {
+    "random.Random": (lambda: DrawsItsOwn(random.Random(1)), "changes what lies in its attribute 'generator'"),
+    "numpy's generator": (lambda: DrawsItsOwn(np.random.default_rng(1)), "lies in its attribute 'generator'"),
+    "numpy's older one": (lambda: DrawsItsOwn(np.random.RandomState(1)), "lies in its attribute 'generator'"),
+    "the system's": (lambda: DrawsItsOwn(random.SystemRandom()), "may draw random numbers from its attribute 'gen"),
+    "an attribute": (
+        lambda: SetsOfLayer(lambda model, sets: setattr(model.block[1], "momentum", 0.5 if sets else 0.1)),
+        "changes 'momentum' of a BatchNorm1d, one of its layers, which tracing would do once",
+    ),
+    "a mode": (
+        lambda: SetsOfLayer(lambda model, sets: model.block.train(not sets)),
+        "changes 'training' of a Sequential, one of its layers",
+    ),
+    "a parameter": (lambda: SetsOfLayer(put_weight), "changes 'weight' of a Linear, one of its layers"),
+    "an attribute after the call": (
+        lambda: SetsOfLayer(lambda model, sets: sets or setattr(model.block[1], "momentum", 0.5)),
+        "changes 'momentum' of a BatchNorm1d, one of its layers",
+    ),
+    "saved tensors": (SavesOnHost, "sets hooks for what its layers save .*, at .*save_on_cpu"),
+    "autocast": (AsksForAutocast, "asks for autocast, which is on when stages run, .*, at .*is_autocast_enabled"),
+    "more than is watched": (ReadsMuch, "reads its attribute 'words', where more than 20,000 objects lie"),
+}
+
+
+@pytest.mark.parametrize("example", [None, torch.ones(4, 8)], ids=["no example", "example"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_forward_drew_or_set_by_itself_was_done_once(case: str, example: Tensor | None) -> None:
+    """A plain loop does it in each forward; the trace had what came of it in the first."""
+    kind, words = REFUSED[case]
+    model = kind()
+    before = _of_layers(model)
+    with pytest.raises(PartitionError, match=words):
+        ps.split(model, 2, example=example)
+    assert _of_layers(model) == before
+    if case.startswith(("random", "numpy")):
+        assert torch.equal(model.counted(torch.ones(1)), kind().counted(torch.ones(1)))
+
+
+def _of_layers(model: nn.Module) -> list[dict[str, Any]]:
+    layers = [module for module in model.modules() if module is not model]
+    return [{**vars(layer), "_parameters": {**layer._parameters}} for layer in layers]
 
 
 @pytest.mark.parametrize("kind", ["append", "pop"])

@@ -6,25 +6,35 @@
     Model.scale, function.scale      attributes of classes and functions that the code names
     scale                            variables of a function around
 
-What lies inside is followed through dicts, lists, sets, tuples and objects of the user's own classes. It is looked at
-before every forward of a stage, so looking takes little: objects are compared by identity, whole dicts at a time, and
-values only where an object is another one.
+What lies inside is followed through dicts, lists, sets, tuples, context variables and objects, of the user's own
+classes and of others that hold data, such as a learning-rate schedule. It is looked at before every forward of a
+stage, so looking takes little: objects are compared by identity, whole dicts at a time, and values only where an
+object is another one. Of numbers that Python does not hold one by one (numpy's arrays, those of ctypes) the bytes are
+compared.
+
+A generator of random numbers is another one after every draw, so a forward that draws from one is refused.
 """
 
 from __future__ import annotations
 
-import argparse
 import dis
 import gc
+import hashlib
+import logging
 import os
+import pickle
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from enum import Enum
 from functools import partial
 from operator import is_
-from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, fx, nn
 
 _MISSING = object()
@@ -33,11 +43,12 @@ _TORCHS_OWN = frozenset(vars(nn.Module()))
 _OF_LAYERS = frozenset({"_modules", "children", "named_children", "modules", "named_modules"})
 _OF_ENVIRONMENT = frozenset({"environ", "getenv"})
 _MOST = 20_000
-"""Objects that are followed."""
+"""Objects that are followed from one place."""
 _OF_ITERATORS = ("builtins", "itertools")
 _LARGEST = 1 << 16
-"""Bytes of an array of numpy's that is watched."""
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), Tensor, nn.Module)
+"""Bytes that are kept of an array, or the like; of a larger one a hash."""
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), Tensor, nn.Module, logging.Logger, Enum)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 class _Root(NamedTuple):
@@ -75,7 +86,7 @@ class ForwardReads:
         self._opened, self._training = list(opened), training
         self._codes: dict[CodeType, None] = {}
         self._inner: set[CodeType] = set()  # of functions that these make themselves
-        self._names: set[str] = set()
+        self._names = {"forward"}
         self._classes: dict[type, None] = dict.fromkeys(map(type, opened))
         self._python: dict[ModuleType, None] = {}
         self._known: dict[int, Any] = {}  # held, so that no other object gets its id
@@ -87,10 +98,14 @@ class ForwardReads:
         self._cells: list[tuple[CellType, Any]] = []
         self._of_layers: dict[tuple[nn.Module, str], Any] = {}
         self._arrays: list[tuple[Any, bytes, _Root]] = []
+        self._generators: list[tuple[Any, Any, _Root]] = []
+        self._context: list[tuple[ContextVar[Any], Any]] = []
+        self._too_large: set[_Root] = set()
         self._values: list[tuple[Tensor, int]] = []
         self._facts: list[tuple[Tensor, tuple[Any, ...]]] = []
         self._buffers = [(module._buffers, [*module._buffers.values()]) for module in opened]
-        self.iterator: _Root | None = None  # something of which the forward takes the next each time
+        self.refused: tuple[str, _Root] | None = None
+        """What the forward does that no trace can stand for, in words, and with what."""
         for module in self._opened:
             own = vars(module)
             self._dicts.append((own, [*own], [*own.values()], _Root(type(module).__name__)))
@@ -112,25 +127,25 @@ class ForwardReads:
         for module in self._opened:
             own = vars(module)
             for name in new & (own.keys() - _TORCHS_OWN):
-                self._follow(own[name], _root_of(module, name))
+                self._read(own[name], _root_of(module, name))
             if new & _OF_LAYERS:
-                self._follow(own["_modules"], _root_of(module, "_modules"))
+                self._read(own["_modules"], _root_of(module, "_modules"))
         if new & _OF_ENVIRONMENT:
-            self._follow(vars(os.environ).get("_data"), _Root("environment variables"))
+            self._read(vars(os.environ).get("_data"), _Root("environment variables"))
         for each in dis.get_instructions(code):
             if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and each.argval in frame.f_globals:
                 self._name(frame.f_globals, each.argval)
         self._inner.update(_inner(code))
         for name in () if code in self._inner else code.co_freevars:
             if name != "__class__":
-                self._follow(frame.f_locals.get(name), _Root(f"variable {name}"))
+                self._read(frame.f_locals.get(name), _Root(f"variable {name}"))
 
     def read(self, module: nn.Module, name: str, code: CodeType) -> None:
         """Code reads an attribute of a module that is not opened."""
         if code in self._codes and name in vars(module) and (name not in _TORCHS_OWN or name == "training"):
             if name != "training" or self._training:
                 self._of_layers[module, name] = vars(module)[name]
-                self._follow(vars(module)[name], _root_of(module, name))
+                self._read(vars(module)[name], _root_of(module, name))
         elif code in self._codes:
             self._classes[type(module)] = None
 
@@ -195,7 +210,10 @@ class ForwardReads:
             if _facts(tensor) != facts:
                 return False
         for array, numbers, _ in self._arrays:
-            if array.tobytes() != numbers:
+            if _numbers_of(array) != numbers:
+                return False
+        for variable, value in self._context:
+            if (now := variable.get(_MISSING)) is not value and not _is_same(now, value):
                 return False
         for held, buffers in self._buffers:
             if len(held) != len(buffers) or not all(map(is_, held.values(), buffers)):
@@ -223,8 +241,14 @@ class ForwardReads:
             if each != held:
                 found.append(InsideChange(root, [*each], partial(_refill, each, held)))
         for array, numbers, root in self._arrays:
-            if array.tobytes() != numbers:
+            if _numbers_of(array) != numbers:
                 found.append(InsideChange(root, [], partial(_put_numbers, array, numbers)))
+        for generator, state, root in self._generators:
+            if _state_of(generator) != state:
+                found.append(InsideChange(root, [], partial(_put_state, generator, state)))
+        for variable, value in self._context:
+            if not _is_same(now := variable.get(_MISSING), value):
+                found.append(InsideChange(_Root(f"context variable {variable.name!r}"), [now], _leave))
         for owner, name, value in self._slots:
             if not _is_same(now := getattr(owner, name, _MISSING), value):
                 put = partial(delattr, owner, name) if value is _MISSING else partial(setattr, owner, name, value)
@@ -235,14 +259,26 @@ class ForwardReads:
         value = place.get(name, _MISSING)
         if not isinstance(value, ModuleType) or is_own(value):
             self._named.append((place, name, value))
-            self._follow(value, _Root(name))
+            self._read(value, _Root(name))
+
+    def _read(self, value: Any, root: _Root) -> None:
+        """The forward reads a value."""
+        self._follow(value, root)
+        if root in self._too_large:
+            self.refused = (
+                f"reads {{}}, where more than {_MOST:,} objects lie, more than are watched for changes",
+                root,
+            )
 
     def _follow(self, value: Any, root: _Root) -> None:
-        waiting = [value]
-        while waiting and len(self._known) < _MOST:
+        waiting, num = [value], 0
+        while waiting:
             each = waiting.pop()
             if isinstance(each, _LEAVES) or id(each) in self._known:
                 continue
+            if (num := num + 1) > _MOST:
+                self._too_large.add(root)
+                return
             self._known[id(each)] = each
             if isinstance(each, dict):
                 self._dicts.append((each, [*each], [*each.values()], root))
@@ -261,10 +297,19 @@ class ForwardReads:
                     waiting.extend((each.__defaults__, each.__kwdefaults__, vars(each) or None))
                     self._slots.append((each, "__defaults__", each.__defaults__))
             elif type(each).__module__ in _OF_ITERATORS and hasattr(type(each), "__next__"):
-                self.iterator = root
+                self.refused = "uses the iterator in {}, of which tracing takes the next one once", root
+            elif isinstance(each, random.SystemRandom):
+                self.refused = "may draw random numbers from {}, which tracing would do once", root
+            elif isinstance(each, _GENERATORS):
+                self._generators.append((each, _state_of(each), root))
+            elif isinstance(each, ContextVar):
+                self._context.append((each, held := each.get(_MISSING)))
+                waiting.append(held)
             elif type(each).__module__ == "numpy" and hasattr(each, "tobytes"):
-                if each.nbytes <= _LARGEST and not each.dtype.hasobject:
-                    self._arrays.append((each, each.tobytes(), root))
+                if not each.dtype.hasobject:
+                    self._arrays.append((each, _numbers_of(each), root))
+            elif _has_bytes(each):
+                self._arrays.append((each, _numbers_of(each), root))
             elif isinstance(each, partial):
                 waiting.extend((each.func, each.args, each.keywords))
             elif isinstance(each, ModuleType):
@@ -272,7 +317,10 @@ class ForwardReads:
                     self._python[each] = None
             elif isinstance(each, type):
                 self._classes[each] = None
-            elif isinstance(each, SimpleNamespace | argparse.Namespace) or is_own(type(each)):
+            elif not is_own(type(each)):
+                if not callable(each):  # functions, and what torch makes of some, keep caches
+                    waiting.append(getattr(each, "__dict__", None))
+            else:
                 self._classes[type(each)] = None
                 waiting.append(getattr(each, "__dict__", None))
                 for name in _slots_of(type(each)):
@@ -306,8 +354,48 @@ def _facts(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape
 
 
+def _has_bytes(value: Any) -> bool:
+    """Whether what a value holds can be read as bytes: numbers of ctypes, as multiprocessing shares them, arrays."""
+    try:
+        memoryview(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _numbers_of(array: Any) -> bytes:
+    """The bytes of an array; of a large one a hash of them."""
+    numbers: bytes = array.tobytes() if isinstance(array, np.ndarray) else memoryview(array).tobytes()
+    return numbers if len(numbers) <= _LARGEST else hashlib.blake2b(numbers).digest()
+
+
 def _put_numbers(array: Any, numbers: bytes) -> None:
-    array[...] = type(array)(array.shape, array.dtype, numbers) if array.shape else array
+    if isinstance(array, np.ndarray):
+        if array.nbytes <= _LARGEST:
+            array[...] = np.frombuffer(numbers, array.dtype).reshape(array.shape)
+    elif (memory := memoryview(array)).nbytes <= _LARGEST and not memory.readonly:
+        memory.cast("B")[:] = numbers
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return pickle.dumps(
+        generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+    )
+
+
+def _put_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = pickle.loads(state)
+    else:
+        generator.set_state(pickle.loads(state))
+
+
+def _leave() -> None:
+    """What changed, changed in a context of its own."""
 
 
 def _slots_of(kind: type) -> list[str]:

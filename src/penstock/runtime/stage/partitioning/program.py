@@ -16,7 +16,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import Context
+from contextvars import copy_context
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from penstock.runtime.stage.partitioning.recorder import (
     own_lists,
 )
 from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable, attribute_line
+from penstock.runtime.stage.split_backward import unrecorded
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, device_of, flatten, num_leaves, unflatten
 from penstock.runtime.tensors.rng import restored
@@ -313,7 +314,8 @@ class ModelTracer:
         """
         key = str(skeleton), training, modes
         if key not in self._programs:
-            self._programs[key] = Context().run(self._traced, skeleton, training, modes)
+            # In a context like this one: the forward may read it. What it is run on is nothing to be split.
+            self._programs[key] = copy_context().run(unrecorded, self._traced, skeleton, training, modes)
         return self._programs[key]
 
     def _traced(self, skeleton: Skeleton, training: bool, modes: tuple[bool, ...]) -> TracedProgram:
@@ -327,11 +329,9 @@ class ModelTracer:
             for module, mode in zip(self.opened, modes, strict=True):
                 module.training = mode
             first = self._recorded(skeleton, example, training)
-            if first.reads.iterator is not None:
-                where, owner, name = first.reads.iterator
-                raise _untraceable(
-                    f"the forward uses the iterator in {where}, of which tracing takes the next one once", owner, name
-                )
+            if first.reads.refused is not None:
+                does, (where, owner, name) = first.reads.refused
+                raise _untraceable(f"the forward {does.format(where)}", owner, name)
             if not (changes := first.reads.changed_inside()):
                 return first
             if not any(change.has_proxy for change in changes):  # something is kept from the first time on

@@ -71,6 +71,11 @@ _NUMPY_DRAWS = (
     "rand", "randn", "random", "uniform", "normal", "randint", "choice", "permutation", "binomial",
 )  # fmt: skip
 
+_ABOUT_AUTOCAST = ("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype", "get_autocast_cpu_dtype",
+                   "get_autocast_gpu_dtype")  # fmt: skip
+
+_OF_LAYER = "the forward changes {!r} of a {}, one of its layers, which tracing would do once"
+
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
 
 
@@ -130,6 +135,7 @@ class Recorder(fx.Tracer):
         self._opened = set(opened)
         self._example = example
         self._concrete = 0
+        self._layers: dict[nn.Module, Attributes] = {}
         self._inside: list[nn.Module] = []
         self._thread = threading.get_ident()
 
@@ -142,6 +148,7 @@ class Recorder(fx.Tracer):
         entry = EntryModule(model, skeleton, num_leaves)
         self._opened.add(entry)
         before = {module: attributes_of(module) for module in self._opened}
+        self._layers = {module: attributes_of(module) for module in model.modules() if module not in self._opened}
         generators = random.getstate()
         try:
             with ExitStack() as stack:
@@ -160,6 +167,7 @@ class Recorder(fx.Tracer):
             raise Untraceable(f"tracing stops with {type(error).__name__}: {text}", line_of_error(error)) from error
         finally:
             changed = _put_back(before)
+            of_layer = _put_back(self._layers)
         self.reads.leave()
         if changed is not None:
             module, name = changed
@@ -167,6 +175,9 @@ class Recorder(fx.Tracer):
             raise Untraceable(
                 f"the forward of {type(module).__name__} changes its attribute {name!r}", attribute_line(module, name)
             )
+        if of_layer is not None:
+            layer, name = of_layer
+            raise Untraceable(_OF_LAYER.format(name, type(layer).__name__), attribute_line(model, name))
         if self._refused_first is not None:  # and the forward went on, by an except clause of its own
             raise self._refused_first
         if random.getstate() != generators:
@@ -199,7 +210,9 @@ class Recorder(fx.Tracer):
         if m in self._opened:
             self._inside.append(m)
             try:
-                return super().call_module(m, forward, args, kwargs)
+                result = super().call_module(m, forward, args, kwargs)
+                self._require_as_found(m)
+                return result
             except Exception:
                 if self.failed_in is None:
                     self.failed_in = m
@@ -210,7 +223,17 @@ class Recorder(fx.Tracer):
             self.path_of_module(m)
         except NameError:
             self.refuse(f"calls a {type(m).__name__} that is no part of the model")
+        self._require_as_found(m)
         return super().call_module(m, forward, args, kwargs)
+
+    def _require_as_found(self, module: nn.Module) -> None:
+        """Refuses a forward that sets attributes of layers, or puts other parameters in: it does so while it is
+        traced, and stages call the layers as they are.
+        """
+        for layer in module.modules():
+            known = self._layers.get(layer)
+            if known is not None and (name := _put_back({layer: known})) is not None:
+                self.refuse(_OF_LAYER.removeprefix("the forward ").format(name[1], type(layer).__name__))
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if self._concrete or not isinstance(attr_val, Tensor):
@@ -376,7 +399,9 @@ class Recorder(fx.Tracer):
             return attribute_of(self.root, str(node.target))
         if node.op != "call_module":
             return run_call(node.op, node.target, args, kwargs)
-        value, has_changed = run_layer(self.root.get_submodule(str(node.target)), args, kwargs)
+        layer = self.root.get_submodule(str(node.target))
+        value, has_changed = run_layer(layer, args, kwargs)
+        self._layers.update((part, attributes_of(part)) for part in layer.modules())  # as it has left them
         if has_changed:
             self.refuse(f"gives {node.target} a list or dict, which that changes")
         return value
@@ -394,7 +419,14 @@ class Recorder(fx.Tracer):
         found.append((torch.autocast, "__enter__", self._refused(torch.autocast.__enter__, autocast)))
         enable = "enters torch.enable_grad(), which an evaluation would not see"
         found.append((torch.enable_grad, "__enter__", self._refused(torch.enable_grad.__enter__, enable)))
-        found.append((torch, "is_grad_enabled", self._asked_whether_gradients(torch.is_grad_enabled)))
+        gradients = "asks whether gradients are on, which differs in an evaluation; ask self.training"
+        found.append((torch, "is_grad_enabled", self._asked(torch.is_grad_enabled, gradients)))
+        for name in _ABOUT_AUTOCAST:
+            asking = "asks for autocast, which is on when stages run, and not when they are cut"
+            found.append((torch, name, self._asked(getattr(torch, name), asking)))
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        hooking = "sets hooks for what its layers save (saved_tensors_hooks), which stages would not have"
+        found.append((hooks, "__enter__", self._refused(hooks.__enter__, hooking)))
         apply = torch.autograd.Function.__dict__["apply"].__func__
 
         def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -417,11 +449,11 @@ class Recorder(fx.Tracer):
         """
         return self._concrete > 0 or threading.get_ident() != self._thread
 
-    def _asked_whether_gradients(self, function: Callable[[], bool]) -> Callable[[], bool]:
-        def ask() -> bool:
+    def _asked(self, function: Callable[..., Any], doing: str) -> Callable[..., Any]:
+        def ask(*args: Any, **kwargs: Any) -> Any:
             if not self._is_not_meant() and is_users(sys._getframe(1).f_code.co_filename):  # torch asks, too
-                self.refuse("asks whether gradients are on, which differs in an evaluation; ask self.training")
-            return function()
+                self.refuse(doing)
+            return function(*args, **kwargs)
 
         return ask
 

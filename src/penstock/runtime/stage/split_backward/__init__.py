@@ -23,8 +23,24 @@ plain backward, as long as I and W each run in microbatch order. Weights in part
 wait too (`compiled`). For them, give the tape the report's `shared`, as the runtime does.
 """
 
-from penstock.runtime.stage.split_backward.prepared_module import SplitReport, is_compiled, prepare, unprepare
+from penstock.runtime.stage.split_backward.prepared_module import (
+    SplitReport,
+    is_compiled,
+    prepare,
+    unprepare,
+    unrecorded,
+)
 from penstock.runtime.stage.split_backward.stage import DeferredShare, SplitError, SplitStage
 from penstock.runtime.stage.split_backward.tape import Tape
 
-__all__ = ["DeferredShare", "SplitReport", "SplitError", "SplitStage", "Tape", "is_compiled", "prepare", "unprepare"]
+__all__ = [
+    "DeferredShare",
+    "SplitError",
+    "SplitReport",
+    "SplitStage",
+    "Tape",
+    "is_compiled",
+    "prepare",
+    "unprepare",
+    "unrecorded",
+]

@@ -18,13 +18,13 @@ them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +63,8 @@ from penstock.runtime.tensors.dtensor import as_shard, is_sharded, local
 if TYPE_CHECKING:
     from penstock.runtime.stage.split_backward.tape import Tape
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _PRODUCTS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 
 
@@ -234,6 +236,15 @@ def _differentiable(ctx: Any, g: Tensor, x: Tensor, weight: Tensor) -> list[Tens
 _ABSENT = object()
 
 recording: ContextVar[Tape | None] = ContextVar("penstock_split_recording", default=None)
+
+
+def unrecorded(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Calls a function that runs prepared modules for something else than the microbatch whose tape records."""
+    token = recording.set(None)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        recording.reset(token)
 
 
 class PreparedModule:
