@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -175,7 +176,7 @@ class LinearRule(SplitRule):
         return x.numel() * weight.shape[0]
 
     def gives_view(self, x: Tensor, bias: Tensor | None) -> bool:
-        return bias is not None and x.dim() != 2 and x.is_contiguous()
+        return bias is not None and x.dim() != 2 and x.is_contiguous() and _linear_gives_view()
 
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
@@ -257,6 +258,13 @@ class Conv1DRule(SplitRule):
                 out = None if room is None else room.like(weight)
                 gw = torch.mm(_conj(rows.t()), g_rows, out=out)
         return gw, g_rows.sum(0) if needs[1] else None
+
+
+@cache
+def _linear_gives_view() -> bool:
+    """Whether this torch's `F.linear` of other than two dimensions gives a view, as it does before torch 2.15."""
+    one = torch.ones((), device="cpu")
+    return F.linear(one.view(1, 1, 1), one.view(1, 1), one.view(1))._is_view()
 
 
 def _rows(x: Tensor) -> Tensor:
