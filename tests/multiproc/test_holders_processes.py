@@ -376,3 +376,27 @@ def test_bug_what_one_copy_had_summed_of_an_open_window_was_cleared_without_a_wo
             assert together == ""
             assert alone.startswith("what stage "), f"{name}: {alone}"
             assert f"has summed of an open window is {name.split()[0]} on rank 3, and left alone on rank 0" in alone
+
+
+def frozen_by_name(pipe: ps.Pipeline) -> None:
+    for name, parameter in pipe.named_parameters():
+        if name == "0.weight":
+            parameter.requires_grad_(False)
+
+
+def with_one_frozen_by_name(rank: int, name: str) -> tuple[str, set[str]]:
+    """What is said where every rank freezes a parameter by its name, and the names that this rank has."""
+    pipe = made(CASES[name])
+    names = {each for each, _ in pipe.named_parameters()}
+    assert sorted(map(id, pipe.parameters())) == sorted(id(p) for _, p in pipe.named_parameters())
+    pipe.close()
+    return said_of(name, frozen_by_name), names
+
+
+@pytest.mark.parametrize("name", ["copies", "tied"])
+def test_bug_a_parameter_that_all_ranks_froze_by_its_name_was_frozen_in_its_owner_alone(name: str) -> None:
+    outcomes = run_ranks(2, with_one_frozen_by_name, name)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    for said, names in (o.value for o in outcomes):
+        assert said == ""
+        assert "0.weight" in names

@@ -364,8 +364,12 @@ class Pipeline:
         return list(self._local.model.parameters)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """The parameters in this process, by their names in the whole model. A tied parameter comes once."""
-        yield from self._local.model.named.items()
+        """The parameters in this process, by their names in the whole model.
+
+        A tied parameter comes once, by the name in the first stage that uses it. Copies of a stage in other pipelines
+        and tied parameters that another process owns are here too, so a change by name reaches all that hold one.
+        """
+        yield from self._local.model.names().items()
 
     # Stepping.
 

@@ -114,6 +114,14 @@ class LocalModel:
         self.own = {name: p for index in answered for name, p in copies.own(index).items()}
         self.dtypes = _all_dtypes(self.stages, self.own, peers)
 
+    def names(self) -> dict[str, Parameter]:
+        """By its name in the stage that owns it, each parameter in this process, whoever owns it."""
+        found: dict[str, Parameter] = {}
+        for stage in self.copies.stages.values():
+            for name, parameter in stage.named_parameters():
+                found.setdefault(self.ties.owned_name(name), parameter)
+        return found
+
     def owned(self) -> list[Parameter]:
         """The parameters of the owners' copies here, each once."""
         return list({id(p): p for stage in self.stages.values() for p in stage.parameters()}.values())
