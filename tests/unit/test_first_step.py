@@ -26,6 +26,8 @@ class Codebook(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.register_buffer("mean", torch.ones(4))
+        self.register_buffer("beside", torch.zeros(4))
+        self.held, self.kept, self.calls = [self.beside], torch.zeros(4), 0
         self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
         self.change = change
 
@@ -72,6 +74,40 @@ def nothing(it: Codebook, new: Tensor) -> None:
     pass
 
 
+def keep(it: Codebook, new: Tensor) -> None:
+    it.kept = new
+
+
+def average_in_an_attribute(it: Codebook, new: Tensor) -> None:
+    it.kept = 0.9 * it.kept + 0.1 * new
+
+
+def add_in_an_attribute(it: Codebook, new: Tensor) -> None:
+    it.kept.add_(new)
+
+
+def add_to_data_of_an_attribute(it: Codebook, new: Tensor) -> None:
+    it.kept.data.add_(new)
+
+
+def append(it: Codebook, new: Tensor) -> None:
+    it.held.append(new)
+
+
+def call(it: Codebook, new: Tensor) -> None:
+    it.calls += 1
+
+
+def add_by_another_name(it: Codebook, new: Tensor) -> None:
+    it.held[0].add_(new)
+
+
+def add_every_second_time(it: Codebook, new: Tensor) -> None:
+    if it.mean[0] < 0.9:  # after a while
+        it.beside.data.add_(new)
+    it.mean = it.mean * 0.95
+
+
 def differing(change: Callable[[Codebook, Tensor], None], repeats: bool) -> list[str]:
     """What differs from the plain loop after two steps."""
     models = []
@@ -103,6 +139,16 @@ def differing(change: Callable[[Codebook, Tensor], None], repeats: bool) -> list
         (scale_data_of_linear, False, "changed parameter 'weight' of Linear through .data"),
         (scale_data_of_weight, True, r"was run again \(R\) and computed something else"),
         (scale_weight, True, r"changes its parameter 'weight', so that it can't be run again \(R\) as it was"),
+        (keep, False, ""),
+        (keep, True, ""),
+        (average_in_an_attribute, False, ""),
+        (average_in_an_attribute, True, r"changes its attribute 'kept' once more when it runs again \(R\), so that"),
+        (add_in_an_attribute, True, r"changes its attribute 'kept' once more .* \(R\), .*; make it a buffer"),
+        (append, True, "changes its attribute 'held' once more"),
+        (call, True, "changes its attribute 'calls' once more"),
+        (add_by_another_name, True, "changes its buffer 'beside' once more .*; assign a new tensor"),
+        (add_every_second_time, True, "changes its buffer 'beside' once more"),
+        (add_to_data_of_an_attribute, False, "a forward changed attribute 'kept' of Codebook through .data"),
         (count, True, r"was run again \(R\) and computed something else"),
         (draw, True, r"was run again \(R\) and computed something else: it draws from a random generator of its own"),
     ],
@@ -110,12 +156,43 @@ def differing(change: Callable[[Codebook, Tensor], None], repeats: bool) -> list
 def test_state_that_forwards_changed_gave_wrong_gradients(
     change: Callable[[Codebook, Tensor], None], repeats: bool, said: str
 ) -> None:
-    """Changes through `.data` between a forward and its backward, and state that R found changed, went unseen."""
+    """Changes through `.data` between a forward and its backward, and state that R found or left otherwise, went
+    unseen.
+    """
     if not said:
         assert not differing(change, repeats)
         return
     with pytest.raises(RuntimeFailure, match=said):
         differing(change, repeats)
+
+
+class Largest(nn.Module):
+    """Divides by the largest value so far, which it notes where autograd does not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (now := x.detach().abs().max()) > self.largest:
+            self.largest.data.copy_(now)
+        return self.linear(x) / self.largest.clone()
+
+
+def test_a_buffer_that_the_first_forward_of_a_later_step_left_as_it_was_was_not_kept() -> None:
+    """Only that forward's changes were looked for in each step, so R found what a later microbatch had made of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Largest(), nn.Linear(4, 4))
+    plain, loss_fn = copy.deepcopy(model), nn.MSELoss()
+    with ps.Pipeline(model, with_recompute(ps.build("1f1b", 2, 4)), loss_fn=loss_fn) as pipe:
+        for scale in (1.0, 8.0):
+            x = torch.randn(8, 4) * torch.tensor([0.1, 0.1, *[scale] * 6])[:, None]
+            pipe.step(x, x, update=False)
+            for part in x.chunk(4):
+                (loss_fn(plain(part), part) / 4).backward()
+    assert not differences(gradients(list(plain)), gradients(list(model)))
+    assert torch.equal(model[0].largest, plain[0].largest)
 
 
 def test_a_weight_that_a_second_run_leaves_as_it_is() -> None:

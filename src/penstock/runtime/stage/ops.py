@@ -7,8 +7,7 @@ the input.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -16,12 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.autograd import GraphInputs, exits, run_backward
 from penstock.runtime.stage.host_memory import HostMemory, OffloadStatistics, SavedTensors, copied_to
 from penstock.runtime.stage.microbatches import NO_LOSS, LossFn, Microbatches, Signature
+from penstock.runtime.stage.module_state import attributes_of, tensors_in
 from penstock.runtime.stage.recompute import (
     BufferHistory,
     FirstStep,
@@ -477,9 +477,8 @@ class StageRunner:
         """The state of the stage's modules besides parameters: buffers, and tensors among their attributes."""
         found: list[Tensor] = []
         for module in self.stage.modules():
-            for name, value in (*module._buffers.items(), *vars(module).items()):
-                if name not in _OF_EVERY_MODULE and value is not None:
-                    found += _tensors_in(value, DEPTH)
+            for value in (*module._buffers.values(), *attributes_of(module).values()):
+                found += tensors_in(value)
         return found
 
     def saved(self, m: int) -> SavedTensors:
@@ -599,21 +598,6 @@ def _as_recomputed(gradient: Tensor, output: Tensor) -> Tensor:
     return gradient.reshape(output.shape)
 
 
-def _tensors_in(value: Any, depth: int) -> list[Tensor]:
-    """A tensor, or the tensors in containers up to so many levels deep."""
-    if isinstance(value, Tensor):
-        return [value]
-    if not depth or not isinstance(value, (Mapping, list, tuple, set, deque)):
-        return []
-    if isinstance(value, Mapping):
-        value = value.values()
-    return [tensor for each in value for tensor in _tensors_in(each, depth - 1)]
-
-
-DEPTH = 3
-"""Levels of containers in a module's attribute that are searched for tensors."""
-
-
 class FirstInputs(ReadOnlyInputs):
     """Part of a batch in the first forward of a stage, which may change it unless it is among `kept`.
 
@@ -630,7 +614,6 @@ class FirstInputs(ReadOnlyInputs):
         self._kept.require_same(stage)
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _NO_ENTRY = GraphInputs([])
 _WANTED = [True]
 """`needs_grad` of a single tensor that needs its gradient; nobody changes it."""

@@ -18,12 +18,14 @@ could make it right:
 
 Between a forward and its backward other forwards run. Autograd sees that one of them has changed a tensor that the
 backward needs, unless it was changed through `.data`. And a second run must find everything as it was: buffers are
-kept for it, but not parameters, a random generator or a number of the module's own.
+kept for it, but not parameters, a random generator or a number of the module's own. Nor may it count or add up once
+more what the first run did, such as an average in a plain attribute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,10 +33,17 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.stage.module_state import (
+    Description,
+    alike,
+    attributes_of,
+    described,
+    is_plain,
+    measured,
+    tensors_in,
+)
 from penstock.runtime.stage.stage import gathers_unseen
 from penstock.runtime.tensors.digest import hash_of
-from penstock.runtime.tensors.dtensor import is_sharded
-from penstock.runtime.tensors.pytree import flatten
 
 
 def copy_of(tensor: Tensor) -> Tensor:
@@ -106,11 +115,13 @@ class BufferHistory:
     """The buffers of a stage as each forward to be recomputed found them.
 
     Most buffers never change (masks, tables), and those need no copy. The first such forward of a step copies
-    all and sees which it changes; the others copy these.
+    all and sees which it changes; the others copy these, and those that any step before has seen changing: a largest
+    value, say, changes in some forwards alone.
     """
 
     def __init__(self, stage: nn.Module) -> None:
         self._stage = stage
+        self._known: set[Place] = set()
         self._changing: set[Place] | None = None
         self._found: dict[int, dict[Place, Tensor | None]] = {}
 
@@ -141,7 +152,8 @@ class BufferHistory:
                     buffer.data.copy_(copied)
             raise
         if self._changing is None:
-            self._changing = {place for place, copied in copies.items() if _changed(place, before[place], copied)}
+            self._known |= {place for place, copied in copies.items() if _changed(place, before[place], copied)}
+            self._changing = self._known & copies.keys()
         found = {place: copy for place, copy in copies.items() if place in self._changing}
         for place, (buffer, version) in before.items():
             now = place[0]._buffers.get(place[1])
@@ -180,22 +192,43 @@ def _changed(place: Place, before: tuple[Tensor | None, int | None], copied: Ten
 
 
 class WatchedTensor(NamedTuple):
-    """A parameter or buffer as it was, with a hash of its elements."""
+    """A parameter or buffer, or a tensor in an attribute, as it was, with a hash of its elements."""
 
     module: nn.Module
     name: str
-    tensor: Tensor
+    held: Callable[[], Tensor | None]
     version: int
     hash: int
 
+    @classmethod
+    def of(cls, module: nn.Module, name: str, tensor: Tensor) -> WatchedTensor:
+        """As it is now. One in an attribute may be let go of."""
+        is_attribute = name not in module._parameters and name not in module._buffers
+        held = weakref.ref(tensor) if is_attribute else lambda: tensor
+        return cls(module, name, held, tensor._version, hash_of(tensor))
+
+    @property
+    def tensor(self) -> Tensor | None:
+        return self.held()
+
     @property
     def kind(self) -> str:
-        return "parameter" if isinstance(self.tensor, nn.Parameter) else "buffer"
+        if self.name in self.module._parameters:
+            return "parameter"
+        return "buffer" if self.name in self.module._buffers else "attribute"
 
     @property
     def now(self) -> Tensor | None:
-        known = self.module._parameters if self.kind == "parameter" else self.module._buffers
-        return known.get(self.name)
+        """What is in its place; in a container, itself wherever it is there."""
+        module = self.module
+        if self.kind != "attribute":
+            return (module._parameters if self.kind == "parameter" else module._buffers).get(self.name)
+        own = self.tensor
+        return next((each for each in tensors_in(vars(module).get(self.name)) if each is own), None)
+
+
+Attributes = dict[tuple[nn.Module, str], Description]
+"""By module and name."""
 
 
 class FirstStep:
@@ -209,25 +242,33 @@ class FirstStep:
     def __init__(self, stage: nn.Module, index: int, watches: bool = True) -> None:
         self._stage, self._index, self._watches = stage, index, watches
         self._ended = {False: False, True: False}
-        self._repeats = False
+        self._repeats = self._is_watching = False
         self._before: list[WatchedTensor] = []
         self._outputs: dict[int, tuple[float, float]] = {}
         self._changed: list[tuple[WatchedTensor, int]] = []
+        self._left: dict[int, Attributes] = {}
+        """What the first run of a microbatch left in attributes."""
+        self._found: Attributes = {}
+        """What the second run finds there."""
+        self._buffers: list[tuple[nn.Module, str, Tensor, int]] = []
 
     def begin(self, training: bool, repeats: bool) -> None:
         """A step begins; `repeats`: some forwards of the stage are run again."""
         self._outputs.clear()
+        self._left.clear()
         self._repeats = repeats
-        begins = self._watches and training and not self._ended[repeats]
-        self._before = list(self._watched()) if begins else []
+        self._is_watching = self._watches and training and not self._ended[repeats]
+        self._before = list(self._watched()) if self._is_watching else []
 
     def require_none(self) -> None:
         """At the end of a training step. Raises RuntimeFailure where a forward changed something through `.data`."""
-        if not self._before:
+        if not self._is_watching:
             return
         for known in self._before:
-            is_same = known.now is known.tensor and known.tensor._version == known.version
-            if is_same and hash_of(known.tensor) != known.hash:
+            now = known.now
+            if now is None or now is not known.tensor or now._version != known.version:
+                continue
+            if hash_of(now) != known.hash:
                 raise RuntimeFailure(
                     f"stage {self._index}: a forward changed {known.kind} {known.name!r} of "
                     f"{type(known.module).__name__} through .data, which autograd does not see, so that backwards of "
@@ -235,21 +276,30 @@ class FirstStep:
                     "torch.no_grad(), which autograd sees, or assign a new tensor to a buffer "
                     f"(self.{known.name} = ...), or change it between steps"
                 )
-        self._before, self._changed = [], []
+        self._before, self._changed, self._buffers = [], [], []
         self._ended[self._repeats] = True
 
     def ran(self, m: int, result: Any) -> None:
         """Takes note of what the first run of a microbatch computed that runs again."""
-        if self._before:
-            self._outputs[m] = _measured(result)
+        if self._is_watching:
+            self._outputs[m] = measured(result)
+            self._left[m] = self._attributes()
 
     def begin_again(self, m: int) -> None:
-        """Before the second run: takes note of the parameters that the first one has changed."""
-        changed = self._changed_parameters() if m in self._outputs else []
-        self._changed = [(known, hash_of(known.now)) for known in changed if known.now is not None]
+        """Before the second run: takes note of what it may change once more."""
+        if m not in self._outputs:
+            return
+        self._changed = [(known, hash_of(known.now)) for known in self._changed_parameters() if known.now is not None]
+        self._found = self._attributes()
+        self._buffers = [
+            (module, name, buffer, hash_of(buffer))
+            for module in self._stage.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and is_plain(buffer)
+        ]
 
     def ran_again(self, m: int, result: Any) -> None:
-        """Raises RuntimeFailure where the second run changed a parameter once more, or computed something else."""
+        """Raises RuntimeFailure where the second run changed something once more, or computed something else."""
         if m not in self._outputs:
             return
         for known, before in self._changed:
@@ -259,58 +309,58 @@ class FirstStep:
                     f"{known.name!r}, so that it can't be run again (R) as it was; make it a buffer, or use a "
                     "schedule without R for this model"
                 )
-        (size, weighed), (again, weighed_again) = self._outputs.pop(m), _measured(result)
+        (size, weighed), (again, weighed_again) = self._outputs.pop(m), measured(result)
         if abs(again - size) > _SHARE * size or abs(weighed_again - weighed) > _SHARE * size:
             raise RuntimeFailure(
                 f"stage {self._index}: the forward of microbatch {m} was run again (R) and computed something else: "
                 "it draws from a random generator of its own or changes a number that it computes with; draw from "
                 "torch's generator and keep numbers in buffers, or use a schedule without R for this model"
             )
+        left = self._left.pop(m)
+        for module, name, buffer, before in self._buffers:
+            if hash_of(buffer) != before:
+                raise self._changes_again(module, f"buffer {name!r}", f"assign a new tensor (self.{name} = ...)")
+        for place, now in self._attributes().items():
+            if not alike(now, self._found.get(place)) and not alike(now, left.get(place)):
+                raise self._changes_again(place[0], f"attribute {place[1]!r}", "make it a buffer")
+
+    def _changes_again(self, module: nn.Module, what: str, instead: str) -> RuntimeFailure:
+        return RuntimeFailure(
+            f"stage {self._index}: the forward of {type(module).__name__} changes its {what} once more when it runs "
+            f"again (R), so that this counts twice; {instead}, or use a schedule without R for this model"
+        )
+
+    def _attributes(self) -> Attributes:
+        return {
+            (module, name): described(value)
+            for module in self._stage.modules()
+            for name, value in attributes_of(module).items()
+        }
 
     def _changed_parameters(self) -> list[WatchedTensor]:
         """The parameters that forwards of this step have changed in place or replaced."""
-        found = [known for known in self._before if known.kind == "parameter" and known.now is not None]
-        return [known for known in found if known.now is not known.tensor or known.tensor._version != known.version]
+        found = [
+            (known, now) for known in self._before if known.kind == "parameter" and (now := known.now) is not None
+        ]
+        return [known for known, now in found if now is not known.tensor or now._version != known.version]
 
     def _watched(self) -> Iterator[WatchedTensor]:
-        seen: set[int] = set()
-        for module in self._stage.modules():
+        modules = list(self._stage.modules())
+        found: list[tuple[nn.Module, str, Tensor | None]] = []
+        for module in modules:
             buffers = {} if self._repeats or gathers_unseen(module) else module._buffers
-            for name, tensor in (*module._parameters.items(), *buffers.items()):
-                if tensor is None or id(tensor) in seen or not _is_plain(tensor):
-                    continue
-                seen.add(id(tensor))
-                yield WatchedTensor(module, name, tensor, tensor._version, hash_of(tensor))
+            found += [(module, name, tensor) for name, tensor in (*module._parameters.items(), *buffers.items())]
+        buffers_of_all = {id(buffer) for module in modules for buffer in module._buffers.values()}
+        for module in () if self._repeats else modules:
+            for name, value in attributes_of(module).items():
+                found += [(module, name, one) for one in tensors_in(value) if id(one) not in buffers_of_all]
+        seen: set[int] = set()
+        for module, name, tensor in found:
+            if tensor is None or id(tensor) in seen or not is_plain(tensor):
+                continue
+            seen.add(id(tensor))
+            yield WatchedTensor.of(module, name, tensor)
 
 
 _SHARE = 1e-2
 """The share by which sums of a forward's results may differ when it runs again: rounding, and not other numbers."""
-
-_PIECE = 7 << 17
-"""Numbers that are summed at a time: a multiple of the weights' period."""
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    strided = tensor.layout is torch.strided and not is_sharded(tensor) and not tensor.is_meta
-    return strided and not tensor.is_quantized and tensor.dtype.itemsize <= 16
-
-
-def _measured(result: Any) -> tuple[float, float]:
-    """The size of all numbers that a forward computed, and their sum, each weighed by its place."""
-    size = weighed = 0.0
-    for leaf in flatten(result)[0]:
-        if not _is_plain(leaf) or not leaf.numel():
-            continue
-        weights = 1 + torch.arange(min(2 * leaf.numel(), _PIECE), device=leaf.device) % 7
-        for piece in _numbers_of(leaf).reshape(-1).split(_PIECE):  # so that little memory is needed
-            values = piece.double()
-            values = torch.where(values.isfinite(), values, 0.0)
-            sums = torch.stack([values.abs().sum(), (values * weights[: values.numel()]).sum()]).tolist()
-            size, weighed = size + sums[0], weighed + sums[1]
-    return size, weighed
-
-
-def _numbers_of(tensor: Tensor) -> Tensor:
-    """The tensor, or the real and imaginary parts of a complex one."""
-    plain = tensor.detach()
-    return torch.view_as_real(plain.resolve_conj().resolve_neg()) if plain.is_complex() else plain

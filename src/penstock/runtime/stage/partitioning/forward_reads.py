@@ -37,9 +37,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, fx, nn
 
+from penstock.runtime.stage.module_state import OF_EVERY_MODULE
+
 _MISSING = object()
-_TORCHS_OWN = frozenset(vars(nn.Module()))
-"""What torch keeps in every module: parameters, layers and hooks, which others look after, and the mode."""
 _OF_LAYERS = frozenset({"_modules", "children", "named_children", "modules", "named_modules"})
 _OF_ENVIRONMENT = frozenset({"environ", "getenv"})
 _MOST = 20_000
@@ -110,7 +110,7 @@ class ForwardReads:
             own = vars(module)
             self._dicts.append((own, [*own], [*own.values()], _Root(type(module).__name__)))
             for name, value in own.items():
-                if isinstance(value, dict | list | set | deque) and name not in _TORCHS_OWN:
+                if isinstance(value, dict | list | set | deque) and name not in OF_EVERY_MODULE:
                     self._follow(value, _root_of(module, name))
 
     # While the forward is traced.
@@ -126,7 +126,7 @@ class ForwardReads:
         self._names |= (new := {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))})
         for module in self._opened:
             own = vars(module)
-            for name in new & (own.keys() - _TORCHS_OWN):
+            for name in new & (own.keys() - OF_EVERY_MODULE):
                 self._read(own[name], _root_of(module, name))
             if new & _OF_LAYERS:
                 self._read(own["_modules"], _root_of(module, "_modules"))
@@ -142,7 +142,7 @@ class ForwardReads:
 
     def read(self, module: nn.Module, name: str, code: CodeType) -> None:
         """Code reads an attribute of a module that is not opened."""
-        if code in self._codes and name in vars(module) and (name not in _TORCHS_OWN or name == "training"):
+        if code in self._codes and name in vars(module) and (name not in OF_EVERY_MODULE or name == "training"):
             if name != "training" or self._training:
                 self._of_layers[module, name] = vars(module)[name]
                 self._read(vars(module)[name], _root_of(module, name))
