@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
 import penstock.runtime.stage.split_backward.prepared_module as slot_module
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.tensors.dtensor import whole
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.nccl import DeviceLines, lines_of
 from penstock.runtime.transport.wiring import wire
@@ -183,3 +186,42 @@ def test_a_deadline_names_the_op_that_was_waited_for(tmp_path: Path) -> None:
         "for 2 s: rank 3 waits to run TELL0 of stage 3, which needs ASK0 of stage 0 from rank 0"
         in outcomes[3].last_line
     )
+
+
+def halve(call: ps.runtime.OpCall) -> None:
+    assert call.module is not None
+    for parameter in call.module.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+
+def halved(rank: int, sharding: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight after a step in which every replica halved its gradients, and that of a plain loop that did."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 2, bias=False)
+    before, x, y = layer.weight.detach().clone().requires_grad_(), torch.randn(8, 4), torch.randn(8, 2)
+    LOSS(x @ before.T, y).backward()
+    assert before.grad is not None
+    ops = [ps.NewOp("HALVE", stage=0, after={("B", 0): 2}, run=halve)]
+    halving = ps.Program(ps.placements.one_to_one(1), 2, ops=ops)
+    with ps.Pipeline(
+        [layer],
+        halving.build(),
+        loss_fn=LOSS,
+        optimizer=partial(torch.optim.SGD, lr=1.0),
+        mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")),
+        ops=halving.callables,
+        parallel=ps.ParallelOptions(sharding=sharding),
+        timeout=PATIENCE,
+    ) as pipe:
+        pipe.step(x, y)
+        ((_, weight),) = pipe.named_parameters()
+        return whole(weight.detach()).clone(), before.detach() - 0.5 * before.grad
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_bug_what_an_op_made_of_gradients_was_lost_on_their_way_to_other_replicas(sharding: str) -> None:
+    outcomes = run_ranks(2, halved, sharding)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
+    for found, wanted in (o.value for o in outcomes):
+        torch.testing.assert_close(found, wanted)

@@ -65,6 +65,26 @@ def test_a_reduction_waits_for_its_gradients_under_dynamic_dispatch_too() -> Non
         assert starts[Op(REDUCE, stage, 0)] >= max(ends[Op("B", stage, m)] for m in range(4))
 
 
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_bug_reductions_began_before_ops_of_the_users_that_may_change_gradients(
+    dispatch: str, asynchronous: bool
+) -> None:
+    noise = ps.NewOp("NOISE", stage=2, after={("B", 2): 2}, time=7.0, asynchronous=asynchronous)
+    program = ps.Program(ps.placements.circular(2, 4), 4, ops=[noise])
+    schedule = add_reductions(program.build())
+    ps.check(schedule)
+    assert ps.parse(str(schedule)) == schedule
+    costs = program.all_costs
+    for late in (None, ps.Links({(0, 1): 3.0})):
+        timeline = ps.simulate(schedule, costs, dispatch=dispatch, links=late)
+        starts = {row.op: row.start for row in timeline.ops}
+        ends = {row.op: row.end for row in timeline.ops}
+        for stage in (0, 2):  # those of its rank
+            assert starts[Op(REDUCE, stage, 0)] >= max(ends[Op("NOISE", 2, number)] for number in range(2))
+        assert starts[Op(REDUCE, 3, 0)] < ends[Op("NOISE", 2, 1)]
+
+
 def test_what_is_reduced_when_the_step_is_over() -> None:
     assert reduced_stages(ps.build("chimera", 4, 8)) == []  # copies are added up first
     assert reduced_stages(ps.build("mllm", 4, 8)) == [1, 2, 3, 4]  # 0 and 5 are shared

@@ -4,6 +4,9 @@
     after    rank 1 | ... 3B1 3REDUCE0 1B0 1B1 1REDUCE0
 
 A rank goes on computing while a stage's gradients cross the network; only the last reduction of a step stands alone.
+The user's own ops of a rank come before its reductions: they may change gradients.
+
+    after    rank 1 | ... 3B1 1B0 1B1 1CLIP0 3REDUCE0 1REDUCE0
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.schedule import Needs, Op, Registered, Schedule, ScheduleError
+from penstock.schedule.offload import OFFLOAD, RELOAD
 
 __all__ = ["REDUCE", "add_reductions", "reduced_stages"]
 
@@ -38,7 +42,8 @@ def reduced_stages(schedule: Schedule) -> list[int]:
 def add_reductions(schedule: Schedule, asynchronous: bool = True) -> Schedule:
     """The schedule with one REDUCE per stage, after the stage's last B or W; all else stays where it is.
 
-    A schedule that has them stays as it is.
+    A rank with registered ops, which may change gradients, has its reductions after the last of them. Those that move
+    activations to host memory do not count. A schedule that has reductions stays as it is.
 
     Args:
         schedule: of one replica.
@@ -63,19 +68,30 @@ def add_reductions(schedule: Schedule, asynchronous: bool = True) -> Schedule:
     if any(registered.kind == REDUCE for registered in graph.registered):
         return schedule
     last: dict[int, tuple[int, int]] = {}
+    own: list[dict[tuple[str, int], list[int]]] = []  # by rank the numbers of its registered ops
+    last_own: list[int] = []  # by rank the step of the last of them
+    kinds = {(each.kind, each.stage) for each in graph.registered if each.kind not in (OFFLOAD, RELOAD)}
     for rank, row in enumerate(schedule.order):
+        own.append({})
+        last_own.append(-1)
         for step, op in enumerate(row):
             if op.kind in ("B", "W"):
                 last[op.stage] = rank, step
+            elif (op.kind, op.stage) in kinds:
+                own[rank].setdefault((op.kind, op.stage), []).append(op.microbatch)
+                last_own[rank] = step
     stages = reduced_stages(schedule)
     if not stages:
         return schedule
-    after = {last[stage]: stage for stage in stages}
+    after: dict[tuple[int, int], list[int]] = {}
+    for stage in sorted(stages, key=lambda stage: last[stage]):
+        rank, step = last[stage]
+        after.setdefault((rank, max(step, last_own[rank])), []).append(stage)
     order = tuple(
         tuple(
             each
             for step, op in enumerate(row)
-            for each in ((op, Op(REDUCE, after[rank, step], 0)) if (rank, step) in after else (op,))
+            for each in (op, *(Op(REDUCE, stage, 0) for stage in after.get((rank, step), ())))
         )
         for rank, row in enumerate(schedule.order)
     )
@@ -86,5 +102,7 @@ def add_reductions(schedule: Schedule, asynchronous: bool = True) -> Schedule:
         count = graph.microbatches_of(stage, schedule.num_microbatches)
         kind = schedule.order[rank][step].kind
         needs.append(Needs((kind, stage), (REDUCE, stage), num_before=count))
+        for key, numbers in own[rank].items():
+            needs.append(Needs(key, (REDUCE, stage), pairs=tuple((number, 0) for number in sorted(numbers))))
     graph = replace(graph, registered=(*graph.registered, *registered), needs=(*graph.needs, *needs), updates=None)
     return replace(schedule, order=order, stage_graph=graph)
