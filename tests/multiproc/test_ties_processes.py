@@ -131,6 +131,14 @@ def refusals(rank: int) -> dict[str, list[str]]:
     layers = [shared, *(fresh() for _ in range(3))]
     sources = [partial(layers.__getitem__, stage) for stage in range(4)]
     said["functions that take parts of one list"] = tie_runs.refused(sources, ps.build("1f1b", 4, 4)), ""
+    made: dict[int, nn.Module] = {}
+
+    def noted(stage: int) -> nn.Module:
+        return made.setdefault(stage, fresh())
+
+    for each in ("functions that note what they made", "and return it again"):
+        sources = [partial(noted, stage) for stage in range(4)]
+        said[each] = tie_runs.refused(sources, ps.build("1f1b", 4, 4)), ""
     found = tie_runs.refused([lambda: norm, *([fresh] * 6), lambda: norm], ps.build("zb-v", 4, 4))
     said["statistics of two stages of one rank"] = found, "stages 0 and 7 have one BatchNorm1d"
     return {

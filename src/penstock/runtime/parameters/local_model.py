@@ -21,6 +21,7 @@ from penstock.runtime.parameters.sharding import ShardedParameters
 from penstock.runtime.parameters.shared_tensors import Parallelize, SharedTensors, cut_stages, share_values_of_stages
 from penstock.runtime.parameters.tied_gradients import TiedGradients
 from penstock.runtime.parameters.ties import (
+    HeldByFunctions,
     keep_as_one,
     names_of_one,
     require_cut_alike,
@@ -77,11 +78,12 @@ class LocalModel:
     ) -> None:
         self.placement, self._peers = placement, mesh.pipeline
         peers = mesh.pipeline
+        held = HeldByFunctions(sources) if isinstance(peers, GroupPeers) else None  # before any function is called
         self.copies = copies = Copies(build_alike(sources, placement, mesh), placement, peers)
         self.stages: dict[int, Stage] = copies.owners
         stages = copies.stages
         # On the whole model, before anything takes the place of a parameter.
-        self.ties = ties_of(sources, stages, tied, peers)
+        self.ties = ties_of(sources, stages, tied, peers, held)
         require_tied_alike(self.ties, placement, peers)
         self._given = [(weakref.ref(p), i, n) for i, stage in stages.items() for n, p in stage.named_parameters()]
         self._modules = SharedModules(sources, stages)

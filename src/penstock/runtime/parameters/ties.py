@@ -76,14 +76,22 @@ class Ties(tuple[Tie, ...]):
         return enumerate(self, start=1)
 
 
-def ties_of(sources: Sequence[Any], stages: Mapping[int, Stage], tied: Sequence[Sequence[str]], peers: Peers) -> Ties:
+def ties_of(
+    sources: Sequence[Any],
+    stages: Mapping[int, Stage],
+    tied: Sequence[Sequence[str]],
+    peers: Peers,
+    held: HeldByFunctions | None = None,
+) -> Ties:
     """Parameters that several stages share: the same object in the model given, or named together in `tied`.
 
     Args:
         stages: those built in this process.
+        held: what functions among the sources held before they were called.
 
     Raises:
-        RuntimeFailure: a name in `tied` that is in no stage, or two of one stage.
+        RuntimeFailure: a name in `tied` that is in no stage, or two of one stage; or functions in two processes that
+            hold one parameter, which `tied` does not name.
     """
     whole: list[dict[str, Parameter]] = []
     for index, source in enumerate(sources):
@@ -93,8 +101,7 @@ def ties_of(sources: Sequence[Any], stages: Mapping[int, Stage], tied: Sequence[
         else:
             whole.append(dict(stages[index].named_parameters()) if index in stages else {})
     # Of functions each process calls those of its own stages, and sees what these share.
-    held = _held_by_functions(sources, stages) if isinstance(peers, GroupPeers) else {}
-    parts = peers.gather((_same_objects(whole), held))
+    parts = peers.gather((_same_objects(whole), {} if held is None else held.uses(stages)))
     found = [names for part, _ in parts for names in part]
     if tied:
         first = {
@@ -109,7 +116,7 @@ def ties_of(sources: Sequence[Any], stages: Mapping[int, Stage], tied: Sequence[
             if len(names) > 1:
                 found.append(names)
     ties = Ties(map(Tie, _merged(found)))
-    _require_known([held for _, held in parts], ties)
+    _require_known([uses for _, uses in parts], ties)
     return ties
 
 
@@ -122,32 +129,44 @@ def _same_objects(stage_parameters: Sequence[Mapping[str, Parameter]]) -> list[d
     return [names for names in seen.values() if len(names) > 1]
 
 
-def _held_by_functions(sources: Sequence[Any], stages: Mapping[int, Stage]) -> dict[str, tuple[int, str]]:
-    """Of every parameter that a function here did not make but found, like a module outside of it, where it lies, and
-    the stage and name that it has. Functions lie alike in all processes, so that place is the same in each.
+class HeldByFunctions:
+    """Parameters that functions of stages find outside of them, in a module that was there before they were called.
 
         shared = nn.Linear(4, 4)
-        [lambda: nn.Sequential(shared, a), lambda: nn.Sequential(shared, b)]        shared: module 0 of function 0
+        [lambda: nn.Sequential(shared, a), lambda: nn.Sequential(shared, b)]     shared lies at 0/shared for both
+
+    Each process calls the functions of its own stages alone. Where parameters of two processes were found at the same
+    place, a loop in one process would train one.
+
+    Args:
+        sources: the model as it was given, of which no function has been called yet.
     """
-    places: dict[int, str] = {}
-    for index, source in enumerate(sources):
-        if not isinstance(source, nn.Module):
-            for num, module in enumerate(reached_from(source, and_globals=True)):
+
+    def __init__(self, sources: Sequence[Any]) -> None:
+        self._sources = sources
+        self._found: dict[int, tuple[str, Parameter]] = {}
+        for index, source in enumerate(sources):
+            if isinstance(source, nn.Module):
+                continue
+            for way, module in reached_from(source, and_globals=True):
                 if isinstance(module, nn.Module):
                     for name, parameter in module.named_parameters():
-                        places.setdefault(id(parameter), f"module {num} of function {index}, {name}")
-    return {
-        places[id(parameter)]: (index, name)
-        for index, stage in stages.items()
-        if not isinstance(sources[index], nn.Module)
-        for name, parameter in stage.named_parameters()
-        if id(parameter) in places
-    }
+                        self._found.setdefault(id(parameter), (f"{index}{way} {name}", parameter))
+
+    def uses(self, stages: Mapping[int, Stage]) -> dict[str, tuple[int, str]]:
+        """By place the stage here that has the parameter, and its name there."""
+        return {
+            self._found[id(parameter)][0]: (index, name)
+            for index, stage in stages.items()
+            if not isinstance(self._sources[index], nn.Module)
+            for name, parameter in stage.named_parameters()
+            if id(parameter) in self._found
+        }
 
 
 def _require_known(held: Sequence[Mapping[str, tuple[int, str]]], ties: Ties) -> None:
-    """Raises RuntimeFailure, the same on every rank, where functions of stages in different processes found one
-    parameter: a loop in one process would train one, and here each process would train its own.
+    """Raises RuntimeFailure, the same on every rank, where functions of several stages found one parameter that is
+    not known to be tied.
     """
     known = {(stage, name): tie.name for tie in ties for stage, name in tie.names.items()}
     uses: dict[str, set[tuple[int, str]]] = {}

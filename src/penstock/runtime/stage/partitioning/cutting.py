@@ -418,7 +418,7 @@ def reached(
         for name, value in (*vars(module).items(), *_of_forward(module)):
             if name in _OWN:
                 continue
-            for what in reached_from(value):
+            for _, what in reached_from(value):
                 if isinstance(what, nn.Module):
                     if what in model_modules and what not in inside:
                         yield OutsideReference(module, name, what)
@@ -434,47 +434,54 @@ def _of_forward(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name in forward.__code__.co_names:
         if isinstance(forward.__globals__.get(name), nn.Module | Tensor | list | dict | tuple):
             yield name, forward.__globals__[name]
-    for name, cell in zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=False):
-        try:
-            if name != "__class__":
-                yield name, cell.cell_contents
-        except ValueError:
-            continue
+    for name, value in _cells_of(forward):
+        if name != "__class__":
+            yield name, value
 
 
-def reached_from(value: Any, and_globals: bool = False) -> Iterator[nn.Module | Tensor]:
-    """The modules and tensors that are reached through plain containers, functions and objects. `and_globals`: what
-    functions name outside of them, too.
+def reached_from(value: Any, and_globals: bool = False) -> Iterator[tuple[str, nn.Module | Tensor]]:
+    """The modules and tensors that are reached through plain containers, functions and objects, each with the way to
+    it. `and_globals`: what functions name outside of them, too.
     """
-    waiting: list[Any] = [value]
+    waiting: list[tuple[str, Any]] = [("", value)]
     seen: set[int] = set()
     while waiting and len(seen) < _MOST:
-        each = waiting.pop()
+        way, each = waiting.pop()
         if id(each) in seen or isinstance(each, str | bytes | int | float | bool | type | type(None)):
             continue
         seen.add(id(each))
         if isinstance(each, nn.Module | Tensor):
-            yield each
-        elif isinstance(each, list | tuple | set | frozenset):
-            waiting.extend(each)
+            yield way, each
+            continue
+        inner: Iterable[tuple[object, Any]] = ()
+        if isinstance(each, list | tuple | set | frozenset):
+            inner = enumerate(each)
         elif isinstance(each, dict):
-            waiting.extend(each.values())
+            inner = each.items()
         elif isinstance(each, MethodType):
-            waiting.extend((each.__self__, each.__func__))
+            inner = (("self", each.__self__), ("function", each.__func__))
         elif isinstance(each, partial):
-            waiting.extend((each.func, *each.args, *each.keywords.values()))
+            inner = (("function", each.func), *enumerate(each.args), *each.keywords.items())
         elif isinstance(each, FunctionType):
-            for cell in each.__closure__ or ():
-                try:
-                    waiting.append(cell.cell_contents)
-                except ValueError:
-                    continue
-            waiting.extend(each.__defaults__ or ())
+            inner = (*_cells_of(each), *enumerate(each.__defaults__ or ()))
             if and_globals and not (each.__module__ or "").startswith("torch"):
-                values = [each.__globals__.get(name) for name in _names_looked_up(each.__code__)]
-                waiting.extend(v for v in values if isinstance(v, nn.Module | list | dict | tuple | FunctionType))
+                named = [(name, each.__globals__.get(name)) for name in _names_looked_up(each.__code__)]
+                kinds = nn.Module | list | dict | tuple | FunctionType
+                inner = (*inner, *(item for item in named if isinstance(item[1], kinds)))
         elif not type(each).__module__.startswith(("torch.", "builtins", "numpy")):
-            waiting.extend(getattr(each, "__dict__", {}).values())
+            inner = getattr(each, "__dict__", {}).items()
+        waiting.extend(
+            (f"{way}/{key if isinstance(key, str | int) else type(key).__name__}", one) for key, one in inner
+        )
+
+
+def _cells_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """By name the variables that a function has of those around it."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:
+            continue
 
 
 def _names_looked_up(code: CodeType) -> list[str]:
