@@ -6,9 +6,11 @@ import copy
 import pickle
 from collections import UserDict
 from collections.abc import Callable
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 import penstock as ps
 from packed import packed
 from penstock.runtime import PartitionError, RuntimeFailure
+from penstock.runtime.tensors.message import Payload
+from penstock.runtime.transport.wire_format import WireSpec
 from plain_loop import differences, gradients, plain_step
 from runtime_cases import CASES, Do, batches, lin
 
@@ -78,6 +82,39 @@ def test_an_output_that_can_not_travel(value: Any) -> None:
     with pytest.raises(RuntimeFailure, match="can't be cut or pass between stages") as caught:
         pipe.step(*batches(4, 8)[0])
     assert caught.value.__notes__ == ["in F0 of stage 0 on rank 0"]
+
+
+class Mode(StrEnum):
+    TRAIN = "train"
+
+
+class Text(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (Mode.TRAIN, "type Mode can't .*; give its .value"),
+        (Text("train"), r"type Text can't .*; give str\(...\) of it"),
+        (np.float64(2.0), r"type float64 can't .*; give float\(...\) of it"),
+    ],
+)
+def test_an_output_that_is_of_another_class_in_another_process(value: Any, said: str) -> None:
+    """In one process `mode is Mode.TRAIN` was true in the next stage, and between processes it was not."""
+    pipe = pipeline([Do(lambda ls, x: (ls[0](x), value), lin()), Do(lambda ls, x, v: x)])
+    with pytest.raises(RuntimeFailure, match=said):
+        pipe.step(*batches(4, 8)[0])
+
+
+class Marked(Tensor):
+    pass
+
+
+def test_a_tensor_of_a_class_of_its_own_became_a_plain_one_on_the_wire() -> None:
+    with pytest.raises(RuntimeFailure, match=r"a Marked, a class of tensors, can't pass between ranks.*as_subclass"):
+        WireSpec.of(Payload([torch.ones(2).as_subclass(Marked)], 0, [False]))
+    WireSpec.of(Payload([nn.Parameter(torch.ones(2)), None], 0, [False, False]))
 
 
 @pytest.mark.parametrize(

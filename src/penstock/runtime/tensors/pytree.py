@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import namedtuple
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ Skeleton = Any
 """An int (index of a tensor) or a list ["tuple" | "tuple MODULE NAME FIELD ..." | "list" | "dict" | "const", ...]."""
 
 _CONSTANTS = (bool, int, float, str, type(None))
+"""Of these classes alone: what comes of an Enum or a numpy number in another process is none any more."""
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Skeleton]:
@@ -49,11 +51,13 @@ def _flatten(value: Any, leaves: list[Tensor]) -> Skeleton:
         return ["list", [_flatten(v, leaves) for v in value]]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return ["dict", [[key, _flatten(v, leaves)] for key, v in value.items()]]
-    if isinstance(value, _CONSTANTS):
-        return ["const", value]
     kind = type(value)
+    if kind in _CONSTANTS:
+        return ["const", value]
     how = "; torch.as_tensor makes a tensor of it" if kind.__module__ == "numpy" else ""
     how = f"; give dict(...) of the {kind.__name__}" if isinstance(value, Mapping) and kind is not dict else how
+    if plain := next((each.__name__ for each in _CONSTANTS if isinstance(value, each)), ""):
+        how = "; give its .value" if isinstance(value, Enum) else f"; give {plain}(...) of it"
     raise RuntimeFailure(
         f"a value of type {kind.__name__} can't be cut or pass between stages; use tensors, tuples, lists, dicts "
         f"with string keys, numbers, strings or None{how}"

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Payload
@@ -122,6 +123,11 @@ def _leaf_spec(leaf: Tensor | None, needed: bool) -> LeafSpec:
         return None
     if leaf.layout is not torch.strided:
         raise RuntimeFailure(f"a tensor of layout {leaf.layout} can't pass between ranks; use to_dense()")
+    if type(leaf) not in (Tensor, Parameter):
+        raise RuntimeFailure(
+            f"a {type(leaf).__name__}, a class of tensors, can't pass between ranks, which would make a plain one of "
+            "it; use as_subclass(torch.Tensor)"
+        )
     return tuple(leaf.shape), leaf.stride(), leaf.dtype, needed
 
 
