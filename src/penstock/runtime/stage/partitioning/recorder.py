@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -427,10 +426,10 @@ class Recorder(fx.Tracer):
         hooks = torch.autograd.graph.saved_tensors_hooks
         hooking = "sets hooks for what its layers save (saved_tensors_hooks), which stages would not have"
         found.append((hooks, "__enter__", self._refused(hooks.__enter__, hooking)))
-        apply = torch.autograd.Function.__dict__["apply"].__func__
+        apply = torch.autograd.Function.__dict__["apply"]  # a class method, of Python or, since torch 2.15, of C
 
         def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
-            given = partial(apply, cls)
+            given = apply.__get__(None, cls)
             if self._is_not_meant():
                 return given(*args, **kwargs)
             return self.create_proxy("call_function", _NamedFunction(given, cls.__name__), args, kwargs)
