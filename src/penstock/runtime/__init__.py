@@ -24,7 +24,7 @@ from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
 from penstock.runtime.emulation.mesh import EmulatedMesh
 from penstock.runtime.emulation.pipeline import EmulatedPipeline, Emulation, emulate
-from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost, RuntimeFailure
 from penstock.runtime.execute.step_result import StepResult
 from penstock.runtime.mesh.process_mesh import device_mesh
 from penstock.runtime.migrate import Placed
@@ -45,6 +45,7 @@ __all__ = [
     "Emulation",
     "OpCall",
     "PartitionError",
+    "PeerFailed",
     "PeerLost",
     "ParallelOptions",
     "Pipeline",

@@ -36,6 +36,19 @@ class PeerLost(RuntimeFailure):
     """
 
 
+class PeerFailed(RuntimeFailure):
+    """Another process could not do its part of a step, and the message has its error. The cause is there.
+
+    Examples:
+        >>> import penstock as ps
+        >>> try:
+        ...     raise ps.runtime.PeerFailed("process 1 could not do its part of the step: ValueError: no")
+        ... except ps.RuntimeFailure as failure:
+        ...     print(failure)
+        process 1 could not do its part of the step: ValueError: no
+    """
+
+
 class DeadlineExceeded(RuntimeFailure):
     """A wait reached its deadline. The message says which rank waited for what, and from whom.
 

@@ -14,6 +14,8 @@ from functools import wraps
 from threading import Lock
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 from penstock.runtime.errors import RuntimeFailure
 
 P = ParamSpec("P")
@@ -95,6 +97,8 @@ def one_at_a_time(method: Callable[P, R]) -> Callable[P, R]:
     @wraps(method)
     def called(*args: P.args, **given: P.kwargs) -> R:
         owner: Any = args[0]
+        if torch.compiler.is_compiling():  # the caller is compiled, and a step's own Python is no part of that
+            return torch.compiler.disable(called)(*args, **given)
         with owner._life.alone():
             return method(*args, **given)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from penstock.control import Configuration
 from penstock.cost import Ring
 from penstock.dispatch import Dispatch
+from penstock.passes.reduce import REDUCE
 from penstock.runtime.arguments import PipelineArguments
 from penstock.runtime.compatibility import (
     FeatureCombination,
@@ -36,6 +37,7 @@ from penstock.runtime.execute.executors import StepExecutor
 from penstock.runtime.execute.gang import lockstep_of
 from penstock.runtime.execute.launched_ops import MOST_LAUNCHED_OPS
 from penstock.runtime.execute.plan import ActivePlan, StepPlan, activate, dispatch_of, require_switchable, start_of
+from penstock.runtime.execute.step_failure import StepFailure
 from penstock.runtime.execute.step_result import Notices
 from penstock.runtime.execute.torch_backend import TorchDevices
 from penstock.runtime.execute.worker import Worker
@@ -84,7 +86,8 @@ class LocalPipeline:
     Attributes:
         mesh, peers, nodes: where this process lies, the ranks of its pipeline, and the nodes that may change places.
         adapt: what adapting may do to the schedule. start: what runs first, without REDUCE ops.
-        running: what the next step runs. last: what the last step or evaluation ran, and its workers.
+        running: what the next step runs. last: what the last step or evaluation ran, and its workers. failure: what
+            kept this process from doing its part of that.
         notices: messages for the user.
         model, optimizer_state, devices, executor, transport, failover, conditions: what `build` makes.
 
@@ -165,6 +168,7 @@ class LocalPipeline:
         self.failover: Failover | None = None
         self.conditions: Conditions | None = None
         self.last: tuple[Wiring, list[Worker]] | None = None
+        self.failure = StepFailure(is_shared=False)
         self._interfaces = choice.delegates.interfaces
         self._made = ExitStack()
         self._own_parameters: dict[int, nn.Parameter] = {}
@@ -346,12 +350,34 @@ class LocalPipeline:
         """What runs says from now on where nodes lie: they may change places."""
         self.running = replace(self.running, configuration=replace(self.running.configuration, nodes=nodes))
 
+    def begin(self) -> StepFailure:
+        """A step, evaluation or prediction begins. Returns what is to keep the errors of this process in it."""
+        self.failure = StepFailure(self._shares_failures())
+        return self.failure
+
     def run(self, settings: StepSettings, plan: StepPlan) -> list[Worker]:
         """Runs a step of some kind to its end."""
         with self.devices.step(settings):
-            workers = self.executor.run(self.running, plan, self.transport, settings.training)
+            with self.failure.noted():
+                self.devices.begin()
+            workers = self.executor.run(self.running, plan, self.transport, settings.training, self.failure)
+            if not self.failure.has_failed:
+                with self.failure.noted():
+                    self.devices.require_seen()
         self.last = plan.wiring, workers
         return workers
+
+    def _shares_failures(self) -> bool:
+        """Whether a step goes on for the sake of other processes where this one fails: messages and sums of whole
+        gradients are all that these wait for.
+        """
+        schedule, place = self.running.schedule, self.mesh
+        if not self.is_told or place.shards is not None or schedule.placement.shared:
+            return False
+        if schedule.updates is not None and place.num_replicas > 1:
+            return False
+        kinds = {registered.kind for registered in schedule.graph.registered}
+        return self.adapt is None and not schedule.asynchronous and kinds <= {REDUCE} and self.choice.name != "nccl"
 
     def sharing(self, doing: str) -> AbstractContextManager[None]:
         """Around what an error in the middle of would leave other processes waiting for."""

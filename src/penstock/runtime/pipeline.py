@@ -50,6 +50,7 @@ from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.stage.split_backward import DeferredShare
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.tensors.rng import mix, restored
+from penstock.runtime.torch_modes import require_plain_modes
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.runtime.transport.link_conditions import probed_besides
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
@@ -397,28 +398,31 @@ class Pipeline:
         Raises:
             RuntimeFailure: a batch that can't be cut, a stage or loss that returned something invalid, a step in
                 which no microbatch's loss has a gradient, or ranks that disagree on `update`.
-            DeadlineExceeded, PeerLost: another rank is late or gone. After an error in the middle of a step between
-                processes the pipeline is broken, and every later call says so.
+            PeerFailed: another process could not do its part; the message has its error.
+            DeadlineExceeded, PeerLost: another rank is late or gone. After that the pipeline is broken, and every
+                later call says so.
         """
         self._life.require_open()
-        self._local.require_own_layers()
-        self._local.require_own_parameters()
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure(NO_LOSS.format("train"))
-        if torch.is_inference_mode_enabled():
-            raise RuntimeFailure(
-                "step() was called under torch.inference_mode(), where nothing trains; leave it first"
-            )
         if self._moving_to is not None:
+            self._local.require_own_layers()
             with self._local.sharing("a move of nodes"):
                 self._move(self._moving_to)
         windows = self.schedule.windows.ranges if self.schedule.windows is not None else ()
         if rates is not None and not windows:
             raise RuntimeFailure(f"{self.schedule.name} has no updates as ops; set the optimizer's own learning rate")
         local = self._local
+        failure = local.begin()
+        with failure.noted():
+            require_plain_modes(local.model.device, "step", trains=True)
+            local.require_own_layers()
+            local.require_own_parameters()
+            local.model.require_trainable()
         batch = local.cut(inputs, targets, self._loss_fn, windows)
-        with local.mesh.waiting():
+        with failure.noted(), local.mesh.waiting():
             local.optimizer_state.begin(rates, update)
+        failure.has_failed |= not local.optimizer_state.replicas.can_unshard
         self._num_steps += 1
         self._num_forwards = 0
         try:
@@ -459,6 +463,8 @@ class Pipeline:
             with local.sharing(f"step {self._num_steps}"):
                 workers = local.run(settings, now.plan)
         with local.sharing(f"step {self._num_steps}"), local.mesh.waiting():
+            with local.failure.noted():
+                local.model.require_own_gradients()
             local.optimizer_state.gather()
         end = perf_counter_ns()
         if self._agent is not None:
@@ -481,7 +487,7 @@ class Pipeline:
                 norm = state.begin_norm() if update else state.begin_no_norm()
         try:
             return self._result(batch, self._agent, update), norm
-        except RuntimeFailure as error:
+        except Exception as error:
             if norm is not None and not isinstance(error, DeadlineExceeded | PeerLost):
                 norm()  # all ranks began it
             raise
@@ -588,29 +594,34 @@ class Pipeline:
         """The model's output for each microbatch, in evaluation mode. Every rank gets all outputs."""
         batch = self._run_forward(inputs, None, Purpose.PREDICT)
         outputs: dict[int, Any] = {}
-        agreement = self._local.optimizer_state.agreement
+        agreement, failure = self._local.optimizer_state.agreement, self._local.failure
         mine = (
             self._local.devices.outputs(batch),
             agreement.agrees(),
+            failure.has_failed,
             batch.digest,
             self._local.devices.changing_inputs(),
         )
         told = self._local.mesh.everyone.gather(mine)
-        require_same_batch([(digest, changing) for _, _, digest, changing in told])
-        agreement.conclude(all(agrees for _, agrees, _, _ in told))
+        require_same_batch([(digest, changing) for *_, digest, changing in told])
+        if any(failed for _, _, failed, _, _ in told):
+            failure.conclude(self._local.mesh.everyone)
+        agreement.conclude(all(agrees for _, agrees, *_ in told))
         for part, *_ in told:
             outputs.update(part)
         return [outputs[m] for m in sorted(outputs)]
 
     def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> Microbatches:
         self._life.require_open()
-        self._local.require_own_layers()
         if has_many_ends(self.schedule.graph):
             raise RuntimeFailure(
                 f"several stages of {self.schedule.name} feed no other, and what compares them are ops, which run in "
                 "training alone; evaluate the stages yourself"
             )
         self._local.optimizer_state.require_whole()
+        with self._local.begin().noted():
+            require_plain_modes(self._local.model.device, purpose.value)
+            self._local.require_own_layers()
         loss_fn = self._loss_fn if purpose is Purpose.EVALUATE else None
         batch = self._local.cut(inputs, targets, loss_fn, (), fewer=is_plain(self.schedule))
         self._local.optimizer_state.agreement.begin()
@@ -624,7 +635,9 @@ class Pipeline:
             self._local.sharing("an evaluation"),
             self._local.mesh.waiting(),
         ):
-            self._local.optimizer_state.replicas.unshard()
+            with self._local.failure.noted():
+                self._local.optimizer_state.replicas.unshard()
+            self._local.failure.has_failed |= not self._local.optimizer_state.replicas.can_unshard
             self._local.run(settings, self._local.running.forward(num))
         self._local.optimizer_state.replicas.reshard()
         return batch
@@ -634,8 +647,9 @@ class Pipeline:
         memory = self._local.transport if isinstance(self._local.transport, SharedMemoryTransport) else None
         tells = () if self._summed is None else self._summed()
         devices = self._local.devices
-        agreement = self._local.optimizer_state.agreement
-        outcome = StepEnd(self._local.mesh, devices.last, updates, memory, tells, devices.changing_inputs, agreement)
+        agreement, failure = self._local.optimizer_state.agreement, self._local.failure
+        changing = devices.changing_inputs
+        outcome = StepEnd(self._local.mesh, devices.last, updates, memory, tells, changing, agreement, failure)
         self._local.notices.note(self._agent.notices if self._agent is not None else ())
         self._local.notices.note(self._local.failover.notices if self._local.failover is not None else ())
         self._local.notices.note(self._local.choice.notices(self._local.transport))

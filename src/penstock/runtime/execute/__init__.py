@@ -12,7 +12,7 @@ worker         one rank at work                          plan        the ops of 
 executors      ranks as processes, threads, or in turn   gang        who runs an op together, or decides alike
 backend        the table of handlers                     async_ops   ops that run beside others
 torch_backend  the stages here, and their handlers       update_ops  the same with the right weights, and U
-launched_ops   ops that a GPU was given and has not ended
+launched_ops   ops that a GPU was given and has not ended  step_failure  an op that fails, and who learns of it
 
 The step executor does not know what an op does. `TorchDevices` and `EmulatedDevices` (`emulation/`) give it a table
 of handlers for each rank. `update_ops` wraps those of torch and adds entries where the schedule has updates.

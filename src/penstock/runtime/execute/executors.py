@@ -29,6 +29,7 @@ from penstock.runtime.errors import PeerLost, RuntimeFailure
 from penstock.runtime.execute.backend import Backend
 from penstock.runtime.execute.gang import Gang, Lockstep, LockstepDispatcher, ThreadBarrier
 from penstock.runtime.execute.plan import ActivePlan, StepPlan
+from penstock.runtime.execute.step_failure import StepFailure
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.base import StepMessages, Transport
 from penstock.runtime.transport.choose import TransportChoice
@@ -73,13 +74,19 @@ class StepExecutor:
         self._choice, self._conditions, self._together, self._threads = choice, conditions, together, threads
 
     def run(
-        self, running: ActivePlan, plan: StepPlan, transport: Transport | None, training: bool = True
+        self,
+        running: ActivePlan,
+        plan: StepPlan,
+        transport: Transport | None,
+        training: bool = True,
+        failure: StepFailure | None = None,
     ) -> list[Worker]:
         """Runs a step of some kind to its end.
 
         Args:
             running: the configuration. plan: of this kind of step.
             transport: between processes; None where all ranks are here.
+            failure: of this process; None where an error of an op ends the step at once.
         """
         graph, threads = plan.wiring.graph, self._threads
         takes_turns = transport is None and threads is None
@@ -100,7 +107,7 @@ class StepExecutor:
                 else decides(graph, rank, dispatch, changes, plan.caps[rank])
             )
             table = self._devices.table(rank, plan, training, gang)
-            workers.append(Worker(plan.wiring, rank, dispatcher, table, end_of(rank), gang))
+            workers.append(Worker(plan.wiring, rank, dispatcher, table, end_of(rank), gang, failure))
         if takes_turns:
             run_local(workers, on_the_way, alike=takes_turns_alike)
         else:

@@ -2,7 +2,7 @@
 
 One collective carries all of it; ranks that share memory sum there.
 
-    | loss of each microbatch | type of the losses | number of new notices | ranks that update
+    | loss of each microbatch | type of the losses | number of new notices | processes that failed | ranks that update
     | last stages whose losses have a gradient, and have none | digest of the batch, for each rank
     | what the caller tells | votes of all processes |
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from penstock.runtime.adapt import Agent, Vote
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan
+from penstock.runtime.execute.step_failure import StepFailure
 from penstock.runtime.mesh.peers import MeshPeers, Peers, require_same
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.agreement import HolderAgreement
@@ -119,6 +120,7 @@ class StepEnd:
         tells: values of this process that are summed over all processes.
         changing: gives the stages here that change their part of a batch in place.
         agreement: tells whether all that hold a parameter began the step alike.
+        failure: what kept this process from doing its part.
     """
 
     def __init__(
@@ -130,11 +132,13 @@ class StepEnd:
         tells: Sequence[float] = (),
         changing: Callable[[], list[int]] = list,
         agreement: HolderAgreement | None = None,
+        failure: StepFailure | None = None,
     ) -> None:
         self._peers, self._replicas, self._everyone = place.pipeline, place.replicas, place.everyone
         self._num_ranks = place.pipeline.num_ranks * place.num_replicas * place.num_shards
         self._last, self._updates, self._memory, self._tells = last, updates, memory, tells
         self._changing, self._agreement = changing, agreement
+        self._failure = failure or StepFailure(is_shared=False)
 
     def share(
         self, batch: Microbatches, agent: Agent | None, notices: Notices
@@ -146,6 +150,7 @@ class StepEnd:
             notices: new notices, which all processes have afterwards.
 
         Raises:
+            PeerFailed, or the error of this process: a process could not do its part.
             RuntimeFailure: processes that had different batches, disagree on whether to update, or ran different
                 plans; holders of a parameter that did not begin the step alike; or a training step in which no
                 microbatch's loss has a gradient.
@@ -153,7 +158,7 @@ class StepEnd:
         mine = [
             self._losses(len(batch)),
             [self._loss_type()],
-            [notices.num_new, *self._facts()],
+            [notices.num_new, float(self._failure.has_failed), *self._facts()],
             [batch.digest if rank in self._peers.here else 0.0 for rank in range(self._peers.num_ranks)],
             self._tells,
             self._votes(agent),
@@ -165,11 +170,13 @@ class StepEnd:
             losses, [*facts, *tells, *votes], batch.digest, differ, batch.windows, _LOSS_TYPES[int(loss_type)]
         )
         facts, tells, votes = split_like(summed, [facts, tells, votes])
-        num_notices, num_unlike, *of_training = facts
+        num_notices, num_failed, num_unlike, *of_training = facts
         if num_notices:
             notices.share()
         if differ:
             self._refuse(batch)
+        if num_failed:
+            self._failure.conclude(self._everyone)
         if self._agreement is not None:
             self._agreement.conclude(not num_unlike)
         self._require(*of_training)

@@ -335,17 +335,23 @@ class TorchDevices:
         self._settings = settings
         self._clock = None if self._queue is None else DeviceClock(self._queue)
         try:
-            if settings.away:
-                self.host.begin()
-            for runner in self.runners.values():
-                runner.begin(settings)
             yield
-            for runner in self.runners.values():
-                runner.require_seen()
         finally:
             for runner in self.runners.values():
                 runner.end()
             del self._settings  # with the batch
+
+    def begin(self) -> None:
+        """Before the ops of a step. What the user's loss says of the microbatches may raise."""
+        if self._settings.away:
+            self.host.begin()
+        for runner in self.runners.values():
+            runner.begin(self._settings)
+
+    def require_seen(self) -> None:
+        """After the ops of a step. Raises RuntimeFailure where forwards changed what a backward needs, unseen."""
+        for runner in self.runners.values():
+            runner.require_seen()
 
     def table(self, rank: int, plan: StepPlan, training: bool, gang: Gang | None) -> OpTable:
         """The handlers of a rank in a step: those of the step before, where they keep nothing of it."""

@@ -20,11 +20,13 @@ from penstock.runtime.execute.async_ops import SharedThreadStream, Stream, Watch
 from penstock.runtime.execute.backend import Backend
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.launched_ops import WAITS_FOR_NOBODY, LaunchedOps
+from penstock.runtime.execute.step_failure import FAILED, StepFailure
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.wiring import WiredOp, Wiring
 from penstock.schedule import Op
 from penstock.schedule.dependencies import predecessors
+from penstock.schedule.op import UPDATE
 
 
 class UnsentMessage(NamedTuple):
@@ -54,6 +56,7 @@ class Worker:
 
     Args:
         gang: where ranks of this process meet for ops that they run together; None where each is on its own.
+        failure: of this process in the step; None where an error of an op ends the step at once.
     """
 
     def __init__(
@@ -64,8 +67,10 @@ class Worker:
         backend: Backend,
         transport: Transport,
         gang: Gang | None = None,
+        failure: StepFailure | None = None,
     ) -> None:
         self.rank = rank
+        self._failure = failure or StepFailure(is_shared=False)
         self.dispatcher = dispatcher
         self.recorder = OpRecorder()
         self.peak_held = 0.0
@@ -262,12 +267,16 @@ class Worker:
         return outputs
 
     def _handle(self, wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
-        op = wired.op
+        op, failure = wired.op, self._failure
+        if failure.has_come(inputs) and op.kind in COMPUTES:
+            return [FAILED] * len(wired.output_edges)
         try:
             return self._handlers[op.kind](wired, inputs)
         except Exception as error:
             error.add_note(f"in {op.short()} of stage {op.stage} on rank {self.rank}")
-            raise
+            if not failure.keeps(error):
+                raise
+            return [FAILED] * len(wired.output_edges)
 
     def _inputs(self, wired: WiredOp) -> list[Payload]:
         """What came in along the edges of an op that begins, without tokens."""
@@ -318,6 +327,8 @@ class Worker:
             return self.transport.send(edge, target, payload)
 
 
+COMPUTES = WAITS_FOR_NOBODY | {UPDATE}
+"""Kinds of ops that compute nothing where a process has failed. All others may be waited for by other processes."""
 DEVICE_POLL_NS = 1_000_000_000
 """Nanoseconds after which a rank that waits for messages looks at its device again, should no mark have woken it."""
 TOKEN = Payload([])

@@ -24,7 +24,7 @@ import torch
 
 from penstock.formats.files import replaced
 from penstock.host_process import chain, limit_behind
-from penstock.runtime.errors import DeadlineExceeded, PeerLost
+from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost
 
 LATE = (
     "timed out waiting",
@@ -54,7 +54,7 @@ class LossKind(Enum):
 
 def loss_of(error: BaseException) -> LossKind | None:
     """What an exception of ours or of torch.distributed says of a peer; None when it is about this rank."""
-    if isinstance(error, PeerLost):
+    if isinstance(error, PeerLost | PeerFailed):
         return LossKind.LOST
     if isinstance(error, DeadlineExceeded):
         return LossKind.LATE

@@ -40,7 +40,7 @@ from penstock.runtime.parameters.given_optimizer import is_plain
 from penstock.runtime.parameters.gradients import NO_GRADIENT, GradientChange, KnownGradient
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.sharding import ReplicaParameters
-from penstock.runtime.tensors.digest import hash_of
+from penstock.runtime.tensors.digest import hash_of, memory_from
 from penstock.runtime.tensors.dtensor import is_sharded, memory, placements_of
 from penstock.schedule.updates import OWNER
 
@@ -151,15 +151,20 @@ class Samples:
         self._on_cpu = [_numpy_views(views) for _, views in self._views]
 
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def _numpy_views(views: Sequence[Tensor]) -> list[Any]:
     """Numpy's views of the same memory, each along one line; empty where there are none for some tensor."""
-    words = _WORDS.get(views[0].element_size())
-    if words is None or any(v.device.type != "cpu" or v.dim() != 1 or v.is_conj() or v.is_neg() for v in views):
+    size = views[0].element_size()
+    if size > 8 or any(view.device.type != "cpu" or view.dim() != 1 for view in views):
         return []
-    return [np.from_dlpack(view.view(words)) for view in views]
+    return [
+        np.ndarray(
+            len(view),
+            f"u{size}",
+            memory_from(view, ((len(view) - 1) * view.stride(0) + 1) * size),
+            strides=(view.stride(0) * size,),
+        )
+        for view in views
+    ]
 
 
 def _in_a_row(views: Sequence[Tensor]) -> Tensor:

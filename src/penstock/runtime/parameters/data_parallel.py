@@ -110,9 +110,17 @@ class Replicas:
         """Whether this is the replica that keeps, and writes, what one of them has to."""
         return self._number == 0
 
+    @property
+    def can_unshard(self) -> bool:
+        """Whether replicas that keep parts can gather them. Where updates are no ops, that is so if all of them have
+        begun the step alike, with parts of one type.
+        """
+        return self._has_updates or self.sharding.keeps_whole or self._are_alike()
+
     def unshard(self) -> None:
-        """Before forwards: all parameters are whole here."""
-        self.sharding.unshard()
+        """Before forwards: all parameters are whole here, if they can be."""
+        if self.can_unshard:
+            self.sharding.unshard()
 
     def reshard(self) -> None:
         """After them: what other replicas keep is given up."""

@@ -227,10 +227,11 @@ class LocalModel:
                 )
 
     def zero_grad(self) -> None:
-        # Where replicas keep parts, a step has other parameters in the modules than there are between steps.
+        # Where replicas keep parts, a step has other parameters in the modules than there are between steps. One that
+        # failed at its end has given gradients to both.
         parameters = self.parameters
         if self.sharded is not None:
-            parameters = [*self.copies.parameters(), *(one.whole for one in self.sharded.of_whole.values())]
+            parameters = [*parameters, *(one.whole for one in self.sharded.of_whole.values())]
         self.copies.drop_gradients(parameters)
 
     @contextmanager

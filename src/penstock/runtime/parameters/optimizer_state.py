@@ -110,11 +110,7 @@ class OptimizerState:
         return optimizer_of(given, self.replicas.sharding.owned(stepped), model.stand_ins())
 
     def begin(self, rates: Sequence[float] | None, update: bool) -> None:
-        """Starts a step. `rates` and `update` as in `Pipeline.step`.
-
-        Raises RuntimeFailure where stages share what a step would change out of order, or a hook would see nothing.
-        """
-        self.model.require_trainable()
+        """Starts a step. `rates` and `update` as in `Pipeline.step`."""
         self.agreement.begin(rates)
         if self.scaling is not None:
             self.scaling.begin()
@@ -129,10 +125,7 @@ class OptimizerState:
     def gather(self) -> None:
         """Brings the gradients together that stages, copies and replicas have parts of, and what buffers learned.
         Sums of processes that have not begun the step alike are left out.
-
-        Raises RuntimeFailure where a part of a gradient would be lost.
         """
-        self.model.require_own_gradients()
         alike = self.agreement.is_alike(self._mesh.pipeline)
         if self.updating is not None:
             self.updating.end(alike)

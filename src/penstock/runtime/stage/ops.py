@@ -390,10 +390,11 @@ class StageRunner:
         seed = self.settings.seed
         try:
             return self.stage(value, None if seed is None else mix(seed, self._first + m))
-        except RuntimeError as error:  # torch's own, as of what has another type than before
-            if words := self._types(value):
-                error.add_note(words)
-            raise
+        except RuntimeError as error:
+            # Torch's own, as of what has another type than before. What is of another class says more by that.
+            if type(error) is not RuntimeError or not (words := self._types(value)):
+                raise
+            raise RuntimeFailure(f"{words}; the error was: {error}") from error
 
     def _types(self, value: Any) -> str:
         """In words, that the stage's parameters have changed their type, or that what came has another."""

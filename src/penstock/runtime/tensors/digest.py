@@ -7,11 +7,11 @@ certainty, at the speed of memory, wherever the tensor lies.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,12 +61,21 @@ def hash_of(tensor: Tensor) -> int:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The elements of a contiguous tensor on the CPU, as they lie.
+    """The elements of a contiguous tensor on the CPU, as they lie."""
+    return memory_from(tensor, tensor.nbytes)
+
+
+def memory_from(tensor: Tensor, num_bytes: int) -> memoryview:
+    """The memory of the CPU from a tensor's first element on.
 
     `Tensor.numpy` would fix the size of the memory that the tensor lies in for good. Quantization-aware training, for
     one, gives its buffers their size in the first forward.
     """
-    return np.from_dlpack(tensor).data
+    if not num_bytes:
+        return memoryview(b"")
+    held = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr())
+    held.tensor = tensor  # type: ignore[attr-defined] # which stays as long as somebody reads it
+    return memoryview(held).cast("B")
 
 
 def _is_plain(tensor: Tensor) -> bool:
