@@ -170,7 +170,8 @@ def test_optimizers_that_cannot_step_parts_ended_in_an_error_of_torch() -> None:
     for outcome in run_ranks(2, with_parts):
         assert outcome.code == 0, outcome.text
         refused = {case: text for case, text in outcome.value.items() if text != "nothing"}
-        assert refused.keys() == {f"{name}, fsdp" for name in OPTIMIZERS if name != "SGD"}
+        wanted = {f"{name}, fsdp" for name in OPTIMIZERS if name != "SGD"}
+        assert refused.keys() in (wanted, wanted - {"Rprop, fsdp"})  # which torch 2.15 steps
         for case, text in refused.items():
             assert text.startswith(f"{case.removesuffix(', fsdp')} can't step the parts of parameters that processes")
             assert "give ParallelOptions(sharding='zero1') in place of 'fsdp'" in text

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor
 
@@ -44,7 +44,8 @@ def by_torch(schedule: ps.Schedule, way: str, rank: int, folder: Path) -> tuple[
     """The loss of each microbatch, where the last stage is, and this rank's gradients."""
     form: Any = way.split(",")[0]
     path = folder / f"{form}.csv"
-    ps.save(schedule, path, dialect=f"torch:{form}")
+    waits = "_waits" if form == "compute_comms" and hasattr(schedules, "WAIT_SEND_F") else ""  # since torch 2.15
+    ps.save(schedule, path, dialect=f"torch:{form}{waits}")
     modules = {stage: layers(stage) for stage in schedule.stages_of(rank)}
     mesh = init_device_mesh("cpu", (schedule.num_ranks, 1), mesh_dim_names=("pipeline", "data"))
     if "sharded" in way:

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import schedules as torchs
 
 import penstock as ps
 from penstock.formats import from_torch_csv, to_torch_csv
-from penstock.formats.torch_csv import BOOKKEEPING
+from penstock.formats.torch_csv import BOOKKEEPING, WAITS
 from penstock.passes import add_communication, remove_communication
 from penstock.schedule import Op, declare_shown_order
 from penstock.schedule.op import COMMUNICATION
@@ -28,6 +28,8 @@ from tiers import examples
 
 pytestmark = pytest.mark.property
 
+COMMS: Any = "compute_comms_waits" if hasattr(torchs, "WAIT_SEND_F") else "compute_comms"
+"""What this torch means by "compute_comms"."""
 STEPS = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -99,8 +101,9 @@ class Loaded(torchs._PipelineScheduleRuntime):
 
 
 def without_bookkeeping(order: dict[int, list[Any]]) -> dict[int, list[Any]]:
-    """torch's simulator knows no UNSHARD, RESHARD and REDUCE_GRAD, which torch's own passes put in."""
-    return {rank: [a for a in row if a.computation_type.value not in BOOKKEEPING] for rank, row in order.items()}
+    """torch's simulator knows no UNSHARD, RESHARD and REDUCE_GRAD, which torch's own passes put in, and no waits."""
+    beside = {*BOOKKEEPING, *WAITS}
+    return {rank: [a for a in row if a.computation_type.value not in beside] for rank, row in order.items()}
 
 
 def simulated(order: dict[int, list[Any]], schedule: ps.Schedule) -> None:
@@ -120,8 +123,9 @@ def test_compute_only_there_and_back(schedule: ps.Schedule) -> None:
 @given(schedules)
 def test_compute_comms_there_and_back(schedule: ps.Schedule) -> None:
     placed = add_communication(schedule)
-    read = declare_shown_order(from_torch_csv(to_torch_csv(placed, "compute_comms"), name=schedule.name))
-    assert read == replace(placed, max_in_flight=None)
+    for form in ("compute_comms", "compute_comms_waits"):
+        read = declare_shown_order(from_torch_csv(to_torch_csv(placed, form), name=schedule.name))
+        assert read == replace(placed, max_in_flight=None)
 
 
 @STEPS
@@ -156,7 +160,7 @@ def test_torch_loads_compute_comms_and_means_the_same(
 ) -> None:
     """With the same bookkeeping as torch's own passes put in, though it may stand elsewhere."""
     folder = tmp_path_factory.getbasetemp()
-    ours = Loaded(schedule).read(to_torch_csv(schedule, "compute_comms"), "compute_comms", folder)
+    ours = Loaded(schedule).read(to_torch_csv(schedule, COMMS), "compute_comms", folder)
     simulated(without_bookkeeping(ours), schedule)
     torch_own = Loaded(schedule).read(to_torch_csv(schedule), "compute_only", folder)
     for rank, row in ours.items():
@@ -239,7 +243,8 @@ def test_torchs_own_schedules_are_read(name: str, num_ranks: int, num: int, tmp_
 
 CELLS = st.sampled_from(
     [f"{stage}{kind}{m}" for stage in (0, 1) for kind in "FBIW" for m in (0, 1)]
-    + ["0SEND_F0", "1RECV_F0", "0UNSHARD", "1REDUCE_GRAD", "(0F0;0B0)OVERLAP_F_B", "0BW0", "99F0", "0F999999999"]
+    + ["0SEND_F0", "1RECV_F0", "0UNSHARD", "1REDUCE_GRAD", "0WAIT_SEND_F0", "1WAIT_REDUCE_GRAD"]
+    + ["(0F0;0B0)OVERLAP_F_B", "0BW0", "99F0", "0F999999999"]
     + ["", " ", '"', "0F", "F0", "0F\u0663", "-1F0", "0F0 0F1", "\x00", "\u2028", "0f0"]
 ) | st.text(max_size=6)
 TEXTS = st.text(max_size=60) | st.lists(st.lists(CELLS, max_size=6), max_size=4).map(

@@ -106,6 +106,13 @@ BAD: dict[str, tuple[str, tuple[int, int], str]] = {
     "three halves": ("0F0,0B0,0I0,0W0\n", (1, 3), "has two backwards"),
     "a sum before the end": ("0F0,0I0,0REDUCE_GRAD,0W0\n", (1, 4), "0W0 comes after the REDUCE_GRAD of its stage"),
     "two sums": ("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD\n", (1, 4), "stage 0 has its REDUCE_GRAD at line 1, column 3"),
+    "a wait before its send": ("0F0,0WAIT_SEND_F0\n", (1, 2), "no 0SEND_F0 comes before it on its rank"),
+    "two waits for a send": (
+        "0F0,0SEND_F0,0WAIT_SEND_F0,0WAIT_SEND_F0\n",
+        (1, 4),
+        "0WAIT_SEND_F0 occurs twice, first at line 1, column 3",
+    ),
+    "a wait for no sum": ("0F0,0B0,0WAIT_REDUCE_GRAD\n", (1, 3), "no REDUCE_GRAD of stage 0 comes before it"),
     "bookkeeping of another rank": ("0F0,0B0,1UNSHARD\n1F0,1B0\n", (1, 3), "stage 1 has no op here"),
 }
 
@@ -242,6 +249,7 @@ def test_files_are_fixed(name: str, golden: Any) -> None:
     schedule = ps.build(name, 2, 4)
     golden(f"torch_csv/{name}.csv", to_torch_csv(schedule))
     golden(f"torch_csv/{name}.comms.csv", to_torch_csv(add_communication(schedule)))
+    golden(f"torch_csv/{name}.waits.csv", to_torch_csv(schedule, "compute_comms_waits"))
 
 
 def test_files_by_ending_and_dialect(tmp_path: Path) -> None:
@@ -250,6 +258,9 @@ def test_files_by_ending_and_dialect(tmp_path: Path) -> None:
     ps.save(schedule, path)
     assert ps.load(path) == ps.load(path, dialect="torch") == schedule.renamed("my-plan")
     ps.save(schedule, path, dialect="torch:compute_comms")
+    assert ps.load(path) == add_communication(schedule).renamed("my-plan")
+    ps.save(schedule, path, dialect="torch:compute_comms_waits")
+    assert "WAIT_SEND_F" in path.read_text()
     assert ps.load(path) == add_communication(schedule).renamed("my-plan")
     assert ps.load(path, dialect="torch:compute_only") == schedule.renamed("my-plan")
     ps.save(ps.load(path), path, dialect="torch:compute_only")

@@ -26,6 +26,7 @@ DIALECTS: dict[str, CsvForm | None] = {
     "torch": None,
     "torch:compute_only": "compute_only",
     "torch:compute_comms": "compute_comms",
+    "torch:compute_comms_waits": "compute_comms_waits",
 }
 """The dialects of `.csv`: torch's CSV as the schedule is, without messages as ops, or with them."""
 
@@ -39,7 +40,8 @@ def save(schedule: Schedule, path: str | Path, dialect: str | None = None) -> No
         schedule: the schedule to write.
         path: a path that ends with `.json` (native JSON), `.txt` (the text grid) or `.csv` (torch's CSV).
         dialect: the form of a `.csv`. "torch" (the default) writes the ops as they are, "torch:compute_only" leaves
-            communication ops out, and "torch:compute_comms" adds them if the schedule has none.
+            communication ops out, "torch:compute_comms" adds them if the schedule has none, and
+            "torch:compute_comms_waits" also has the waits that torch 2.15 and newer ask for.
 
     Raises:
         ScheduleError: another ending or dialect, or a file that can't be written. For `.csv` also a schedule that is
@@ -82,8 +84,8 @@ def load(path: str | Path, dialect: str | None = None, declare_order: bool = Fal
         declare_order: whether the schedule declares the order of microbatches that its rows show, if that is not the
             ascending one that `check` expects. A CSV can't declare it. Gradients are then summed in the rows' order.
         dialect: the form of a `.csv`. "torch" (the default) keeps its communication ops, "torch:compute_only" leaves
-            them out, and "torch:compute_comms" adds them if there are none. A CSV holds no name, so the schedule gets
-            the file's.
+            them out, and "torch:compute_comms" adds them if there are none, like "torch:compute_comms_waits". A CSV
+            holds no name, so the schedule gets the file's.
 
     Raises:
         ScheduleError: another ending or dialect, or a file that can't be read. The error names the file and what is

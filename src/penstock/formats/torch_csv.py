@@ -13,6 +13,9 @@ UNSHARD, RESHARD and REDUCE_GRAD tell torch when to gather a stage's sharded wei
 its gradients. They have no counterpart here (our runtime does the latter after a stage's last backward), so they
 are checked for their place and left out on reading, and put in on writing. `torch_csv_write` writes.
 
+Since torch 2.15 a file says when each send and each sum of gradients is waited for, too: WAIT_SEND_F, WAIT_SEND_B and
+WAIT_REDUCE_GRAD. Each comes once at most, after what it waits for, and is left out on reading as well.
+
 `(0F3;3B1)OVERLAP_F_B` is a forward and a backward that torch may run at once: a pair (`schedule.pairs`).
 """
 
@@ -28,7 +31,9 @@ from penstock.schedule import Op, Placement, Schedule, ScheduleError
 from penstock.schedule.op import BACKWARD, COMMUNICATION, FORWARD, INPUT, KINDS, WEIGHT
 from penstock.schedule.pairs import of_steps
 
-BOOKKEEPING = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+BOOKKEEPING = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
+WAITS = {"WAIT_SEND_F": "SEND_F", "WAIT_SEND_B": "SEND_B"}
+"""Of each wait what it waits for; a file of torch 2.15 or newer has one for each send."""
 OVERLAP = "OVERLAP_F_B"
 ACTIONS = (*KINDS, *COMMUNICATION)
 """The actions that are ops of ours, by the same names."""
@@ -81,6 +86,7 @@ def from_torch_csv(text: str, name: str = "torch") -> Schedule:
     hosts: dict[int, Cell] = {}
     reduced: dict[int, Cell] = {}
     beside: list[tuple[str, int, Cell]] = []
+    waited: dict[Op, Cell] = {}
     rows: list[list[tuple[Op, ...]]] = []
     for line, content in enumerate(lines, start=1):
         row: list[tuple[Op, ...]] = []
@@ -92,7 +98,9 @@ def from_torch_csv(text: str, name: str = "torch") -> Schedule:
                 row.append(pair)
                 continue
             op = _action(cell, cell.text)
-            if isinstance(op, Op):
+            if isinstance(op, Op) and op.kind in WAITS:
+                _note_wait(op, cell, spots, waited)
+            elif isinstance(op, Op):
                 _note(op, cell, spots, hosts, reduced)
                 row.append((op,))
             else:
@@ -101,6 +109,8 @@ def from_torch_csv(text: str, name: str = "torch") -> Schedule:
                     if stage in reduced:
                         _fail(cell, f"{_spelled(cell)}: stage {stage} has its REDUCE_GRAD at {_at(reduced[stage])}")
                     reduced[stage] = cell
+                if kind == "WAIT_REDUCE_GRAD" and (stage not in reduced or reduced[stage].rank != cell.rank):
+                    _fail(cell, f"{_spelled(cell)}: no REDUCE_GRAD of stage {stage} comes before it on its rank")
                 beside.append((kind, stage, cell))
         if not row:
             _fail(
@@ -163,8 +173,8 @@ def _action(cell: Cell, text: str) -> Op | tuple[str, int]:
             f"{_spelled(cell)}: BW was the full backward, and B its input half, in an older torch; they are B and I "
             "now, so replace every B by I, then every IW by B",
         )
-    if kind not in ACTIONS:
-        known = ", ".join((*ACTIONS, *BOOKKEEPING))
+    if kind not in ACTIONS and kind not in WAITS:
+        known = ", ".join((*ACTIONS, *BOOKKEEPING, *WAITS))
         what = (
             f"{kind} is an op of Penstock's, not of torch's" if kind in ("R", "U") else f"there is no action {kind}"
         )
@@ -193,6 +203,16 @@ def _note(op: Op, cell: Cell, spots: dict[Op, Cell], hosts: dict[int, Cell], red
             op,
         )
     spots[op] = cell
+
+
+def _note_wait(op: Op, cell: Cell, spots: dict[Op, Cell], waited: dict[Op, Cell]) -> None:
+    """Notes where a send is waited for, or refuses it there."""
+    send = Op(WAITS[op.kind], *op[1:])
+    if send not in spots or spots[send].rank != cell.rank:
+        _fail(cell, f"{_spelled(cell)}: no {send} comes before it on its rank", op)
+    if op in waited:
+        _fail(cell, f"{op} occurs twice, first at {_at(waited[op])}; each send is waited for once", op)
+    waited[op] = cell
 
 
 def _count_stages(hosts: dict[int, Cell]) -> int:

@@ -1,4 +1,4 @@
-"""Writing torch's CSV, in the two forms that `_PipelineScheduleRuntime` loads.
+"""Writing torch's CSV, in the forms that `_PipelineScheduleRuntime` loads.
 
 `compute_only` is a grid of unit steps: torch puts messages in when it loads the file. `compute_comms` is a list of
 actions a rank with the messages among them (`passes.add_communication`). torch runs that as it stands, so it
@@ -8,7 +8,12 @@ also holds what torch would otherwise put in itself:
     REDUCE_GRAD s    after the last op of the stage; without it gradients are sums, not means
     RESHARD s        after that
 
-The first and last do nothing unless the stage's module is sharded (FSDP).
+The first and last do nothing unless the stage's module is sharded (FSDP). Since torch 2.15 such a file must also say
+when each send and each sum is waited for, which older ones can't read; this is `compute_comms_waits`:
+
+    WAIT_SEND_F s m         before the backward of s and m on the rank, which shows that the message has come
+    WAIT_SEND_B s m         at the row's end, where every receive has been posted
+    WAIT_REDUCE_GRAD s      after its REDUCE_GRAD
 """
 
 from __future__ import annotations
@@ -16,16 +21,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from penstock.formats.torch_csv import ACTIONS, OVERLAP
+from penstock.formats.torch_csv import ACTIONS, OVERLAP, WAITS
 from penstock.passes.communication import add_communication
 from penstock.schedule import Op, Schedule, ScheduleError, check
-from penstock.schedule.op import FORWARD
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT
 from penstock.schedule.pairs import paired_steps
 from penstock.schedule.send_recv import has_communication, remove_communication, run_rendezvous
 from penstock.schedule.text import unit_columns
 
-CsvForm = Literal["compute_only", "compute_comms"]
-"""The name that torch's `_load_csv` has for it, too: load a file in the form it was written in."""
+CsvForm = Literal["compute_only", "compute_comms", "compute_comms_waits"]
+"""The first two are names of torch's `_load_csv`, too: load a file in the form it was written in. The third is what
+"compute_comms" is since torch 2.15.
+"""
 
 
 def to_torch_csv(schedule: Schedule, form: CsvForm | None = None) -> str:
@@ -33,8 +40,9 @@ def to_torch_csv(schedule: Schedule, form: CsvForm | None = None) -> str:
 
     Args:
         schedule: any schedule.
-        form: "compute_only" leaves messages out, "compute_comms" adds them where the schedule has none; by
-            default the form is that of the schedule.
+        form: "compute_only" leaves messages out, "compute_comms" adds them where the schedule has none, and
+            "compute_comms_waits" also says when they are waited for, as torch 2.15 and newer ask; by default it is
+            "compute_comms" or "compute_only", as the schedule is.
 
     Raises:
         ScheduleError: the schedule is not valid, or (rule "torch") needs what torch's pipelining lacks; the
@@ -55,9 +63,9 @@ def to_torch_csv(schedule: Schedule, form: CsvForm | None = None) -> str:
         schedule = add_communication(schedule)
     check(schedule)
     _check_losses(schedule)
-    if form == "compute_comms":
+    if form != "compute_only":
         _check_rendezvous(schedule)
-        rows = [_with_bookkeeping(row) for row in paired_steps(schedule)]
+        rows = [_with_bookkeeping(row, form == "compute_comms_waits") for row in paired_steps(schedule)]
     else:
         steps = zip(paired_steps(schedule), unit_columns(schedule), strict=True)
         rows = [_spread(row, columns) for row, columns in steps]
@@ -72,15 +80,27 @@ def _spread(row: Sequence[tuple[Op, ...]], columns: Sequence[int]) -> list[str]:
     return cells
 
 
-def _with_bookkeeping(row: Sequence[tuple[Op, ...]]) -> list[str]:
+def _with_bookkeeping(row: Sequence[tuple[Op, ...]], waits: bool) -> list[str]:
     last = {op.stage: step for step, ops in enumerate(row) for op in ops}
     cells = [f"{stage}UNSHARD" for stage in last]
+    sent: dict[Op, None] = {}
     for step, ops in enumerate(row):
+        if waits:
+            for op in ops:
+                if op.kind in (BACKWARD, INPUT) and (send := Op("SEND_F", op.stage, op.microbatch)) in sent:
+                    del sent[send]
+                    cells.append(_wait(send))
+            sent.update((op, None) for op in ops if op.kind in WAITS.values())
         cells.append(_action(ops))
         for stage in dict.fromkeys(op.stage for op in ops):
             if last[stage] == step:
-                cells += [f"{stage}REDUCE_GRAD", f"{stage}RESHARD"]
-    return cells
+                summed = [f"{stage}REDUCE_GRAD", *([f"{stage}WAIT_REDUCE_GRAD"] if waits else [])]
+                cells += [*summed, f"{stage}RESHARD"]
+    return [*cells, *map(_wait, sent)]
+
+
+def _wait(send: Op) -> str:
+    return f"{send.stage}WAIT_{send.kind}{send.microbatch}"
 
 
 def _action(ops: tuple[Op, ...]) -> str:
