@@ -22,7 +22,7 @@ from penstock.rank_environment import rank_of
 from penstock.runtime import Pipeline, Split
 from penstock.runtime import split as cut_model
 from penstock.runtime.stage.microbatches import split
-from penstock.runtime.stage.partitioning.program import untouched
+from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.stage import GATHERS, with_arguments
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError

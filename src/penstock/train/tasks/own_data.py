@@ -143,15 +143,26 @@ class _Pass:
 
     def __init__(self, source: OwnSource, found: Any, number: int) -> None:
         self._source, self._found, self._number = source, found, number
+        self._drawn, self._has_begun = 0, False
 
-    def __iter__(self) -> Iterator[Any]:
-        source, seed = self._source, mix(self._source.seed, self._number)
+    def begin(self, drawn: int = 0) -> None:
+        """Tells the iterable which pass it is. That may take it back to the beginning.
+
+        Args:
+            drawn: batches of the pass that went before; the iterable is about to be given the state to go on there.
+        """
         for each in (self._found, getattr(self._found, "sampler", None)):
             if callable(getattr(each, "set_epoch", None)):
                 each.set_epoch(self._number)  # type: ignore[union-attr]
+        self._drawn, self._has_begun = drawn, True
+
+    def __iter__(self) -> Iterator[Any]:
+        source, seed = self._source, mix(self._source.seed, self._number)
+        if not self._has_begun:
+            self.begin()
         with seeded(mix(seed, 0)):
             batches = called(lambda: iter(self._found), f"{OPTION}: {source.own}", source.own.path)
-        count = 0
+        count = self._drawn
         while True:
             count += 1
             with seeded(mix(seed, count)):
@@ -214,8 +225,10 @@ class IteratedBatches:
         self._last = None
         if isinstance(self._found, Iterator):
             self._found = self._source.make()
-        self._batches = iter(_Pass(self._source, self._found, self._pass))
+        batches = _Pass(self._source, self._found, self._pass)
+        self._batches = iter(batches)
         if self.is_stateful:
+            batches.begin(self._within)
             self._found.load_state_dict(state["own"])
             return
         for _ in range(self._within):

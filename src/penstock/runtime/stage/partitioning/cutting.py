@@ -19,8 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.cost.cut import PartitionError, partition
 from penstock.renamed import refuse_old
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.partitioning.layers import HOOKS, opened_modules
-from penstock.runtime.stage.partitioning.program import LayerCall, ModelTracer, TracedProgram, closed_paths, untouched
+from penstock.runtime.stage.partitioning.program import LayerCall, ModelTracer, TracedProgram, closed_paths
 from penstock.runtime.stage.partitioning.source_line import Untraceable, attribute_line
 from penstock.runtime.stage.partitioning.traced_stage import TracedStage
 from penstock.runtime.stage.split_backward import is_compiled

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.cost.cut import PartitionError
+from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.partitioning.forward_reads import ForwardReads
 from penstock.runtime.stage.partitioning.layers import why_hooked
 from penstock.runtime.stage.partitioning.recorder import (
@@ -381,20 +381,6 @@ def _untraceable(what: str, owner: nn.Module | None, name: str) -> Untraceable:
 
 _Form = tuple[str, bool, tuple[bool, ...]]
 """Of inputs, whether in training, and the modes of opened modules."""
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Buffers that change inside are set back."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    places = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    try:
-        yield
-    finally:
-        for module, buffers in places:
-            module._buffers.update(buffers)
-        for buffer, value in before:
-            buffer.data.copy_(value)  # which counts as no change in place
 
 
 def _require_fits(model: nn.Module, skeleton: Skeleton) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.runtime.stage.module_state import Snapshot, put_back, snapshot_of
 from penstock.runtime.stage.partitioning.forward_reads import ForwardReads
 from penstock.runtime.stage.partitioning.proxies import A_TENSOR, IN_PLACE, TracedProxy, watching
 from penstock.runtime.stage.partitioning.source_line import (
@@ -117,7 +118,7 @@ class Recorder(fx.Tracer):
         example: the tensors of the inputs, with which everything is worked out as it is traced; None: without.
         training: whether it is traced for training, or for evaluation.
 
-    Attributes:
+    Snapshot:
         reads: what the forward reads besides its inputs.
         failed_in: the innermost opened module in which something stands in the way.
         kinds: whether the forward asked what kind of thing a value is, and the example had the answer.
@@ -134,7 +135,7 @@ class Recorder(fx.Tracer):
         self._opened = set(opened)
         self._example = example
         self._concrete = 0
-        self._layers: dict[nn.Module, Attributes] = {}
+        self._layers: dict[nn.Module, Snapshot] = {}
         self._inside: list[nn.Module] = []
         self._thread = threading.get_ident()
 
@@ -146,8 +147,8 @@ class Recorder(fx.Tracer):
         """
         entry = EntryModule(model, skeleton, num_leaves)
         self._opened.add(entry)
-        before = {module: attributes_of(module) for module in self._opened}
-        self._layers = {module: attributes_of(module) for module in model.modules() if module not in self._opened}
+        before = {module: snapshot_of(module) for module in self._opened if module is not entry}
+        self._layers = {module: snapshot_of(module) for module in model.modules() if module not in self._opened}
         generators = random.getstate()
         try:
             with ExitStack() as stack:
@@ -165,8 +166,8 @@ class Recorder(fx.Tracer):
             text = str(error).split("\n")[0]
             raise Untraceable(f"tracing stops with {type(error).__name__}: {text}", line_of_error(error)) from error
         finally:
-            changed = _put_back(before)
-            of_layer = _put_back(self._layers)
+            changed = put_back(before)
+            of_layer = put_back(self._layers)
         self.reads.leave()
         if changed is not None:
             module, name = changed
@@ -231,7 +232,7 @@ class Recorder(fx.Tracer):
         """
         for layer in module.modules():
             known = self._layers.get(layer)
-            if known is not None and (name := _put_back({layer: known})) is not None:
+            if known is not None and (name := put_back({layer: known})) is not None:
                 self.refuse(_OF_LAYER.removeprefix("the forward ").format(name[1], type(layer).__name__))
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -400,7 +401,7 @@ class Recorder(fx.Tracer):
             return run_call(node.op, node.target, args, kwargs)
         layer = self.root.get_submodule(str(node.target))
         value, has_changed = run_layer(layer, args, kwargs)
-        self._layers.update((part, attributes_of(part)) for part in layer.modules())  # as it has left them
+        self._layers.update((part, snapshot_of(part)) for part in layer.modules())  # as it has left them
         if has_changed:
             self.refuse(f"gives {node.target} a list or dict, which that changes")
         return value
@@ -620,53 +621,3 @@ def _contents_of(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _contents_of(each) for key, each in value.items()}
     return id(value)
-
-
-Attributes = dict[str, tuple[Any, Any]]
-"""Of a module, by name, and what its lists, dicts and sets hold."""
-
-
-def attributes_of(module: nn.Module) -> Attributes:
-    """As they are now."""
-    return {name: (value, _contents(value)) for name, value in vars(module).items()}
-
-
-def _contents(value: Any) -> Any:
-    if isinstance(value, dict):
-        return dict(value)
-    return list(value) if isinstance(value, list | set) else None
-
-
-def _put_back(before: dict[nn.Module, Attributes]) -> tuple[nn.Module, str] | None:
-    """Sets all that a forward has changed back; the first change."""
-    first: tuple[nn.Module, str] | None = None
-    for module, state in before.items():
-        if isinstance(module, EntryModule):
-            continue
-        own = module.__dict__
-        for name in [name for name in own if name not in state]:
-            first = first or (module, name)
-            del own[name]
-        for name, (value, contents) in state.items():
-            if own.get(name) is not value:
-                first = first or (module, name)
-                own[name] = value
-            now = _contents(value)
-            if contents is not None and not _same(now, contents):
-                if name in _REGISTERED:  # a buffer, as its module's code names it
-                    changed = (key for key in {**contents, **now} if now.get(key) is not contents.get(key))
-                    first = first or (module, next(changed, name))
-                first = first or (module, name)
-                value.clear()
-                value.extend(contents) if isinstance(value, list) else value.update(contents)
-    return first
-
-
-_REGISTERED = ("_buffers", "_parameters", "_modules")
-"""Where torch keeps what a module's code reads as attributes."""
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(a[key] is b[key] for key in a)
-    return len(a) == len(b) and all(one is other for one, other in zip(a, b, strict=True))
