@@ -49,8 +49,8 @@ from penstock.runtime.stage.partitioning.cutting import evaluating
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.stage.split_backward import DeferredShare
 from penstock.runtime.stage.stage import StageSource
-from penstock.runtime.tensors.rng import mix, restored
-from penstock.runtime.torch_modes import require_plain_modes
+from penstock.runtime.tensors.rng import mix, restored_after_step
+from penstock.runtime.tensors.torch_modes import require_plain_modes
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.runtime.transport.link_conditions import probed_besides
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
@@ -449,7 +449,7 @@ class Pipeline:
     def _run_schedule(self, batch: Microbatches) -> None:
         """Runs all ops of a training step. The gradients lie in `.grad` afterwards."""
         local = self._local
-        with restored(local.model.device), local.mesh.waiting():
+        with restored_after_step(local.model.device, local.waits_in_ops), local.mesh.waiting():
             if self._agent is not None and local.transport is not None:
                 local.transport.crossings()  # those of an evaluation
             seed, now = mix(self._seed, self._num_steps), local.running
@@ -631,7 +631,7 @@ class Pipeline:
         settings = StepSettings(batch, purpose, seed, counts=self._local.running.counts)
         with (
             evaluating(self._given.model, self._local.model.every_stage()),
-            restored(self._local.model.device),
+            restored_after_step(self._local.model.device, self._local.waits_in_ops),
             self._local.sharing("an evaluation"),
             self._local.mesh.waiting(),
         ):
