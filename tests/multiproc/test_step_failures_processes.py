@@ -225,7 +225,7 @@ def fails_among_updates(rank: int) -> list[str]:
     FailsOnce.has_failed = False
     pipe = made(Case(("amdp", 4, 8), window=4), fails=True)
     x, y, said = torch.randn(NUM_SAMPLES, WIDTH), torch.randn(NUM_SAMPLES, WIDTH), []
-    for _ in range(2):
+    for _ in range(3):
         try:
             pipe.step(x, y)
             said.append("")
@@ -239,7 +239,8 @@ def test_where_updates_are_ops_a_step_that_failed_asks_for_a_checkpoint_on_every
     outcomes = run_ranks(4, fails_among_updates)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
     for outcome in outcomes:
-        failed, then = outcome.value
+        failed, then, *later = outcome.value
         assert "Fails: no more of this" in failed
         assert failed.startswith("PeerFailed: rank 1 ") == (outcome.rank != 1)
         assert then.startswith("RuntimeFailure: an earlier step broke off (")
+        assert later == [then]  # and not within what the one before said

@@ -292,7 +292,8 @@ class ScheduledUpdates:
 
     def fail(self, error: BaseException) -> None:
         """Takes note that a step broke off, perhaps between two updates."""
-        self._failed = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if self._failed is None:  # else this error says so
+            self._failed = str(error).splitlines()[0] if str(error) else type(error).__name__
 
     def require_known(self, is_alike: Callable[[], bool]) -> None:
         """Raises RuntimeFailure where a parameter is to be trained that was frozen when the pipeline was made.
