@@ -43,7 +43,7 @@ class FailsOnce(nn.Linear):
     def __init__(self, where: str, process: int | None) -> None:
         super().__init__(WIDTH, WIDTH)
         self._where, self._is_here = where, process == dist.get_rank()
-        self._calls = count(1)  # no number, of which a pipeline would say that it counts twice where forwards run again
+        self._calls = count(1)  # a number would count twice where forwards run again, and be refused
 
     def forward(self, x: Tensor) -> Tensor:
         fails = next(self._calls) == 2 and self._is_here and not FailsOnce.has_failed
