@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import namedtuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,39 @@ def pipeline(name: str = "1f1b", dispatch: str = "frozen", timeout: float = PATI
 def made(loss_fn: Any = nn.functional.mse_loss, optimizer: Any = None) -> ps.Pipeline:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     return ps.Pipeline(layers, ps.build("1f1b", 4, 4), loss_fn=loss_fn, optimizer=optimizer, timeout=PATIENCE)
+
+
+def named_apart(x: torch.Tensor) -> Any:
+    """What can't be pickled: of a class that no module has."""
+    kind: Any = namedtuple("Scores", "low high")
+    kind.__qualname__ = "named_apart.<locals>.Scores"
+    return kind(x, 2 * x)
+
+
+class GivesNamed(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return named_apart(super().forward(x))
+
+
+def shares_what_cannot_be_pickled(rank: int) -> tuple[Any, str]:
+    torch.manual_seed(0)
+    stages = [nn.Linear(4, 4), GivesNamed(4, 4)]
+    pipe = ps.Pipeline(stages, ps.build("1f1b", 2, 4), timeout=PATIENCE)
+    x = torch.ones(8, 4)
+    low, high = pipe.predict(x)[3]
+    expected = stages[1](stages[0](x[6:])).low
+    with pytest.raises(RuntimeFailure) as refused:
+        pipe.gather((lambda: rank) if rank else rank)
+    assert pipe.gather(rank) == [0, 1]
+    return torch.equal(low, expected) and torch.equal(high, 2 * expected), str(refused.value)
+
+
+def test_what_cannot_be_pickled_ended_one_process_and_left_the_others_waiting() -> None:
+    first, second = run_ranks(2, shares_what_cannot_be_pickled)
+    assert (first.code, second.code) == (0, 0), first.text[-2000:] + second.text[-2000:]
+    assert first.value == second.value
+    assert first.value[0]
+    assert first.value[1].startswith("rank 1 shares a value that can't be sent (AttributeError: Can't pickle")
 
 
 def other_types(rank: int, changed: int) -> str:

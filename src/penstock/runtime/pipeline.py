@@ -49,6 +49,7 @@ from penstock.runtime.stage.partitioning.cutting import evaluating
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.stage.split_backward import DeferredShare
 from penstock.runtime.stage.stage import StageSource
+from penstock.runtime.tensors.pytree import flatten, unflatten
 from penstock.runtime.tensors.rng import mix, restored_after_step
 from penstock.runtime.tensors.torch_modes import require_plain_modes
 from penstock.runtime.transport.choose import TransportOptions
@@ -595,8 +596,10 @@ class Pipeline:
         batch = self._run_forward(inputs, None, Purpose.PREDICT)
         outputs: dict[int, Any] = {}
         agreement, failure = self._local.optimizer_state.agreement, self._local.failure
+        # Taken apart: the classes of named tuples may be none that can be pickled.
+        taken_apart = {m: flatten(output) for m, output in self._local.devices.outputs(batch).items()}
         mine = (
-            self._local.devices.outputs(batch),
+            taken_apart,
             agreement.agrees(),
             failure.has_failed,
             batch.digest,
@@ -608,7 +611,7 @@ class Pipeline:
             failure.conclude(self._local.mesh.everyone)
         agreement.conclude(all(agrees for _, agrees, *_ in told))
         for part, *_ in told:
-            outputs.update(part)
+            outputs |= {m: unflatten(leaves, skeleton) for m, (leaves, skeleton) in part.items()}
         return [outputs[m] for m in sorted(outputs)]
 
     def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> Microbatches:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import astuple
 from datetime import timedelta
 from functools import reduce
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,12 @@ class LocalPeers:
 
     def barrier(self) -> None:
         pass
+
+
+class UnsendableValue(NamedTuple):
+    """In place of a value that cannot be pickled, and why."""
+
+    why: str
 
 
 class GroupPeers:
@@ -178,7 +184,11 @@ class GroupPeers:
         )
 
     def gather(self, value: Any) -> list[Any]:
-        data = pickle.dumps(value)
+        """Raises RuntimeFailure, in every process, for a value that cannot be sent."""
+        try:
+            data = pickle.dumps(value)
+        except Exception as error:  # whatever it is, the others wait for what this one has
+            data = pickle.dumps(UnsendableValue(f"{type(error).__name__}: {error}"))
         head = len(data).to_bytes(_SIZE, "little") + data[: FIRST_BYTES - _SIZE]
         parts = self._gather_bytes(head.ljust(FIRST_BYTES, b"\0"))
         sizes = [int.from_bytes(part[:_SIZE], "little") for part in parts]
@@ -187,7 +197,14 @@ class GroupPeers:
             parts = [part[_SIZE:] for part in parts]
         else:
             parts = self._gather_bytes(data.ljust(longest, b"\0"))
-        return [pickle.loads(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+        found = [pickle.loads(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+        for rank, each in enumerate(found):
+            if isinstance(each, UnsendableValue):
+                raise RuntimeFailure(
+                    f"rank {rank} shares a value that can't be sent ({each.why}); give plain data: numbers, text, "
+                    "tensors, and lists, tuples and dicts of them"
+                )
+        return found
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
         """Everyone's data, of which all have as much."""
