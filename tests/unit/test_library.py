@@ -178,6 +178,14 @@ def test_wrong_options_say_what_was_given_and_the_rule(name: str, options: dict,
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb", "interleaved-1f1b", "amdp"])
+def test_bug_a_hundred_billion_microbatches_were_counted_out_one_by_one(name: str) -> None:
+    with pytest.raises(ps.ScheduleError, match="at most 10000000; give at most 2500000 microbatches"):
+        ps.build(name, 4, 10**11)
+    with pytest.raises(ps.ScheduleError, match=r"with 10000000000 stages and 4 microbatches .* give fewer stages"):
+        ps.build(name, 10**10, 4)
+
+
 @pytest.mark.parametrize("name", ps.library.SCHEDULES)
 @pytest.mark.parametrize(("p", "n", "what"), [(0, 4, "ranks"), (4, 0, "microbatches"), (-1, 4, "ranks")])
 def test_counts_are_at_least_one(name: str, p: int, n: int, what: str) -> None:

@@ -53,6 +53,9 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "mllm": mllm,
 }
 
+MOST_FORWARDS = 10_000_000
+"""Forwards of a schedule, over all stages. So many take minutes to build and check, and gigabytes."""
+
 TORCH_NAMES = {
     "1f1b": "1f1b",
     "interleaved1f1b": "interleaved-1f1b",
@@ -87,7 +90,7 @@ def build(
 
     Raises:
         ScheduleError: an unknown name (the error suggests similar ones), an unknown option, counts that the schedule
-            cannot use, or a cap that it exceeds.
+            cannot use or that make more than `MOST_FORWARDS` forwards, or a cap that it exceeds.
 
     Examples:
         >>> import penstock as ps
@@ -114,6 +117,17 @@ def build(
         whole_number(name, what, count)
         if count < 1:
             raise ScheduleError(f"{name} needs at least 1 of {what}, got {count}", rule="options")
+    stages = options.get("num_stages")
+    most_stages = max(num_ranks, stages if isinstance(stages, int) else 0)
+    if most_stages * num_microbatches > MOST_FORWARDS:
+        most = MOST_FORWARDS // most_stages
+        fewer = f"at most {most} microbatches" if most else "fewer stages"
+        raise ScheduleError(
+            f"{name} with {most_stages} stages and {num_microbatches} microbatches has "
+            f"{most_stages * num_microbatches} forwards, and a schedule of the library at most {MOST_FORWARDS}; "
+            f"give {fewer}",
+            rule="options",
+        )
     function = SCHEDULES[name]
     known = [p for p in inspect.signature(function).parameters if p not in ("num_ranks", "num_microbatches")]
     options = {key: value for key, value in options.items() if value is not None}
