@@ -175,6 +175,33 @@ def test_ranks_could_load_different_checkpoints(tmp_path: Path) -> None:
     assert first["then"] == second["then"] == repr((2, train(alone, range(2, 4))))
 
 
+def given_otherwise(rank: int, folder: str) -> dict[str, str]:
+    """What is said of a save to which rank 1 gives something else."""
+    said = {}
+    pipe = pipeline()
+    for name, values in {"meta": ({"best": 1}, {"best": 2}), "number": (1, 2), "keep": (2, 3), "": (0, 0)}.items():
+        try:
+            saved = pipe.save(folder, **({name: values[rank]} if name else {"meta": {"a": [1], "b": None}}))
+            said[name] = saved.name
+        except CheckpointError as error:
+            said[name] = str(error)
+    said["left"] = " ".join(sorted(os.listdir(folder)))
+    pipe.close()
+    return said
+
+
+def test_bug_a_save_to_which_ranks_gave_other_meta_wrote_that_of_rank_0(tmp_path: Path) -> None:
+    """And with another number it ended with an error about a file that was not there."""
+    for outcome in run_ranks(2, given_otherwise, str(tmp_path)):
+        assert outcome.code == 0, outcome.text[-2000:]
+        saved = outcome.value.pop("")
+        assert outcome.value.pop("left") == saved
+        assert outcome.value == {
+            name: f"process 1 was given another {name}= than process 0; give all the same"
+            for name in ("meta", "number", "keep")
+        }
+
+
 def replicas(rank: int, folder: str) -> dict[str, Any]:
     """State that differs between processes: each gets its own back, or is told why not."""
     found: dict[str, Any] = {}

@@ -675,10 +675,12 @@ class Pipeline:
         """Writes a checkpoint `directory/step-...`, sharded by parameter name. Every rank must call it.
 
         The checkpoint appears as a whole or not at all. Of the older ones, the newest `keep - 1` stay. `meta` is
-        small JSON data of the caller's, the same on all ranks. `stateful` names objects with `state_dict` and
-        `load_state_dict`, such as a learning-rate scheduler or a data loader; their state is saved too, once per
-        replica or process if it differs. `number` is the number in the name. It defaults to `num_steps`; give it if
-        you count other steps. Raises CheckpointError.
+        small JSON data of the caller's. `stateful` names objects with `state_dict` and `load_state_dict`, such as a
+        learning-rate scheduler or a data loader; their state is saved too, once per replica or process if it differs.
+        `number` is the number in the name. It defaults to `num_steps`; give it if you count other steps.
+
+        Raises CheckpointError, on every rank, if it can't be written, or if ranks give different `meta`, `keep` or
+        `number`.
         """
         self._life.require_open()
         self._local.optimizer_state.require_whole()

@@ -11,6 +11,8 @@ Whatever can go wrong goes wrong before anything is changed.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
@@ -116,8 +118,10 @@ def save(
 
     found, error = _attempt(collect, f"checkpoint in {directory} could not be written")
     share, extra, states, scaler = found or (None, {}, {}, {})
-    told = (share and share.optimizer, digests_of(extra), digests_of(states), place)
+    given = {"meta": _digest_of(meta), "number": number, "keep": keep}
+    told = (share and share.optimizer, digests_of(extra), digests_of(states), place, given)
     parts = _agree(peers, told, error)
+    _require_same([part[4] for part in parts])
     me = peers.here[0] if len(parts) > 1 else 0
     assert share is not None
     writes = share.writes | extra_to_write(extra, [part[1] for part in parts], me)
@@ -142,6 +146,24 @@ def save(
     _agree(peers, None, error)  # so that every process can say why
     assert path is not None
     return path
+
+
+def _digest_of(meta: Mapping[str, Any]) -> str:
+    """Tells JSON data from others; empty for what is none, which is refused where it would be written."""
+    try:
+        return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+    except (TypeError, ValueError):
+        return ""
+
+
+def _require_same(given: Sequence[Mapping[str, Any]]) -> None:
+    """Raises CheckpointError, the same in every process, where one was given something else than the first."""
+    for process, mine in enumerate(given):
+        for name, value in mine.items():
+            if value != given[0][name]:
+                raise CheckpointError(
+                    f"process {process} was given another {name}= than process 0; give all the same"
+                )
 
 
 def load(
