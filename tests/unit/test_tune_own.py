@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,23 @@ def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> 
 def test_what_is_refused_says_why(net: Path, line: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 2
     assert why in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_beside_that_of_the_model_changed_and_old_measurements_were_taken(
+    net: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a database goes by was the file of the model alone, and not what it imports from its folder."""
+    parts = net.parent / "parts_of_net"
+    parts.mkdir()
+    (parts / "__init__.py").write_text("")
+    (parts / "acts.py").write_text("from torch.nn import Tanh as Act\n")
+    net.write_text(f"from parts_of_net.acts import Act\n{FILE.replace('nn.Tanh()', 'Act()')}")
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    first = tuned_model(settings_of(net)).digest
+    assert tuned_model(settings_of(net)).digest == first
+    (parts / "acts.py").write_text("from torch.nn import Tanh as Act  # slower by now\n")
+    assert tuned_model(settings_of(net)).digest != first
 
 
 @pytest.mark.slow

@@ -191,6 +191,19 @@ def _imported(path: Path, option: str) -> ModuleType:
     return module
 
 
+def sources_of(path: Path) -> set[Path]:
+    """A file of the user's, and those beside it or in folders there that this process has imported, by it or another.
+
+    Installed packages are none of them.
+    """
+    path = path.resolve()
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    known = {Path(file).resolve() for file in files if isinstance(file, str) and os.path.isabs(file)}
+    own = Path(__file__).resolve().parents[1]
+    inside = {file for file in known if path.parent in file.parents and own not in file.parents}
+    return {path, *(f for f in inside if f.is_file() and not {"site-packages", "dist-packages"} & {*f.parts})}
+
+
 _MODULES: dict[Path, ModuleType] = {}
 """The files that this process has imported."""
 

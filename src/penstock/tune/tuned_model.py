@@ -18,7 +18,7 @@ from penstock.runtime.stage.stage import GATHERS
 from penstock.runtime.tensors.pytree import flatten
 from penstock.train.inputs import device_of, optimizer_class
 from penstock.train.kinds import CAPTIONER, CLIP, CONTRAST, GPT, is_path
-from penstock.train.own_file import is_own, own_name
+from penstock.train.own_file import is_own, own_name, sources_of
 from penstock.train.settings import Settings, SettingsError
 from penstock.train.tasks.clip import clip_config
 from penstock.train.tasks.gpt import gpt_config
@@ -196,7 +196,9 @@ def _own(settings: Settings) -> TunedModel:
     cut = split(tried.model, example=tried.inputs)
     own = own_name(settings.model)
     norm = next((type(module).__name__ for module in tried.model.modules() if isinstance(module, GATHERS)), None)
-    files = {own.path, *([own_name(settings.data or "").path] if is_own(settings.data) else [])}
+    files = sources_of(own.path)
+    if is_own(settings.data):
+        files |= sources_of(own_name(settings.data or "").path)
     options = ["--model", settings.model]
     if settings.model_options:
         options += ["--model-options", json.dumps(dict(settings.model_options))]
