@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib.util
 import shutil
 import signal
@@ -109,6 +110,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not (config.getoption("markexpr") or "").startswith(ALONE) or not collection_path.name.startswith("test_"):
         return None
     return None if runs_alone(collection_path.read_text(encoding="utf-8")) else True
+
+
+def pytest_collection_finish() -> None:
+    """What has been loaded stays: the collector of garbage looks through it no more, which took seconds each time."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

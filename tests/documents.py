@@ -8,6 +8,7 @@ made. A block's language says what is done with it:
     python torchrun=2   runs under torchrun, where `blocks` is asked for these
     sh                  commands that must work; training and benchmarks are stopped before they start
     console             `$ command` and its output; a line `...` stands for any lines
+    console nightly     the same, at night alone
     text, json, ...     shown only
 """
 
@@ -41,6 +42,7 @@ from penstock.train import command as train_command
 from penstock.train.folder import RunFolder
 from penstock.train.job import EmulatedJob, TrainJob
 from penstock.train.tasks.open import open_task, schedule_of
+from tiers import NIGHTLY
 from tune_models import Ranks
 
 ROOT = Path(__file__).parents[1]
@@ -104,7 +106,7 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         if block.language == "python" and not block.more:
             run_python(block, namespace)
             count += 1
-        elif block.language == "console":
+        elif block.language == "console" and (NIGHTLY or block.more != "nightly"):
             for line, expected in sessions(block):
                 printed = run_command(shlex.split(line), block, capsys)
                 assert matches(expected, printed), f"{block.where}: {line} printed\n{printed}"
@@ -114,7 +116,9 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
                 run_command(words, block, capsys)
                 count += 1
         else:
-            assert block.language in ("text", "json", "toml", "python"), f"{block.where}: language {block.language!r}"
+            assert block.language in ("text", "json", "toml", "python", "console"), (
+                f"{block.where}: language {block.language!r}"
+            )
     return count
 
 

@@ -9,6 +9,8 @@ there any more after a fork.
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch._inductor.compile_fx
@@ -32,3 +34,4 @@ import tied_updates_loop
 torch.set_num_threads(1)
 # The first optimizer of a process takes a second: torch loads its compiler then.
 torch.optim.SGD([torch.zeros(1)])
+gc.freeze()  # what all of them share is looked through, and so copied, by no rank's collector of garbage

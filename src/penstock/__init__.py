@@ -13,6 +13,7 @@ The names for planning, proving, drawing and running are here. Everything else i
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
@@ -100,5 +101,6 @@ def __dir__() -> list[str]:
     return sorted({*(name for name in globals() if name.startswith("__")), *__all__, *_submodules()})
 
 
+@cache
 def _submodules() -> set[str]:
     return {each.name for each in iter_modules(__path__) if not each.name.startswith("_")}

@@ -30,7 +30,7 @@ def run_cases(rank: int) -> dict[str, list[str]]:
             torch.manual_seed(7)
             made = make(built.num_stages, 4)
             plain = plain_case(made, 4)
-            for each in (built, with_recompute(built)):
+            for each in in_turn((built, with_recompute(built)), number // 2):
                 found[f"{each.name} {name}"] = compare_case(copy.deepcopy(made), each, dispatch, plain)
     return found
 

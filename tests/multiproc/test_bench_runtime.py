@@ -45,7 +45,7 @@ def test_memory_is_measured_in_a_launch_of_one_side() -> None:
     assert all(rank["peak_bytes"] > 0 for rank in launch(job))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_failing_rank_ends_the_launch_and_tells_why() -> None:
     job = RankJob("tiny", "1f1b", 1, 8, "frozen", ("nobody's",), 1, 1, "", 120.0)
     with pytest.raises(BenchError, match=r"rank \d ended with code 1(.|\n)*KeyError"):

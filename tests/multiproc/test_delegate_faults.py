@@ -24,7 +24,7 @@ from penstock.runtime.transport.delegate.carrier.descriptor import Descriptor, D
 from penstock.runtime.transport.delegate.delegates import KINDS
 from waiting import PATIENCE, wait_until
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
+pytestmark = pytest.mark.multiproc
 
 
 def values(outcomes: list[Ended]) -> list[Any]:

@@ -26,7 +26,7 @@ from plain_loop import gradients
 from processes import run_ranks
 from waiting import PATIENCE
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
+pytestmark = pytest.mark.multiproc
 
 
 def made(

@@ -24,7 +24,7 @@ from plain_loop import gradients
 from processes import appears, run_ranks
 from waiting import PATIENCE, shorten
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
+pytestmark = pytest.mark.multiproc
 
 LINKS = "0:1=latency:20ms+bandwidth:100MB/s 1:2=latency:normal:8ms,3ms@5..9ms+loss:2%"
 

@@ -16,7 +16,7 @@ from penstock.runtime.transport.nccl import DeviceLines, lines_of
 from processes import run_ranks
 from waiting import PATIENCE
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
+pytestmark = pytest.mark.multiproc
 
 SCHEDULES: dict[str, dict[str, Any]] = {"amdp": {"window": 8}, "pipedream-2bw": {"window": 4}, "chimera": {}}
 TRANSPORTS = {"host": tuple(SCHEDULES), "direct": ("amdp", "chimera"), "delegate": ("amdp", "chimera")}

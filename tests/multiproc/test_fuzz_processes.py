@@ -11,7 +11,7 @@ import torch.distributed as dist
 import fuzz_runs
 from fuzz_cases import PLANTED, Case, Outcome, draw, with_turns
 from fuzz_runs import SHAPES, between_processes, run_case
-from tiers import sample
+from tiers import NIGHTLY
 
 pytestmark = pytest.mark.multiproc
 
@@ -34,8 +34,10 @@ def test_mistakes_that_were_there_once(num_processes: int) -> None:
 @pytest.mark.parametrize("num_processes", list(SHAPES))
 def test_random_runs_are_the_plain_loop(num_processes: int) -> None:
     shapes = SHAPES[num_processes]
-    cases = [draw(seed, shapes[seed % len(shapes)]) for seed in range(sample(10, 4))]
-    cases += [with_turns(draw(seed, shapes[seed % len(shapes)])) for seed in range(100, 100 + sample(10, 4))]
+    seeds = range(10) if NIGHTLY else (0, 2)  # of four processes pipelines alone, and replicas of pipelines
+    cases = [draw(seed, shapes[seed % len(shapes)]) for seed in seeds]
+    seeds = range(100, 110) if NIGHTLY else (100, 101)  # with shards, and replicas of them
+    cases += [with_turns(draw(seed, shapes[seed % len(shapes)])) for seed in seeds]
     outcomes = between_processes(num_processes, cases)
     fine = ("same", "refused", "late", "invalid")
     wrong = {str(case): o.detail for case, o in zip(cases, outcomes, strict=True) if o.kind not in fine}

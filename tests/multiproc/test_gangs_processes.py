@@ -156,8 +156,7 @@ OVER_MESHES = chosen(
     "shards, tied, dynamic": (True, True, "none", "dynamic"),
     },
     by_day=[
-        "replicas, tied, whole", "replicas, zero1, tied", "replicas, fsdp",
-        "replicas, fsdp, tied, whole, dynamic", "shards, tied, dynamic",
+        "replicas, zero1, tied", "replicas, fsdp, tied, whole, dynamic", "shards, tied, dynamic",
     ],
 )  # fmt: skip
 """Whether embedding and head are one, whether they are cut; sharding and dispatch."""

@@ -22,6 +22,7 @@ from packed import packed
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.tensors.dtensor import local
 from processes import run_ranks
+from tiers import others_nightly
 from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
@@ -60,6 +61,8 @@ CASES = {
     "tied and replicas": Case(("1f1b", 2, 2, {}), mesh=(2, 2), tied=True),
     "copies and replicas": Case(("chimera", 2, 4, {}), mesh=(2, 2)),
 }
+OF_TWO_KINDS = "copies that all step", "tied and replicas", "copies and replicas"
+"""Holders of which others are one kind or the other."""
 OF_REPLICAS = "replicas", "zero1", "fsdp"
 
 
@@ -231,7 +234,7 @@ def all_said(rank: int, name: str, changes: Sequence[str]) -> dict[str, Said]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_nightly(CASES, [name for name in CASES if name not in OF_TWO_KINDS]))
 def test_bug_what_one_holder_changed_between_steps_made_them_other_models(name: str) -> None:
     """Copies in several pipelines and tied weights did without a word, and so did one replica's optimizer state. So
     did all holders where each changed what it holds by an amount of its own.

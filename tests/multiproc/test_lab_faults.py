@@ -17,8 +17,9 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.xdist_group("lab"), needs_lab]
 
 
 @pytest.mark.slow
-def test_training_goes_on(record_property: pytest.RecordProperty) -> None:
-    rows = run(["interface", "killed", "loss"], seed=3, num_steps=3)
+@pytest.mark.parametrize("faults", [["interface"], pytest.param(["killed", "loss"], marks=pytest.mark.nightly)])
+def test_training_goes_on(faults: list[str], record_property: pytest.RecordProperty) -> None:
+    rows = run(faults, seed=3, num_steps=3)
     record_property("rows", rows)
     for row in rows:
         assert row["equal"], f"{row['fault']}: parameters are not those of the run without a fault"
@@ -31,8 +32,10 @@ def test_training_goes_on(record_property: pytest.RecordProperty) -> None:
         for name, row in by_name.items()
     }
     assert counted["none"] == {"failovers": 0, "restarts": 0}
-    assert counted["interface"]["failovers"] >= 1
-    assert counted["killed"] == {"failovers": 0, "restarts": 1}
+    if "interface" in faults:
+        assert counted["interface"]["failovers"] >= 1
+    else:
+        assert counted["killed"] == {"failovers": 0, "restarts": 1}
 
 
 @pytest.mark.nightly

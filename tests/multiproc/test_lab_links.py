@@ -33,9 +33,9 @@ def links() -> ModuleType:
         ("gloo", "pp", 0, "interface", 1),
         pytest.param("delegate", "pp x dp", 0, "interface", 1, marks=pytest.mark.nightly),
         pytest.param("gloo", "pp x dp", 0, "silent", 1, marks=pytest.mark.nightly),
-        ("direct", "pp", 0, "silent", 1),
+        pytest.param("direct", "pp", 0, "silent", 1, marks=pytest.mark.nightly),
         pytest.param("direct", "pp x dp", 0, "interface", 1, marks=pytest.mark.nightly),
-        ("late", "pp", 0, "interface", 1),
+        pytest.param("late", "pp", 0, "interface", 1, marks=pytest.mark.nightly),
         pytest.param("late", "pp x dp", 0, "silent", 1, marks=pytest.mark.nightly),
         # In the second, the kernel does not end a connection with much under way by itself.
         ("delegate", "pp", 1, "silent", 2),

@@ -17,7 +17,7 @@ from penstock.cli import main
 from penstock.lab import Lab, LabError, RunningLab
 from penstock.lab.removal import clean, leftovers
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.alone, needs_lab]
+pytestmark = [pytest.mark.multiproc, pytest.mark.xdist_group("lab"), needs_lab]
 
 MEGABYTE = 10**6
 SILENCE = 1.0

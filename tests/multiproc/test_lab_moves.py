@@ -13,7 +13,7 @@ from labs import needs_lab
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone, needs_lab]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_late_link_of_a_ring_is_found_and_moved_away_from(tmp_path: Path) -> None:
     found = moved.run(tmp_path, moved.Order(steps=9, late_from=4, probe_every=1, share=math.inf, width=64))
     (done,) = found["done"]

@@ -22,7 +22,7 @@ SMALL = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun_over_two_hosts_gives_the_losses_of_one_though_an_interface_dies(tmp_path: Path) -> None:
     words = ["torchrun", "-m", "penstock.train", *SMALL.split(), "--transport", "delegate"]
     with Lab(links="0:1=latency:20ms") as lab:

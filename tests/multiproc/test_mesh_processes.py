@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mesh_cases import MODELS, Job, jobs, packed, run_jobs, wrong
 from mesh_runs import splits
 from processes import run_ranks
-from tiers import sample
+from tiers import in_turn, sample
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("one_thread")]
 
@@ -36,7 +36,9 @@ def as_one_process(num_processes: int, drawn: Sequence[Job]) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=sample(2, 1), phases=[Phase.generate])  # every example starts the processes again
-@given(st.tuples(*(jobs(model, split) for split in splits(4) for model in MODELS)))
+@given(
+    st.tuples(*(jobs(model, split) for k, split in enumerate(splits(4)) for model in in_turn(MODELS, k)))
+)  # by day a model on each mesh, and each model on two
 def test_every_model_over_every_mesh_of_four(drawn: Sequence[Job]) -> None:
     as_one_process(4, [*drawn, *PINNED])
 

@@ -21,7 +21,7 @@ from penstock.runtime.tensors.dtensor import whole
 from processes import run_ranks
 from waiting import PATIENCE
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
+pytestmark = pytest.mark.multiproc
 
 NUM_MICROBATCHES = 4
 STEPS = 5

@@ -63,8 +63,7 @@ def updates(rank: int) -> dict[str, list[str]]:
         "amdp, xpipe, dynamic": (by_rule["xpipe"], "functions", {"dispatch": "dynamic"}),
     }
     by_day = (
-        "amdp, every copy steps", "pipedream", "pipedream-2bw, over delegates", "windows of chimera", "spectrain",
-        "xpipe, over delegates", "amdp, xpipe",
+        "amdp, every copy steps", "pipedream", "windows of chimera", "spectrain", "xpipe, over delegates"
     )  # fmt: skip
     return {
         name: loop.unlike_the_loop(schedule, given=given, **{"optimizer": runs.ADAM, **options})
@@ -99,9 +98,9 @@ def meshes(rank: int) -> dict[str, list[str]]:
         "frozen at first, zero1": ((2, 2, 1), "zb-v", {"sharding": "zero1", "thaw": True}),
     }
     by_day = (
-        "fsdp zb-v, a list", "fsdp interleaved, functions", "fsdp of two pipelines", "zero1 zb-v",
-        "replicas of two pipelines, functions", "shards, 1f1b", "shards, zb-v, functions", "nothing to cut",
-        "fsdp of one rank's pipeline", "shards of one stage", "frozen at first, zero1",
+        "fsdp interleaved, functions", "fsdp of two pipelines", "zero1 zb-v", "replicas of two pipelines, functions",
+        "shards, zb-v, functions", "nothing to cut", "fsdp of one rank's pipeline", "shards of one stage",
+        "frozen at first, zero1",
     )  # fmt: skip
     return {
         name: tie_runs.wrong_mesh(mesh, schedule, **options)
@@ -152,8 +151,9 @@ def sparse(rank: int) -> dict[str, list[str]]:
 
 def casts(rank: int) -> dict[str, list[str]]:
     found = {}
-    for uses in (["m"] * 4, ["l", "ml", "lm", "m"], ["l", "l", "lm", "mm"], ["m", "", "l", "lml"]):
-        for name in ("1f1b", "zb-h1", "chimera"):
+    every = (["m"] * 4, ["l", "ml", "lm", "m"], ["l", "l", "lm", "mm"], ["m", "", "l", "lml"])
+    for number, uses in enumerate(every):
+        for name in in_turn(("1f1b", "zb-h1", "chimera"), number, 2):
             schedule = ps.build(name, 4, 8)
             found[f"{name} {uses}"] = tie_runs.wrong_casts(tie_runs.using(uses), schedule)
     return found

@@ -15,7 +15,6 @@ from train_runs import Run, metrics
 
 pytestmark = [
     pytest.mark.multiproc,
-    pytest.mark.alone,
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks by /proc"),
 ]
 

@@ -71,7 +71,7 @@ def test_weights_that_wait_in_a_file_are_those_of_one_process(
     monkeypatch.setenv("TMPDIR", str(scratch))
     (tmp_path / "net.py").write_text(FILE.replace("nn.Linear(8, 8), nn.LayerNorm(8)", LARGE))
     alone = trained(tmp_path, "alone", "--ranks 2 --microbatches 8 --in-process")
-    assert trained(tmp_path, "pipeline", "--ranks 2 --microbatches 8 --schedule zb-v", ranks_too=False) == alone
+    assert trained(tmp_path, "pipeline", "--ranks 2 --microbatches 8 --schedule zb-v") == alone
     found = trained(tmp_path, "replicas", "--pp 2 --dp 2 --microbatches 4 --sharding zero1")
     assert found == pytest.approx(alone, rel=1e-5)
     assert not list(scratch.glob("penstock-*"))
@@ -103,6 +103,7 @@ def parts(replica, num_replicas):
 """
 
 
+@pytest.mark.nightly
 def test_a_killed_run_goes_on_to_the_same_losses(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(FILE)
     options = "--ranks 2 --microbatches 4 --save-every 2"

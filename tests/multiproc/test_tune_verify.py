@@ -77,11 +77,11 @@ def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path) -> None:
     assert [each["step_ms"] for each in again["best"]] == [first["step_ms"], second["step_ms"]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "extra",
     [
-        pytest.param(["--dp", "2"], marks=pytest.mark.nightly),
+        ["--dp", "2"],
         ["--pp", "2", "--dp", "1", "--schedule", "chimera"],
     ],
 )
@@ -128,10 +128,8 @@ def test_ends_that_two_ranks_share_are_measured_and_run_and_the_line_trains(data
     assert found["num_parameters"] == plain["num_parameters"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "model", ["bert --preset nano --depth 2", pytest.param("config.json --context 16", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["bert --preset nano --depth 2", "config.json --context 16"])
 def test_a_bert_and_a_hugging_face_model_share_their_ends(model: str, database: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
     (tmp_path / "config.json").write_text(json.dumps(hf_families.config_of("llama").to_dict()))

@@ -16,7 +16,7 @@ import tied_updates_loop as loop
 import window_runs
 from penstock.runtime.tensors.dtensor import whole as gathered
 from processes import run_ranks
-from tiers import chosen, in_turn
+from tiers import NIGHTLY, chosen, in_turn
 from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
@@ -55,7 +55,7 @@ def beside_the_loop(rank: int) -> dict[str, list[str]]:
         "pipedream-2bw": lambda: run("pipedream-2bw", 8, 4, "functions"),
         "pipedream-2bw, zero1": lambda: run("pipedream-2bw", 8, 4, sharding="zero1"),
     }
-    by_day = ("amdp, functions, zero1", "amdp, every copy steps", "pipedream, zero1", "pipedream-2bw")
+    by_day = ("amdp, functions, zero1", "amdp, every copy steps", "pipedream-2bw")
     return {name: case() for name, case in chosen(cases, by_day).items()}
 
 
@@ -66,12 +66,13 @@ def in_parts_beside_the_loop(rank: int) -> dict[str, list[str]]:
     def run(*case: Any, **options: Any) -> list[str]:
         return unlike(*case, mesh=groups, sharding="fsdp", **options)
 
-    return {
-        "amdp": run("amdp", 8, 4),
-        "amdp, functions, clipped": run("amdp", 8, 4, "functions", clip_norm=0.05),
-        "pipedream": run("pipedream", 4, 1, "list"),
-        "pipedream-2bw, dynamic": run("pipedream-2bw", 8, 4, dispatch="dynamic"),
+    cases = {
+        "amdp": lambda: run("amdp", 8, 4),
+        "amdp, functions, clipped": lambda: run("amdp", 8, 4, "functions", clip_norm=0.05),
+        "pipedream": lambda: run("pipedream", 4, 1, "list"),
+        "pipedream-2bw, dynamic": lambda: run("pipedream-2bw", 8, 4, dispatch="dynamic"),
     }
+    return {name: case() for name, case in chosen(cases, ("amdp, functions, clipped", "pipedream")).items()}
 
 
 def predicting(rank: int) -> dict[str, list[str]]:
@@ -108,7 +109,8 @@ def goes_on(
     groups = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp")) if shards else mesh()
     cut = tie_runs.by_columns if shards else None
     found: dict[str, list[str]] = {}
-    for number, name in enumerate(("amdp", "pipedream-2bw", "amdp, xpipe")):
+    names = ("amdp", "pipedream-2bw", "amdp, xpipe")
+    for number, name in enumerate(names if NIGHTLY else names[1:]):
         for sharding in ("none",) if shards else in_turn(shardings, number):
 
             def made(name: str = name, sharding: str = sharding) -> ps.Pipeline:
@@ -210,9 +212,7 @@ def where_stages_are_shared_or_branch(rank: int, folder: str) -> dict[str, list[
         "shared, zero1, loaded": lambda: loaded("mllm", 2, (0, 3), place / "zero1", **zero1),
         "shared, fsdp, loaded": lambda: loaded("mllm", 2, (0, 3), place / "fsdp", **fsdp),
     }
-    by_day = (
-        "shared, dynamic", "shared in parts and loaded", "shared by shards", "branching", "shared, fsdp, loaded",
-    )  # fmt: skip
+    by_day = ("shared, dynamic", "shared in parts and loaded", "shared, fsdp, loaded")
     return {name: case() for name, case in chosen(cases, by_day).items()}
 
 

@@ -28,7 +28,7 @@ def tasks(model: str, *seeds: int) -> list[Task]:
     [
         ("GPT", Method("synchronous", "1f1b", optimizer="SGD", peak=0.05)),
         pytest.param("GPT", Method("amdp", "amdp"), marks=pytest.mark.nightly),
-        ("BERT", Method("amdp, Muon", "amdp", optimizer="Muon")),
+        pytest.param("BERT", Method("amdp, Muon", "amdp", optimizer="Muon"), marks=pytest.mark.nightly),
         pytest.param("BERT", Method("xpipe", "xpipe", optimizer="Adam"), marks=pytest.mark.nightly),
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,

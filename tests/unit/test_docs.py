@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,26 +42,14 @@ def test_examples_and_commands_run(
 @pytest.mark.multiproc
 @pytest.mark.parametrize("block", TORCHRUN, ids=lambda block: block.page.stem)
 def test_examples_for_several_processes_run(block: Block, tmp_path: Path) -> None:
-    """One of them under torchrun itself, which loads torch once more in every process."""
+    """With what torchrun gives its processes; under itself runs `tests/multiproc/test_launch_torchrun.py`."""
     script = tmp_path / "example.py"
     script.write_text(block.text, encoding="utf-8")
     count = int(block.more.removeprefix("torchrun="))
-    printed = under_torchrun(script, count) if block.page.stem == "runtime" else forked(script, count)
+    printed = forked(script, count)
     said = dict(re.findall(r"(rank \d+): (\d+\.\d{6})", printed))
     assert len(said) == count
     assert len(set(said.values())) == 1, "the loss is the same on every rank"
-
-
-def under_torchrun(script: Path, count: int) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env={**os.environ, "PYTHONUNBUFFERED": ""},  # or the ranks' lines come in pieces, and mix
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def forked(script: Path, count: int) -> str:

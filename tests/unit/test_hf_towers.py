@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,9 @@ CUTS = ([2, 1, 1], [1, 2, 2], [3, 1, 1], [1, 1, 4])
 """Layers of the first three stages, of 1 + 3 of a tower, what merges, 4 blocks and the head."""
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize(
+    ("name", "cut"), others_nightly(product(TOWERS, CUTS), list(zip(TOWERS * 2, CUTS, strict=True))), ids=str
+)
 def test_a_cut_inside_a_tower_changes_no_bit(name: str, cut: list[int]) -> None:
     for schedule in ("1f1b", "zb-v"):
         _step(model_of(name), batch_of(name), schedule, cut)
@@ -118,11 +120,15 @@ def test_text_alone_passes_a_tower_by(name: str) -> None:
         _step(model_of(name), batch, schedule, [2, 1, 1])
 
 
+STRATEGIES = ("default", "full")
 FEATURES: list[Any] = [-1, -3, 2, [-1, -2], [1, 3], [1, 2, 3], [-2, -3]]
 
 
-@pytest.mark.parametrize("strategy", ["default", "full"])
-@pytest.mark.parametrize("layer", others_nightly(FEATURES, [-3, [1, 3], [1, 2, 3]]), ids=str)
+@pytest.mark.parametrize(
+    ("layer", "strategy"),
+    others_nightly(product(FEATURES, STRATEGIES), [(-3, "default"), ([1, 3], "full"), ([1, 2, 3], "default")]),
+    ids=str,
+)
 def test_features_of_any_blocks_are_right(layer: Any, strategy: str) -> None:
     """Of one or several, with the class of the picture or without it.
 

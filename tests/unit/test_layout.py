@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import inspect
 import re
@@ -13,6 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.xdist_group("layout")  # what one worker has parsed, the other need not
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "penstock"
@@ -28,11 +31,16 @@ DRAWN = re.compile(r"--|->|\| |==")
 def trees() -> dict[str, ast.Module]:
     """The package's modules by name."""
     found = {}
-    for path in sorted(SRC.rglob("*.py")):
-        parts = path.relative_to(SRC.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(
-            path.read_text(encoding="utf-8")
-        )
+    gc.disable()  # it would look for garbage among a million nodes again and again, here and in all later tests
+    try:
+        for path in sorted(SRC.rglob("*.py")):
+            parts = path.relative_to(SRC.parent).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(
+                path.read_text(encoding="utf-8")
+            )
+    finally:
+        gc.freeze()
+        gc.enable()
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock as ps
 from penstock.runtime.stage.split_backward import SplitReport, Tape, prepare, prepared_module, unprepare
 from plain_loop import plain_step
+from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
 
@@ -178,22 +180,21 @@ def assert_same(
 BACKENDS = ("eager", "aot_eager")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("make", "shape", "waits"),
-    [
-        (lambda: nn.Sequential(Block(), Block()), (2, 5, 16), True),
-        (Recurrent, (3, 16), True),
-        (Raw, (3, 16), False),
-        (Words, (4, 7), True),
-        (Image, (2, 2, 6, 6), True),
-        (lambda: nn.Linear(6, 5), (3, 6), True),
-    ],
-    ids=["blocks", "recurrent", "raw", "words", "image", "layer"],
-)
-def test_weight_gradients_of_a_compiled_stage_wait(
-    backend: str, make: Callable[[], nn.Module], shape: tuple[int, ...], waits: bool
-) -> None:
+STAGES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
+    "blocks": (lambda: nn.Sequential(Block(), Block()), (2, 5, 16), True),
+    "recurrent": (Recurrent, (3, 16), True),
+    "raw": (Raw, (3, 16), False),
+    "words": (Words, (4, 7), True),
+    "image": (Image, (2, 2, 6, 6), True),
+    "layer": (lambda: nn.Linear(6, 5), (3, 6), True),
+}
+"""By name what makes a stage, the shape of its input, and whether its weight gradients wait."""
+BY_DAY = [("recurrent", "eager"), ("words", "eager"), *((name, "aot_eager") for name in STAGES)]
+
+
+@pytest.mark.parametrize(("name", "backend"), others_nightly(product(STAGES, BACKENDS), BY_DAY))
+def test_weight_gradients_of_a_compiled_stage_wait(name: str, backend: str) -> None:
+    make, shape, waits = STAGES[name]
     report = assert_same(make(), whole(backend), *shape, waits=waits)
     share = report.shared.share()
     assert share is not None

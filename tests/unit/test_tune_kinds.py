@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,13 @@ def settings_of(model: str, **more: object) -> Settings:
     return Settings(model=model, **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["preset", *FAMILIES])
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    others_nightly(
+        product(["preset", *FAMILIES], [False, True]),
+        [("preset", True), ("llama", False), ("gpt2", True), ("bert", False), ("mixtral", True)],
+    ),
+)
 def test_every_layer_is_measured(folder: Path, name: str, recompute: bool) -> None:
     if name == "preset":
         settings = settings_of("bert", preset="nano", depth=2)

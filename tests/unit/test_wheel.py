@@ -1,4 +1,5 @@
-"""The wheel in an environment of its own, outside the checkout: first without torch, then with it."""
+"""The wheel: what it holds and requires. At night it is installed in an environment of its own, outside the checkout:
+first without torch, then with it, which `.ci/wheel` does for every push."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ import os
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("wheel")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("wheel")]
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNTED_APART = ("numpy", "numba", "llvmlite", "pip", "setuptools", "pkg_resources", "wheel")
@@ -34,8 +36,7 @@ def outside() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an environment with the wheel and what it requires, without extras."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     # From a copy: building leaves folders beside the sources.
     copy = folder / "checkout"
@@ -43,9 +44,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = copy / name
         target.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["cp", "-r", ROOT / name, target], check=True)
-    pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", folder, copy)
+    # With the setuptools that torch requires: for another one an environment would be made first.
+    pip(sys.executable, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, copy)
+    (made,) = folder.glob("penstock-*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    """The folder of an environment with the wheel and what it requires, without extras."""
+    folder = wheel.parent
     subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True)
-    (wheel,) = folder.glob("penstock-*.whl")
     pip(folder / "env/bin/python", "install", "-c", ROOT / "constraints.txt", wheel)
     return folder / "env"
 
@@ -61,6 +70,33 @@ def penstock(installed: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
+def test_it_holds_every_file_of_the_package(wheel: Path) -> None:
+    """Pages and scripts too, which only `package-data` puts there."""
+    package = ROOT / "src" / "penstock"
+    there = {path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {".py", ".html", ".js", ".css", ".typed"} <= {path.suffix for path in there}
+    with zipfile.ZipFile(wheel) as held:
+        names = {name for name in held.namelist() if ".dist-info/" not in name}
+    assert names == {path.relative_to(package.parent).as_posix() for path in there}
+
+
+@pytest.mark.slow
+def test_its_metadata_is_whole(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as held:
+        held.extractall(tmp_path, [name for name in held.namelist() if ".dist-info/" in name])
+    (found,) = tmp_path.glob("penstock-*.dist-info")
+    metadata = PathDistribution(found).metadata
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert [
+        each for each in metadata.get_all("Requires-Dist") or [] if 'extra == "torch"' in each and "torch>" in each
+    ]
+    assert len(metadata.get_all("Classifier") or []) > 5
+    assert "penstock = penstock.cli:main" in (found / "entry_points.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.nightly
 def test_it_plans_proves_and_draws_without_torch(installed: Path) -> None:
     planned = penstock(installed, "plan", "--ranks", "4", "--microbatches", "8", "--time", "1", "--out", "plan.json")
     assert planned.returncode == 0, planned.stderr
@@ -76,6 +112,7 @@ def test_it_plans_proves_and_draws_without_torch(installed: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_what_it_requires_is_small(installed: Path) -> None:
     (site,) = installed.glob("lib/python*/site-packages")
     others = [each for each in site.iterdir() if not each.name.startswith((*COUNTED_APART, "penstock"))]
@@ -83,17 +120,7 @@ def test_what_it_requires_is_small(installed: Path) -> None:
     assert 1e6 < held < MOST_BYTES
 
 
-def test_its_metadata_is_whole(installed: Path) -> None:
-    (found,) = installed.glob("lib/python*/site-packages/penstock-*.dist-info")
-    metadata = PathDistribution(found).metadata
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Description-Content-Type"] == "text/markdown"
-    assert [
-        each for each in metadata.get_all("Requires-Dist") or [] if 'extra == "torch"' in each and "torch>" in each
-    ]
-    assert len(metadata.get_all("Classifier") or []) > 5
-
-
+@pytest.mark.nightly
 def test_it_trains_where_torch_is(installed: Path) -> None:
     """Torch is lent by this environment: to install it again would take minutes."""
     (site,) = installed.glob("lib/python*/site-packages")
