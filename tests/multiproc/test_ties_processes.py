@@ -201,5 +201,5 @@ def borrow(rank: int) -> str:
 
 def test_a_parameter_of_another_stage_that_no_module_holds_loses_no_gradient() -> None:
     first, second = run_ranks(2, borrow)
-    assert first.value.startswith(("PeerLost", "DeadlineExceeded")), first.text
+    assert first.value.startswith("PeerFailed: rank 1 could not do its part of the step: a stage of this process")
     assert "uses 0.weight, a parameter of stage 0" in second.value, second.text
