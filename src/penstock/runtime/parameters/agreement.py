@@ -646,14 +646,14 @@ def agreement_of(
     mesh: ProcessMesh,
     sharding: ReplicaParameters,
     masters: Mapping[int, Sequence[Tensor]] | None,
-    zero: bool,
+    one_copy_steps: bool,
     optimizer: Callable[[], Optimizer | None],
 ) -> HolderAgreement:
     """What is to be alike of this process's model. Every process must call it.
 
     Args:
         masters: by id of a parameter, what updates that are ops step in its place; None where there are no such ops.
-        zero: of several copies of a stage only the owner's is stepped.
+        one_copy_steps: of several copies of a stage only the owner's is stepped.
         optimizer: gives the one that steps.
     """
     is_dealt = sharding.keeps_whole and not sharding.has_all_state
@@ -664,7 +664,7 @@ def agreement_of(
     if isinstance(mesh.replicas, GroupPeers):
         alike = replace(everything, holders=tuple(range(mesh.num_replicas)), in_parts=not sharding.keeps_whole)
         meetings.append(_Meeting("replica", (rank, shard), mesh.replicas, [alike]))
-    together = list(_sets_of_ranks(model, is_dealt, masters is not None, zero))
+    together = list(_sets_of_ranks(model, is_dealt, masters is not None, one_copy_steps))
     if isinstance(mesh.pipeline, GroupPeers) and together:
         meetings.append(_Meeting("rank", (replica, shard), mesh.pipeline, together))
     if mesh.shards is not None:
@@ -695,7 +695,7 @@ def _named(model: LocalModel) -> dict[str, Parameter]:
     return found
 
 
-def _sets_of_ranks(model: LocalModel, is_dealt: bool, updates: bool, zero: bool) -> Iterator[HolderSet]:
+def _sets_of_ranks(model: LocalModel, is_dealt: bool, updates: bool, one_copy_steps: bool) -> Iterator[HolderSet]:
     """What several ranks of a pipeline hold, in an order that all ranks have."""
     placement, stages, owned = model.placement, model.copies.stages, model.stages
     pipelines, shared = range(placement.num_pipelines), {stage for stage, _ in placement.shared}
@@ -708,7 +708,7 @@ def _sets_of_ranks(model: LocalModel, is_dealt: bool, updates: bool, zero: bool)
         if len(holders) > 1:
             here = model.copies.own(index) if index in stages else {}
             # What replicas deal out, each rank deals by itself, but for what is tied.
-            steps = not is_dealt and (not zero or holders == owners)
+            steps = not is_dealt and (not one_copy_steps or holders == owners)
             yield HolderSet(holders, here, not is_dealt and not updates, steps, in_parts=index in shared)
             if updates:
                 yield HolderSet(
@@ -720,5 +720,5 @@ def _sets_of_ranks(model: LocalModel, is_dealt: bool, updates: bool, zero: bool)
             # Where a rank has it in several stages, and steps that of some: one of these.
             mine = sorted((index for index in tie.stages if index in stages), key=lambda index: index not in owned)
             here = {} if not mine else {tie.name: stages[mine[0]].get_parameter(tie.names[mine[0]])}
-            steps = not updates and (not zero or holders == owners)
+            steps = not updates and (not one_copy_steps or holders == owners)
             yield HolderSet(holders, here, not updates, steps, in_parts=not shared.isdisjoint(tie.stages))
