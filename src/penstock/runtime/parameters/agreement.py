@@ -301,7 +301,7 @@ class _Meeting:
 
     def __init__(self, kind: str, at: tuple[int, ...], peers: GroupPeers, sets: Sequence[HolderSet]) -> None:
         self.kind, self.at, self.peers, self.sets = kind, at, peers, list(sets)
-        self._told: Callable[[], Tensor] | None = None
+        self._wait_for_sum: Callable[[], Tensor] | None = None
         self._alike = True
 
     def begin(self, digests: Sequence[float]) -> None:
@@ -312,15 +312,15 @@ class _Meeting:
             if me in each.holders:
                 row[start + each.holders.index(me)] = digest
             start += len(each.holders)
-        self._told = self.peers.begin_sum(row)
+        self._wait_for_sum = self.peers.begin_sum(row)
 
     @property
     def is_alike(self) -> bool:
         """Whether all holders have begun the step alike: the same on all these processes. Waits for the others."""
-        if self._told is None:
+        if self._wait_for_sum is None:
             return self._alike
-        told, self._told = self._told, None
-        row, start = told().tolist(), 0
+        wait_for_sum, self._wait_for_sum = self._wait_for_sum, None
+        row, start = wait_for_sum().tolist(), 0
         self._alike = True
         for each in self.sets:
             digests = row[start : start + len(each.holders)]
@@ -534,8 +534,8 @@ class HolderAgreement:
             for number, facts in enumerate(found)
             if facts and meeting.peers.here[0] in meeting.sets[number].holders
         ]
-        told = self._everyone.gather((within, mine))
-        for process, (changed, _) in enumerate(told):
+        gathered = self._everyone.gather((within, mine))
+        for process, (changed, _) in enumerate(gathered):
             for name in changed:
                 raise RuntimeFailure(
                     f"parameter {name} was changed in the middle of a step in process {process}; other processes "
@@ -543,7 +543,7 @@ class HolderAgreement:
                     "models; change it between two steps, alike on every rank, or leave it to the optimizer"
                 )
         by_set: dict[tuple[object, ...], dict[int, Facts]] = {}
-        for _, found in told:
+        for _, found in gathered:
             for key, holder, facts in found:
                 by_set.setdefault(key, {})[holder] = facts
         for key, of_holders in sorted(by_set.items(), key=lambda item: str(item[0])):

@@ -34,12 +34,14 @@ GivenOptimizer = Callable[[list[Parameter]], Optimizer] | Optimizer | None
 
 
 class OptimizerState:
-    """Attributes:
-    model: as this process holds it. num_updates: so far.
-    clip_norm: see `ps.Pipeline`.
-    replicas: what there is of other replicas. updating: the updates that are ops; None where there are none.
-    scaling: what losses are multiplied by; None where they are not.
-    agreement: tells whether all that hold a parameter begin a step alike.
+    """The optimizer of this process, and what its updates go by: gradients, their norm and their scale.
+
+    Attributes:
+        model: as this process holds it. num_updates: so far.
+        clip_norm: see `ps.Pipeline`.
+        replicas: what there is of other replicas. updating: the updates that are ops; None where there are none.
+        scaling: what losses are multiplied by; None where they are not.
+        agreement: tells whether all that hold a parameter begin a step alike.
 
     Args:
         schedule: with its REDUCE ops, where there are replicas.
@@ -203,8 +205,8 @@ class OptimizerState:
     def begin_norm(self) -> Callable[[], Tensor]:
         """Begins to work out the norm of all gradients; returns what waits for it. Every process must call both."""
         model = self.model
-        told = [name for name, p in model.own.items() if self._answers_for(p)]
-        return begin_norm(model.dtypes, model.named, told, self._mesh.everyone, model.device)
+        names = [name for name, p in model.own.items() if self._answers_for(p)]
+        return begin_norm(model.dtypes, model.named, names, self._mesh.everyone, model.device)
 
     def begin_no_norm(self) -> Callable[[], Tensor]:
         """Takes part in what `begin_norm` begins in processes that update, where this one is not to: all of them then
