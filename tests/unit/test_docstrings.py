@@ -131,6 +131,12 @@ def test_what_is_raised_is_said(folder: str) -> None:
     assert lacking == {}
 
 
+def test_every_docstring_begins_with_what_something_is() -> None:
+    """Some began with the list of arguments or attributes."""
+    sections = re.compile(r'"""(Args|Attributes|Returns|Raises):')
+    assert not [file.name for file in PACKAGE.rglob("*.py") if sections.search(file.read_text(encoding="utf-8"))]
+
+
 def test_the_folders_are_those_of_the_reference() -> None:
     assert set(FOLDERS) >= set(REFERENCE) >= {"schedule", "planning", "control", "runtime", "models", "data", "lab"}
 

@@ -113,7 +113,7 @@ def test_a_rule_of_choice_on_amdps_order(train: Train, tmp_path: Path, rule: str
     report = train("run", f"--schedule amdp --rule {rule} --steps 4 --drain-every 2")
     updating = report["updating"]
     assert (updating["rule"], updating["proved"], updating["measured"]) == (rule, 1, 1)
-    assert updating["zero"] == (rule in ("pipedream", "vnag"))
+    assert updating["one_copy_steps"] == (rule in ("pipedream", "vnag"))
     assert any("predicts no weights here" in each for each in report["notices"]) == (rule == "spectrain")
     saved = json.loads((tmp_path / "run/settings.json").read_text())
     assert (saved["rule"], saved["optimizer"]) == (rule, optimizer)
@@ -131,7 +131,7 @@ def test_a_rule_that_predicts_with_a_tied_weight_whoever_has_the_optimizers_stat
     for sharding in ("none", "copies"):
         options = f"--schedule amdp --rule xpipe --tied --steps 4 --drain-every 2 --sharding {sharding}"
         updating = train(sharding, options)["updating"]
-        assert updating["zero"] == (sharding == "copies")
+        assert updating["one_copy_steps"] == (sharding == "copies")
         assert updating["versions"] == (3 if sharding == "copies" else 2)
     assert losses(tmp_path / "none") == losses(tmp_path / "copies")
     report = train("spectrain", "--schedule spectrain --tied --steps 4 --drain-every 2")
@@ -196,7 +196,7 @@ def test_options_of_amdp(train: Train, tmp_path: Path, options: str) -> None:
     updating = train("run", f"--schedule amdp --steps 8 {options}")["updating"]
     assert updating["num_updates"] == (4 if "window" in options else 8)
     assert updating["proved"] == updating["measured"] == (1 if "mismatch 1" in options else 0)
-    assert updating["zero"] == ("sharding" not in options)
+    assert updating["one_copy_steps"] == ("sharding" not in options)
     assert updating["drain_every"] == (2 if "drain-every 2" in options else 8)
     if "sharding" in options:  # which copy steps changes no number
         train("on", "--schedule amdp --steps 8 --max-mismatch 0")

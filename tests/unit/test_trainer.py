@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from penstock.runtime.checkpoint import CheckpointError
 from trainer_runs import Tokens, arguments, counted, logged, run, tiny
 
 transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
 
 from penstock.integrations.transformers import PipelineTrainer  # noqa: E402
 
@@ -101,6 +103,56 @@ def test_it_logs_what_the_plain_trainer_logs(tmp_path: Path, changes: Any, other
     assert plain["logged"][0]["loss"] > 0
     for name, value in plain["weights"].items():
         assert torch.equal(got["weights"][name], value), name
+
+
+def scaled(kind: type[Any], init_scale: float) -> type[Any]:
+    """A Trainer whose accelerator computes in float16 on a CPU, too, and scales losses."""
+
+    class Scaled(kind):  # type: ignore[misc, valid-type]
+        def create_accelerator_and_postprocess(self) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(accelerate.Accelerator, "__init__", with_scaler(accelerate.Accelerator.__init__))
+                super().create_accelerator_and_postprocess()
+
+    def with_scaler(made: Any) -> Any:
+        def init(self: Any, *args: Any, **given: Any) -> None:
+            made(self, *args, **given)
+            self.native_amp, self.scaler = True, torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
+
+        return init
+
+    return Scaled
+
+
+def overflows(done: dict[str, Any]) -> list[float]:
+    """The norms that are no numbers."""
+    return [line["grad_norm"] for line in done["logged"] if not math.isfinite(line.get("grad_norm", 0.0))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optim", "init_scale"),
+    [("adamw_torch_fused", 2.0**8), ("adamw_torch", 2.0**22), ("adamw_torch_fused", 2.0**22)],
+)
+def test_fp16_was_refused_where_losses_are_scaled(tmp_path: Path, optim: str, init_scale: float) -> None:
+    """An update that is left out leaves the learning rate where it is, unless the optimizer is fused."""
+    given = {"fp16": True, "max_steps": 6, "optim": optim}
+    plain = scaled(transformers.Trainer, init_scale)(tiny(), short(tmp_path, **given), train_dataset=Tokens())
+    wanted = run(plain)
+    ours = scaled(PipelineTrainer, init_scale)(tiny(), short(tmp_path, **given), num_ranks=2, train_dataset=Tokens())
+    got = run(ours)
+    assert repr(got["logged"]) == repr(wanted["logged"])  # norms of overflows are no numbers
+    assert bool(overflows(got)) == (init_scale > 2**16)
+    assert len(overflows(got)) < 6
+    assert not [name for name, value in wanted["weights"].items() if not torch.equal(got["weights"][name], value)]
+    assert ours._scaler.state_dict() == plain.accelerator.scaler.state_dict()
+
+
+@pytest.mark.slow
+def test_fp16_on_a_cpu_computes_in_float32_as_the_plain_trainer_does(tmp_path: Path) -> None:
+    wanted = run(transformers.Trainer(tiny(), short(tmp_path, fp16=True), train_dataset=Tokens()))
+    ours = PipelineTrainer(tiny(), short(tmp_path, fp16=True), num_ranks=2, train_dataset=Tokens())
+    assert run(ours)["logged"] == wanted["logged"]
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ def test_a_tied_parameter_stands_for_what_its_owners_stage_reads_in_the_same_op(
 
 def test_of_several_pipelines_the_owner_predicts_what_all_copies_ask_for() -> None:
     schedule = with_rule(ps.build("amdp", 4, 16, window=4), "xpipe")
-    alone, owner = predictions_of(schedule), predictions_of(schedule, from_owner=True)
+    alone, owner = predictions_of(schedule), predictions_of(schedule, one_copy_steps=True)
     for stage in range(4):
         of_copies = [alone.get((pipeline, stage), {}) for pipeline in range(2)]
         want = {newest: {*of_copies[0].get(newest, ()), *of_copies[1].get(newest, ())} for newest in range(4)}

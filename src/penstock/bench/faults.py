@@ -293,9 +293,9 @@ def run(
                 time.sleep(chance.uniform(0.0, 0.7 * usual))
                 await_transfer(lab, chance)
             fault = FAULTS[name](FaultTargets(lab, training.ranks, server, chance, training.job.begun(number).touch))
-            told = training.hear(number, "equal")
+            reports = training.hear(number, "equal")
             _restore(lab)
-            rows.append(row_of(name, fault, told, rows[0] if rows else None))
+            rows.append(row_of(name, fault, reports, rows[0] if rows else None))
             usual = rows[0]["median_step_s"]
             say(line_of(rows[-1]))
     return rows
@@ -331,27 +331,27 @@ def _restore(lab: Lab) -> None:
 
 
 def row_of(
-    name: str, fault: dict[str, Any], told: dict[int, dict[str, Any]], usual: dict[str, Any] | None
+    name: str, fault: dict[str, Any], reports: dict[int, dict[str, Any]], usual: dict[str, Any] | None
 ) -> dict[str, Any]:
     """What a run showed. Seconds, unless a name says otherwise."""
-    steps = [(end - begin) / 1e9 for begin, end in told[0]["steps"][1:]]
-    crossings = [crossing for each in told.values() for crossing in each["crossings"]]
-    at = fault.get("at", min(each["steps"][0][1] for each in told.values()))
+    steps = [(end - begin) / 1e9 for begin, end in reports[0]["steps"][1:]]
+    crossings = [crossing for each in reports.values() for crossing in each["crossings"]]
+    at = fault.get("at", min(each["steps"][0][1] for each in reports.values()))
     row: dict[str, Any] = {
         "fault": name,
         "what": {key: value for key, value in fault.items() if key not in ("at", "down")},
         "median_step_s": statistics.median(steps),
         "longest_step_s": max(steps),
-        "equal": all(each["equal"] for each in told.values()),
-        "losses": told[0]["losses"],
-        "num_messages": sum(each["counters"]["messages"] for each in told.values()),
-        "num_messages_due": 2 * MICROBATCHES * len(told[0]["steps"]),
-        "counters": {rank: each["counters"] for rank, each in told.items()},
+        "equal": all(each["equal"] for each in reports.values()),
+        "losses": reports[0]["losses"],
+        "num_messages": sum(each["counters"]["messages"] for each in reports.values()),
+        "num_messages_due": 2 * MICROBATCHES * len(reports[0]["steps"]),
+        "counters": {rank: each["counters"] for rank, each in reports.items()},
     }
-    row["notices"] = sorted({notice for each in told.values() for notice in each["notices"]})
+    row["notices"] = sorted({notice for each in reports.values() for notice in each["notices"]})
     row["same_losses"] = usual is None or row["losses"] == usual["losses"]
-    row["after_first_step_s"] = (at - max(each["steps"][0][1] for each in told.values())) / 1e9
-    row["before_the_end"] = at < max(each["steps"][-1][1] for each in told.values())
+    row["after_first_step_s"] = (at - max(each["steps"][0][1] for each in reports.values())) / 1e9
+    row["before_the_end"] = at < max(each["steps"][-1][1] for each in reports.values())
     row["in_transfer"] = any(one[3] < at < one[5] for one in crossings)
     row["wait_s"] = waits(crossings, at)
     return row

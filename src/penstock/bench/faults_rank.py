@@ -30,10 +30,12 @@ WAIT = 300.0
 
 @dataclass(frozen=True)
 class FaultJob:
-    """Attributes:
-    folder: where files say go, and that a fault has begun.
-    num_runs: how often to train; num_steps: each time; timeout: of any wait, s.
-    store: by which the runs are steered, see `ps.AdaptOptions`; None: they are not.
+    """What a rank is to do while links and processes fail.
+
+    Attributes:
+        folder: where files say go, and that a fault has begun.
+        num_runs: how often to train; num_steps: each time; timeout: of any wait, s.
+        store: by which the runs are steered, see `ps.AdaptOptions`; None: they are not.
     """
 
     folder: str
@@ -64,11 +66,11 @@ def main(argv: list[str]) -> int:
     reference: dict[str, Tensor] | None = None
     for run in range(job.num_runs):
         wait_for(job.go(run))
-        told, state = train(job, run, rank, inputs, targets)
+        report, state = train(job, run, rank, inputs, targets)
         if reference is None:
             reference = state
         equal = state.keys() == reference.keys() and all(torch.equal(state[name], reference[name]) for name in state)
-        say({**told, "equal": equal})
+        say({**report, "equal": equal})
     return 0
 
 
@@ -104,7 +106,7 @@ def train(
             crossings += transport.crossings()
             say({"run": run, "rank": rank, f"step {step}": steps[-1][1]})
         state = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
-        told = {
+        report = {
             "run": run,
             "rank": rank,
             "steps": steps,
@@ -116,7 +118,7 @@ def train(
     finally:
         pipe.close()
     dist.barrier()
-    return told, state
+    return report, state
 
 
 def say(what: dict[str, Any]) -> None:

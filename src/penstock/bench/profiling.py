@@ -58,8 +58,8 @@ def run(num_ranks: int, steps: int, blocks: int) -> list[dict[str, Any]]:
                 wall, cpu = time.perf_counter() - wall, _cpu() - cpu
                 found[side].append((cpu / steps * 1e3, statistics.median(makespans)))
     return [
-        dict(zip(("rank", "cpu_ms", "makespan_ms"), told, strict=True))
-        for told in _gather(
+        dict(zip(("rank", "cpu_ms", "makespan_ms"), record, strict=True))
+        for record in _gather(
             (
                 dist.get_rank(),
                 {side: [cpu for cpu, _ in pairs] for side, pairs in found.items()},

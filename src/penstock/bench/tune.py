@@ -92,8 +92,8 @@ def run(
     Returns:
         `{"machine": ..., "rows": [...]}`; a row has medians and every round's numbers.
     """
-    told = Settings(preset=MODEL, microbatches=1, ranks=1, threads=1)
-    model = tuned_model(told)
+    base = Settings(preset=MODEL, microbatches=1, ranks=1, threads=1)
+    model = tuned_model(base)
     raw = {setting: _rounds_of(setting, before) for setting in settings}
     for number in range(rounds * MOST_ROUNDS):
         left = [setting for setting in settings if len(_quiet(raw[setting])) < rounds]
@@ -102,7 +102,7 @@ def run(
                 continue  # an earlier call came so far
             _await_quiet(patience)
             here = record()  # before the round, which is a load of its own
-            found = _round(setting, told, model, steps, seconds) | {name: here[name] for name in ("commit", "load")}
+            found = _round(setting, base, model, steps, seconds) | {name: here[name] for name in ("commit", "load")}
             raw[setting].append(found)
             keep(_result(raw))
             print(
@@ -129,21 +129,21 @@ def _result(raw: Mapping[Setting, Sequence[dict[str, Any]]]) -> dict[str, Any]:
     return {"machine": machine(), "model": MODEL, "rows": rows}
 
 
-def _round(setting: Setting, told: Settings, model: TunedModel, steps: int, seconds: float) -> dict[str, Any]:
+def _round(setting: Setting, base: Settings, model: TunedModel, steps: int, seconds: float) -> dict[str, Any]:
     schedule = build(setting.schedule, setting.pp, setting.num_microbatches)
     with (
         tempfile.TemporaryDirectory(prefix="penstock-bench-") as name,
         Database(Path(name) / "new.sqlite") as database,
     ):
-        meter = Meter(model, told, database, seconds)
+        meter = Meter(model, base, database, seconds)
         need = NeededProfile(setting.microbatch_size, setting.num_ranks, False)
         meter.prepare([need], [setting.num_ranks])
     profile, transfer = meter.profiles[need], meter.transfers[setting.num_ranks]
     cut = partition([sum(row) for row in zip(profile.f, profile.b)], schedule.num_stages)
-    prediction = predict(schedule, cut, profile, transfer, setting.dp, num_devices(told))
+    prediction = predict(schedule, cut, profile, transfer, setting.dp, num_devices(base))
     shape = Shape(setting.pp, setting.dp, setting.microbatch_size, setting.num_microbatches)
     candidate = TuneCandidate(shape, TunePlan(setting.schedule, schedule), tuple(cut), False)
-    answer = run_job([trial_task(candidate, told, model, steps)], setting.num_ranks, 1)[0]
+    answer = run_job([trial_task(candidate, base, model, steps)], setting.num_ranks, 1)[0]
     measured = measured_of([answer])
     return {
         "predicted_ms": prediction.step,

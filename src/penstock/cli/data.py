@@ -222,16 +222,16 @@ def _histogram(found: Sequence[int], what: str) -> dict[str, Any]:
 
 
 def _show_lengths(found: Sequence[int], what: str, json: bool, out: str | None = None, unit: str = "tokens") -> None:
-    told = _histogram(found, what)
+    histogram = _histogram(found, what)
     if json:
-        print_json({**told, "out": out})
+        print_json({**histogram, "out": out})
         return
     print(
-        f"{told['count']:,} {what}, {told['num_tokens']:,} {unit}: {told['mean']:,.0f} in the mean, "
-        f"{told['longest']:,} at most"
+        f"{histogram['count']:,} {what}, {histogram['num_tokens']:,} {unit}: {histogram['mean']:,.0f} in the mean, "
+        f"{histogram['longest']:,} at most"
     )
-    print(f"p5 {told['p5']:,.0f}, p50 {told['p50']:,.0f}, p95 {told['p95']:,.0f}\n")
-    rows = [tuple(row.values()) for row in told["histogram"]]
+    print(f"p5 {histogram['p5']:,.0f}, p50 {histogram['p50']:,.0f}, p95 {histogram['p95']:,.0f}\n")
+    rows = [tuple(row.values()) for row in histogram["histogram"]]
     most = max(count for _, count, _, _ in rows)
     print(f"{'up to':>12} {'count':>9} {unit if len(unit) < 8 else 'length':>7} {'squares':>8}")
     for up_to, count, share, square in rows:

@@ -568,11 +568,11 @@ class Controller:
         was taken back, links have turned out to tell less than they seem to, and steps must tell as well.
         """
         causes, steps = self._causes.ms, self._steps
-        told = [step.simulated for step in steps.present if step.simulated is not None]
+        simulated = [step.simulated for step in steps.present if step.simulated is not None]
         is_of_links = bool(causes) and all(a != b for a, b in causes)
-        if not is_of_links or not told or self._taken_back:
+        if not is_of_links or not simulated or self._taken_back:
             return False
-        gains = [each(self.now, True, causes) - each(candidate.configuration, True, causes) for each in told]
+        gains = [each(self.now, True, causes) - each(candidate.configuration, True, causes) for each in simulated]
         return steps.are_enough and median(gains) >= steps.least_told(self.job.least_gain)
 
     def _say_why(self, allowed: Sequence[Scored], gain: float, returning: bool, wary: bool) -> None:

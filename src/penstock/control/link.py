@@ -128,10 +128,10 @@ def estimate(
         rests = [ms - latency - per_byte * size for size, ms in messages]
     bound = max(LATE * deviation(rests), 0.5 * median(times), least)
     late = sum(rest > bound for rest in rests) / len(rests)
-    told = [each for each in busy if each is not None]
+    measured = [each for each in busy if each is not None]
     by_size = None if latency is None else per_byte * median(size for size, _ in messages)
     together = fmean(held) if held else 0.0
-    long = median(told) if told else by_size
+    long = median(measured) if measured else by_size
     return LinkEstimate(median(times), fmean(times), latency, bandwidth, late, len(times), long, together)
 
 
@@ -235,8 +235,8 @@ class LinkWatch:
     @property
     def busy(self) -> float | None:
         """How long the link is busy with a message (ms) since the last verified change; None if unknown."""
-        told = [busy for busy, _ in self._told if busy is not None]
-        return median(told) if told else None
+        measured = [busy for busy, _ in self._told if busy is not None]
+        return median(measured) if measured else None
 
     @property
     def num_suspected(self) -> int:
@@ -272,7 +272,7 @@ class LinkWatch:
             return None
         self._delay.least = max(self._least, least)
         messages, self._now = self._now, []
-        told, self._told_now = self._told_now, (None, 0.0)
+        reported, self._told_now = self._told_now, (None, 0.0)
         times = [ms for _, ms in messages]
         bound = self.level + max(self._least, 0.5 * self.level, LATE * self._spread())
         found, loss = None, False
@@ -286,7 +286,7 @@ class LinkWatch:
                 if late is not None:
                     found, loss = late, True
         self._regime.append(messages)
-        self._told.append(told)
+        self._told.append(reported)
         self.delays.append(fmean(times))
         self.age += 1
         if found is None:
@@ -307,8 +307,8 @@ class LinkWatch:
 
     def _estimate(self, messages: Sequence[tuple[float, float]], first: int, last: int) -> LinkEstimate:
         """From messages of the iterations `first` to `last - 1`."""
-        told = list(self._told)[first:last]
-        return estimate(messages, self._least, [busy for busy, _ in told], [held for _, held in told])
+        reported = list(self._told)[first:last]
+        return estimate(messages, self._least, [busy for busy, _ in reported], [held for _, held in reported])
 
     def times(self, back: int) -> tuple[float, ...]:
         """The times (ms) of one iteration's messages, in order; `back` is 0 for the latest."""

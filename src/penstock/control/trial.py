@@ -282,8 +282,10 @@ def both_ways(
     sooner: Mapping[Link, float] = NO_LINKS,
 ) -> Sequence[tuple[float, float]]:
     """Each step as measured and as simulated with `ran`, in ms. Steps that cannot be simulated are left out."""
-    told = [(step.ms, step.simulated) for step in steps]
-    return [(ms, simulated(ran, late, sooner)) for ms, simulated in told if simulated is not None and ran is not None]
+    pairs = [(step.ms, step.simulated) for step in steps]
+    return [
+        (ms, simulated(ran, late, sooner)) for ms, simulated in pairs if simulated is not None and ran is not None
+    ]
 
 
 def error_of(noise: float, num_before: int, num_after: int = STEPS) -> float:
@@ -493,17 +495,17 @@ class ChangeTrial:
     def _judge_by_links(self, iteration: int, gains: Gains, is_there: bool) -> Verdict:
         after, gain = median(self._ms), gains.measured
         noise = STANDS * gains.error + EPSILON * after
-        told = (
+        comparison = (
             f"with the links of these steps the simulated gain is {gains.simulated:.3g} ms, the measured {gain:.3g}"
         )
         if self.cause and not is_there:
-            told = f"what it answered has passed: {told}"
+            comparison = f"what it answered has passed: {comparison}"
         if gain < -WORSE * after:
-            return self._end(iteration, False, f"it is slower: {told}")
+            return self._end(iteration, False, f"it is slower: {comparison}")
         if self.promised <= 0 or gain > noise or gains.simulated <= noise:
             # Where nothing is to be gained with these links, when to go back is chosen as at any other time.
-            return self._end(iteration, True, told)
-        return self._end(iteration, False, f"that is not faster by more than noise: {told}")
+            return self._end(iteration, True, comparison)
+        return self._end(iteration, False, f"that is not faster by more than noise: {comparison}")
 
     def _look_again(self, iteration: int) -> Verdict | None:
         by_links = self._gains()

@@ -149,8 +149,8 @@ class CostsByLength:
                 f"{', '.join(map(repr, names)) or 'no tower by name'}"
             )
         if len({len(own) for own in microbatches.values()}) > 1:
-            told = ", ".join(f"{len(own)} of {name}" for name, own in microbatches.items())
-            raise CostError(f"lengths of {told} microbatches: give each tower's, empty where it has none")
+            counts = ", ".join(f"{len(own)} of {name}" for name, own in microbatches.items())
+            raise CostError(f"lengths of {counts} microbatches: give each tower's, empty where it has none")
         return np.concatenate([length_sums(microbatches[name]) for name in names], axis=1)
 
     def of(self, microbatches: Microbatches) -> Costs:

@@ -180,15 +180,15 @@ class CaptionedImages:
     def words(self, number: int) -> list[int]:
         """The text of a sample: as many words as the model reads, and one more."""
         sizes = self.sizes(number)
-        told = [
+        words = [
             1 + factor * NUM_VALUES + value
             for image in range(len(sizes.images))
             for factor, value in enumerate(self.factors(number, image))
         ]
         others = self.vocab_size - WORDS.stop
         start = mix(self.seed, 6, number) % others
-        length = sizes.num_words - len(told)
-        return [0, *told, *(WORDS.stop + (start + place) % others for place in range(length))]
+        length = sizes.num_words - len(words)
+        return [0, *words, *(WORDS.stop + (start + place) % others for place in range(length))]
 
     def image(self, number: int, image: int) -> NDArray[np.float32]:
         """The patches of an image, row by row, float32[rows * columns, features]."""

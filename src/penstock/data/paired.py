@@ -133,11 +133,11 @@ class PairedSamples:
     def samples(self, numbers: Iterable[int]) -> dict[str, NDArray[Any]]:
         wanted = list(numbers)
         values = [self.factors(number) for number in wanted]
-        told: dict[str, NDArray[Any]] = {}
+        samples: dict[str, NDArray[Any]] = {}
         for place, (name, form) in enumerate(self.forms.items()):
             tell = self._tokens if isinstance(form, TokenForm) else self._vectors
-            told[name] = np.stack([tell(name, place, number, v) for number, v in zip(wanted, values, strict=True)])
-        return told
+            samples[name] = np.stack([tell(name, place, number, v) for number, v in zip(wanted, values, strict=True)])
+        return samples
 
     def _tokens(self, name: str, place: int, number: int, values: NDArray[np.int64]) -> NDArray[np.int64]:
         form = self.forms[name]

@@ -52,9 +52,9 @@ class TilePictures:
         if num_channels < 1 or size < 2:
             raise DataError(f"pictures [{num_channels}, {size}, {size}] are too small for two by two tiles")
         self._num_channels, self._size, self._seed = num_channels, size, seed
-        told = np.array(list(COLOURS.values()), np.float32)
-        grey = np.repeat(told.mean(1, keepdims=True), max(0, num_channels - 3), 1)
-        self._colours = np.concatenate([told, grey], 1)[:, :num_channels]
+        colours = np.array(list(COLOURS.values()), np.float32)
+        grey = np.repeat(colours.mean(1, keepdims=True), max(0, num_channels - 3), 1)
+        self._colours = np.concatenate([colours, grey], 1)[:, :num_channels]
 
     @property
     def nats(self) -> float:

@@ -87,9 +87,9 @@ def to_json(schedule: Schedule) -> str:
         '1f1b'
     """
     graph = schedule.stage_graph
-    told = 5 if schedule.asynchronous else 4
+    version = 5 if schedule.asynchronous else 4
     if graph is not None and (graph.some_of or graph.holds):
-        told = 7 if graph.some_of else 6
+        version = 7 if graph.some_of else 6
     value: dict[str, Any] = {
         "format": FORMAT,
         "version": _version(schedule),
@@ -106,7 +106,7 @@ def to_json(schedule: Schedule) -> str:
             "edges": graph.edges,
             "num_microbatches": graph.num_microbatches,
             "registered": [
-                [r.kind, r.stage, r.num_ops, r.ranks, r.asynchronous, r.holds, r.microbatches][:told]
+                [r.kind, r.stage, r.num_ops, r.ranks, r.asynchronous, r.holds, r.microbatches][:version]
                 for r in graph.registered
             ],
             "needs": [

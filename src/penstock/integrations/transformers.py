@@ -10,6 +10,7 @@ is the schedule's: the batches that one update gathers are its microbatches.
     gradient_accumulation_steps batches         ->   the microbatches of one step of the schedule
     backward of each                            ->   the schedule, once
     clip_grad_norm_, optimizer.step             ->   Pipeline.clip, Pipeline.update
+    the accelerator's GradScaler (fp16)         ->   PrecisionOptions(scaler=)
     optimizer.pt in a checkpoint                ->   a folder `pipeline` beside it, as Pipeline.save writes it
 
 Every process has the whole model and the whole batch; the optimizer's state lies where a stage runs.
@@ -112,6 +113,9 @@ class PipelineTrainer(Trainer):
             step_scheduler_with_optimizer=made.step_scheduler_with_optimizer,
         )
         self.accelerator.clip = self._clip
+        self.accelerator.native_amp = made.native_amp
+        # The pipeline scales losses and gradients, so that all processes leave out the same updates.
+        self._scaler, self.accelerator.scaler = made.scaler, None
         self.gather_function = self.accelerator.gather_for_metrics
 
     def create_optimizer(self, model: Any = None) -> Optimizer:
@@ -134,11 +138,17 @@ class PipelineTrainer(Trainer):
             dispatch=self._dispatch,
             seed=self.args.seed,
             timeout=self._timeout,
-            precision=PrecisionOptions(autocast=torch.bfloat16 if self.args.bf16 else None),
+            precision=PrecisionOptions(autocast=self._autocast(), scaler=None if optimizer is None else self._scaler),
             parallel=ParallelOptions(tied=self._decoder.tied),
             transport=self._transport,
         )
         return self._pipe
+
+    def _autocast(self) -> torch.dtype | None:
+        """The type that Accelerate would compute in. It takes no notice of fp16 on a CPU."""
+        if not self.accelerator.native_amp:
+            return None
+        return torch.float16 if self.args.fp16 else torch.bfloat16 if self.args.bf16 else None
 
     @property
     def pipeline(self) -> Pipeline:
@@ -274,7 +284,7 @@ class _Loss:
     def __call__(self, output: Any, target: Mapping[str, Tensor]) -> Tensor:
         trainer, logits, labels, num_items = self._trainer, _logits(output), target["labels"], target.get("num_items")
         if not target["share"]:  # no sample of its own, to fill up the schedule
-            return logits.sum() * 0.0
+            return logits.float().sum() * 0.0  # no float16, in which the scale of a loss is infinite
         if trainer.compute_loss_func is not None:
             outputs = {"logits": logits}
             return trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items)
@@ -296,6 +306,10 @@ class _Loss:
 class _PipelineOptimizer(Optimizer):
     """The Trainer's optimizer, which steps where the pipeline updates. Its state is in the pipeline's checkpoint."""
 
+    was_skipped = False
+    """Whether the last update was left out, as some gradient was not finite, and Accelerate would have seen that: the
+    steps of fused optimizers are called, and leave out the update by themselves."""
+
     def __init__(self, pipe: Pipeline, kept: Optimizer, load: Any) -> None:
         self._pipe, self._kept, self._load = pipe, kept, load
         self.defaults = kept.defaults
@@ -311,7 +325,10 @@ class _PipelineOptimizer(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
             raise RuntimeFailure("a closure computes the loss again, for which a pipeline has no place; give none")
+        before = self._pipe.num_updates
         self._pipe.update()
+        is_seen = not any(group.get("fused") for group in self.param_groups)
+        self.was_skipped = is_seen and self._pipe.num_updates == before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._pipe.zero_grad()
@@ -354,6 +371,10 @@ class _WholeBatches(Accelerator):
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         return super().prepare_optimizer(optimizer, device_placement=False)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        return any(each.optimizer.was_skipped for each in self._optimizers)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         if norm_type != 2:
@@ -423,7 +444,6 @@ def _scheduled(schedule: str | Schedule, args: Any, num_ranks: int | None) -> Sc
 
 
 REFUSED: Mapping[str, str] = {
-    "fp16": "needs a GradScaler, which the trainer does not pass on; use bf16, or ps.Pipeline with a scaler",
     "fp16_full_eval": "casts the model under the pipeline; leave it out",
     "bf16_full_eval": "casts the model under the pipeline; leave it out",
     "fsdp": "shards the model on its own; leave it out",

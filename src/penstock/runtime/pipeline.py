@@ -605,12 +605,12 @@ class Pipeline:
             batch.digest,
             self._local.devices.changing_inputs(),
         )
-        told = self._local.mesh.everyone.gather(mine)
-        require_same_batch([(digest, changing) for *_, digest, changing in told])
-        if any(failed for _, _, failed, _, _ in told):
+        gathered = self._local.mesh.everyone.gather(mine)
+        require_same_batch([(digest, changing) for *_, digest, changing in gathered])
+        if any(failed for _, _, failed, _, _ in gathered):
             failure.conclude(self._local.mesh.everyone)
-        agreement.conclude(all(agrees for _, agrees, *_ in told))
-        for part, *_ in told:
+        agreement.conclude(all(agrees for _, agrees, *_ in gathered))
+        for part, *_ in gathered:
             outputs |= {m: unflatten(leaves, skeleton) for m, (leaves, skeleton) in part.items()}
         return [outputs[m] for m in sorted(outputs)]
 

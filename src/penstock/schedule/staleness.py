@@ -139,7 +139,7 @@ def tied_reads_of(schedule: Schedule, owner: int, stage: int) -> dict[int, Weigh
 
 
 def predictions_of(
-    schedule: Schedule, tied_stages: Sequence[Sequence[int]] = (), from_owner: bool = False
+    schedule: Schedule, tied_stages: Sequence[Sequence[int]] = (), one_copy_steps: bool = False
 ) -> dict[tuple[int, int], Needs]:
     """By (pipeline, stage) how far ahead of its newest weights each copy must know them.
 
@@ -147,12 +147,13 @@ def predictions_of(
 
     Args:
         tied_stages: of each tied parameter the stages that have it, ascending; the first owns it.
-        from_owner: of several pipelines one has the optimizer's state, and predicts for the copies of the others too.
+        one_copy_steps: of several pipelines one has the optimizer's state, and predicts for the copies of the others,
+            too.
     """
     found: dict[tuple[int, int], dict[int, set[int]]] = {}
 
     def add(pipeline: int, stage: int, needs: Mapping[int, set[int]]) -> None:
-        for key in {(pipeline, stage), (OWNER, stage)} if from_owner else {(pipeline, stage)}:
+        for key in {(pipeline, stage), (OWNER, stage)} if one_copy_steps else {(pipeline, stage)}:
             mine = found.setdefault(key, {})
             for newest, steps in needs.items():
                 mine[newest] = mine.get(newest, set()) | steps

@@ -77,7 +77,7 @@ def count_versions(
         return _stashed(schedule, copies)
     if rule == TWO_BUFFERS:
         return dict.fromkeys(copies, 2)
-    sent = predictions_of(schedule, tied_stages, from_owner=sharding != "none")
+    sent = predictions_of(schedule, tied_stages, one_copy_steps=sharding != "none")
     in_parts = num_replicas > 1 and sharding in ("zero1", "fsdp")
     found = {}
     for stage, pipeline in copies:

@@ -49,7 +49,7 @@ class MeasuredDispatch:
         mine = self._simulated() if self._pipe.rank == 0 else None
         self._timelines.clear()
         # Replicas measure different times: all go by those of the first.
-        name, saved = next(told for told in self._pipe.gather(mine) if told is not None)
+        name, saved = next(found for found in self._pipe.gather(mine) if found is not None)
         chosen, before = Dispatch(name), self._pipe.dispatch
         if chosen is not before:
             self._pipe.reconfigure(replace(self._pipe.configuration, dispatch=chosen))

@@ -60,8 +60,8 @@ def find(text: str, option: str) -> tuple[ModuleType, Any]:
         )
     if not own.name:
         names = _names_in(own.path)
-        told = f"it defines {', '.join(names)}" if names else "it defines none yet"
-        raise SettingsError(f"{option} {text}: which name in it? Give {own.path.name}:NAME; {told}")
+        names_there = f"it defines {', '.join(names)}" if names else "it defines none yet"
+        raise SettingsError(f"{option} {text}: which name in it? Give {own.path.name}:NAME; {names_there}")
     module = _imported(own.path, option)
     if not hasattr(module, own.name):
         near = difflib.get_close_matches(own.name, [name for name in vars(module) if name[0] != "_"], n=3)

@@ -24,7 +24,7 @@ class UpdateReport:
     Attributes:
         rule: which weights ops read. window: microbatches whose gradients an update adds up. drain_every:
             steps of a pass.
-        zero: whether only one copy of each stage has its optimizer's state.
+        one_copy_steps: whether only one copy of each stage has its optimizer's state.
         num_updates: over the whole run.
         proved, measured: most updates between a microbatch's forward and its backward, by the order, and as counted.
         met: share of (stage, microbatch) pairs with any.
@@ -34,7 +34,7 @@ class UpdateReport:
     rule: str
     window: int
     drain_every: int
-    zero: bool
+    one_copy_steps: bool
     num_updates: int
     proved: int
     measured: int
@@ -73,7 +73,7 @@ def update_report(settings: Settings, pipe: Pipeline, num_updates: int, is_tied:
         rule=schedule.updates.rule,
         window=settings.passes.window,
         drain_every=settings.passes.steps,
-        zero=settings.sharding != "none",
+        one_copy_steps=settings.sharding != "none",
         num_updates=num_updates,
         proved=proved_mismatch(schedule),
         measured=max(counted.values(), default=0),

@@ -118,8 +118,8 @@ def read_adaptation(folder: Path) -> AdaptationSummary | None:
 def _of(story: RunStory) -> AdaptationSummary:
     delays: dict[str, float] = {}
     for place, (a, b) in enumerate(story.links):
-        told = [row.delays[place] for row in story.iterations]
-        if row := [ms for ms in told if ms is not None][-LATEST:]:
+        known = [row.delays[place] for row in story.iterations]
+        if row := [ms for ms in known if ms is not None][-LATEST:]:
             delays[f"{a}>{b}"] = median(row)
     spells = (
         {"link": f"{a}:{b}", "first": spell.first + 1, "last": spell.last + 1, "ms": spell.ms}

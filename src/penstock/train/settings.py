@@ -318,11 +318,11 @@ def share_out(ranks: int | None, dp: int, tp: int, world: int) -> int:
     if ranks is not None and ranks * dp * tp == world:
         return ranks
     sizes = [("pp", ranks), ("dp", dp), ("tp", tp)]
-    told = " x ".join(f"{name} {size}" for name, size in sizes if size is not None)
+    given = " x ".join(f"{name} {size}" for name, size in sizes if size is not None)
     product = (ranks or 1) * dp * tp
     made = f"is {product}" if ranks is not None else f"is {product}, and pp a whole number of times that"
     raise SettingsError(
-        f"{told} {made}; {world} processes were started: start {product}, or give sizes whose product is {world}"
+        f"{given} {made}; {world} processes were started: start {product}, or give sizes whose product is {world}"
     )
 
 

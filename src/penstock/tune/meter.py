@@ -151,9 +151,9 @@ class Meter:
         key = self._transfer_key(num_ranks)
 
         def keep(answer: WorkerAnswer) -> None:
-            told = answer.ranks[0]
+            first = answer.ranks[0]
             nothing = {name: [0.0] for name in ("sizes", "send", "receive", "delay", "reduce", "threads")}
-            transfer = MessageCosts.from_json({**nothing, **told, "source": "measured"})
+            transfer = MessageCosts.from_json({**nothing, **first, "source": "measured"})
             self.transfers[num_ranks] = transfer
             self._keep(key, transfer.to_json(), answer, text)
 
@@ -231,7 +231,7 @@ def prepare_together(wanted: Sequence[tuple[Meter, Sequence[NeededProfile]]], nu
             )
 
 
-def profile_of(model: TunedModel, need: NeededProfile, told: Sequence[dict[str, Any]]) -> Profile:
+def profile_of(model: TunedModel, need: NeededProfile, answers: Sequence[dict[str, Any]]) -> Profile:
     """The profile from the answers of the ranks: of all layers, or of the two that ranks share. The result for a
     layer that several ranks measured is their mean, and so is that of blocks that are alike.
 
@@ -240,7 +240,7 @@ def profile_of(model: TunedModel, need: NeededProfile, told: Sequence[dict[str, 
     """
     times: dict[tuple[int, str], list[float]] = {}
     sizes: dict[int, dict[str, float]] = {}
-    for rank in told:
+    for rank in answers:
         sizes |= {int(index): values for index, values in rank["bytes"].items()}
         for label, value in rank["times"].items():
             layer, kind = label.split()
@@ -262,8 +262,8 @@ def profile_of(model: TunedModel, need: NeededProfile, told: Sequence[dict[str, 
         op_overhead={kind: overheads[kind] for kind in KINDS},
         recompute=need.recompute,
         transient=max(values["transient"] for values in sizes.values()),
-        tied=max(float(rank.get("tied", 0.0)) for rank in told),
-        step=fmean(rank["step"] for rank in told) + overheads["update"],
+        tied=max(float(rank.get("tied", 0.0)) for rank in answers),
+        step=fmean(rank["step"] for rank in answers) + overheads["update"],
         num_sharing=need.num_sharing,
         **rows,  # type: ignore[arg-type]
     )

@@ -59,8 +59,10 @@ class TuneCandidate:
     @property
     def name(self) -> str:
         """The name of the schedule, with its options."""
-        told = (_short(value) if name == "towers" else f"{name}={_short(value)}" for name, value in self.plan.options)
-        return " ".join((self.plan.name, *told))
+        options = (
+            _short(value) if name == "towers" else f"{name}={_short(value)}" for name, value in self.plan.options
+        )
+        return " ".join((self.plan.name, *options))
 
     @property
     def has_shared_ends(self) -> bool:

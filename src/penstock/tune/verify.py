@@ -85,7 +85,7 @@ def verify(
     except KeyboardInterrupt:
         if not answers:
             raise
-    return {candidate: measured_of(told) for candidate, told in answers.items()}
+    return {candidate: measured_of(each) for candidate, each in answers.items()}
 
 
 def trial_task(candidate: TuneCandidate, settings: Settings, model: TunedModel, num_steps: int) -> dict[str, Any]:
@@ -101,10 +101,10 @@ def trial_task(candidate: TuneCandidate, settings: Settings, model: TunedModel, 
     }
 
 
-def _peaks(told: Sequence[WorkerAnswer]) -> tuple[float, ...]:
+def _peaks(answers: Sequence[WorkerAnswer]) -> tuple[float, ...]:
     """For each rank of a replica, the highest of all replicas and rounds."""
     highest: dict[int, float] = {}
-    for rank in (rank for answer in told for rank in answer.ranks):
+    for rank in (rank for answer in answers for rank in answer.ranks):
         place = rank["pipeline_rank"]
         highest[place] = max(highest.get(place, 0.0), float(rank["peak_bytes"]))
     return tuple(highest[place] for place in sorted(highest))
@@ -120,10 +120,10 @@ class TrialStep(NamedTuple):
     undisturbed: bool
 
 
-def measured_of(told: Sequence[WorkerAnswer]) -> MeasuredCandidate:
+def measured_of(answers: Sequence[WorkerAnswer]) -> MeasuredCandidate:
     """One value from the answers of all rounds."""
     found: list[TrialStep] = []
-    for answer in told:
+    for answer in answers:
         spare = max(0, num_cores() - len(answer.ranks))
         for number, makespan in enumerate(answer.ranks[0]["makespans"]):
             clocks = [rank["clocks"][number] for rank in answer.ranks]
@@ -140,6 +140,6 @@ def measured_of(told: Sequence[WorkerAnswer]) -> MeasuredCandidate:
         len(undisturbed),
         fmean(known) if known else None,
         tuple(each.step for each in found),
-        _peaks(told),
+        _peaks(answers),
         median(each.work for each in counted),
     )

@@ -73,8 +73,10 @@ def run_job(
             paths = [folder / f"{number}-{rank}.json" for rank in range(num_ranks)]
             if not all(path.exists() for path in paths):
                 break
-            told = [json.loads(path.read_text()) for path in paths]
-            answers.append(WorkerAnswer([each["answer"] for each in told], others([each["clock"] for each in told])))
+            contents = [json.loads(path.read_text()) for path in paths]
+            answers.append(
+                WorkerAnswer([each["answer"] for each in contents], others([each["clock"] for each in contents]))
+            )
             if keep is not None:
                 keep(number, answers[-1])
     if code == INTERRUPTED:

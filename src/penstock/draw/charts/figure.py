@@ -94,8 +94,8 @@ def quoted(value: str) -> str:
 def text(x: float, y: float, shown: str, *names: str, title: str = "", more: str = "") -> str:
     """A text element; `names` are style names without their prefix."""
     style = " ".join(f"pc-{name}" for name in names)
-    told = f"<title>{escape(title)}</title>" if title else ""
-    return f'<text class="{style}" x="{num(x)}" y="{num(y)}"{more}>{told}{escape(shown)}</text>'
+    tooltip = f"<title>{escape(title)}</title>" if title else ""
+    return f'<text class="{style}" x="{num(x)}" y="{num(y)}"{more}>{tooltip}{escape(shown)}</text>'
 
 
 def text_width(shown: str, size: float = 12.0) -> float:

@@ -64,7 +64,7 @@ def bar_chart(
     if not lying:
         plot = _Plot(groups, legend, values, title, note, y or Axis(), levels, width, height, longest + 8)
     out = list(plot.drawn)
-    told: list[str] = []
+    tooltips: list[str] = []
     base = plot.rise(max(0.0, plot.rise.low))
     for number, group in enumerate(groups):
         whole = len(series) * bar + (len(series) - 1) * gap
@@ -72,7 +72,7 @@ def bar_chart(
             value = each.values[number]
             left = plot.middle(number) - whole / 2 + place * (bar + gap)
             if value is None:
-                told.append(text(left + bar / 2, base - 5, "–", "soft", "mid"))
+                tooltips.append(text(left + bar / 2, base - 5, "–", "soft", "mid"))
                 continue
             at, tip = plot.rise(value), escape(f"{group}, {each.name}: {show(value)}")
             upper, lower = min(at, base), max(at, base)
@@ -92,9 +92,9 @@ def bar_chart(
                 if 0 <= plot.rise(highest) - plot.rise(other) < 15:
                     highest = max(highest, other)
             if lying or bar >= LEAST:
-                told.append(_value(show(value), left + bar / 2, plot.rise(highest), lying))
+                tooltips.append(_value(show(value), left + bar / 2, plot.rise(highest), lying))
     said = label or _said(title, note, groups, [each.name for each in series])
-    return Figure((*out, *told), width, height, said, comment)
+    return Figure((*out, *tooltips), width, height, said, comment)
 
 
 def dot_chart(
@@ -123,7 +123,7 @@ def dot_chart(
     legend = [LegendEntry(each.name, hue_of(each.hue, place), "shape", place) for place, each in enumerate(series)]
     plot = _Plot(groups, legend, values, title, note, y or Axis(), levels, width, height)
     slot = min(96.0, plot.room * 0.86 / len(series))
-    out, told = list(plot.drawn), []
+    out, tooltips = list(plot.drawn), []
     for number, group in enumerate(groups):
         for place, each in enumerate(series):
             middle = plot.middle(number) + (place - (len(series) - 1) / 2) * slot
@@ -137,13 +137,13 @@ def dot_chart(
             if samples:
                 half = median(samples)
                 at = plot.rise(half)
-                told.append(
+                tooltips.append(
                     f'<path class="pc-strong" d="M{num(middle - spread - 5)} {num(at)}h{num(2 * spread + 10)}"/>'
                 )
                 if slot >= 2 * spread + 14 + text_width(show(half), 11):
-                    told.append(text(middle + spread + 8, at + 4, show(half), "text", "small", "over"))
+                    tooltips.append(text(middle + spread + 8, at + 4, show(half), "text", "small", "over"))
     said = label or _said(title, note, groups, [each.name for each in series])
-    return Figure((*out, *told), width, height, said, comment)
+    return Figure((*out, *tooltips), width, height, said, comment)
 
 
 class _Plot:

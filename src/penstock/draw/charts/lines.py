@@ -115,7 +115,7 @@ def _drawn(part: Part, hue: str, place: int, across: Scale, rise: Scale) -> list
         ]
         style = f"pc-f-{hue} pc-dot"
         points = zip(part.x, part.y, titles, strict=True)
-        return [shape(place, across(a), rise(b), 4, style, escape(told)) for a, b, told in points]
+        return [shape(place, across(a), rise(b), 4, style, escape(tooltip)) for a, b, tooltip in points]
     if isinstance(part, Band):
         there = [f"{num(across(a))} {num(rise(b))}" for a, b in zip(part.x, part.high, strict=True)]
         back = [f"{num(across(a))} {num(rise(b))}" for a, b in zip(part.x, part.low, strict=True)]
@@ -126,8 +126,8 @@ def _drawn(part: Part, hue: str, place: int, across: Scale, rise: Scale) -> list
     out = [f'<path class="pc-line pc-l-{hue}{more}" d="{paths}"/>']
     if sum(map(len, runs)) <= WITH_MARKERS and part.form == "straight":
         for a, b in (point for run in runs for point in run):
-            told = escape(f"{part.name}: {rise.axis.show(b)} at {across.axis.show(a)}")
-            out.append(shape(place, across(a), rise(b), 3.6, f"pc-f-{hue} pc-halo", told))
+            tooltip = escape(f"{part.name}: {rise.axis.show(b)} at {across.axis.show(a)}")
+            out.append(shape(place, across(a), rise(b), 3.6, f"pc-f-{hue} pc-halo", tooltip))
     return out
 
 
@@ -180,15 +180,17 @@ def _marks(marks: Sequence[Mark], across: Scale, top: float, bottom: float) -> l
     out, free = [], -math.inf
     for mark in sorted(marks, key=lambda each: each.x):
         at, half = across(mark.x), max(8.0, text_width(mark.text, 11) / 2 + 5)
-        told = f"<title>{escape(mark.title or mark.text)}</title>"
+        tooltip = f"<title>{escape(mark.title or mark.text)}</title>"
         out.append(f'<path class="pc-l-{mark.hue}" stroke-width="1.2" d="M{num(at)} {num(top - 4)}V{num(bottom)}"/>')
         if at - half >= free:
             pill = f'x="{num(at - half)}" y="{num(top - 21)}" width="{num(2 * half)}" height="17" rx="8.5"'
             shown = f'<text class="pc-pill" x="{num(at)}" y="{num(top - 8.5)}">{escape(mark.text)}</text>'
-            out.append(f'<g>{told}<rect class="pc-f-{mark.hue}" {pill}/>{shown}</g>')
+            out.append(f'<g>{tooltip}<rect class="pc-f-{mark.hue}" {pill}/>{shown}</g>')
             free = at + half + 2
         else:
-            out.append(f'<circle class="pc-f-{mark.hue}" cx="{num(at)}" cy="{num(top - 5)}" r="2.5">{told}</circle>')
+            out.append(
+                f'<circle class="pc-f-{mark.hue}" cx="{num(at)}" cy="{num(top - 5)}" r="2.5">{tooltip}</circle>'
+            )
     return out
 
 

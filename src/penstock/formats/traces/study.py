@@ -41,8 +41,8 @@ def read_study(path: Path) -> RunTrace:
     is_compute = np.array([each.scope is Scope.COMPUTE for each in kinds], bool)[kind] if len(kind) else kind > 0
     if "mc" in columns and is_compute.any():  # what reduces or gathers a chunk says which stage that is
         chunk = _whole(path, "mc", columns["mc"])
-        told = (stage == NONE) & (chunk != NONE)
-        stage[told] = chunk[told] * (int(rank[is_compute].max()) + 1) + rank[told]
+        is_chunk = (stage == NONE) & (chunk != NONE)
+        stage[is_chunk] = chunk[is_chunk] * (int(rank[is_compute].max()) + 1) + rank[is_chunk]
     microbatch = np.where(is_compute, ints["mb_id"], NONE)
     start, duration = (_seconds(path, each, columns[each]) * 1e3 for each in ("start_ts", "duration"))
     end = start + duration

@@ -289,7 +289,11 @@ def _hint(
     forms: tuple[dict[int, Any], dict[int, Any], dict[int, Any]],
     unit: float,
 ) -> None:
-    """Args: forms: the literals of again, whole and away."""
+    """Gives the solver the best orders so far to begin with.
+
+    Args:
+        forms: the literals of again, whole and away.
+    """
     times = np.empty(problem.num_ops)
     problem.timed(best, times)
     for op, variable in start.items():

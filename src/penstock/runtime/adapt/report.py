@@ -132,7 +132,7 @@ def as_one(reports: Sequence[RankReport]) -> list[RankReport]:
     found = []
     for rank in sorted({report.rank for report in reports}):
         mine = sorted((report for report in reports if report.rank == rank), key=lambda report: report.pipeline_index)
-        told = slowest_of([event_from_json(json.loads(line)["event"]) for line in each.events] for each in mine)
+        slowest = slowest_of([event_from_json(json.loads(line)["event"]) for line in each.events] for each in mine)
         links: dict[str, float] = {}
         for each in mine:
             links |= {link: max(ms, links.get(link, 0.0)) for link, ms in (each.links or {}).items()}
@@ -141,7 +141,7 @@ def as_one(reports: Sequence[RankReport]) -> list[RankReport]:
             replace(
                 one,
                 ms=max(each.ms for each in mine),
-                events=[event_line(event) for event in told],
+                events=[event_line(event) for event in slowest],
                 links=links,
                 peak=max(each.peak for each in mine),
                 counters=dict(sum((Counter(each.counters or {}) for each in mine), Counter())),

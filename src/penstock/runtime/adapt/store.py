@@ -490,12 +490,12 @@ def meet(address: str | None, peers: Peers) -> Rendezvous:
     if not isinstance(peers, GroupPeers):
         store = InProcessStore() if address is None else open_store(address)
         return Rendezvous(store, name, first, (first,), (0,) * peers.num_ranks)
-    told = peers.gather((clock_name(), network_name()))
-    clocks = [str(clock) for clock, _ in told]
+    gathered = peers.gather((clock_name(), network_name()))
+    clocks = [str(clock) for clock, _ in gathered]
     server, error = None, ""
     if address is None and first == 0:
         try:
-            server, address = _jobs_own([str(network) for _, network in told])
+            server, address = _jobs_own([str(network) for _, network in gathered])
         except RuntimeFailure as failure:
             error = str(failure)
     name, address, failed = peers.gather((name, address, error))[0]

@@ -119,8 +119,8 @@ def save(
     found, error = _attempt(collect, f"checkpoint in {directory} could not be written")
     share, extra, states, scaler = found or (None, {}, {}, {})
     given = {"meta": _digest_of(meta), "number": number, "keep": keep}
-    told = (share and share.optimizer, digests_of(extra), digests_of(states), place, given)
-    parts = _agree(peers, told, error)
+    mine = (share and share.optimizer, digests_of(extra), digests_of(states), place, given)
+    parts = _agree(peers, mine, error)
     _require_same([part[4] for part in parts])
     me = peers.here[0] if len(parts) > 1 else 0
     assert share is not None
@@ -240,8 +240,8 @@ def _choose(
         error = CheckpointError(f"{directory}: no checkpoint there; give a checkpoint or a folder of them")
     given = paths[0].name if paths and paths[0] == directory else None
     call = {"checkpoint": given, "stateful": sorted(map(str, stateful)), "fallback": fallback}
-    told = ([path.name for path in paths], call, state.expected(), state.extra_names())
-    parts = _agree(peers, told, error if is_wrong or peers.here[0] == 0 else None)
+    mine = ([path.name for path in paths], call, state.expected(), state.extra_names())
+    parts = _agree(peers, mine, error if is_wrong or peers.here[0] == 0 else None)
     names = parts[0][0]
     for process, (own, other, _, _) in enumerate(parts):
         if own and other != parts[0][1]:

@@ -46,19 +46,19 @@ class StateInventory(NamedTuple):
     kinds: dict[str, Kind]
 
 
-def sendings(told: Sequence[StateInventory]) -> list[TensorTransfer]:
+def sendings(inventories: Sequence[StateInventory]) -> list[TensorTransfer]:
     """Who sends what to whom; what a process holds already it keeps.
 
     Raises:
         RuntimeFailure: something is wanted that nobody holds.
     """
     holders: dict[str, list[int]] = {}
-    for process, each in enumerate(told):
+    for process, each in enumerate(inventories):
         for name in each.held:
             holders.setdefault(name, []).append(process)
-    load = [0] * len(told)
+    load = [0] * len(inventories)
     found = []
-    for target, each in enumerate(told):
+    for target, each in enumerate(inventories):
         for name in each.wanted:
             if name in each.held:
                 continue
@@ -68,7 +68,7 @@ def sendings(told: Sequence[StateInventory]) -> list[TensorTransfer]:
                     "the same model and kind of optimizer only"
                 )
             source = min(holders[name], key=lambda process: (load[process], process))
-            load[source] += num_bytes_of(*told[source].held[name])
+            load[source] += num_bytes_of(*inventories[source].held[name])
             found.append(TensorTransfer(name, source, target))
     return found
 
@@ -106,9 +106,9 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
     known: dict[str, Kind] = {name: kind for kinds, _ in parts for name, kind in kinds.items()}
     meta = next((each for _, each in parts if each is not None), None)
     wanted = peers.gather((after.wanted(known), after.expected()))
-    told = [StateInventory(kinds, *each) for (kinds, _), each in zip(parts, wanted, strict=True)]
-    _require_shapes(told, known)
-    came = _exchange(sendings(told), held, known, peers)
+    inventories = [StateInventory(kinds, *each) for (kinds, _), each in zip(parts, wanted, strict=True)]
+    _require_shapes(inventories, known)
+    came = _exchange(sendings(inventories), held, known, peers)
     mine = {name: came[name] if name in came else held[name] for name in after.wanted(known)}
     staged, said = None, None
     try:
@@ -126,9 +126,9 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
     return sum(num_bytes_of(*known[name]) for name in came)
 
 
-def _require_shapes(told: Sequence[StateInventory], known: dict[str, Kind]) -> None:
+def _require_shapes(inventories: Sequence[StateInventory], known: dict[str, Kind]) -> None:
     """The same answer in every process."""
-    for name, (shape, _) in (each for one in told for each in one.kinds.items()):
+    for name, (shape, _) in (each for one in inventories for each in one.kinds.items()):
         if name.startswith(MODEL) and name in known and known[name][0] != shape:
             raise RuntimeFailure(
                 f"{name} has shape {known[name][0]} in the pipeline before and {shape} in the one after; build both "

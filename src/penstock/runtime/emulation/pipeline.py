@@ -198,7 +198,7 @@ class EmulatedPipeline:
         plan, choice = self._plan, self._choice
         require_runnable(plan.schedule)
         Conditions(self.link_conditions).require_own_queues()
-        told = {
+        facts = {
             "schedule": schedule_digest(plan.schedule),
             "costs": astuple(self._costs),
             "link condition": str(self.link_conditions),
@@ -206,7 +206,7 @@ class EmulatedPipeline:
             "stretch": self.stretch,
             "transport": choice.shared,
         }
-        require_same(peers.gather(told), "every rank must make the same ps.emulate(...)")
+        require_same(peers.gather(facts), "every rank must make the same ps.emulate(...)")
         barrier = ProcessBarrier(peers, meeting_groups(plan.schedule, peers), timeout)
         self._conditions = Conditions(Links())
         given = None if self.link_conditions == Links() else self._conditions
@@ -265,12 +265,12 @@ class EmulatedPipeline:
             (*row, worker.peak_held, backend.late)
             for row, worker, backend in zip(rows, workers, backends, strict=True)
         ]
-        told = self._peers.gather((mine, vote, self._notices.num_new))
-        _, times, async_times, peaks, late = zip(*sorted(row for part, *_ in told for row in part), strict=True)
-        if any(num_new for *_, num_new in told):
+        gathered = self._peers.gather((mine, vote, self._notices.num_new))
+        _, times, async_times, peaks, late = zip(*sorted(row for part, *_ in gathered for row in part), strict=True)
+        if any(num_new for *_, num_new in gathered):
             self._notices.share()
         if agent is not None:
-            following = agent.count_votes([Vote(*each) for _, each, _ in told])
+            following = agent.count_votes([Vote(*each) for _, each, _ in gathered])
             if following is not None:
                 self._plan, self.number = following.made, following.number
                 self.configuration = self._plan.configuration
@@ -293,8 +293,8 @@ class EmulatedPipeline:
         """
         require_free(self._agent is not None)
         plan = self._ready(configuration)
-        told = self._peers.gather({"configuration": configuration.digest})
-        require_same(told, "every rank must switch to the same", shown=False)
+        gathered = self._peers.gather({"configuration": configuration.digest})
+        require_same(gathered, "every rank must switch to the same", shown=False)
         self._plan, self.number = plan, self.number + 1
         self.configuration = configuration
 

@@ -67,11 +67,11 @@ class StepFailure:
         Raises:
             PeerFailed: on those that have no error of their own; the others raise theirs.
         """
-        told = everyone.gather(None if self.error is None else _said(self.error))
+        gathered = everyone.gather(None if self.error is None else _said(self.error))
         if self.error is not None:
             raise self.error
         who = "process" if isinstance(everyone, MeshPeers) else "rank"
-        for process, said in enumerate(told):
+        for process, said in enumerate(gathered):
             if said is not None:
                 raise PeerFailed(f"{who} {process} could not do its part of the step: {said}")
 

@@ -31,7 +31,8 @@ from penstock.schedule.updates import OWNER
 class UpdatingOps:
     """Around the handlers of the other ops.
 
-    Where `updating.zero` is set the owner sends parameters; otherwise the summed gradients, and every copy steps.
+    Where one copy steps (`updating.one_copy_steps`) the owner sends parameters; otherwise it sends the summed
+    gradients, and every copy steps.
     If the last window continues in the next step, nothing is sent for it in this one, and its updates (U) do nothing.
 
     Args:
@@ -60,7 +61,7 @@ class UpdatingOps:
         self._shared = {} if gang is None else {stage for stage, _ in schedule.placement.shared}
         self._replicas = updating.replicas
         self._select = updating.copies.select
-        self._windows, self._zero = schedule.windows, updating.zero
+        self._windows, self._one_copy_steps = schedule.windows, updating.one_copy_steps
         self._open = self._windows.num_updates - 1 if updating.leaves_open else None
         self._memory = {
             local(p.detach()).untyped_storage().data_ptr()
@@ -132,7 +133,7 @@ class UpdatingOps:
         if edge.producer.kind != UPDATE:
             weights = self._of(self._schedule.pipeline_of(edge.producer), stage)
             return Payload.gradients(weights.gradients(update))
-        if self._zero:
+        if self._one_copy_steps:
             _, pipeline = self._windows.update_of(edge.consumer.microbatch)
             steps = self._updating.needed(pipeline, stage, update + 1)
             return Payload.gradients([*self._of(OWNER, stage).versions.copies(steps)])
@@ -168,12 +169,12 @@ class UpdatingOps:
         if pipeline == OWNER:
             parts = [weights.gradients(update), *(payload.leaves for payload in received)]
             total = self._replicas.summed(list(weights.masters.values()), summed(parts))
-            if not self._zero and self._windows.num_pipelines > 1:
+            if not self._one_copy_steps and self._windows.num_pipelines > 1:
                 self._reduced[op.stage] = total
             weights.apply(update, [total], self._replicas.sharding.to_step)
             self._replicas.share_stepped(list(weights.masters.values()))
             weights.look_ahead(self._replicas.sharding.predicted)
-        elif self._zero:
+        elif self._one_copy_steps:
             weights.take_over(update, [leaf for leaf in received[0].leaves if leaf is not None])
         else:
             weights.apply(update, [list(received[0].leaves)])

@@ -91,8 +91,8 @@ def listen(port: int, address: str) -> socket.socket:
 
 def named(given: Sequence[str] | None = None) -> list[str]:
     """The interfaces that are named, by an argument or by the environment."""
-    told = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
-    return list(given) if given else [name for name in told.split(",") if name]
+    named = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
+    return list(given) if given else [name for name in named.split(",") if name]
 
 
 def _address_of(name: str) -> str:

@@ -131,18 +131,18 @@ def _tell_all(found: torch.Tensor, firsts: Sequence[int], timeout: float, pace: 
         for row in rows.values():
             found += row
         planned = 0 if pace is None else pace.plan(rest=float(found[0].max()) / 1e3)
-        told = torch.cat([found.flatten(), torch.tensor([float(planned)], dtype=found.dtype, device="cpu")])
+        message = torch.cat([found.flatten(), torch.tensor([float(planned)], dtype=found.dtype, device="cpu")])
         others = [other for other in range(dist.get_world_size()) if other != root]
-        for other, work in [(other, dist.isend(told, other)) for other in others]:
+        for other, work in [(other, dist.isend(message, other)) for other in others]:
             _wait(work, other, timeout)
     else:
         if me in firsts:
             _wait(dist.isend(found, root), root, timeout)
-        told = torch.empty(found.numel() + 1, dtype=found.dtype, device="cpu")
-        _wait(dist.irecv(told, root), root, timeout)
-        found.copy_(told[:-1].view_as(found))
+        message = torch.empty(found.numel() + 1, dtype=found.dtype, device="cpu")
+        _wait(dist.irecv(message, root), root, timeout)
+        found.copy_(message[:-1].view_as(found))
     if pace is not None:
-        pace.follow(int(told[-1]))
+        pace.follow(int(message[-1]))
 
 
 def _round_trip(begins: bool, other: int, timeout: float) -> float:
@@ -203,8 +203,8 @@ def ahead_of_first(peers: GroupPeers, names: Sequence[str]) -> int:
             for _ in range(ROUNDS):
                 asked = time.perf_counter_ns()
                 _send(peers, 0, asked)
-                told = _receive(peers, 0)
-                samples.append(ClockSample(asked, time.perf_counter_ns(), told))
+                answered = _receive(peers, 0)
+                samples.append(ClockSample(asked, time.perf_counter_ns(), answered))
             found = clock_offset(samples)
     return found
 

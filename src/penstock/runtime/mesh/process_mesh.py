@@ -135,8 +135,8 @@ class ProcessMesh:
         on_gpu = device.type == "cuda"
         by_gloo = on_gpu and any("cuda:gloo" in config for config in self._backends(cuts_shared))
         goes_on = on_gpu and self.has_parts and self._is_retried
-        told = self.everyone.gather((by_gloo, goes_on))
-        if any(gloo for gloo, _ in told):
+        gathered = self.everyone.gather((by_gloo, goes_on))
+        if any(gloo for gloo, _ in gathered):
             what = "tensor parallelism" if self.shards is not None else "a shared stage"
             if self.has_parts:
                 what = 'sharding="fsdp"'
@@ -145,7 +145,7 @@ class ProcessMesh:
                 '"cpu:gloo,cuda:nccl", which takes a GPU for each process, or keep whole parameters '
                 '(tp 1, sharding="copies" or "zero1")'
             )
-        if any(retried for _, retried in told):
+        if any(retried for _, retried in gathered):
             raise RuntimeFailure(
                 'sharding="fsdp" gathers parts of parameters on a GPU, and where two interfaces are named (by '
                 "PENSTOCK_INTERFACES or DelegateOptions) that goes by gloo, which can't; name one, or keep whole "

@@ -301,7 +301,7 @@ class _Meeting:
 
     def __init__(self, kind: str, at: tuple[int, ...], peers: GroupPeers, sets: Sequence[HolderSet]) -> None:
         self.kind, self.at, self.peers, self.sets = kind, at, peers, list(sets)
-        self._told: Callable[[], Tensor] | None = None
+        self._wait_for_sum: Callable[[], Tensor] | None = None
         self._alike = True
 
     def begin(self, digests: Sequence[float]) -> None:
@@ -312,15 +312,15 @@ class _Meeting:
             if me in each.holders:
                 row[start + each.holders.index(me)] = digest
             start += len(each.holders)
-        self._told = self.peers.begin_sum(row)
+        self._wait_for_sum = self.peers.begin_sum(row)
 
     @property
     def is_alike(self) -> bool:
         """Whether all holders have begun the step alike: the same on all these processes. Waits for the others."""
-        if self._told is None:
+        if self._wait_for_sum is None:
             return self._alike
-        told, self._told = self._told, None
-        row, start = told().tolist(), 0
+        wait_for_sum, self._wait_for_sum = self._wait_for_sum, None
+        row, start = wait_for_sum().tolist(), 0
         self._alike = True
         for each in self.sets:
             digests = row[start : start + len(each.holders)]
@@ -534,8 +534,8 @@ class HolderAgreement:
             for number, facts in enumerate(found)
             if facts and meeting.peers.here[0] in meeting.sets[number].holders
         ]
-        told = self._everyone.gather((within, mine))
-        for process, (changed, _) in enumerate(told):
+        gathered = self._everyone.gather((within, mine))
+        for process, (changed, _) in enumerate(gathered):
             for name in changed:
                 raise RuntimeFailure(
                     f"parameter {name} was changed in the middle of a step in process {process}; other processes "
@@ -543,7 +543,7 @@ class HolderAgreement:
                     "models; change it between two steps, alike on every rank, or leave it to the optimizer"
                 )
         by_set: dict[tuple[object, ...], dict[int, Facts]] = {}
-        for _, found in told:
+        for _, found in gathered:
             for key, holder, facts in found:
                 by_set.setdefault(key, {})[holder] = facts
         for key, of_holders in sorted(by_set.items(), key=lambda item: str(item[0])):
@@ -646,14 +646,14 @@ def agreement_of(
     mesh: ProcessMesh,
     sharding: ReplicaParameters,
     masters: Mapping[int, Sequence[Tensor]] | None,
-    zero: bool,
+    one_copy_steps: bool,
     optimizer: Callable[[], Optimizer | None],
 ) -> HolderAgreement:
     """What is to be alike of this process's model. Every process must call it.
 
     Args:
         masters: by id of a parameter, what updates that are ops step in its place; None where there are no such ops.
-        zero: of several copies of a stage only the owner's is stepped.
+        one_copy_steps: of several copies of a stage only the owner's is stepped.
         optimizer: gives the one that steps.
     """
     is_dealt = sharding.keeps_whole and not sharding.has_all_state
@@ -664,7 +664,7 @@ def agreement_of(
     if isinstance(mesh.replicas, GroupPeers):
         alike = replace(everything, holders=tuple(range(mesh.num_replicas)), in_parts=not sharding.keeps_whole)
         meetings.append(_Meeting("replica", (rank, shard), mesh.replicas, [alike]))
-    together = list(_sets_of_ranks(model, is_dealt, masters is not None, zero))
+    together = list(_sets_of_ranks(model, is_dealt, masters is not None, one_copy_steps))
     if isinstance(mesh.pipeline, GroupPeers) and together:
         meetings.append(_Meeting("rank", (replica, shard), mesh.pipeline, together))
     if mesh.shards is not None:
@@ -695,7 +695,7 @@ def _named(model: LocalModel) -> dict[str, Parameter]:
     return found
 
 
-def _sets_of_ranks(model: LocalModel, is_dealt: bool, updates: bool, zero: bool) -> Iterator[HolderSet]:
+def _sets_of_ranks(model: LocalModel, is_dealt: bool, updates: bool, one_copy_steps: bool) -> Iterator[HolderSet]:
     """What several ranks of a pipeline hold, in an order that all ranks have."""
     placement, stages, owned = model.placement, model.copies.stages, model.stages
     pipelines, shared = range(placement.num_pipelines), {stage for stage, _ in placement.shared}
@@ -708,7 +708,7 @@ def _sets_of_ranks(model: LocalModel, is_dealt: bool, updates: bool, zero: bool)
         if len(holders) > 1:
             here = model.copies.own(index) if index in stages else {}
             # What replicas deal out, each rank deals by itself, but for what is tied.
-            steps = not is_dealt and (not zero or holders == owners)
+            steps = not is_dealt and (not one_copy_steps or holders == owners)
             yield HolderSet(holders, here, not is_dealt and not updates, steps, in_parts=index in shared)
             if updates:
                 yield HolderSet(
@@ -720,5 +720,5 @@ def _sets_of_ranks(model: LocalModel, is_dealt: bool, updates: bool, zero: bool)
             # Where a rank has it in several stages, and steps that of some: one of these.
             mine = sorted((index for index in tie.stages if index in stages), key=lambda index: index not in owned)
             here = {} if not mine else {tie.name: stages[mine[0]].get_parameter(tie.names[mine[0]])}
-            steps = not updates and (not zero or holders == owners)
+            steps = not updates and (not one_copy_steps or holders == owners)
             yield HolderSet(holders, here, not updates, steps, in_parts=not shared.isdisjoint(tie.stages))

@@ -174,8 +174,8 @@ class Replicas:
             self.sharding.at_rest(parameter).grad = self.sharding.at_rest(first).grad
 
     def _are_alike(self) -> bool:
-        """Whether all replicas have begun the step alike, the same in each. Where they have not, nothing is summed:
-        sums would be of other lengths, and the step's end refuses it.
+        """Whether all replicas have begun the step alike, the same in each. Where they have not, nothing is summed,
+        as sums would be of other lengths, and the step's end refuses it.
         """
         return self._peers is None or self.agreement is None or self.agreement.is_alike(self._peers)
 

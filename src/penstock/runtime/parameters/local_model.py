@@ -48,16 +48,18 @@ def _others(
 
 
 class LocalModel:
-    """Attributes:
-    copies: of stages, in this process. stages: the owners among them, by stage.
-    device: where they lie.
-    ties: parameters that several stages share. tied: what takes and passes on their gradients.
-    shared: what brings together gradients and values of what several stages, pipelines or ranks hold.
-    sharded: the parameters of which replicas keep parts; None where they do not.
-    parameters: of all copies, each once.
-    named: name -> parameter, for those here; a tied one is its lowest stage's.
-    own: those of them that this process answers for, among the ranks of its pipeline.
-    dtypes: name -> type of every parameter of the model, in its order.
+    """The stages of a model that lie in this process, their parameters, and what others hold of these too.
+
+    Attributes:
+        copies: of stages, in this process. stages: the owners among them, by stage.
+        device: where they lie.
+        ties: parameters that several stages share. tied: what takes and passes on their gradients.
+        shared: what brings together gradients and values of what several stages, pipelines or ranks hold.
+        sharded: the parameters of which replicas keep parts; None where they do not.
+        parameters: of all copies, each once.
+        named: name -> parameter, for those here; a tied one is its lowest stage's.
+        own: those of them that this process answers for, among the ranks of its pipeline.
+        dtypes: name -> type of every parameter of the model, in its order.
 
     Args:
         mesh: where this process lies.

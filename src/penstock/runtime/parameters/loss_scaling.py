@@ -30,7 +30,9 @@ _IN_A_ROW = "_growth_tracker"
 
 
 class LossScaling:
-    """Args:
+    """What losses are multiplied by, and whether gradients are divided by it yet.
+
+    Args:
         scaler: whose numbers count, and are kept up to date.
         everyone: all processes of the run, which leave out the same updates.
 

@@ -34,16 +34,18 @@ GivenOptimizer = Callable[[list[Parameter]], Optimizer] | Optimizer | None
 
 
 class OptimizerState:
-    """Attributes:
-    model: as this process holds it. num_updates: so far.
-    clip_norm: see `ps.Pipeline`.
-    replicas: what there is of other replicas. updating: the updates that are ops; None where there are none.
-    scaling: what losses are multiplied by; None where they are not.
-    agreement: tells whether all that hold a parameter begin a step alike.
+    """The optimizer of this process, and what its updates go by: gradients, their norm and their scale.
+
+    Attributes:
+        model: as this process holds it. num_updates: so far.
+        clip_norm: see `ps.Pipeline`.
+        replicas: what there is of other replicas. updating: the updates that are ops; None where there are none.
+        scaling: what losses are multiplied by; None where they are not.
+        agreement: tells whether all that hold a parameter begin a step alike.
 
     Args:
         schedule: with its REDUCE ops, where there are replicas.
-        zero: see `ps.Pipeline`.
+        one_copy_steps: see `ParallelOptions`.
         late: what is injected into links between replicas.
         scaler: see `PrecisionOptions`.
     """
@@ -55,7 +57,7 @@ class OptimizerState:
         schedule: Schedule,
         optimizer: GivenOptimizer,
         clip_norm: float | None,
-        zero: bool,
+        one_copy_steps: bool,
         late: LateRing | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
@@ -65,7 +67,7 @@ class OptimizerState:
             require_scalable(scaler, model.dtypes)
             self.scaling = LossScaling(scaler, mesh.everyone)
         self._name, self._windows = schedule.name, schedule.windows
-        self.model, self._mesh, self._zero = model, mesh, zero
+        self.model, self._mesh, self._one_copy_steps = model, mesh, one_copy_steps
         if optimizer is not None:
             model.require_trainable_everywhere()
         self.replicas = replicas_of(model, mesh, schedule, late)
@@ -74,14 +76,16 @@ class OptimizerState:
             mark_ends(module, stage == schedule.num_stages - 1, tied)
         self.updating = None
         if schedule.updates is not None:
-            self.updating = ScheduledUpdates(schedule, model, zero, self.replicas, mesh.shard == 0)
+            self.updating = ScheduledUpdates(schedule, model, one_copy_steps, self.replicas, mesh.shard == 0)
         # Where updates are ops, the optimizer finds no gradients but within these.
         apart = self.updating is None and isinstance(mesh.everyone, GroupPeers)
         self._num_processes = mesh.everyone.num_ranks if apart else 1
         self._steps = OwnSteps(self._make_optimizer(optimizer), self._num_processes)
         require_whole_matrices(self.optimizer, model.sharded is not None)
         masters = None if self.updating is None else self.updating.stand_ins()
-        self.agreement = agreement_of(model, mesh, self.replicas.sharding, masters, zero, lambda: self.optimizer)
+        self.agreement = agreement_of(
+            model, mesh, self.replicas.sharding, masters, one_copy_steps, lambda: self.optimizer
+        )
         self.replicas.agreement = self.agreement
 
     @property
@@ -106,7 +110,7 @@ class OptimizerState:
         if self.updating is not None:
             return self.updating.make_optimizer(given, self._mesh.everyone)
         model = self.model
-        stepped = model.owned() if self._zero else model.parameters
+        stepped = model.owned() if self._one_copy_steps else model.parameters
         return optimizer_of(given, self.replicas.sharding.owned(stepped), model.stand_ins())
 
     def begin(self, rates: Sequence[float] | None, update: bool) -> None:
@@ -171,7 +175,7 @@ class OptimizerState:
         if self.optimizer is not None:
             self._steps.make()
             self.replicas.share_stepped()
-            if self._zero:
+            if self._one_copy_steps:
                 self.model.shared.share_parameters()
         self.num_updates += 1
         if self.scaling is not None:
@@ -201,8 +205,8 @@ class OptimizerState:
     def begin_norm(self) -> Callable[[], Tensor]:
         """Begins to work out the norm of all gradients; returns what waits for it. Every process must call both."""
         model = self.model
-        told = [name for name, p in model.own.items() if self._answers_for(p)]
-        return begin_norm(model.dtypes, model.named, told, self._mesh.everyone, model.device)
+        names = [name for name, p in model.own.items() if self._answers_for(p)]
+        return begin_norm(model.dtypes, model.named, names, self._mesh.everyone, model.device)
 
     def begin_no_norm(self) -> Callable[[], Tensor]:
         """Takes part in what `begin_norm` begins in processes that update, where this one is not to: all of them then
@@ -230,7 +234,7 @@ class OptimizerState:
         mine = self.model.copies.of_rank(rank)
         parameters = [p for key in mine for p in here[key].parameters()]
         if updating is None:
-            owned = [key for key in mine if key[0] == OWNER or not self._zero]
+            owned = [key for key in mine if key[0] == OWNER or not self._one_copy_steps]
             stepped: list[Tensor] = [p for key in owned for p in here[key].parameters()]
             versions, gradients = 0, num_bytes(p for p in parameters if p.requires_grad)
         else:

@@ -340,14 +340,14 @@ def build_alike(sources: Sequence[Stage | StageSource], placement: Placement, me
     except Exception as failure:  # the others would wait for this process
         error = failure
     digests = {subject: digest_of(lines) for subject, lines in forms.items()}
-    told = mesh.everyone.gather((digests, None if error is None else f"{type(error).__name__}: {error}"))
+    gathered = mesh.everyone.gather((digests, None if error is None else f"{type(error).__name__}: {error}"))
     if error is not None:
         raise error
-    for rank, (_, failed) in enumerate(told):
+    for rank, (_, failed) in enumerate(gathered):
         if failed is not None:
             raise RuntimeFailure(f"rank {rank} could not build its stages: {failed}")
-    for subject in sorted({subject for each, _ in told for subject in each}):
-        if len({each[subject] for each, _ in told if subject in each}) > 1:
+    for subject in sorted({subject for each, _ in gathered for subject in each}):
+        if len({each[subject] for each, _ in gathered if subject in each}) > 1:
             _refuse(subject, mesh.everyone.gather(forms.get(subject)))
     return found
 

@@ -40,7 +40,7 @@ class ScheduledUpdates:
 
     Attributes:
         copies: of the stages here. weights: of each copy. rule: by which ops read them.
-        zero: only the owner's copy of a stage has the optimizer's state.
+        one_copy_steps: only the owner's copy of a stage has the optimizer's state.
         replicas: with whom updates sum up gradients. is_first_shard: of those who hold these stages together.
         leaves_open: the last window of the step that runs goes on in the next one.
 
@@ -52,19 +52,19 @@ class ScheduledUpdates:
         self,
         schedule: Schedule,
         model: LocalModel,
-        zero: bool,
+        one_copy_steps: bool,
         replicas: Replicas,
         is_first_shard: bool = True,
     ) -> None:
         if schedule.updates is None or schedule.windows is None:
             raise RuntimeFailure(f"{schedule.name} has no updates")
         copies = model.copies
-        self.schedule, self.copies, self.zero, self._model = schedule, copies, zero, model
+        self.schedule, self.copies, self.one_copy_steps, self._model = schedule, copies, one_copy_steps, model
         self.replicas, self.is_first_shard = replicas, is_first_shard
         self._windows = schedule.windows
         self.rule = rule_of(schedule.updates.rule)
         self.rule.require_schedule(schedule)
-        self._needs: dict[Copy, Needs] = predictions_of(schedule, model.ties.stages, zero)
+        self._needs: dict[Copy, Needs] = predictions_of(schedule, model.ties.stages, one_copy_steps)
         self._tied_reads = {
             (tie.name, stage): tied_reads_of(schedule, tie.owner, stage)
             for tie in model.ties
@@ -96,7 +96,7 @@ class ScheduledUpdates:
             stage,
             pipeline,
             self.rule,
-            pipeline == OWNER or not self.zero,
+            pipeline == OWNER or not self.one_copy_steps,
             [name for name, _ in one.named_parameters() if ties.is_elsewhere(name)],
             leaves,
             self._needs.get((pipeline, stage)),
@@ -204,7 +204,7 @@ class ScheduledUpdates:
         for key in self.copies.each():
             self.weights[key].look_ahead(self.replicas.sharding.predicted)
         shared, num_pipelines = self._model.shared, self._windows.num_pipelines
-        for index in self.copies.stages if self.zero else ():
+        for index in self.copies.stages if self.one_copy_steps else ():
             others = [(k, index) for k in range(num_pipelines) if k != OWNER]
             found: dict[int, list[Tensor]] = {}
             for steps in sorted({steps for key in others for steps in self.needed(*key, 0)}):

@@ -194,10 +194,12 @@ class OwnedParameters(ReplicaParameters):
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """Attributes:
-    whole: the parameter that was given; it has memory in a step alone.
-    part: what takes its place at rest: rows of it, along dimension `dim`, the first of which is `begin`.
-    places: the modules that have it, with its name there.
+    """A parameter of which each replica keeps some rows.
+
+    Attributes:
+        whole: the parameter that was given; it has memory in a step alone.
+        part: what takes its place at rest: rows of it, along dimension `dim`, the first of which is `begin`.
+        places: the modules that have it, with its name there.
     """
 
     name: str

@@ -137,14 +137,14 @@ class TiedGradientSum:
         direct: for the parameter itself. cast: for its cast.
         both: for the parameter, with the cast's part where that is if no stage above has a cast; None where it comes
             last.
-        apart: what backwards inside the backward (of checkpoints with use_reentrant=True) have given: a plain loop
+        inner: what backwards inside the backward (of checkpoints with use_reentrant=True) have given: a plain loop
             adds each to the gradient as it comes, ahead of the sum. Where there is any, the rest is None.
     """
 
     direct: Tensor | None = None
     cast: Tensor | None = None
     both: Tensor | None = None
-    apart: tuple[Tensor, ...] = ()
+    inner: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, payload: Payload) -> TiedGradientSum:
@@ -153,8 +153,8 @@ class TiedGradientSum:
 
     def payload(self) -> Payload:
         direct = None if self.direct is None else local(self.direct)
-        if self.apart:
-            return Payload.gradients([None, None, None, *map(local, self.apart)])
+        if self.inner:
+            return Payload.gradients([None, None, None, *map(local, self.inner)])
         return Payload.gradients([direct] if self.cast is None else [direct, self.cast, self.both])
 
     def whole(self) -> Tensor | None:
@@ -231,7 +231,7 @@ class StandIn:
             for name, own in module._parameters.items()
             if own is parameter
         ]
-        self._apart: list[Tensor] = []
+        self._inner_gradients: list[Tensor] = []
         self._summed = False
         self.leaf = self._made()
 
@@ -245,25 +245,25 @@ class StandIn:
         return leaf
 
     def _note(self, leaf: Tensor) -> None:
-        """Keeps apart what a backward inside the backward gives; where it came to a sum, in the sum too."""
+        """Keeps what a backward inside the backward gives; where it came to a sum, in the sum too."""
         if not _is_inside():
             self._summed = True
         elif leaf.grad is not None:
-            self._apart.append(leaf.grad)
+            self._inner_gradients.append(leaf.grad)
             if not self._summed:
                 leaf.grad = None
 
     def take(self) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """What an op's backward gave: its own sum, and what backwards inside it gave, in their order."""
         total, self.leaf.grad = self.leaf.grad, None
-        apart = tuple(self._apart)
-        self._apart.clear()
+        inner = tuple(self._inner_gradients)
+        self._inner_gradients.clear()
         self._summed = False
-        return total, apart
+        return total, inner
 
     def begin(self) -> None:
         """A step begins: it is as the parameter is by now."""
-        self._apart.clear()
+        self._inner_gradients.clear()
         self._summed = False
         known, now = self.leaf, self._parameter
         same_memory = local(known).data_ptr() == local(now).data_ptr() and known.shape == now.shape
@@ -408,7 +408,7 @@ class TiedGradients:
             if not parameter.requires_grad:
                 continue
             if slot not in stand_ins:
-                for part in came.apart:
+                for part in came.inner:
                     run_backward([parameter], [as_shard(part, parameter)])
             direct = came.direct
             if slot not in stand_ins and cast is None:
@@ -430,7 +430,7 @@ class TiedGradients:
             came = self._came.pop(key[:2], None) or TiedGradientSum()
             cast, uses = self._casts.pop(key, None), self._uses.pop(key, None)
             name = self._ties[slot - 1].names[op.stage]
-            if apart := (*came.apart, *inside):
+            if inner := (*came.inner, *inside):
                 if direct is not None or cast is not None or came.cast is not None:
                     raise RuntimeFailure(
                         f"{name} is shared by stages, which use it inside a checkpoint with use_reentrant=True and "
@@ -438,7 +438,7 @@ class TiedGradients:
                         "gradient would be added up in another order than in a plain loop; give the checkpoint "
                         "use_reentrant=False"
                     )
-                self._taken[key[:2]] = TiedGradientSum(apart=apart)
+                self._taken[key[:2]] = TiedGradientSum(inner=inner)
             elif cast is None and came.cast is None:
                 self._taken[key[:2]] = TiedGradientSum(direct)
             else:

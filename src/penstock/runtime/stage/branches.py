@@ -155,7 +155,7 @@ def _joined(payloads: Sequence[Payload]) -> Payload:
     first = payloads[0]
     if len(payloads) == 1:
         return first
-    _require_apart(first)
+    _require_own_memory(first)
     if any(len(p.leaves) != len(first.leaves) or p.skeleton != first.skeleton for p in payloads):
         raise RuntimeFailure("microbatches that are to be joined come with different numbers of tensors")
     leaves: list[Tensor | None] = []
@@ -168,7 +168,7 @@ def _joined(payloads: Sequence[Payload]) -> Payload:
     return Payload(leaves, inner(first.skeleton), needs)
 
 
-def _require_apart(payload: Payload) -> None:
+def _require_own_memory(payload: Payload) -> None:
     if has_views(payload.skeleton):
         raise RuntimeFailure(
             "outputs of a stage share memory, and its microbatches are cut or joined for another stage, which makes "
@@ -177,7 +177,7 @@ def _require_apart(payload: Payload) -> None:
 
 
 def _cut(payload: Payload, parts: int, place: int) -> Payload:
-    _require_apart(payload)
+    _require_own_memory(payload)
     leaves = [None if leaf is None else leaf.tensor_split(parts)[place] for leaf in payload.leaves]
     return Payload(leaves, payload.skeleton, payload.needs_grad)
 

@@ -503,9 +503,9 @@ class ReplicaBatches:
         except Exception as error:
             mine["error"] = str(error) if isinstance(error, RuntimeFailure) else f"{type(error).__name__}: {error}"
         everyone = self._gather(mine)
-        for told in everyone:
-            if "error" in told:
-                raise RuntimeFailure(f"process {told['process']}: {told['error']}")
+        for facts in everyone:
+            if "error" in facts:
+                raise RuntimeFailure(f"process {facts['process']}: {facts['error']}")
         count = self._require_complete(everyone, loss_fn is not None)
         parts = [self._of_replica(everyone, replica) for replica in range(self._mesh.num_replicas)]
         windows = tuple(windows) or (range(count),)
@@ -560,15 +560,15 @@ class ReplicaBatches:
 
     def _require_complete(self, everyone: Sequence[Facts], scored: bool) -> int:
         """The microbatches of each replica. Raises RuntimeFailure where a process lacks some or replicas differ."""
-        with_targets = any("targets" in told for told in everyone)
-        for told in everyone:
-            for name in told["needs"]:
-                if name not in told and (name == "inputs" or (with_targets and scored)):
+        with_targets = any("targets" in facts for facts in everyone)
+        for facts in everyone:
+            for name in facts["needs"]:
+                if name not in facts and (name == "inputs" or (with_targets and scored)):
                     raise RuntimeFailure(
-                        f"process {told['process']} has the {'first' if name == 'inputs' else 'last'} stage of "
-                        f"replica {told['replica']} and was given no {name}; give it that replica's"
+                        f"process {facts['process']} has the {'first' if name == 'inputs' else 'last'} stage of "
+                        f"replica {facts['replica']} and was given no {name}; give it that replica's"
                     )
-        counts = {told["num"]: told for told in everyone if "num" in told}
+        counts = {facts["num"]: facts for facts in everyone if "num" in facts}
         if len(counts) > 1:
             (few, one), (many, other) = sorted(counts.items())[:2]
             raise RuntimeFailure(
@@ -579,13 +579,13 @@ class ReplicaBatches:
 
     def _of_replica(self, everyone: Sequence[Facts], replica: int) -> Facts:
         """What one replica's microbatches weigh and look like. Raises RuntimeFailure where processes disagree."""
-        told = [each for each in everyone if each["replica"] == replica]
+        of_replica = [each for each in everyone if each["replica"] == replica]
         found: Facts = {}
         for name in ("inputs", "targets"):
-            given = [each for each in told if name in each]
+            given = [each for each in of_replica if name in each]
             if len({each[name]["digest"] for each in given}) > 1:
                 numbers = " and ".join(str(each["process"]) for each in given[:2])
-                why = why_inputs_differ({stage for each in told for stage in each.get("changing", ())})
+                why = why_inputs_differ({stage for each in of_replica for stage in each.get("changing", ())})
                 raise RuntimeFailure(
                     f"processes {numbers} of replica {replica} were given different {name}; {why}give the same"
                 )

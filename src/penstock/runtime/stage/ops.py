@@ -143,7 +143,7 @@ class StageRunner:
         self._note_casts = None if autocast is None else note_casts
         # Where I and W can run apart; where not, I runs the full backward and W does nothing.
         self._split: SplitStage | None = None
-        self._whole_because, self._told = "", False
+        self._whole_because, self._is_reported = "", False
         self._held: dict[int, HeldMicrobatch] = {}
         self._kept: dict[int, Payload | None] = {}
         """The inputs of microbatches between F and R; None on the first stage."""
@@ -178,7 +178,7 @@ class StageRunner:
             shared: what the stage's prepared modules share. None if I and W cannot run separately.
             reason: why they cannot. Empty if the schedule does not split backwards.
         """
-        self._split, self._whole_because, self._told = shared, reason, False
+        self._split, self._whole_because, self._is_reported = shared, reason, False
 
     def deferred_share(self) -> DeferredShare | None:
         """What the last step's split backward deferred. None if the schedule has none, or before it ran."""
@@ -188,10 +188,10 @@ class StageRunner:
 
     def new_share(self) -> DeferredShare | None:
         """The same, once per configuration: after the first step that counted."""
-        if self._told or self._split is None:
+        if self._is_reported or self._split is None:
             return None
         share = self._split.share()
-        self._told = share is not None
+        self._is_reported = share is not None
         return share
 
     @property

@@ -80,13 +80,13 @@ class StageOutputs:
             raise RuntimeFailure("one stage has the loss, by loss_fn; an op may add one where no stage does")
         if loss.numel() != 1:
             raise RuntimeFailure(f"a loss is one number, not a tensor of shape {tuple(loss.shape)}")
-        told = sorted({m for s, m in forwards if s == self._end})
-        if not told:
+        microbatches = sorted({m for s, m in forwards if s == self._end})
+        if not microbatches:
             raise RuntimeFailure(
                 f"a loss that comes after no forward of stage {self._end} has no samples to weigh it by"
             )
         runner = next(iter(self._runners.values()))
-        scales = [runner.settings.microbatches.scales[m] for m in told]
+        scales = [runner.settings.microbatches.scales[m] for m in microbatches]
         weighed = loss * sum(scales)
         places = [(s, m) for s, m in forwards if s in stages]
         leaves = [self._leaf(s, m) for s, m in places]
@@ -96,8 +96,8 @@ class StageOutputs:
         for (stage, m), leaf in zip(places, leaves, strict=True):
             self._runners[OWNER, stage].start_from(m, gradients.get(id(leaf)))
         if (end := self._runners.get((OWNER, self._end))) is not None and self._end in stages:
-            for m in told:
-                share = weighed.detach() / len(told)
+            for m in microbatches:
+                share = weighed.detach() / len(microbatches)
                 end.losses[m] = end.losses[m] + share if m in end.losses else share
             end.has_gradient = True  # as far as can be told here: another rank's outputs may be those that want one
 

@@ -31,15 +31,15 @@ def batch_digest(*values: Any) -> int:
     arrangement. Doubles hold them exactly.
     """
     known: dict[int, int] = {}
-    told: list[Any] = []
+    parts: list[Any] = []
     for value in values:
         leaves, skeleton = flatten(value)
-        told.append(skeleton)
+        parts.append(skeleton)
         for leaf in leaves:
             if id(leaf) not in known:
                 known[id(leaf)] = hash_of(leaf)
-            told.append((tuple(leaf.shape), str(leaf.dtype), known[id(leaf)]))
-    return int.from_bytes(hashlib.sha256(repr(told).encode()).digest()[:6])
+            parts.append((tuple(leaf.shape), str(leaf.dtype), known[id(leaf)]))
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6])
 
 
 def hash_of(tensor: Tensor) -> int:

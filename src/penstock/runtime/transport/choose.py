@@ -251,14 +251,14 @@ class TransportChoice:
                 return made
         lines = _lines(peers.group, timeout, wiring, device) if self.name == "nccl" else None
         if failover is not None:
-            told = self._acknowledgements(peers, timeout, failover)
-            kept = GlooTransport(failover.group(peers), tags, timeout, told, lines, keeps=True)
+            acknowledgements = self._acknowledgements(peers, timeout, failover)
+            kept = GlooTransport(failover.group(peers), tags, timeout, acknowledgements, lines, keeps=True)
             delegates = self._delegate(peers, tags, timeout, device, takes_over=True)
             if lines is not None:
                 failover.guard_lines(lines.give_up, lines.may_use)
             return RoutedTransport(kept, delegates, guard=failover)
-        told = self._acknowledgements(peers, timeout, None)
-        base = GlooTransport(peers.group, tags, timeout, told, lines)
+        acknowledgements = self._acknowledgements(peers, timeout, None)
+        base = GlooTransport(peers.group, tags, timeout, acknowledgements, lines)
         if not self.has_delegates:
             return base
         return RoutedTransport(base, self._delegate(peers, tags, timeout, device))

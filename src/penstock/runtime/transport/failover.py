@@ -122,9 +122,9 @@ def guard(mesh: ProcessMesh, interfaces: Sequence[str] | None, timeout: float) -
             listeners.append(listen(0, address))
     except (RuntimeFailure, OSError) as error:
         refused = f"rank {everyone.here[0]} can't use the interfaces it was told of: {error}"
-    told = everyone.gather((len(listeners), refused))
-    num = min(count for count, _ in told)
-    errors = [error for _, error in told if error]
+    gathered = everyone.gather((len(listeners), refused))
+    num = min(count for count, _ in gathered)
+    errors = [error for _, error in gathered if error]
     for one in listeners if errors or num < 2 else listeners[num:]:
         one.close()
     if errors:
@@ -162,11 +162,11 @@ class Failover:
         self._old: list[Any] = []
         ends = [one.getsockname()[:2] for one in listeners]
         first = _begins_with([address for address, _ in ends])
-        told = everyone.gather((ends, secrets.token_hex(16), first))
-        self._ends: list[list[tuple[str, int]]] = [each for each, _, _ in told]
-        self._first = told[0][2]
+        gathered = everyone.gather((ends, secrets.token_hex(16), first))
+        self._ends: list[list[tuple[str, int]]] = [each for each, _, _ in gathered]
+        self._first = gathered[0][2]
         self._groups = self._read(mesh, dist.get_process_group_ranks(everyone.group))
-        self._beats = Heartbeats(self._me, listeners, self._ends, told[0][1], self._look)
+        self._beats = Heartbeats(self._me, listeners, self._ends, gathered[0][1], self._look)
         self._thread = threading.Thread(target=self._run, name="penstock-failover", daemon=True)
         self._thread.start()
         _open.add(self)
@@ -474,9 +474,9 @@ class _NewerGroupWanted(RuntimeError):
 
 def _begins_with(addresses: Sequence[str]) -> int:
     """Which of some addresses gloo uses by what it is told; the last where that is none of them."""
-    told = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if told:
-        address = local_addresses(told.split(",")[:1])[0]
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if named:
+        address = local_addresses(named.split(",")[:1])[0]
         if address in addresses:
             return list(addresses).index(address)
     return len(addresses) - 1

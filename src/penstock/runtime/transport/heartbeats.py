@@ -218,9 +218,9 @@ class Heartbeats:
         with self._lock:
             self._down.discard((call.peer, call.place))
             self._gone.discard(call.peer)
-            told = [_line({"key": key, "value": value}) for key, value in self._told.items()]
+            lines = [_line({"key": key, "value": value}) for key, value in self._told.items()]
         call.stream = SocketStream(self._loop, attempt.socket, partial(self._ready, call))
-        self._write(call, call.stream, _line({"hello": self._key, "from": self._me}) + b"".join(told))
+        self._write(call, call.stream, _line({"hello": self._key, "from": self._me}) + b"".join(lines))
         self._changed()
 
     def _ready(self, call: HeartbeatLine, mask: int) -> None:

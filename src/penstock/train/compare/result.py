@@ -276,9 +276,9 @@ class Comparison:
 
     def _row_json(self, row: ComparisonRow) -> dict[str, Any]:
         first = self.rows[0].trained
-        told: dict[str, Any] = {"speedup": self.speedup(row)}
+        ratios: dict[str, Any] = {"speedup": self.speedup(row)}
         if row.trained is not None and first is not None:
-            told |= {"loss": row.trained.loss / first.loss, "train_loss": row.trained.train_loss / first.train_loss}
+            ratios |= {"loss": row.trained.loss / first.loss, "train_loss": row.trained.train_loss / first.train_loss}
         speed = row.simulated.microbatches_per_second
         return {
             "name": row.name,
@@ -289,7 +289,7 @@ class Comparison:
                 "tokens_per_second": None if self.tokens is None else speed * self.tokens,
             },
             "trained": None if row.trained is None else row.trained.to_json(),
-            "relative": told,
+            "relative": ratios,
         }
 
     def head(self) -> list[str]:

@@ -346,20 +346,20 @@ def _folder(out: Path | None) -> Iterator[Path]:
 
 def _notices(contenders: Sequence[Settings], trains: bool) -> list[str]:
     """How they differ besides the schedule."""
-    told = []
+    notices = []
     windows = {shown_name(each.schedule): each.passes.window for each in contenders if each.is_asynchronous}
     if any(window != contenders[0].microbatches for window in windows.values()):
         each = ", ".join(f"{window} in {name}" for name, window in windows.items())
-        told.append(f"microbatches that an update gathers: {each}")
+        notices.append(f"microbatches that an update gathers: {each}")
     if not trains:
-        return told
+        return notices
     optimizers = {(each.optimizer, json.dumps(dict(each.optimizer_options)), each.lr) for each in contenders}
     if len(optimizers) > 1:
         each = ", ".join(f"{shown_name(one.schedule)} {one.optimizer} at {one.lr:g}" for one in contenders)
-        told.append(f"their optimizers differ: {each}")
+        notices.append(f"their optimizers differ: {each}")
     if contenders[0].clip and windows:
-        told.append("asynchronous schedules clip each stage's gradient by itself, the others the whole model's")
-    return told
+        notices.append("asynchronous schedules clip each stage's gradient by itself, the others the whole model's")
+    return notices
 
 
 def _write(found: Comparison, out: Path) -> dict[str, str]:

@@ -134,9 +134,9 @@ class CaptionedSamples:
     def example(self, microbatches: Sequence[Sequence[int]]) -> Example:
         inputs, targets = [], []
         for each in microbatches:
-            told = {name: torch.from_numpy(value) for name, value in self.samples.batch(each)._asdict().items()}
-            targets.append(told.pop("targets"))
-            inputs.append(told)
+            sample = {name: torch.from_numpy(value) for name, value in self.samples.batch(each)._asdict().items()}
+            targets.append(sample.pop("targets"))
+            inputs.append(sample)
         return Example(inputs, targets)
 
 

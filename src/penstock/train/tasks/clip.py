@@ -90,10 +90,10 @@ class CLIPTask:
     def read(self, corpus: Corpus | None) -> TaskData:
         settings = self._settings
         samples = PairedSamples(forms_of(self.config), seed=settings.seed)
-        told = CLIPBatches(samples, self._cut, settings.batch, settings.seed)
-        fresh = [told.fresh(number * settings.batch, settings.batch) for number in range(VALIDATION_BATCHES)]
+        batches = CLIPBatches(samples, self._cut, settings.batch, settings.seed)
+        fresh = [batches.fresh(number * settings.batch, settings.batch) for number in range(VALIDATION_BATCHES)]
         names = ", ".join(self.config.towers)
-        return TaskData(f"generated samples of {names}", f"paired-{settings.seed}", told, fresh)
+        return TaskData(f"generated samples of {names}", f"paired-{settings.seed}", batches, fresh)
 
     def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
         """How many samples of combinations that it has never seen find their partner among so many."""
@@ -310,10 +310,10 @@ def _ranks(config: CLIPConfig, num_ranks: int, asked: Mapping[str, TowerOptions]
             break
         counts[max(room, key=lambda name: work[name] / counts[name])] += 1
     if sum(counts.values()) != num_ranks:
-        told = ", ".join(f"{name} {count}" for name, count in counts.items())
+        named = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise SettingsError(
-            f"the towers take {told} ranks, {sum(counts.values())} in all, and the run has {num_ranks}; give --ranks "
-            f"{sum(counts.values())}, or --tower NAME=ranks:N"
+            f"the towers take {named} ranks, {sum(counts.values())} in all, and the run has {num_ranks}; give "
+            f"--ranks {sum(counts.values())}, or --tower NAME=ranks:N"
         )
     found: dict[str, tuple[int, ...]] = {}
     first = 0
@@ -390,9 +390,9 @@ def _check_batch(settings: Settings, counts: Mapping[str, int]) -> None:
     unit = math.lcm(*counts.values()) * elsewhere
     uneven = len(set(counts.values())) > 1 and settings.batch % unit
     if uneven or settings.batch < unit:
-        told = ", ".join(f"{name} {count}" for name, count in counts.items())
+        named = ", ".join(f"{name} {count}" for name, count in counts.items())
         replicas = "" if elsewhere == 1 else f" in each of {elsewhere} replicas"
         raise SettingsError(
-            f"a batch of {settings.batch} samples can't be cut into the microbatches of {told}{replicas}; give a "
+            f"a batch of {settings.batch} samples can't be cut into the microbatches of {named}{replicas}; give a "
             f"multiple of {unit}, so that all cut it at the same samples"
         )

@@ -141,9 +141,9 @@ def costs_by_length(settings: Settings, sizes: CostsByLength) -> CostsByLength:
         what = str(error) if isinstance(error, CostError) else f"{path} is not JSON"
         raise SettingsError(f"--length-costs: {what}") from None
     if found.towers != sizes.towers:
-        told = [", ".join(each.tower_names) or "one kind of sequence" for each in (found, sizes)]
+        names = [", ".join(each.tower_names) or "one kind of sequence" for each in (found, sizes)]
         raise SettingsError(
-            f"--length-costs {path} is by lengths of {told[0]}, and the model's stages take {told[1]}; measure it "
+            f"--length-costs {path} is by lengths of {names[0]}, and the model's stages take {names[1]}; measure it "
             f"for this model and schedule with --length-costs {MEASURED}"
         )
     if found.num_stages != sizes.num_stages:

@@ -42,17 +42,17 @@ class GeneratedPictures:
         self._form, self._batch, self._seed = form, batch, seed
         self._tiles = TilePictures(form.num_channels, form.size, seed)
         end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
-        told = [
+        texts = [
             np.array([*tokenizer.encode(self._tiles.words(number)), *end], np.int64)
             for number in range(self._tiles.num_combinations)
         ]
-        if any(form.token in words for words in told):
+        if any(form.token in words for words in texts):
             raise SettingsError(
                 f"{model} has number {form.token} for a picture's tokens, and the tokenizer {tokenizer.name} gives "
                 "it to a word; give the --tokenizer that the model was made for"
             )
-        self._words = told
-        longest = max(map(len, told))
+        self._words = texts
+        longest = max(map(len, texts))
         self.num_tokens = form.num_tokens + longest - 1  # the last word is not read
         if most is not None and self.num_tokens > most:
             raise SettingsError(

@@ -146,8 +146,8 @@ def _cut(example: Example, form: SpanForm, decoder: Decoder, draws: Draws) -> Ex
 
 def judge_spans(pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
     """Compares the model with guessing each token by its frequency in what is written. Every rank must call it."""
-    told = torch.cat([data.batches[step].targets.flatten() for step in range(COUNTED)])
+    tokens = torch.cat([data.batches[step].targets.flatten() for step in range(COUNTED)])
     most = max(int(example.targets.max()) for example in data.validation)
-    counts = np.bincount(told.numpy(), minlength=most + 1)
+    counts = np.bincount(tokens.numpy(), minlength=most + 1)
     unit = "nats a token that is written, on the validation text"
     return judge_guesses(pipe, data, loss, counts, unit, "of the tokens right, each after the right ones before it")

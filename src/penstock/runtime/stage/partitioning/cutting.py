@@ -61,7 +61,7 @@ class Split(Sequence[Stage]):
         self.layers = [[call.path for call in calls[a:b]] for a, b in pairwise(ends)]
         tracing.begins = tuple(calls[start] for start in ends[1:-1])
         self._stages = _stages(tracing, program)
-        _require_apart(tracing.model, self._stages)
+        _require_reached_when_called(tracing.model, self._stages)
         _require_unshared_statistics(tracing.model, self._stages, program)
         self.sent: list[int] | None = None
         if tracing.example is not None:
@@ -311,7 +311,7 @@ def _renamed(path: str, index: int) -> str:
     return f"{folder}@{index}.{last}" if folder else f"{last}@{index}"
 
 
-def _require_apart(model: nn.Module, stages: Sequence[Stage]) -> None:
+def _require_reached_when_called(model: nn.Module, stages: Sequence[Stage]) -> None:
     """Raises Untraceable where a layer reaches for what lies in another stage without being called with it."""
     modules = {module: path for path, module in model.named_modules()}
     tensors = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
@@ -580,16 +580,16 @@ def evaluating(model: nn.Module | Sequence[StageSource], stages: Iterable[nn.Mod
     whole = model if isinstance(model, nn.Module) else model.model if isinstance(model, Split) else None
     roots = [*([] if whole is None else [whole]), *stages]
     before = {module: module.training for root in roots for module in root.modules()}
-    told: set[nn.Module] = set()
+    seen: set[nn.Module] = set()
     try:
         for root in roots:
-            new = [module for module in root.modules() if module not in told]
+            new = [module for module in root.modules() if module not in seen]
             if any(map(_does_more, new)):
                 root.eval()
             else:
                 for module in new:
                     module.training = False
-            told.update(new)
+            seen.update(new)
         yield
     finally:
         for module, training in before.items():

@@ -60,8 +60,10 @@ class _Root(NamedTuple):
 
 
 class InsideChange(NamedTuple):
-    """Attributes:
-    root: where it was reached. now: what it holds. put_back: sets it back.
+    """A change that the forward made inside something that it reached.
+
+    Attributes:
+        root: where it was reached. now: what it holds. put_back: sets it back.
     """
 
     root: _Root

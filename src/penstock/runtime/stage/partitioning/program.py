@@ -309,8 +309,10 @@ class ModelTracer:
         return self._programs[key], self._parts[key][stage]
 
     def program(self, skeleton: Skeleton, training: bool, modes: tuple[bool, ...]) -> TracedProgram:
-        """Args:
-        modes: of opened modules, whether they are in training mode.
+        """The program of the whole forward for inputs of this form.
+
+        Args:
+            modes: of opened modules, whether they are in training mode.
         """
         key = str(skeleton), training, modes
         if key not in self._programs:

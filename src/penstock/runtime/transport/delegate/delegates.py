@@ -324,8 +324,8 @@ class Delegates:
         try:
             self._listeners = Listeners(interfaces, num_places)
             self._stack.callback(self._listeners.close)
-            told = gather((rank, num_places, secrets.randbits(62), self._listeners.ports()))
-            self._meet(told, num_ranks)
+            gathered = gather((rank, num_places, secrets.randbits(62), self._listeners.ports()))
+            self._meet(gathered, num_ranks)
             self._notes_poll, self._loop = select.epoll(), EventLoop()
             self._stack.callback(self._notes_poll.close)
             self._stack.callback(self._loop.close)
@@ -346,15 +346,17 @@ class Delegates:
                 for one in self._listeners.of(kind, place):
                     self._loop.watch(one.fileno(), READ, partial(self._tend, DelegateKey(False, kind, place)))
 
-    def _meet(self, told: list[Any], num_ranks: int) -> None:
-        if len(told) != num_ranks or [one[0] for one in told] != list(range(num_ranks)):
-            raise RuntimeFailure(f"{len(told)} ranks told where their delegates are, of {num_ranks}, or out of order")
-        if len({one[1] for one in told}) > 1:
-            counts = ", ".join(str(one[1]) for one in told)
+    def _meet(self, gathered: list[Any], num_ranks: int) -> None:
+        if len(gathered) != num_ranks or [one[0] for one in gathered] != list(range(num_ranks)):
+            raise RuntimeFailure(
+                f"{len(gathered)} ranks told where their delegates are, of {num_ranks}, or out of order"
+            )
+        if len({one[1] for one in gathered}) > 1:
+            counts = ", ".join(str(one[1]) for one in gathered)
             raise RuntimeFailure(f"ranks with different most lanes ({counts}): give all the same")
-        self._key: int = told[0][2]
+        self._key: int = gathered[0][2]
         self._ends: dict[tuple[int, int], dict[int, list[tuple[str, int]]]] = {}
-        for rank, (_, _, _, ports) in enumerate(told):
+        for rank, (_, _, _, ports) in enumerate(gathered):
             for kind, place, ends in ports:
                 self._ends.setdefault((kind, place), {})[rank] = [(host, port) for host, port in ends]
 

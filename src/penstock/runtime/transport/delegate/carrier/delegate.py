@@ -120,20 +120,20 @@ class DelegateIO:
         while (descriptor := self._commands.take()) is not None:
             yield descriptor
 
-    def tell(self, descriptor: Descriptor, told: Callable[[], None] | None = None) -> None:
-        """Tells the rank, now or when the ring has room again; `told` is called once the rank can read it."""
+    def tell(self, descriptor: Descriptor, then: Callable[[], None] | None = None) -> None:
+        """Tells the rank, now or when the ring has room again; `then` is called once the rank can read it."""
         if self._backlog or not self._notes.put(descriptor):
-            self._backlog.append((descriptor, told))
+            self._backlog.append((descriptor, then))
             return
         os.eventfd_write(self._told, 1)
-        if told is not None:
-            told()
+        if then is not None:
+            then()
 
     def _empty_backlog(self) -> None:
         while self._backlog and self._notes.put(self._backlog[0][0]):
-            _, told = self._backlog.popleft()
-            if told is not None:
-                told()
+            _, then = self._backlog.popleft()
+            if then is not None:
+                then()
         os.eventfd_write(self._told, 1)
 
 

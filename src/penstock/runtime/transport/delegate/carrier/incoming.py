@@ -288,14 +288,14 @@ class PeerWatch:
         self._due: int | None = None
         self._attempt: ConnectAttempt | None = None
         self._number = 0
-        self._told = False
+        self._has_told = False
 
     def wait(self, now: int) -> None:
         """No connection from now on."""
         self._due = now + PROBE
 
     def connected(self) -> None:
-        self._due, self._told = None, False
+        self._due, self._has_told = None, False
         self._end()
 
     def turn(self, now: int) -> int:
@@ -320,8 +320,8 @@ class PeerWatch:
         self._judge(error)
 
     def _judge(self, error: int | None) -> None:
-        if error and sockets.meaning(error) is CloseReason.REFUSED and not self._told:
-            self._told = True
+        if error and sockets.meaning(error) is CloseReason.REFUSED and not self._has_told:
+            self._has_told = True
             self._receiver.io.tell(Descriptor(DescriptorKind.REFUSED, self._lane, CloseReason.REFUSED))
 
     def _end(self) -> None:
