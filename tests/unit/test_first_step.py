@@ -208,6 +208,25 @@ def test_a_weight_that_a_second_run_leaves_as_it_is() -> None:
     assert torch.equal(model[0].weight, plain[0].weight)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe"])
+def test_an_optimizer_in_a_hook_gave_later_microbatches_other_weights_than_a_plain_loop(name: str) -> None:
+    """Their forwards had run before, and where autograd needs no weight nobody saw it."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(8, 4)
+    steps = torch.optim.SGD([model[0].weight], lr=0.1)
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: steps.step())
+    said = (
+        "parameter 'weight' of Linear changed in the backward of microbatch 0, as by a hook that calls an optimizer"
+    )
+    with (
+        ps.Pipeline(model, ps.build(name, 2, 4), loss_fn=nn.MSELoss()) as pipe,
+        pytest.raises(RuntimeFailure, match=said),
+    ):
+        pipe.step(x, x, update=False)
+    with ps.Pipeline(model, ps.build("1f1b", 2, 1), loss_fn=nn.MSELoss()) as pipe:
+        pipe.step(x, x, update=False)
+
+
 class Teacher(nn.Module):
     """Follows a student by a moving average of its weights, which autograd sees."""
 

@@ -18,7 +18,7 @@ from torch import nn
 import branches_runs
 import penstock as ps
 from packed import packed
-from penstock.runtime import RuntimeFailure
+from penstock.runtime import PartitionError, RuntimeFailure
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from runtime_cases import Do, batches, lin
@@ -405,6 +405,8 @@ def square() -> tuple[nn.Sequential, ps.Pipeline]:
         (lambda pipe, x, folder: pipe.clip(-1.0), "max_norm is -1.0; give a number, at least 0"),
         (lambda pipe, x, folder: pipe.reconfigure("zb"), "got str, give a Configuration"),
         (lambda pipe, x, folder: pipe.hand_over(3), "handed over to another ps.Pipeline, got int"),
+        (lambda pipe, x, folder: pipe.agree("ab"), "values is 'ab'; give a list of numbers"),
+        (lambda pipe, x, folder: pipe.sum_each_step([1.0]), "values is a list; give a function that returns numbers"),
     ],
 )
 def test_calls_of_a_pipeline_that_do_not_fit_ended_in_a_type_error(call: Any, said: str, tmp_path: Path) -> None:
@@ -434,6 +436,38 @@ def test_calls_of_save_and_load_that_do_not_fit_ended_in_a_type_error(call: Any,
     with square()[1] as pipe, pytest.raises(CheckpointError, match=re.escape(said)):
         call(pipe, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"num_stages": "2"}, "num_stages is '2'; give a whole number, at least 1"),
+        ({"num_stages": 2.0}, "num_stages is 2.0; give a whole number"),
+        ({"at": [1]}, "at is [1]; give a list of paths of layers"),
+        ({"sizes": [2.0, 2.0]}, "sizes is [2.0, 2.0]; give a list of numbers of layers, one for each stage"),
+        ({"num_stages": 2, "costs": ["a"] * 4}, "costs is ['a', 'a', 'a', 'a']; give a list of numbers, one for"),
+    ],
+)
+def test_arguments_of_split_that_do_not_fit_ended_in_a_type_error(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(PartitionError, match=re.escape(said)):
+        ps.split(square()[0], **given)
+
+
+def test_generators_of_arguments_were_read_once_and_then_empty() -> None:
+    """`at` made one stage without a word, and the others ended in errors of Python's."""
+    model = square()[0]
+    assert len(ps.split(model, at=(str(number) for number in (1, 3)))) == 3
+    assert ps.split(model, sizes=(number for number in (1, 3))).layers == [["0"], ["1", "2", "3"]]
+    assert len(ps.split(model, 2, costs=(1.0 for _ in range(4)))) == 2
+    schedule = ps.build("pipedream", 2, 4, window=2)
+    with ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD) as pipe:
+        pipe.step(torch.ones(4, 4), torch.ones(4, 4), rates=(rate for rate in (0.1, torch.tensor(0.1))))
+        for rates in ([float("nan"), 0.1], [-1.0, 0.1], "ab", 0.1):
+            with pytest.raises(RuntimeFailure, match="give a learning rate for each update, at least 0"):
+                pipe.step(torch.ones(4, 4), torch.ones(4, 4), rates=rates)
+        pipe.sum_each_step(lambda: (float(number) for number in range(3)))
+        pipe.step(torch.ones(4, 4), torch.ones(4, 4))
+        assert pipe.step_sums == (0.0, 1.0, 2.0)
 
 
 @pytest.mark.parametrize("change", ["replaced", "added", "parametrized"])

@@ -84,6 +84,33 @@ def test_an_output_that_can_not_travel(value: Any) -> None:
     assert caught.value.__notes__ == ["in F0 of stage 0 on rank 0"]
 
 
+def weighs_by(sizes: list[int], others: list[int], told: bool = False) -> float:
+    """The loss of microbatches of so many samples, the first tensor of which has other sizes."""
+
+    class Loss(nn.MSELoss):
+        if told:
+
+            def weight(self, target: Tensor) -> int:
+                return len(target)
+
+    torch.manual_seed(0)
+    pipe = pipeline([Do(lambda ls, other, x: ls[0](x) + other.mean(), lin()), lin()], loss_fn=Loss())
+    inputs = [(torch.ones(other, 8), torch.randn(size, 8)) for other, size in zip(others, sizes, strict=True)]
+    targets = [torch.zeros(size, 8) for size in sizes]
+    return pipe.step(inputs, targets, update=False).loss.item()
+
+
+def test_microbatches_weighed_by_the_first_tensor_whatever_the_others_have() -> None:
+    said = (
+        r"first tensor of each .* has 3, 3, 3, 3 entries in dimension 0, and another 1, 2, 2, 3, .*weight\(targets\)"
+    )
+    with pytest.raises(RuntimeFailure, match=said):
+        weighs_by([1, 2, 2, 3], [3, 3, 3, 3])
+    want = weighs_by([1, 2, 2, 3], [3, 3, 3, 3], told=True)
+    assert weighs_by([1, 2, 2, 3], [2, 4, 4, 6]) == want
+    weighs_by([2, 2, 2, 2], [3, 3, 3, 3])
+
+
 class Mode(StrEnum):
     TRAIN = "train"
 

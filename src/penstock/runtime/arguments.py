@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -24,6 +24,30 @@ from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
 from penstock.schedule.short_repr import short_repr
+
+
+def rates_of(given: Iterable[float]) -> list[float]:
+    """Learning rates of updates as a list. Raises RuntimeFailure for what is none."""
+    rates = _numbers_in(given)
+    fits = rates is not None and all(map(is_amount, rates))
+    require_value(fits, "rates", given if rates is None else rates, "a learning rate for each update, at least 0")
+    return list(map(float, rates or ()))
+
+
+def numbers_of(given: Iterable[float], what: str) -> list[float]:
+    """Numbers that processes are to sum, as a list. Raises RuntimeFailure for what is none."""
+    numbers = _numbers_in(given)
+    fits = numbers is not None and all(isinstance(each, Real) for each in numbers)
+    require_value(fits, what, given if numbers is None else numbers, "a list of numbers")
+    return list(map(float, numbers or ()))
+
+
+def _numbers_in(given: Any) -> list[Any] | None:
+    """The entries of something, those of tensors of one number as numbers; None where it has no entries."""
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        return None
+    return [each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for each in given]
+
 
 SHARDINGS = ("none", "copies", "zero1", "fsdp")
 BATCHES = ("whole", "replica")

@@ -25,6 +25,8 @@ from penstock.runtime.arguments import (
     ParallelOptions,
     PipelineArguments,
     PrecisionOptions,
+    numbers_of,
+    rates_of,
     require_arguments,
     require_norm,
 )
@@ -416,6 +418,7 @@ class Pipeline:
         local = self._local
         failure = local.begin()
         with failure.noted():
+            rates = None if rates is None else rates_of(rates)
             require_plain_modes(local.model.device, "step", trains=True)
             local.require_own_layers()
             local.require_own_parameters()
@@ -648,7 +651,7 @@ class Pipeline:
     def _result(self, batch: Microbatches, agent: Agent | None = None, updates: bool | None = None) -> StepResult:
         """Collects the losses from the processes that ran them, and switches if an agent says so."""
         memory = self._local.transport if isinstance(self._local.transport, SharedMemoryTransport) else None
-        tells = () if self._summed is None else self._summed()
+        tells = [] if self._summed is None else numbers_of(self._summed(), "what sum_each_step(values) is given")
         devices = self._local.devices
         agreement, failure = self._local.optimizer_state.agreement, self._local.failure
         changing = devices.changing_inputs
@@ -755,13 +758,14 @@ class Pipeline:
         Args:
             values: a function that returns this process's values; every process returns equally many.
         """
+        if not callable(values):
+            raise RuntimeFailure(f"values is a {type(values).__name__}; give a function that returns numbers")
         self._summed = values
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """Sums values over all processes. All get the same sum, for decisions that all ranks must make alike."""
-        return [
-            float(v) for v in self._local.mesh.everyone.sum(torch.tensor(values, dtype=torch.float64, device="cpu"))
-        ]
+        mine = torch.tensor(numbers_of(values, "values"), dtype=torch.float64, device="cpu")
+        return [float(each) for each in self._local.mesh.everyone.sum(mine)]
 
     def idle_share(self) -> float:
         """The share of the last step, from its first op to its last, in which this process's ranks were idle."""

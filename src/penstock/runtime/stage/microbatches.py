@@ -349,7 +349,9 @@ def _overlap(parts: Sequence[Any]) -> frozenset[int]:
 
 
 def _require_samples(cut: Sequence[Any], loss_fn: LossFn) -> None:
-    """Raises RuntimeFailure for a microbatch without samples, of which a loss that is a mean makes no number."""
+    """Raises RuntimeFailure for a microbatch without samples, of which a loss that is a mean makes no number, and
+    where tensors of other sizes than the first would give microbatches other weights.
+    """
     if loss_fn is None or adds_up(loss_fn) or callable(getattr(loss_fn, "weight", None)):
         return
     for m, size in enumerate(sizes_of(cut)):
@@ -357,6 +359,18 @@ def _require_samples(cut: Sequence[Any], loss_fn: LossFn) -> None:
             raise RuntimeFailure(
                 f"microbatch {m} of the inputs has no samples, and the mean of no loss is no number; give each at "
                 'least one sample, or a loss that adds up (reduction="sum")'
+            )
+    by_tensor = [[leaf.shape[0] if leaf.dim() else 1 for leaf in flatten(value)[0]] for value in cut]
+    if len({len(sizes) for sizes in by_tensor}) > 1:
+        return
+    first, *others = zip(*by_tensor, strict=True) if by_tensor[0] else [()]
+    for other in others:
+        # One that is as large everywhere may be a table that each microbatch is given.
+        if len({*other}) > 1 and any(a * first[0] != b * other[0] for a, b in zip(other, first, strict=True)):
+            raise RuntimeFailure(
+                f"the first tensor of each microbatch of the inputs has {_listed(first)} entries in dimension 0, and "
+                f"another {_listed(other)}, so that nobody knows which of them are the samples by which microbatches "
+                "weigh in the loss; give loss_fn a method weight(targets) that says what its mean is over"
             )
 
 
@@ -539,6 +553,8 @@ class ReplicaBatches:
             return facts
         facts["num"] = len(batch)
         if inputs is not None:
+            if isinstance(inputs, list):
+                _require_samples(batch.inputs[0], loss_fn)
             signatures = [
                 [(list(shape), str(dtype).removeprefix("torch.")) for shape, dtype in batch.signature(m)]
                 for m in range(len(batch))

@@ -558,13 +558,15 @@ class StageRunner:
             gradients += [gradient for _, gradient in also]
         if self._split is not None:
             self._split.turn_to(self)
+        first = self._first_step
         try:
-            if outputs and held.tape is not None:
-                held.tape.backward_input(outputs, gradients)
-                self._note(held.tape, m, ran=True)
-                held.deferred = True
-            elif outputs:
-                run_backward(outputs, gradients)
+            with first.backward(m) if first.is_watching else nullcontext():
+                if outputs and held.tape is not None:
+                    held.tape.backward_input(outputs, gradients)
+                    self._note(held.tape, m, ran=True)
+                    held.deferred = True
+                elif outputs:
+                    run_backward(outputs, gradients)
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
                 error.add_note(_CHANGED.format(m=m, stage=self.index))

@@ -237,12 +237,15 @@ class FirstStep:
     Args:
         stage, index: the stage and its number.
         watches: False for stages of which nothing is to be refused.
+
+    Attributes:
+        is_watching: whether this is such a step.
     """
 
     def __init__(self, stage: nn.Module, index: int, watches: bool = True) -> None:
         self._stage, self._index, self._watches = stage, index, watches
         self._ended = {False: False, True: False}
-        self._repeats = self._is_watching = False
+        self._repeats = self.is_watching = False
         self._before: list[WatchedTensor] = []
         self._outputs: dict[int, tuple[float, float]] = {}
         self._changed: list[tuple[WatchedTensor, int]] = []
@@ -257,12 +260,12 @@ class FirstStep:
         self._outputs.clear()
         self._left.clear()
         self._repeats = repeats
-        self._is_watching = self._watches and training and not self._ended[repeats]
-        self._before = list(self._watched()) if self._is_watching else []
+        self.is_watching = self._watches and training and not self._ended[repeats]
+        self._before = list(self._watched()) if self.is_watching else []
 
     def require_none(self) -> None:
         """At the end of a training step. Raises RuntimeFailure where a forward changed something through `.data`."""
-        if not self._is_watching:
+        if not self.is_watching:
             return
         for known in self._before:
             now = known.now
@@ -279,9 +282,25 @@ class FirstStep:
         self._before, self._changed, self._buffers = [], [], []
         self._ended[self._repeats] = True
 
+    @contextmanager
+    def backward(self, m: int) -> Iterator[None]:
+        """Around the backward of a microbatch. Raises RuntimeFailure where it changed a parameter, as a hook may that
+        calls an optimizer: forwards of later microbatches have run with what was there before.
+        """
+        before = [(known, now, now._version) for known in self._before if (now := known.now) is not None]
+        yield
+        for known, now, version in before:
+            if known.kind == "parameter" and known.now is now and now._version != version:
+                raise RuntimeFailure(
+                    f"stage {self._index}: parameter {known.name!r} of {type(known.module).__name__} changed in the "
+                    f"backward of microbatch {m}, as by a hook that calls an optimizer, and forwards of later "
+                    "microbatches have run with its value before; let the pipeline update (optimizer=), or use a "
+                    "schedule with updates as ops, or with one microbatch"
+                )
+
     def ran(self, m: int, result: Any) -> None:
         """Takes note of what the first run of a microbatch computed that runs again."""
-        if self._is_watching:
+        if self.is_watching:
             self._outputs[m] = measured(result)
             self._left[m] = self._attributes()
 

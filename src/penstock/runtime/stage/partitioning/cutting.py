@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from numbers import Integral, Real
 from types import CodeType, FunctionType, MethodType
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.cost.cut import PartitionError, partition
 from penstock.renamed import refuse_old
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.option_values import is_count
 from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.partitioning.layers import HOOKS, opened_modules
 from penstock.runtime.stage.partitioning.program import LayerCall, ModelTracer, TracedProgram, closed_paths
@@ -28,6 +30,8 @@ from penstock.runtime.stage.split_backward import is_compiled
 from penstock.runtime.stage.stage import GATHERS, Stage, StageSource, require_stage, with_arguments, with_one_argument
 from penstock.runtime.tensors.pytree import device_of, flatten
 from penstock.runtime.tensors.rng import restored
+
+T = TypeVar("T")
 
 
 class Split(Sequence[Stage]):
@@ -153,6 +157,12 @@ def split(
         raise PartitionError(f"the model is {type(model).__name__}; give a module")
     if isinstance(at, str):
         raise PartitionError(f"at is the text {at!r}; give a list of paths, at=[{at!r}]")
+    at = _listed_as("at", at, lambda each: isinstance(each, str), "paths of layers")
+    sizes = _listed_as("sizes", sizes, is_count, "numbers of layers, one for each stage")
+    if costs is not None:
+        costs = _listed_as("costs", costs, lambda each: isinstance(each, Real), "numbers, one for each layer")
+    if num_stages is not None and (not isinstance(num_stages, Integral) or isinstance(num_stages, bool)):
+        raise PartitionError(f"num_stages is {num_stages!r:.60}; give a whole number, at least 1")
     require_stage(model, "the model")
     try:
         opened = opened_modules(model, [_known(model, name) for name in at])
@@ -200,6 +210,15 @@ def split(
         return Split(tracing, program, sizes, costs)
     except Untraceable as error:
         raise PartitionError(_cannot(model, error)) from error
+
+
+def _listed_as(name: str, given: Iterable[T], fits: Callable[[T], bool], what: str) -> list[T]:
+    """What was given as a list, whatever it comes from. Raises PartitionError where something in it does not fit."""
+    found = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else None
+    if found is None or not all(map(fits, found)):
+        shown = repr(given if found is None else found)
+        raise PartitionError(f"{name} is {shown:.60}; give a list of {what}")
+    return found
 
 
 def _cannot(model: nn.Module, error: Untraceable) -> str:
