@@ -89,7 +89,7 @@ def test_the_groups_there_are() -> None:
         path.stem: group_of_file(path) for path in sorted(TESTS.rglob("test_*.py")) if path.stem != "test_groups"
     }
     named = {name for name in found.values() if name and not name.endswith(".py")}
-    assert named == {"browser", "lab", "wheel"}
+    assert named == {"browser", "lab", "layout", "wheel"}
     assert found["test_site"] == found["test_play_page"] == "browser"
     assert found["test_train_bad_input"]
     assert found["test_tiers"] is None

@@ -384,11 +384,12 @@ class HolderAgreement:
         """All that is changed from now on is changed by the caller: a step, an update or a load is over."""
         if not self._meetings:
             return
-        self._versions.note()
-        self._samples.note()
-        self._states.note(self._optimizer())
-        gradients = enumerate([parameter.grad for parameter in self._parameters])
-        self._known = {place: KnownGradient(gradient) for place, gradient in gradients if gradient is not None}
+        with torch.inference_mode(False):  # which a step that is refused there may have been called under
+            self._versions.note()
+            self._samples.note()
+            self._states.note(self._optimizer())
+            gradients = enumerate([parameter.grad for parameter in self._parameters])
+            self._known = {place: KnownGradient(gradient) for place, gradient in gradients if gradient is not None}
 
     def see(self) -> None:
         """Takes note of what the caller has changed by now."""

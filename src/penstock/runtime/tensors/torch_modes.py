@@ -29,7 +29,7 @@ def require_plain_modes(device: torch.device, call: str, trains: bool = False) -
         raise RuntimeFailure(
             f"{call}() was called under torch.inference_mode(), where nothing trains; leave it first"
         )
-    if torch.is_autocast_enabled(device.type):
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         raise RuntimeFailure(
             f"{call}() was called under torch.autocast, which would go on computing with the casts that it made "
