@@ -215,7 +215,9 @@ def test_what_changes_parameters_in_the_middle_of_a_step_made_replicas_other_mod
         assert outcome.code == 0, outcome.text
         for hooked, averaged in zip(outcome.value[::2], outcome.value[1::2], strict=True):
             by_itself = "parameter 'weight' of Linear changed in the backward of microbatch" in hooked
-            assert by_itself or hooked.startswith("parameter 2.weight was changed in the middle of a step in process 0")
+            assert by_itself or hooked.startswith(
+                "parameter 2.weight was changed in the middle of a step in process 0"
+            )
             assert averaged.startswith("parameter 1.average.weight was changed in the middle of a step")
 
 
