@@ -349,6 +349,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["running", "stopped"])
 def test_delegates_end_with_their_rank_however_it_ends(state: str) -> None:

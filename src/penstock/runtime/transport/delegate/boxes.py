@@ -351,7 +351,7 @@ class DelegateInbox:
     def _foreign(self, note: Descriptor, edge: Edge | None) -> str:
         what = f"message {note.tag} of step {note.step} from rank {note.lane.source}"
         me = f"rank {self._delegates.rank}"
-        if note.step < self._step:
+        if note.step != self._step:
             return f"{me} is at step {self._step} and got {what}; the ranks run different steps"
         if edge is None:
             return f"{me} got {what}, which it does not wait for (any more); the ranks run different schedules"
