@@ -344,6 +344,7 @@ if os.fork() == 0:  # holds every descriptor that the rank had, as a data loader
 if sys.argv[1] == "stopped":
     for pid in transport.pids.values():
         os.kill(pid, 19)
+        os.waitpid(pid, os.WUNTRACED)  # until it has stopped: the kernel wakes only such ones when their parent ends
 print(*transport.pids.values(), flush=True)  # from here on the test kills it
 time.sleep(600)
 """
