@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost, RuntimeFailure
-from penstock.runtime.mesh.peers import MeshPeers, Peers
+from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost
+from penstock.runtime.mesh.peers import MeshPeers, Peers, raise_together
 from penstock.runtime.tensors.message import Payload
 
 FAILED = Payload([], ["failed"])
@@ -67,16 +67,7 @@ class StepFailure:
         Raises:
             PeerFailed: on those that have no error of their own; the others raise theirs.
         """
-        gathered = everyone.gather(None if self.error is None else _said(self.error))
-        if self.error is not None:
-            raise self.error
         who = "process" if isinstance(everyone, MeshPeers) else "rank"
-        for process, said in enumerate(gathered):
-            if said is not None:
-                raise PeerFailed(f"{who} {process} could not do its part of the step: {said}")
-
-
-def _said(error: Exception) -> str:
-    """In one line what an error says, and where it was."""
-    text = str(error) if isinstance(error, RuntimeFailure) else f"{type(error).__name__}: {error}"
-    return "; ".join([text, *getattr(error, "__notes__", ())])
+        raise_together(
+            everyone, self.error, lambda n, said: PeerFailed(f"{who} {n} could not do its part of the step: {said}")
+        )

@@ -370,6 +370,24 @@ def meeting_groups(schedule: Schedule, peers: GroupPeers) -> dict[tuple[str, int
     return {place: WeakGroup(group) for place, group in found.items() if group is not None}
 
 
+def raise_together(peers: Peers, error: Exception | None, failed: Callable[[int, str], RuntimeFailure]) -> None:
+    """Raises `error`, where this process has one; elsewhere what `failed` makes of the first process that has one and
+    of its words. Every process must call it.
+    """
+    errors = peers.gather(None if error is None else _in_a_line(error))
+    if error is not None:
+        raise error
+    for process, words in enumerate(errors):
+        if words is not None:
+            raise failed(process, words)
+
+
+def _in_a_line(error: Exception) -> str:
+    """What an error says, and where it was."""
+    text = str(error) if isinstance(error, RuntimeFailure) else f"{type(error).__name__}: {error}"
+    return "; ".join([text, *getattr(error, "__notes__", ())])
+
+
 def require_same(given: Sequence[Mapping[str, object]], rule: str, shown: bool = True) -> None:
     """Compares what each rank was given, by subject, with that of the first rank that has the subject.
 

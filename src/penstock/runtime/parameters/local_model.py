@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.peers import GroupPeers, Peers
+from penstock.runtime.mesh.peers import GroupPeers, Peers, raise_together
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import send_values
 from penstock.runtime.parameters.pipeline_copies import Copies, build_alike
@@ -182,12 +182,9 @@ class LocalModel:
             self.require_trainable()
         except RuntimeFailure as error:
             failure = error
-        found = self._peers.gather(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        for rank, message in enumerate(found):
-            if message is not None:
-                raise RuntimeFailure(f"rank {rank} cannot train its stages: {message}")
+        raise_together(
+            self._peers, failure, lambda n, said: RuntimeFailure(f"rank {n} cannot train its stages: {said}")
+        )
 
     def begin(self) -> None:
         """Starts a training step."""

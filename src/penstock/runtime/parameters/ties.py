@@ -81,13 +81,13 @@ def ties_of(
     stages: Mapping[int, Stage],
     tied: Sequence[Sequence[str]],
     peers: Peers,
-    held: HeldByFunctions | None = None,
+    held: HeldByFunctions | None,
 ) -> Ties:
     """Parameters that several stages share: the same object in the model given, or named together in `tied`.
 
     Args:
         stages: those built in this process.
-        held: what functions among the sources held before they were called.
+        held: what functions among the sources held before they were called; None where one process has all stages.
 
     Raises:
         RuntimeFailure: a name in `tied` that is in no stage, or two of one stage; or functions in two processes that
