@@ -1,4 +1,5 @@
-"""Whether something with processes, threads and patched layers may be used: it is open, broken, or closed.
+"""Whether something with processes, threads and patched layers may be used: it is open, broken, or closed, no other
+call is in it, and torch is not set to compute something else.
 
 made --> open --> closed          what was put in place while it was made is taken back, the last first;
   |        |                      where making it fails, what was there by then
@@ -15,6 +16,7 @@ from threading import Lock
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
 
@@ -103,3 +105,42 @@ def one_at_a_time(method: Callable[P, R]) -> Callable[P, R]:
             return method(*args, **given)
 
     return called
+
+
+class _Probe(torch.autograd.Function):
+    """Torch refuses such a function under each transform of `torch.func`: it has no `setup_context`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+
+def require_plain_modes(device: torch.device, call: str, trains: bool = False) -> None:
+    """Raises RuntimeFailure where torch computes something else than a plain call would.
+
+    Args:
+        device: on which the stages lie.
+        call: the method of `Pipeline` that is called. trains: whether it needs gradients.
+    """
+    if trains and torch.is_inference_mode_enabled():
+        raise RuntimeFailure(
+            f"{call}() was called under torch.inference_mode(), where nothing trains; leave it first"
+        )
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        raise RuntimeFailure(
+            f"{call}() was called under torch.autocast, which would go on computing with the casts that it made "
+            f"before an update; leave it, and give ps.Pipeline(precision=ps.PrecisionOptions(autocast={dtype}))"
+        )
+    try:
+        probe = _Probe.apply(torch.empty(0, device="cpu"))
+    except RuntimeError as error:
+        raise RuntimeFailure(
+            f"{call}() was called within a transform of torch.func (grad, vmap, jvp), and runs backwards of its own "
+            "and sends messages, which torch can't transform; call it outside, or transform what a stage computes"
+        ) from error
+    if type(probe) is not Tensor:
+        raise RuntimeFailure(
+            f"{call}() was called in a mode of torch in which tensors are made as {type(probe).__name__} and have no "
+            "numbers; leave it first"
+        )

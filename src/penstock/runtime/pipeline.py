@@ -38,7 +38,7 @@ from penstock.runtime.errors import CheckpointError, DeadlineExceeded, PeerLost,
 from penstock.runtime.execute.plan import ActivePlan, require_free
 from penstock.runtime.execute.step_result import StepEnd, StepResult, require_same_batch
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
-from penstock.runtime.lifetime import Lifetime, one_at_a_time
+from penstock.runtime.lifetime import Lifetime, one_at_a_time, require_plain_modes
 from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.mesh.peers import require_same
 from penstock.runtime.mesh.process_mesh import device_mesh_of, end_groups
@@ -53,7 +53,6 @@ from penstock.runtime.stage.split_backward import DeferredShare
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.tensors.pytree import flatten, unflatten
 from penstock.runtime.tensors.rng import mix, restored_after_step
-from penstock.runtime.tensors.torch_modes import require_plain_modes
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.runtime.transport.link_conditions import probed_besides
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport

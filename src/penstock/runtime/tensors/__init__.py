@@ -7,5 +7,4 @@
 pytree     a nested value taken apart, and put together       dtensor   the part of a sharded tensor that lies here
 aliases    views and their bases on the way between stages    rng       seeds that do not depend on the schedule
 message    `Edge` and `Payload`: what travels between ops     digest    a number for a batch, to compare between ranks
-torch_modes  what torch must not be set to around a call
 """
