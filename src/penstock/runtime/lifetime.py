@@ -107,14 +107,6 @@ def one_at_a_time(method: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
-class _Probe(torch.autograd.Function):
-    """Torch refuses such a function under each transform of `torch.func`: it has no `setup_context`."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-
 def require_plain_modes(device: torch.device, call: str, trains: bool = False) -> None:
     """Raises RuntimeFailure where torch computes something else than a plain call would.
 
@@ -133,7 +125,7 @@ def require_plain_modes(device: torch.device, call: str, trains: bool = False) -
             f"before an update; leave it, and give ps.Pipeline(precision=ps.PrecisionOptions(autocast={dtype}))"
         )
     try:
-        probe = _Probe.apply(torch.empty(0, device="cpu"))
+        probe = torch.empty(0, device="cpu").requires_grad_()  # each transform of torch.func forbids this
     except RuntimeError as error:
         raise RuntimeFailure(
             f"{call}() was called within a transform of torch.func (grad, vmap, jvp), and runs backwards of its own "
