@@ -403,3 +403,33 @@ def test_bug_a_parameter_that_all_ranks_froze_by_its_name_was_frozen_in_its_owne
     for said, names in (o.value for o in outcomes):
         assert said == ""
         assert "0.weight" in names
+
+
+class Merging(nn.Linear):
+    """Adds a number to its weight in evaluation mode, and takes it out again, as adapters are added."""
+
+    has_added = False
+
+    def train(self, mode: bool = True) -> Merging:
+        super().train(mode)
+        if mode is self.has_added:
+            with torch.no_grad():
+                self.weight += -0.5 if mode else 0.5
+            self.has_added = not mode
+        return self
+
+
+def evaluated_by_copies(rank: int) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Merging(WIDTH, WIDTH) for _ in range(2)))
+    pipe = ps.Pipeline(
+        model, ps.build("chimera", 2, 4), loss_fn=MSE, optimizer=partial(torch.optim.SGD, lr=0.1), timeout=PATIENCE
+    )
+    x = torch.randn(8, WIDTH)
+    return [float((pipe.step if step % 2 else pipe.evaluate)(x, x).loss) for step in range(4)]
+
+
+def test_weights_that_evaluation_mode_changes_in_all_copies_were_changed_in_the_middle_of_a_step() -> None:
+    found = run_ranks(2, evaluated_by_copies)
+    assert [outcome.code for outcome in found] == [0, 0], found[0].text[-2000:] + found[1].text[-2000:]
+    assert [outcome.value for outcome in found] == [evaluated_by_copies(0)] * 2

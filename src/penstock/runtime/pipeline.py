@@ -643,7 +643,8 @@ class Pipeline:
             with self._local.failure.noted():
                 self._local.optimizer_state.replicas.unshard()
             self._local.failure.has_failed |= not self._local.optimizer_state.replicas.can_unshard
-            self._local.run(settings, self._local.running.forward(num))
+            with self._local.optimizer_state.agreement.between_modes():
+                self._local.run(settings, self._local.running.forward(num))
         self._local.optimizer_state.replicas.reshard()
         return batch
 

@@ -367,6 +367,8 @@ class HolderAgreement:
         """By the place of a parameter."""
         self._known: dict[int, KnownGradient] = {}
         """The gradients that there were, by the place of their parameter."""
+        self._changed_between_modes: list[int] | None = None
+        """The places of what an evaluation has changed; None in a step."""
         self._refused: str | None = None
         self._state: object = None
         self._facts: list[list[Facts]] = []
@@ -451,6 +453,7 @@ class HolderAgreement:
             return
         self.see()
         self._within.note()
+        self._changed_between_modes = None
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         options = [_options_of(group) for group in groups]
@@ -485,6 +488,17 @@ class HolderAgreement:
         for meeting, digests in zip(self._meetings, self._digests, strict=True):
             meeting.begin(digests)
 
+    @contextmanager
+    def between_modes(self) -> Iterator[None]:
+        """After `begin`, around what runs while all modules are in evaluation mode. Modules may change parameters as
+        they enter that mode and leave it, such as by merging adapters, and do so alike wherever these are held.
+        """
+        self._within.note()
+        try:
+            yield
+        finally:
+            self._changed_between_modes = self._within.changed()
+
     def is_alike(self, peers: Peers) -> bool:
         """Whether these processes have begun the step alike; the same on all of them. Where they have not, sums of
         theirs are to be left out.
@@ -494,7 +508,11 @@ class HolderAgreement:
     def agrees(self) -> bool:
         """At the end of a step: whether all that this process knows of is alike, and was left alone in the step."""
         found = [meeting.is_alike for meeting in self._meetings]  # waits for all of them
-        return all(found) and not self._within.changed()
+        return all(found) and not self._changed_within()
+
+    def _changed_within(self) -> list[int]:
+        """The places of what the ops have changed, which is none of theirs to change."""
+        return self._within.changed() if self._changed_between_modes is None else self._changed_between_modes
 
     def settle(self) -> None:
         """All processes agree, or have loaded the same: what the caller has changed so far is no news any more."""
@@ -528,7 +546,7 @@ class HolderAgreement:
             raise
 
     def _refuse(self) -> None:
-        within = [self._names[place] for place in self._within.changed()[:1]]
+        within = [self._names[place] for place in self._changed_within()[:1]]
         mine = [
             ((meeting.kind, *meeting.at, number), meeting.peers.here[0], facts)
             for meeting, found in zip(self._meetings, self._facts, strict=True)
