@@ -130,6 +130,24 @@ def expected_by_channel(edges: Iterable[tuple[Edge, int]], tags: Tags) -> list[E
     return [ExpectedMessages(key, peer, tuple(messages)) for (key, peer), messages in found.items()]
 
 
+def why_unexpected(rank: int, step: int, peer: int, of_step: int, tag: int, edge: Edge | None) -> str:
+    """What to say of a message that a rank does not expect.
+
+    Args:
+        step: the one that the rank is at. of_step: the message's.
+        edge: what the rank waits for under this tag; None for nothing (any more).
+    """
+    what = f"message {tag} of step {of_step} from rank {peer}"
+    if of_step != step:
+        return f"rank {rank} is at step {step} and got {what}; the ranks run different steps"
+    if edge is None:
+        return f"rank {rank} got {what}, which it does not wait for (any more); the ranks run different schedules"
+    return (
+        f"rank {rank} got {what} ({edge}) of other shapes: it was given other batches or calls; every rank must give "
+        "the same inputs and targets"
+    )
+
+
 @dataclass(slots=True)
 class PostedReceive:
     """A receive under way.

@@ -26,7 +26,7 @@ from typing import Any
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import CrossingLog, StepMessages, TransferRecord
-from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
+from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags, why_unexpected
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
 from penstock.runtime.transport.rank_memory import (
     ASLEEP,
@@ -355,7 +355,7 @@ class SharedMemoryTransport:
             return
         edge = receiver.due.pop(tag, None)
         if edge is None or now != self._now:
-            raise RuntimeFailure(self._foreign(receiver.peer, tag, now >> 32, edge))
+            raise RuntimeFailure(why_unexpected(self.rank, self._step, receiver.peer, now >> 32, tag, edge))
         self._ready[edge] = receiver, packet, header
         sent = header[SENT]
         self._log.add(receiver.peer, self.rank, packet.spec.carried_bytes, sent, sent, header[THERE])
@@ -371,17 +371,6 @@ class SharedMemoryTransport:
             spec = receiver.specs[number] = WireSpec.from_json(memory.map[start : start + header[TOLD]].decode())
         found = receiver.packets[offset] = number, memory.packet(offset, spec), header
         return found
-
-    def _foreign(self, peer: int, tag: int, step: int, edge: Edge | None) -> str:
-        what = f"message {tag} of step {step} from rank {peer}"
-        if step < self._step:
-            return f"rank {self.rank} is at step {self._step} and got {what}; the ranks run different steps"
-        if edge is None:
-            return f"rank {self.rank} got {what}, which it does not wait for; the ranks run different schedules"
-        return (
-            f"rank {self.rank} got {what} ({edge}) of other shapes: it was given other batches or calls; every rank "
-            "must give the same inputs and targets"
-        )
 
     def take(self, edge: Edge) -> Payload:
         """The payload of an edge that has arrived. Its slot is free again."""

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.base import CrossingLog
-from penstock.runtime.transport.channel import ExpectedMessages
+from penstock.runtime.transport.channel import ExpectedMessages, why_unexpected
 from penstock.runtime.transport.delegate.carrier.descriptor import Descriptor, DescriptorKind, Lane
 from penstock.runtime.transport.delegate.carrier.shared import DEPTH, Slots
 from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates
@@ -323,7 +323,8 @@ class DelegateInbox:
                 return None
         edge = self._edges.pop((lane.source, note.tag), None)
         if edge is None or note.step != self._step or note.digest != self._digest:
-            raise RuntimeFailure(self._foreign(note, edge))
+            rank, source = self._delegates.rank, lane.source
+            raise RuntimeFailure(why_unexpected(rank, self._step, source, note.step, note.tag, edge))
         self._ready[edge] = HeldMessage(key, note)
         self._counters.messages += 1
         self._counters.num_bytes += note.payload_bytes
@@ -347,17 +348,6 @@ class DelegateInbox:
             if wanted > limit and self.grant(key, wanted - limit):
                 self._limits[key] = wanted
             seen.clear()
-
-    def _foreign(self, note: Descriptor, edge: Edge | None) -> str:
-        what = f"message {note.tag} of step {note.step} from rank {note.lane.source}"
-        me = f"rank {self._delegates.rank}"
-        if note.step != self._step:
-            return f"{me} is at step {self._step} and got {what}; the ranks run different steps"
-        if edge is None:
-            return f"{me} got {what}, which it does not wait for (any more); the ranks run different schedules"
-        return (
-            f"{me} got {what} ({edge}) of a batch of other shapes; every rank must give the same inputs and targets"
-        )
 
     def owed(self) -> set[int]:
         """Ranks from which messages are yet to come in this step."""
