@@ -439,6 +439,11 @@ class StageRunner:
             raise RuntimeFailure(
                 f"loss_fn returned {loss.dtype}, and a loss is a real number; return its .real, or its .abs()"
             )
+        if loss.is_floating_point() and loss.element_size() < 2:
+            raise RuntimeFailure(
+                f"loss_fn returned {loss.dtype}, and torch can't multiply or add numbers of that type, as the losses "
+                "of microbatches are; return it as .float()"
+            )
         loss = loss * self.settings.microbatches.scales[m]
         self.losses[m] = loss.detach()
         self.has_gradient = self.has_gradient or loss.requires_grad
