@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -108,7 +109,7 @@ def read_story(
     least = _least(contents.job, rows)
     undisturbed, source = _undisturbed(contents, simulator, found, least)
     found = with_baselines(contents, found, undisturbed, least)
-    decided = tuple(_decided(contents, contents.chosen[number], found) for number in sorted(contents.chosen))
+    decided = tuple(_decided(contents, contents.chosen[number], found, least) for number in sorted(contents.chosen))
     return RunStory(
         name=name,
         facts=(*_facts(contents.job), *facts),
@@ -193,7 +194,7 @@ def with_baselines(
 ) -> tuple[Iteration, ...]:
     """The iterations with what the steps took before the changes that run in them, under the same links."""
     start = contents.job.start.digest
-    late = {each.number for each in iterations if any(delay is not None and delay >= least for delay in each.delays)}
+    late = _late(iterations, least)
     known: dict[str, tuple[float, bool] | None] = {start: None}
     now: tuple[float, bool] | None = None
     before, found = 0, []
@@ -204,10 +205,10 @@ def with_baselines(
             if chosen.value["action"] == Action.TAKE_BACK.value or digest == start:
                 now = known.get(digest)
             elif now is None or chosen.began is not None:
-                reference = _before(chosen, iterations)
+                reference = _before(chosen, iterations, late)
                 if reference:
                     among_late = sum(one.number in late for one in reference) > len(reference) / 2
-                    verdict = contents.verdict(chosen.number)
+                    verdict = _verdict(contents, chosen, iterations, late)
                     level = median(one.ms for one in reference) if verdict is None else float(verdict["before"])
                     now = level, among_late
             known[digest] = now
@@ -223,35 +224,70 @@ def with_baselines(
     return tuple(found)
 
 
-def _before(chosen: LoggedDecision, iterations: Sequence[Iteration]) -> list[Iteration]:
+def _late(iterations: Sequence[Iteration], least: float) -> Container[int]:
+    """Numbers of the iterations in which a link was late."""
+    return {each.number for each in iterations if any(delay is not None and delay >= least for delay in each.delays)}
+
+
+def _before(chosen: LoggedDecision, iterations: Sequence[Iteration], late: Container[int]) -> list[Iteration]:
     """The iterations that a decision is held against: those before it since what it answers began, without the first,
     which was slow in part; the last ones where nothing had begun."""
+    rows, began = _ran_before(chosen, iterations), _began(chosen, iterations, late)
+    if began is None:
+        return rows[-AROUND:]
+    since = [each for each in rows if each.number >= began]
+    # Of three, the median leaves out the first anyway, and the last, in which ranks may also agree on the change.
+    return since if len(since) == 3 else (since[1:] or since)[-LATER:]
+
+
+def _ran_before(chosen: LoggedDecision, iterations: Sequence[Iteration]) -> list[Iteration]:
+    """The iterations that ran what a decision replaced; none where it never ran."""
     first = chosen.first
     if first is None:
         return []
     ran = next((each.decision for each in reversed(iterations) if each.number < first), 0)
-    rows = [each for each in iterations if each.number < first and each.decision == ran]
-    if chosen.began is None:
-        return rows[-AROUND:]
-    since = [each for each in rows if each.number >= chosen.began]
-    return (since[1:] if len(since) > 1 else since)[-LATER:]
+    return [each for each in iterations if each.number < first and each.decision == ran]
 
 
-def _decided(contents: LogContents, chosen: LoggedDecision, iterations: Sequence[Iteration]) -> DecisionOutcome:
+def _began(chosen: LoggedDecision, iterations: Sequence[Iteration], late: Container[int]) -> int | None:
+    """The iteration in which what a decision answers began.
+
+    The controller also looks at links now and then, and may see a late one before it is verified. Then it began where
+    the last iterations before the switch turned from healthy to late, or back, if they did so once.
+    """
+    if chosen.began is not None:
+        return chosen.began
+    rows = _ran_before(chosen, iterations)[-AROUND:]
+    turns = [b.number for a, b in pairwise(rows) if (a.number in late) != (b.number in late)]
+    return turns[0] if len(turns) == 1 else None
+
+
+def _verdict(
+    contents: LogContents, chosen: LoggedDecision, iterations: Sequence[Iteration], late: Container[int]
+) -> Mapping[str, Any] | None:
+    """The last verdict on a decision. None also where its steps before ran under other links than those since,
+    because nothing had been verified: their median says nothing about the change."""
+    return contents.verdict(chosen.number) if _began(chosen, iterations, late) == chosen.began else None
+
+
+def _decided(
+    contents: LogContents, chosen: LoggedDecision, iterations: Sequence[Iteration], least: float
+) -> DecisionOutcome:
+    late = _late(iterations, least)
     value, first, start = chosen.value, chosen.first, contents.job.start
     mine = [each for each in iterations if each.decision == chosen.number]
-    before, after = _before(chosen, iterations), [each.ms for each in mine[1:] or mine][:LATER]
+    before, after = _before(chosen, iterations, late), [each.ms for each in mine[1:] or mine][:LATER]
     known = [each.saved for each in mine if each.baseline is not None]
     measured = (median(each.ms for each in before) if before else None, median(after) if after else None)
+    if (held := _verdict(contents, chosen, iterations, late)) is not None:
+        measured = float(held["before"]), float(held["after"])
     verdict = contents.verdict(chosen.number)
-    if verdict is not None:
-        measured = float(verdict["before"]), float(verdict["after"])
     return DecisionOutcome(
         number=chosen.number,
         action=str(value["action"]),
         reason=str(value["reason"]),
         what=in_words(chosen.configuration, start),
-        began=chosen.began,
+        began=_began(chosen, iterations, late),
         made=int(value["iteration"]),
         first=first,
         outcome="ran" if mine else chosen.outcome if chosen.outcome == "given up" else "open",
@@ -278,7 +314,7 @@ def in_words(configuration: Configuration, start: Configuration) -> str:
 def _configurations(
     contents: LogContents, iterations: Sequence[Iteration], ran: Mapping[int, Timeline], least: float
 ) -> tuple[RanConfiguration, ...]:
-    late = {each.number for each in iterations if any(delay is not None and delay >= least for delay in each.delays)}
+    late = _late(iterations, least)
     found = []
     for number in sorted({each.decision for each in iterations}):
         mine = [each for each in iterations if each.decision == number]
