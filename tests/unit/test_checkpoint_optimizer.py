@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -136,6 +137,51 @@ def test_state_and_options_that_are_not_tensors(tmp_path: Path) -> None:
     assert type(fresh.state[parameter]["on"]) is bool
     group = fresh.param_groups[0]
     assert (group["pair"], group["lr"], group["hook"], group["none"]) == ((1, (2.5, "x")), 0.1, len, None)
+
+
+def test_regression_numbers_of_numpy_among_the_options_were_left_out(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    saved, fresh = (SGD([parameter], lr=np.float32(lr)) for lr in (0.25, 0.5))
+    meta = optimizer_tensors(saved, {parameter: "a"})[1]
+    stage_optimizer(fresh, {parameter: "a"}, Reader(write(tmp_path, 1, {}, {"optimizer": meta})))()
+    assert fresh.param_groups[0]["lr"] == 0.25
+
+
+def test_regression_tensors_in_a_tuple_of_options_became_floats_which_round_otherwise(tmp_path: Path) -> None:
+    def make(beta: float) -> Adam:
+        return Adam([parameter], lr=0.1, betas=(torch.tensor(beta), torch.tensor(0.99)), foreach=False)
+
+    parameter = nn.Parameter(torch.ones(2))
+    tensors, meta = optimizer_tensors(make(0.8), {parameter: "a"})
+    fresh = make(0.9)
+    stage_optimizer(fresh, {parameter: "a"}, Reader(write(tmp_path, 1, tensors, {"optimizer": meta})))()
+    beta = fresh.param_groups[0]["betas"][0]
+    assert isinstance(beta, Tensor)
+    assert torch.equal(beta, torch.tensor(0.8))
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3), np.zeros(3), {"n": 0}, {1}, [torch.zeros(3)], 1j])
+def test_regression_data_among_the_options_was_left_out_without_a_word(value: object) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = SGD([parameter], lr=1.0)
+    optimizer.param_groups[0]["kept"] = value
+    with pytest.raises(CheckpointError, match=r"SGD's parameter group 0 has a .* in its option 'kept'"):
+        optimizer_tensors(optimizer, {parameter: "a"})
+
+
+class Counting(SGD):
+    """Keeps a count of its own, as its state dict says."""
+
+    count = 0
+
+    def state_dict(self) -> dict:
+        return super().state_dict() | {"count": self.count}
+
+
+def test_regression_what_an_optimizer_has_in_its_state_dict_besides_was_left_out() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    with pytest.raises(CheckpointError, match="the state dict of Counting has count besides the state of its param"):
+        optimizer_tensors(Counting([parameter], lr=1.0), {parameter: "a"})
 
 
 def test_errors(tmp_path: Path) -> None:

@@ -259,6 +259,21 @@ class Expanded(nn.Module):
         return x * self.scale
 
 
+def test_regression_a_load_broke_off_half_way_at_a_tensor_made_in_inference_mode(tmp_path: Path) -> None:
+    def pipeline(*layers: nn.Module) -> ps.Pipeline:
+        return ps.Pipeline(nn.Sequential(*layers), ps.build("1f1b", 1, 4), loss_fn=nn.MSELoss())
+
+    pipeline(nn.Linear(4, 4), nn.Linear(4, 4)).save(tmp_path)
+    first = nn.Linear(4, 4)
+    with torch.inference_mode():
+        second = nn.Linear(4, 4)
+    before = first.weight.clone()
+    pipe = pipeline(first, second)
+    with pytest.raises(CheckpointError, match=r"model/1\.bias was made here under torch\.inference_mode"):
+        pipe.load(tmp_path)
+    assert torch.equal(first.weight, before)
+
+
 def test_a_load_broke_off_half_way_at_an_expanded_buffer(tmp_path: Path) -> None:
     """An error of torch's said that elements share memory, and parameters before it had been loaded."""
     one = torch.full((1,), 0.5)
@@ -528,6 +543,17 @@ def test_plain_data_comes_back_as_it_was(value: Any) -> None:
     assert (type(found), found) == (type(value), value)
     assert repr(found) == repr(value)
     assert pack("a", copy.deepcopy(value), "it")["a#json"].tolist() == packed["a#json"].tolist()
+
+
+def test_regression_equal_sets_were_stored_in_different_orders_and_seemed_to_differ_between_processes() -> None:
+    one, other = {0, 8}, {8, 0}
+    assert list(one) != list(other)  # as those of text are in two processes
+    assert pack("a", one, "it")["a#json"].tolist() == pack("a", other, "it")["a#json"].tolist()
+
+
+def test_regression_matrices_of_numpy_came_back_as_plain_arrays() -> None:
+    with pytest.raises(CheckpointError, match=r"is a numpy\.matrix"):
+        pack("a", np.ones((2, 2)).view(np.matrix), "it")
 
 
 def test_tensors_and_arrays_inside_plain_data() -> None:

@@ -435,6 +435,16 @@ def test_a_model_made_in_inference_mode_ended_in_an_error_about_a_version_counte
         trained.step(x, x)
 
 
+def test_regression_a_buffer_made_in_inference_mode_ended_in_an_error_about_a_version_counter() -> None:
+    norm = nn.BatchNorm1d(4)
+    with torch.inference_mode():
+        norm.register_buffer("running_mean", torch.zeros(4))
+    pipe = ps.Pipeline(nn.Sequential(norm), ps.build("1f1b", 1, 4), loss_fn=nn.MSELoss())
+    x = torch.ones(8, 4)
+    with pytest.raises(RuntimeFailure, match=r"^0\.running_mean was made under torch\.inference_mode\(\), of which"):
+        pipe.step(x, x)
+
+
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_pipeline_that_is_copied_or_pickled_ended_in_an_error_about_a_lock(way: Callable[[Any], Any]) -> None:
     pipe = pipeline([lin(), lin()])

@@ -103,6 +103,9 @@ def _encode(value: Any, where: str, tensors: list[Tensor]) -> Any:
         return value
     if kind is list:
         return [_encode(each, f"{where}[{place}]", tensors) for place, each in enumerate(value)]
+    if kind in (set, frozenset):  # equal sets give their items in different orders
+        items = [_encode(each, f"{where} item", tensors) for each in value]
+        return {ITEMS[kind]: sorted(items, key=json.dumps)}
     if kind in ITEMS:
         return {ITEMS[kind]: [_encode(each, f"{where}[{place}]", tensors) for place, each in enumerate(value)]}
     if kind in PAIRS:
@@ -124,12 +127,12 @@ def _encode(value: Any, where: str, tensors: list[Tensor]) -> Any:
         return {"torch.device": str(value)}
     if kind in (Tensor, Parameter):
         return {"tensor" if value.device.type == "cpu" else "device tensor": _add(value.detach(), where, tensors)}
-    if isinstance(value, (np.ndarray, np.generic)) and kind.__module__ == "numpy":
+    if isinstance(value, np.generic) or kind in (np.ndarray, np.memmap):
         try:
             held = torch.from_numpy(np.array(value))
         except TypeError:
             raise _UnstorableValue(f"{where} is a numpy array of {value.dtype}".lstrip()) from None
-        return {"array" if kind is np.ndarray else "scalar": _add(held, where, tensors)}
+        return {"array" if isinstance(value, np.ndarray) else "scalar": _add(held, where, tensors)}
     raise _UnstorableValue(f"{where} is a {kind.__module__}.{kind.__qualname__}".lstrip())
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -30,13 +31,18 @@ from penstock.runtime.tensors.dtensor import local, own_shard
 PREFIX = "optimizer/"
 ON_HOST = ("step", "mu_product")  # 0-dim state that torch keeps in host memory unless capturable or fused
 FACTORED = ("Adafactor", "LBFGS")  # those of torch.optim whose state has other shapes than the parameter
+DATA = (Tensor, np.ndarray, np.generic, Mapping, Set, list, tuple, deque, bytes, bytearray, complex)
+"""What an optimizer may count on finding among its options again."""
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tuple[dict[str, Tensor], JSON]:
     """The state as tensors named `optimizer/<parameter>/<key>`, and the meta to store as `meta["optimizer"]`.
 
-    The tensors are the optimizer's own, not copies. Options that JSON cannot say are left out. Raises
-    `CheckpointError` for a parameter without a name, state of no parameter, or state that is no plain data.
+    The tensors are the optimizer's own, not copies. Functions and other objects among the options are left out.
+
+    Raises `CheckpointError` for a parameter without a name, state of no parameter, state that is no plain data, and
+    data that would be left out without a word: whole tensors and collections among the options, and what the
+    optimizer's own `state_dict` has besides.
     """
     tensors: dict[str, Tensor] = {}
     kind = type(optimizer).__name__
@@ -44,6 +50,12 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tupl
         raise CheckpointError(
             f"{kind} keeps state under {other[0]!r:.60}, which is no parameter, and a checkpoint goes by "
             "their names: keep it in the state of a parameter, or in a parameter group"
+        )
+    if others := sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"})):
+        raise CheckpointError(
+            f"the state dict of {kind} has {', '.join(others)} besides the state of its parameters and its parameter "
+            "groups, which a checkpoint would not bring back: keep it in the state of a parameter, or as a number in "
+            "a parameter group"
         )
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         name = _name(names, parameter)
@@ -54,7 +66,9 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tupl
                 tensors[f"{PREFIX}{name}/{key}"] = value
             else:
                 tensors |= pack(f"{PREFIX}{name}/{key}", value, f"{kind}'s state {key!r} of {name}")
-    groups = [_options(group) for group in optimizer.param_groups]
+    groups = [
+        _options(group, f"{kind}'s parameter group {place}") for place, group in enumerate(optimizer.param_groups)
+    ]
     return tensors, {"class": kind, "groups": groups}
 
 
@@ -237,34 +251,44 @@ def _place(key: str, value: Tensor, parameter: Tensor, kept_on_host: bool) -> Te
     return own_shard(value, parameter) if value.shape == parameter.shape else value
 
 
-def _options(group: Mapping[str, Any]) -> JSON:
+def _options(group: Mapping[str, Any], what: str) -> JSON:
+    """What JSON can say of a group. Raises CheckpointError for data that it cannot say."""
     options = {}
     for key, value in group.items():
         if key not in ("params", "param_names"):
             try:
                 options[key] = json.loads(json.dumps(_encode(value)))
-            except TypeError:
-                continue
+            except TypeError as error:
+                if isinstance(value, DATA):
+                    raise CheckpointError(
+                        f"{what} has {error} in its option {key!r}, which a checkpoint would not bring back: keep "
+                        "tensors and collections in the state of a parameter, and numbers in options of their own"
+                    ) from None
     return options
 
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     for key, value in options.items():
-        current = group.get(key)
-        if isinstance(current, Tensor) and isinstance(value, (int, float)):
-            current.fill_(value)
-        else:
-            group[key] = value
+        group[key] = _as_current(value, group.get(key))
+
+
+def _as_current(value: Any, current: Any) -> Any:
+    """An option as it is to be. Tensors stay tensors, as an update with floats rounds otherwise."""
+    if isinstance(current, Tensor) and isinstance(value, (int, float)):
+        return current.fill_(value)
+    if isinstance(current, (tuple, list)) and type(value) is type(current) and len(value) == len(current):
+        return type(value)(map(_as_current, value, current))
+    return value
 
 
 def _encode(value: Any) -> JSON:
-    """JSON that keeps apart what JSON merges: tuples, and 0-dim tensors among the options."""
+    """JSON that keeps tuples from lists. Numbers of torch and numpy are numbers. Raises TypeError for all else."""
     if isinstance(value, tuple):
         return {"tuple": [_encode(each) for each in value]}
     if isinstance(value, list):
         return [_encode(each) for each in value]
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return value.item()
+    if isinstance(value, np.generic) or (isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0):
+        value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(f"a {type(value).__name__}")

@@ -285,7 +285,7 @@ class TrainingState:
             assert value is not None
             for target in targets[name]:
                 here, own = local(target.detach()), local(own_shard(value, target))
-                _require_room(source, name, here, own)
+                _require_takes(source, name, here, own)
                 values.append((here, own))
         self._require_constants(source, there)
         optimizer = None if self.optimizer is None else stage_optimizer(self.optimizer, self._names, source)
@@ -498,8 +498,13 @@ def _require_like(source: TensorSource, name: str, tensor: Tensor, parameter: Te
         )
 
 
-def _require_room(source: TensorSource, name: str, target: Tensor, value: Tensor) -> None:
-    """Raises CheckpointError for different numbers where a tensor here has one place for all of them."""
+def _require_takes(source: TensorSource, name: str, target: Tensor, value: Tensor) -> None:
+    """Raises CheckpointError where a tensor here can't be given the numbers."""
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        raise CheckpointError(
+            f"checkpoint {source.path}: {name} was made here under torch.inference_mode(), and can't be changed "
+            "outside of it: make the model outside of it, or load there too"
+        )
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1 and not torch.equal(value, value.narrow(dim, 0, 1).expand_as(value)):
             raise CheckpointError(

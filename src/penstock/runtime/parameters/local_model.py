@@ -90,7 +90,12 @@ class LocalModel:
         require_tied_alike(self.ties, placement, peers)
         self._given = [(weakref.ref(p), i, n) for i, stage in stages.items() for n, p in stage.named_parameters()]
         self._modules = SharedModules(sources, stages)
-        self._untrainable = [n for stage in stages.values() for n, p in stage.named_parameters() if p.is_inference()]
+        self._untrainable = [
+            name
+            for stage in stages.values()
+            for name, tensor in (*stage.named_parameters(), *stage.named_buffers())
+            if tensor.is_inference()
+        ]
         self._elsewhere = _others(sources, stages)
         self._without_gradient: list[tuple[weakref.ref[Parameter], int, str]] = []
         as_one = names_of_one(stages)
