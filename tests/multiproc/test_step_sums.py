@@ -160,3 +160,58 @@ def test_what_one_process_tells_is_all_there_is() -> None:
         pipe.sum_each_step(lambda: (float(os.getpid()),))
         pipe.step(*batch())
         assert pipe.step_sums == (os.getpid(),)
+
+
+def summing_fails(rank: int, at: int) -> tuple[list[str], tuple[float, ...], list[float]]:
+    """What is said of steps and evaluations in which the function of one process raises, and the steps after them."""
+    said, calls = [], 0
+
+    def values() -> list[float]:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == at:
+            return [1.0 / (calls - at)]
+        return [1.0, float(rank)] if rank == 0 or calls != at + 1 else [1.0]
+
+    with pipeline(2) as pipe:
+        pipe.sum_each_step(values)
+        for step in range(at + 1):
+            try:
+                (pipe.evaluate if step % 2 else pipe.step)(*batch())
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+        losses = [float(pipe.step(*batch()).loss) for _ in range(2)]
+        return said, pipe.step_sums, losses
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_bug_others_waited_for_a_process_whose_function_of_sum_each_step_raised(at: int) -> None:
+    """Also of one that returns fewer numbers than before."""
+    (others, *sums), (mine, *same) = values(run_ranks(2, summing_fails, at))
+    assert mine[0] == "ZeroDivisionError: float division by zero"
+    assert mine[1] == "RuntimeFailure: it returned 1 numbers, and 2 before; return equally many"
+    for here, there in zip(others, mine, strict=True):
+        words = there.removeprefix("RuntimeFailure: ")
+        assert here == f"PeerFailed: rank 1 could not do its part of the step: {words}; in the function that " + (
+            "sum_each_step(values) was given"
+        )
+    assert sums == same
+    assert sums[0] == (2.0, 1.0)
+
+
+def unequal_sums(rank: int) -> list[str]:
+    said = []
+    with pipeline(2) as pipe:
+        pipe.sum_each_step(lambda: [1.0] * (rank + 1))
+        for run in (pipe.step, pipe.evaluate):
+            try:
+                run(*batch())
+            except RuntimeFailure as error:
+                said.append(str(error))
+    return said
+
+
+def test_bug_processes_that_sum_other_numbers_of_values_ended_in_an_error_of_the_transport() -> None:
+    for said in values(run_ranks(2, unequal_sums)):
+        assert len(said) == 2
+        assert all("returned 1 numbers in one process and 2 in another" in each for each in said)

@@ -36,7 +36,7 @@ from penstock.runtime.checkpoint.training_state import TrainingState
 from penstock.runtime.checkpoint.user_state import Stateful
 from penstock.runtime.errors import CheckpointError, DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan, require_free
-from penstock.runtime.execute.step_result import StepEnd, StepResult, require_same_batch
+from penstock.runtime.execute.step_result import StepEnd, StepResult, SummedValues, require_same_batch
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
 from penstock.runtime.lifetime import Lifetime, one_at_a_time, require_plain_modes
 from penstock.runtime.local_pipeline import LocalPipeline
@@ -163,7 +163,7 @@ class Pipeline:
         self._num_steps, self._seed, self._loss_fn = 0, seed, loss_fn
         self._num_forwards = 0
         """Evaluations and predictions since the last step, which draw other numbers each."""
-        self._summed: Callable[[], Sequence[float]] | None = None
+        self._summed: SummedValues | None = None
         self.step_sums: tuple[float, ...] = ()
         self._agent: Agent | None = None
         self._has_noted_stays = False
@@ -651,9 +651,9 @@ class Pipeline:
     def _result(self, batch: Microbatches, agent: Agent | None = None, updates: bool | None = None) -> StepResult:
         """Collects the losses from the processes that ran them, and switches if an agent says so."""
         memory = self._local.transport if isinstance(self._local.transport, SharedMemoryTransport) else None
-        tells = [] if self._summed is None else numbers_of(self._summed(), "what sum_each_step(values) is given")
         devices = self._local.devices
         agreement, failure = self._local.optimizer_state.agreement, self._local.failure
+        tells = [] if self._summed is None else self._summed.now(self._local.mesh.everyone, failure)
         changing = devices.changing_inputs
         outcome = StepEnd(self._local.mesh, devices.last, updates, memory, tells, changing, agreement, failure)
         self._local.notices.note(self._agent.notices if self._agent is not None else ())
@@ -756,11 +756,12 @@ class Pipeline:
         Every process must call it.
 
         Args:
-            values: a function that returns this process's values; every process returns equally many.
+            values: a function that returns this process's values; every process returns equally many, in every step.
+                A step in which it raises fails in all processes, as one in which a layer raises.
         """
         if not callable(values):
             raise RuntimeFailure(f"values is a {type(values).__name__}; give a function that returns numbers")
-        self._summed = values
+        self._summed = SummedValues(lambda: numbers_of(values(), "what sum_each_step(values) is given"))
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """Sums values over all processes. All get the same sum, for decisions that all ranks must make alike."""

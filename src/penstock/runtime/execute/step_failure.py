@@ -42,6 +42,11 @@ class StepFailure:
             self.error, self.has_failed = error, True
         return True
 
+    def note(self, error: Exception) -> None:
+        """Takes note of an error at the end of a step, where every process is about to hear who failed."""
+        if self.error is None:
+            self.error, self.has_failed = error, True
+
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Around something in whose middle no other process waits for this one: an error ends that alone."""

@@ -109,6 +109,46 @@ class StepResult:
     __repr__ = short_repr
 
 
+class SummedValues:
+    """A process's values that are summed over all processes at the end of each step.
+
+    Args:
+        function: gives them.
+    """
+
+    def __init__(self, function: Callable[[], list[float]]) -> None:
+        self._function = function
+        self._num: int | None = None
+        """How many there are, the same on all processes. None before the first step."""
+
+    def now(self, everyone: Peers, failure: StepFailure) -> list[float]:
+        """The values; zeros where the function fails, so that the others do not wait. Every process must call it."""
+        values: list[float] | None = None
+        try:
+            values = self._function()
+            if self._num is not None and len(values) != self._num:
+                raise RuntimeFailure(
+                    f"it returned {len(values)} numbers, and {self._num} before; return equally many"
+                )
+        except Exception as error:
+            error.add_note("in the function that sum_each_step(values) was given")
+            failure.note(error)
+            values = None
+        if self._num is None:
+            of_all = everyone.gather(None if values is None else len(values))
+            counts = sorted({count for count in of_all if count is not None})
+            if len(counts) > 1:
+                failure.note(
+                    RuntimeFailure(
+                        f"the functions that sum_each_step(values) was given returned {counts[0]} numbers in one "
+                        f"process and {counts[-1]} in another; return equally many in every process"
+                    )
+                )
+                return []
+            self._num = counts[0] if counts else None
+        return [0.0] * (self._num or 0) if values is None else values
+
+
 class StepEnd:
     """Ends a step on one process.
 
