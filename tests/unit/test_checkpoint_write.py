@@ -149,6 +149,12 @@ def test_the_checkpoint_just_written_is_never_pruned(tmp_path: Path) -> None:
     assert (tmp_path / "step-00000002").is_dir()
 
 
+def test_regression_a_header_that_safetensors_does_not_read_was_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"would have 1 tensors, whose names and shapes take 1000000.. bytes"):
+        write(tmp_path, 1, {"a" * 10**8: torch.empty(0)}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_latest_does_not_go_back_past_one_that_is_damaged(tmp_path: Path) -> None:
     assert latest(tmp_path / "nothing") is None
     for step in (1, 2, 3, 4):

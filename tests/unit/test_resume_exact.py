@@ -259,6 +259,19 @@ class Expanded(nn.Module):
         return x * self.scale
 
 
+def test_regression_a_save_after_going_back_was_passed_over_by_the_next_load_without_a_word(tmp_path: Path) -> None:
+    pipe = pipeline(model())
+    train(pipe, range(1))
+    first = pipe.save(tmp_path, keep=9)
+    train(pipe, range(1, 3))
+    last = pipe.save(tmp_path, keep=9)
+    assert not any("later" in notice for notice in pipe.notices)
+    pipe.load(first)
+    train(pipe, range(1, 2))
+    pipe.save(tmp_path, keep=9)
+    assert [n for n in pipe.notices if n.startswith(f"{last} is later than what was saved beside it")]
+
+
 def test_regression_a_load_broke_off_half_way_at_a_tensor_made_in_inference_mode(tmp_path: Path) -> None:
     def pipeline(*layers: nn.Module) -> ps.Pipeline:
         return ps.Pipeline(nn.Sequential(*layers), ps.build("1f1b", 1, 4), loss_fn=nn.MSELoss())

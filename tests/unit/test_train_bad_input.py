@@ -268,6 +268,7 @@ def _damaged(run: Path, tmp_path: Path) -> Path:
     [
         ("", "is damaged: it is no JSON object"),
         ("[1]", "is damaged: it is no JSON object"),
+        ("[" * 100_000, "is damaged: it is no JSON object"),
         ('{"ranks": "four"}', "ranks is 'four'; give a whole number"),
         ('{"ranks": true}', "ranks is True; give a whole number"),
         ('{"width": 16.5}', "width is 16.5; give a whole number"),

@@ -680,7 +680,8 @@ class Pipeline:
         The checkpoint appears as a whole or not at all. Of the older ones, the newest `keep - 1` stay. `meta` is
         small JSON data of the caller's. `stateful` names objects with `state_dict` and `load_state_dict`, such as a
         learning-rate scheduler or a data loader; their state is saved too, once per replica or process if it differs.
-        `number` is the number in the name. It defaults to `num_steps`; give it if you count other steps.
+        `number` is the number in the name. It defaults to `num_steps`; give it if you count other steps. If the
+        folder has a checkpoint with a larger number, `notices` say that a load of the folder will choose that one.
 
         Raises CheckpointError, on every rank, if it can't be written, or if ranks give different `meta`, `keep` or
         `number`.
@@ -692,7 +693,9 @@ class Pipeline:
         state, place = TrainingState(self._local.optimizer_state), self._local.mesh
         self._local.optimizer_state.agreement.require(place.everyone)
         with place.waiting():
-            return saving.save(directory, state, place, counters, meta, stateful, keep, number)
+            path = saving.save(directory, state, place, counters, meta, stateful, keep, number)
+        self._local.notices.note(saving.later_than(path))
+        return path
 
     @refuse_old({}, CheckpointError)
     @one_at_a_time

@@ -312,7 +312,7 @@ def _object(name: str, text: str) -> dict[str, Any]:
     option, like = f"--{name.replace('_', '-')}", '"depth": 4' if name == "model_options" else '"momentum": 0.9'
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"{option} {text!r} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise SettingsError(f"{option} {text!r}: give a JSON object, like '{{{like}}}'")

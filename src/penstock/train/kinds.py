@@ -210,7 +210,7 @@ def lora_of(settings: Settings) -> Mapping[str, Any] | str | None:
         return text
     try:
         value: dict[str, Any] = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(
             f"--lora {text!r} is not JSON: {error}; write the arguments of peft's LoraConfig like '{{\"r\": 8}}'"
         ) from None

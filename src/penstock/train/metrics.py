@@ -74,7 +74,7 @@ def _step_of(line: str) -> float:
     """The step of a line. A line cut short by a kill counts as later than all others."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")
 
 

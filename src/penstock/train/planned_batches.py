@@ -99,7 +99,7 @@ def _read_line(line: str, where: str) -> tuple[int, StepBatch]:
         step, found, dispatches = value["step"], value["microbatches"], tuple(value.get("dispatches", ()))
         fine = isinstance(step, int) and all(isinstance(k, int) for own in found for each in own for k in each)
         fine = fine and (not dispatches or (len(dispatches) == len(found) and {*dispatches} <= {*map(str, Dispatch)}))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         fine = False
     if not fine:
         raise SettingsError(

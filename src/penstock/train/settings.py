@@ -211,9 +211,11 @@ def read_settings(path: Path) -> dict[str, Any]:
     """The saved settings of a run. Raises SettingsError if there are none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         raise SettingsError(f"{path.parent} is no run: it has no {path.name}; give the folder of a run") from None
-    except ValueError:
+    except OSError as error:
+        raise SettingsError(f"{path} can't be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
         raise SettingsError(

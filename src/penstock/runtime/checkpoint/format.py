@@ -103,6 +103,7 @@ def write_file(
     """Writes and fsyncs a safetensors file; `get` is asked for each tensor once, in the order of `specs`.
 
     Returns the file's size and each tensor's CRC-32. Raises `OSError` as the disk does, and leaves no file then.
+    Raises `CheckpointError` for more names than can be read again.
     """
     header: dict[str, object] = {}
     if pairs := [spec.name for spec in specs if spec.dtype == "C128"]:
@@ -114,6 +115,11 @@ def write_file(
         header[spec.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "strict")
     text += b" " * (-len(text) % 8)
+    if len(text) > MOST_HEADER:
+        raise CheckpointError(
+            f"{path.name} would have {len(specs)} tensors, whose names and shapes take {len(text)} bytes; "
+            f"safetensors reads up to {MOST_HEADER}: put many small tensors together"
+        )
     sums: dict[str, int] = {}
     try:
         with open(path, "wb") as file:
@@ -158,6 +164,8 @@ STEP = re.compile(r"step-(\d{8,18})(\.old)?", re.ASCII)
 LARGEST_STEP = 10**18 - 1
 MOST = 2**63 - 1
 MOST_DIMENSIONS = 64
+MOST_HEADER = 100_000_000
+"""Bytes of a header that the `safetensors` package reads."""
 SHOWN = 60
 
 

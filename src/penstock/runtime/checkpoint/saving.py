@@ -410,6 +410,19 @@ def _agree(peers: Peers, value: T, error: CheckpointError | None) -> list[T]:
     raise DamagedCheckpointError(text) if first.is_damage else CheckpointError(text)
 
 
+def later_than(path: Path) -> list[str]:
+    """A notice where a load of the folder would choose another checkpoint than this one, which was just saved."""
+    newest = None
+    with contextlib.suppress(CheckpointError):  # it is saved, whatever became of the folder since
+        newest = latest(path.parent)
+    if newest in (None, path):
+        return []
+    return [
+        f"{newest} is later than what was saved beside it, and a load of the folder chooses it; if training went "
+        "back to an earlier step, move it away, or save to another folder"
+    ]
+
+
 def find(directory: str | Path) -> Path:
     """The checkpoint meant by a path: itself, or the newest inside. Raises CheckpointError."""
     newest = latest(directory)

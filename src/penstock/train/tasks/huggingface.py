@@ -313,7 +313,7 @@ def sizes_in(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"{path} can't be read: {error}") from None
     if not isinstance(values, dict):
         raise SettingsError(f"{path} is no JSON object; give the config.json of a Hugging Face model")
