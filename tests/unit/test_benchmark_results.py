@@ -241,7 +241,7 @@ def test_a_table_is_what_its_script_makes_of_the_results(
     assert between(readme, name).splitlines() == made
 
 
-TUNED = ("tune.md", "bench.md")
+TUNED = ("tune.md", "bench.md", "tutorials/choose-schedule.md")
 
 
 def test_tune() -> None:
@@ -254,9 +254,11 @@ def test_tune() -> None:
         f"{100 * min(offs):.0f} to {100 * max(offs):.0f}%",
         f"{100 * max(row['worst'] for row in rows):.0f}%",
     )
-    guide, bench = (" ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split()) for name in TUNED)
+    guide, bench, choose = (" ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split()) for name in TUNED)
     assert f"were {span} off in the median, and single rounds up to {worst}" in guide
     assert f"are off by {span} in the median" in bench
+    assert f"were [{span} off](../../benchmarks/tune/README.md) in the median," in choose
+    assert f"in the median, and single rounds up to {worst}." in choose
     assert f"predictions are off by up to {worst}" in (ROOT / "README.md").read_text(encoding="utf-8")
     assert max(offs) <= 0.1, "what the page says of the aim"
     by = {(row["schedule"], row["pp"], row["dp"]): row for row in rows}

@@ -229,6 +229,7 @@ MISUSE = {
     "show zb-q --ranks 2 --microbatches 2": "no schedule named 'zb-q'; did you mean",
     "convert a.txt b.json --dialect torch": "--dialect torch is for .csv files; neither a.txt nor b.json is one",
     "convert a.csv b.json --dialect jax": "no dialect 'jax'; there are torch, torch:compute_only",
+    "convert zb-v b.json": "zb-v is a library schedule and no file; write it with penstock show zb-v --ranks R",
     "convert none.json b.txt": "none.json: No such file or directory",
 }
 

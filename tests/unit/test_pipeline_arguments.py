@@ -42,6 +42,7 @@ class NeedsMore(torch.optim.SGD):
         ({"model": "gpt"}, "model is 'gpt'; give a module"),
         ({"model": [lin(), 3]}, "stage 1 of the model is 3; give a module, or a function that makes one"),
         ({"loss_fn": 3}, "loss_fn is 3; give a function"),
+        ({"loss_fn": nn.MSELoss}, r"loss_fn is the class MSELoss; give an instance: MSELoss\(\)"),
         ({"optimizer": "adamw"}, "optimizer is 'adamw'; give an optimizer, or a function"),
         ({"optimizer": lambda parameters: None}, "optimizer= made NoneType, not a torch optimizer"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS.step needs closure.*take another one"),

@@ -168,6 +168,10 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "recomputed statistics": ("--model nets.py:Normed --recompute", ["BatchNorm1d", "twice", "leave it out"]),
     "a tower": ("--model nets.py:Net --tower a=ranks:1", ["--tower", "several towers"]),
     "no loss": ("--model kwargs.py:Own --data kwargs.py:only", ["has no loss", "def loss_fn(output, targets)"]),
+    "text for a model of something else": (
+        "--model nets.py:Net --data text.txt",
+        ["the forward of nets.py:Net fails", "integers of shape (samples, 128)", "give --data FILE.py:NAME"],
+    ),
     "a loss of another name": (
         "--model renamed.py:Net --data renamed.py:data",
         ["the forward of renamed.py:Net fails: TypeError", "has a loss_fn; name the loss loss_fn if there is one"],
@@ -207,6 +211,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }  # fmt: skip
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "text.txt").write_text("a rank runs its ops in order. " * 200)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.syspath_prepend(tmp_path)

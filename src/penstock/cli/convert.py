@@ -18,6 +18,7 @@ from penstock.cli.options import Json
 from penstock.cli.output import print_json
 from penstock.formats import load, save
 from penstock.formats.files import DIALECTS
+from penstock.library import SCHEDULES
 
 
 @app.command(short_help="Convert a schedule file to another format.")
@@ -46,6 +47,11 @@ def convert(
     JSON and text keep what the schedule says as it is, valid or not. A CSV is for torch to run, so only what is
     proved is written, and what torch's pipelining lacks is named.
     """
+    if source in SCHEDULES:
+        raise Misuse(
+            f"{source} is a library schedule and no file; write it with penstock show {source} --ranks R "
+            f"--microbatches M --out {target}"
+        )
     written = Path(target).suffix == ".csv"
     if dialect is not None and not written and Path(source).suffix != ".csv":
         raise Misuse(f"--dialect {dialect} is for .csv files; neither {source} nor {target} is one, so leave it out")

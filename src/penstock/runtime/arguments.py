@@ -243,6 +243,8 @@ def require_arguments(
     require_value(isinstance(schedule, Schedule), "schedule", schedule, "a ps.Schedule, which ps.build(...) makes")
     _require_model(model)
     require_value(loss_fn is None or callable(loss_fn), "loss_fn", loss_fn, "a function (output, targets) -> loss")
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise RuntimeFailure(f"loss_fn is the class {loss_fn.__name__}; give an instance: {loss_fn.__name__}()")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         require_value(
             callable(optimizer), "optimizer", optimizer, "an optimizer, or a function from parameters to one"

@@ -20,7 +20,7 @@ from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
 from penstock.report import RunStory
 from penstock.report.from_logs import read_story
-from penstock.report.words import headline
+from penstock.report.words import headline, times
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
 from penstock.train.folder import RunFolder, write_whole
@@ -197,7 +197,8 @@ class RunReport(ABC):
 
     def to_text(self) -> str:
         ended = "interrupted after " if self.interrupted else ""
-        ran = f"{ended}{self.steps} {self.UNIT} of {self.schedule}, {self.dispatch}, on {self.num_ranks} ranks"
+        ranks = times(self.num_ranks, "rank")
+        ran = f"{ended}{self.steps} {self.UNIT} of {self.schedule}, {self.dispatch}, on {ranks}"
         rows = [("run", ran), *self.rows()]
         for notice in self.notices:
             rows += _wrapped("note", notice)

@@ -166,15 +166,26 @@ class OwnTask:
         with torch.no_grad(), untouched(model), seeded(settings.seed):
             where, path = str(self._own), self._own.path
             forward = f"--model: the forward of {where}"
-            hint = self._loss_hint(forward) if isinstance(self.loss, ModelLoss) else ""
+            hint = self._text_hint()
+            if isinstance(self.loss, ModelLoss):
+                hint = self._loss_hint(forward)
             output = called(lambda: with_arguments(model, inputs), forward, path, hint)
-            loss = called(lambda: self.loss(output, targets), f"--model: {LOSS} of {where}", path)
+            loss = called(lambda: self.loss(output, targets), f"--model: {LOSS} of {where}", path, hint)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise SettingsError(
                 f"--model: {LOSS} of {self._own} returns {got}; return one number, a mean over the samples"
             )
         return Example(inputs, targets)
+
+    def _text_hint(self) -> str:
+        """A hint if a forward fails on text: perhaps the model was to learn from something else."""
+        if self.num_tokens is None:
+            return ""
+        return (
+            f"its inputs are tokens of text, integers of shape (samples, {self.num_tokens}); "
+            "to train on other data give --data FILE.py:NAME"
+        )
 
     def _loss_hint(self, forward: str) -> str:
         """A hint if a forward that is to return its loss fails: perhaps the file has a loss under another name."""
