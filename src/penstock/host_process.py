@@ -49,13 +49,21 @@ def require_current_folder() -> None:
         ) from None
 
 
+def text_of(error: BaseException) -> str:
+    """What an exception says. The code of its class that makes the text may fail, and must not hide the exception."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"(its text could not be made: {type(another).__name__})"
+
+
 def limit_behind(error: BaseException) -> str | None:
     """In words, the limit of this process that an error has hit, and what to do; None where it is about none.
 
     Libraries say it in words of their own, and an exception of theirs may hide it in its cause.
     """
     for each in chain(error):
-        text = str(each).lower()
+        text = text_of(each).lower()
         if _FILES in text or (isinstance(each, OSError) and each.errno in (errno.EMFILE, errno.ENFILE)):
             return (
                 f"a process may have {_limit(resource.RLIMIT_NOFILE)} files and connections open here (ulimit -n); "

@@ -108,6 +108,21 @@ def test_losses_by_their_words(error: BaseException, loss: LossKind | None) -> N
     assert loss_of(error) is loss
 
 
+class Unsayable(RuntimeError):
+    """An exception whose text cannot be made."""
+
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+def test_regression_an_exception_that_has_no_text_was_not_reported() -> None:
+    assert FailureReport.of(Unsayable(), 1).what == "Unsayable: (its text could not be made: KeyError)"
+    caused = ValueError("it said this")
+    caused.__cause__ = Unsayable()
+    caused.__notes__ = [1]  # type: ignore[list-item]
+    assert FailureReport.of(caused, 1).what == "ValueError: it said this\n1"
+
+
 def test_a_loss_in_the_chain_makes_an_exception_secondary() -> None:
     error = ValueError("cannot clean up")
     error.__context__ = PeerLost("rank 0 is gone")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
-from collections import UserDict
+from collections import UserDict, namedtuple
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import penstock as ps
 from packed import packed
 from penstock.runtime import PartitionError, RuntimeFailure
+from penstock.runtime.tensors import pytree
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.wire_format import WireSpec
 from plain_loop import differences, gradients, plain_step
@@ -433,6 +435,16 @@ def test_a_model_made_in_inference_mode_ended_in_an_error_about_a_version_counte
     trained = ps.Pipeline(nn.Sequential(nn.Linear(4, 4)), ps.build("1f1b", 1, 4), loss_fn=nn.MSELoss())
     with torch.inference_mode(), pytest.raises(RuntimeFailure, match=r"under torch\.inference_mode"):
         trained.step(x, x)
+
+
+def test_regression_a_named_tuple_of_a_module_with_a_space_in_its_name_had_other_fields_in_another_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind = namedtuple("kind", ["left", "right"], module="my model")
+    leaves, skeleton = pytree.flatten(kind(torch.ones(1), torch.zeros(1)))
+    monkeypatch.setattr(pytree, "_NAMED_TUPLES", {})  # as the other process begins
+    found = pytree.unflatten(leaves, json.loads(json.dumps(skeleton)))
+    assert found._asdict() == {"left": leaves[0], "right": leaves[1]}
 
 
 def test_regression_a_buffer_made_in_inference_mode_ended_in_an_error_about_a_version_counter() -> None:

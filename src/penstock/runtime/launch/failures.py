@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from penstock.formats.files import replaced
-from penstock.host_process import chain, limit_behind
+from penstock.host_process import chain, limit_behind, text_of
 from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost
 
 LATE = (
@@ -60,7 +60,7 @@ def loss_of(error: BaseException) -> LossKind | None:
         return LossKind.LATE
     if not isinstance(error, (RuntimeError, ConnectionError)):
         return None
-    text = str(error).lower()
+    text = text_of(error).lower()
     if isinstance(error, ConnectionError) or any(words in text for words in LOST):
         return LossKind.LOST
     return LossKind.LATE if any(words in text for words in LATE) else None
@@ -106,7 +106,7 @@ class FailureReport:
             kind=_kind(error),
             type=type(error).__name__,
             message="\n".join(
-                filter(None, [str(error), *getattr(error, "__notes__", []), limit_behind(error)])
+                filter(None, [text_of(error), *map(str, getattr(error, "__notes__", [])), limit_behind(error)])
             ).strip(),
             lines=_user_lines(error),
             traceback="".join(traceback.format_exception(error)),
@@ -162,7 +162,7 @@ def _user_lines(error: BaseException) -> list[str]:
     lines = [line for text in traceback.format_list((users or list(frames))[-FRAMES:]) for line in text.splitlines()]
     lines = [line for line in lines if line.strip(" ^~")]
     if error.__cause__ is not None:
-        lines.append(f"  caused by {type(error.__cause__).__name__}: {error.__cause__}")
+        lines.append(f"  caused by {type(error.__cause__).__name__}: {text_of(error.__cause__)}")
     return lines
 
 

@@ -21,7 +21,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.dtensor import whole
 
 Skeleton = Any
-"""An int (index of a tensor) or a list ["tuple" | "tuple MODULE NAME FIELD ..." | "list" | "dict" | "const", ...]."""
+"""An int (index of a tensor) or a list ["tuple" | "list" | "dict" | "const" | what `_kind_of` gives, ...]."""
 
 _CONSTANTS = (bool, int, float, str, type(None))
 """Of these classes alone: what comes of an Enum or a numpy number in another process is none any more."""
@@ -108,11 +108,11 @@ def device_of(value: Any) -> torch.device:
 
 
 def _kind_of(of: type[tuple[Any, ...]]) -> str:
-    """ "tuple", or of a named tuple: "tuple MODULE NAME FIELD FIELD ..."."""
+    """ "tuple", or of a named tuple also its module, its name and its fields. Any of them may have a space."""
     fields = getattr(of, "_fields", None)
     if fields is None or not hasattr(of, "_make"):
         return "tuple"
-    kind = f"tuple {' '.join((of.__module__, of.__qualname__, *fields))}"
+    kind = "\0".join(("tuple", of.__module__, of.__qualname__, *fields))
     _NAMED_TUPLES[kind] = of
     return kind
 
@@ -121,7 +121,7 @@ def _named_tuple(kind: str) -> Any:
     """The class of a named tuple."""
     if kind not in _NAMED_TUPLES:
         make: Any = namedtuple
-        _, module, name, *fields = kind.split(" ")
+        _, module, name, *fields = kind.split("\0")
         found: Any = sys.modules.get(module)
         for each in name.split("."):
             found = getattr(found, each, None)
