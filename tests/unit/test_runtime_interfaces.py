@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import errno
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -94,3 +96,19 @@ def test_nothing_in_the_package_listens_on_every_address() -> None:
                 if not is_client and "master_listen_fd" not in given:
                     found.append(f"{path}:{node.lineno}")
     assert found == []
+
+
+@pytest.mark.parametrize("name", ["lo\0x", "enp0s31f6.vlan10", "\ud800"], ids=ascii)
+def test_regression_a_name_that_is_too_long_found_the_interface_with_its_beginning(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def address(_: int, request: int, asked_for: bytes) -> bytes:
+        known = [b"lo", b"enp0s31f6.vlan1"]  # the kernel reads 15 bytes, up to a zero
+        if asked_for[:15].partition(b"\0")[0] not in known:
+            raise OSError(errno.ENODEV, "No such device")
+        return bytes(20) + bytes([10, 0, 0, 1]) + bytes(8)
+
+    monkeypatch.setattr(fcntl, "ioctl", address)
+    assert local_addresses(["enp0s31f6.vlan1"]) == ("10.0.0.1",)
+    with pytest.raises(RuntimeFailure, match="has no address here"):
+        local_addresses([name])
