@@ -25,6 +25,8 @@ FIRST_BYTES, _SIZE = 4096, 8
 """Bytes that ranks send one another before they know how many there are; and those of them that give the number."""
 TIED = "a tied parameter"
 """What `share` sends, in errors."""
+_COUNTS_CALLS = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
+"""Whether torch counts the groups that a process has helped to make, and no longer those that it is in."""
 
 
 class Peers(Protocol):
@@ -349,7 +351,7 @@ def groups_of_processes(
             group = dist.new_group(inside, timeout=limit, backend=backend)
         elif is_member:
             group = dist.new_group(inside, timeout=limit, backend=backend, use_local_synchronization=True)
-        if not is_member:
+        if not is_member and not (whole and _COUNTS_CALLS):
             # A group that its members alone make is named after them and after how many groups they know. So who is
             # not in this one makes one of itself, and all go on counting alike.
             dist.new_group([dist.get_rank()], timeout=limit, use_local_synchronization=True)
