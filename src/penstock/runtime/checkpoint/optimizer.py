@@ -42,7 +42,7 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tupl
 
     Raises `CheckpointError` for a parameter without a name, state of no parameter, state that is no plain data, and
     data that would be left out without a word: whole tensors and collections among the options, and what the
-    optimizer's own `state_dict` has besides.
+    optimizer's own `state_dict` has besides. So too for one tensor that changes and is state of several parameters.
     """
     tensors: dict[str, Tensor] = {}
     kind = type(optimizer).__name__
@@ -57,12 +57,14 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tupl
             "groups, which a checkpoint would not bring back: keep it in the state of a parameter, or as a number in "
             "a parameter group"
         )
+    holders: dict[int, str] = {}
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         name = _name(names, parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(key, str) or "/" in key or "#" in key:
                 raise CheckpointError(f"{kind}'s state of {name} has the key {key!r}: keys are text without / and #")
             if isinstance(value, Tensor):
+                _require_own_memory(value, f"the state {key!r} of {name}", holders)
                 tensors[f"{PREFIX}{name}/{key}"] = value
             else:
                 tensors |= pack(f"{PREFIX}{name}/{key}", value, f"{kind}'s state {key!r} of {name}")
@@ -70,6 +72,24 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tupl
         _options(group, f"{kind}'s parameter group {place}") for place, group in enumerate(optimizer.param_groups)
     ]
     return tensors, {"class": kind, "groups": groups}
+
+
+def _require_own_memory(value: Tensor, what: str, holders: dict[int, str]) -> None:
+    """Raises CheckpointError where other state begins in the same memory, as it would have its own after a load.
+
+    What never changed, such as a table that all parameters use, may be there several times.
+    """
+    part = local(value.detach())
+    if part.layout is not torch.strided or part.device.type == "meta" or not part.numel():
+        return
+    if part.is_inference() or not part._version:
+        return
+    first = holders.setdefault(part.data_ptr(), what)
+    if first != what:
+        raise CheckpointError(
+            f"{what} is the same tensor as {first}, and a checkpoint would make two of it: give each parameter a "
+            "tensor of its own, or keep it in a parameter group, as a number"
+        )
 
 
 def stage_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], reader: TensorSource) -> Callable[[], None]:
