@@ -60,6 +60,23 @@ def test_what_does_not_wait_is_counted_with_its_reason() -> None:
     assert pipe.notices == []
 
 
+@pytest.mark.parametrize("other", ["zb", "1f1b"])
+def test_bug_a_pipeline_did_not_split_any_more_once_another_one_of_the_same_model_was_closed(other: str) -> None:
+    """Nor once one was made whose schedule does not split. The last one that splits puts the layers back."""
+    layers: list[nn.Module] = [nn.Linear(4, 40), nn.Linear(40, 4)]
+    pipe = stepped(layers)
+    with ps.Pipeline(nn.Sequential(*layers), ps.build(other, 1, 2), loss_fn=nn.MSELoss()) as second:
+        for each in (pipe, second, pipe):
+            each.step(torch.randn(20, 4), torch.randn(20, 4))
+            assert [share.share for share in each.deferred_share().values()] == [1.0] * (
+                each is pipe or other == "zb"
+            )
+    pipe.step(torch.randn(20, 4), torch.randn(20, 4))
+    assert [share.share for share in pipe.deferred_share().values()] == [1.0]
+    pipe.close()
+    assert not any("forward" in vars(layer) for layer in layers)
+
+
 def test_a_stage_that_puts_little_off_says_so_once_and_why() -> None:
     pipe = stepped([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1), nn.Linear(1, 4))], 2, 3)
     (notice,) = pipe.notices

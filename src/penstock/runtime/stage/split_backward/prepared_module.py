@@ -18,6 +18,7 @@ them.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -247,6 +248,13 @@ def unrecorded(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
         recording.reset(token)
 
 
+class PreparedFor(weakref.WeakSet[nn.Module]):
+    """The stages that have prepared a module. One that is dropped without being closed leaves it by itself."""
+
+    def __reduce__(self) -> tuple[type[PreparedFor], tuple[()]]:
+        return PreparedFor, ()  # no stage has prepared a copy of the module, or a pickled one
+
+
 class PreparedModule:
     """A prepared module's rule and its standing decision.
 
@@ -257,6 +265,7 @@ class PreparedModule:
 
     Attributes:
         reason: why its weight gradients were last computed in I.
+        stages: those that have prepared it, such as of several pipelines of one model.
     """
 
     def __init__(
@@ -276,6 +285,7 @@ class PreparedModule:
         """For compiled parts: the weight, cut off from autograd, and its tap; None where nothing is to wait."""
         self.defer_small = False
         """Whether all that can wait there do."""
+        self.stages = PreparedFor()
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -449,7 +459,8 @@ def prepare(stage: nn.Module) -> SplitReport:
     for path, around, rule, compiled in found:
         module = around[-1]
         prepared = PreparedModule(rule, shared, path, around, compiled)
-        own = module.__dict__.setdefault(_PREPARED, prepared)  # several stages may have the module
+        own: PreparedModule = module.__dict__.setdefault(_PREPARED, prepared)  # several stages may have the module
+        own.stages.add(stage)
         module.__dict__[_patched(module)] = MethodType(forward, module)
         deferred.extend(prepared.parameters)
         if compiled:
@@ -461,11 +472,15 @@ def prepare(stage: nn.Module) -> SplitReport:
 
 
 def unprepare(stage: nn.Module) -> None:
-    """Restore every module of `stage` that `prepare` patched."""
+    """Restore every module of `stage` that `prepare` patched, unless another stage has prepared it too."""
     for module in stage.modules():
-        if _PREPARED in module.__dict__ and _is_ours(module):
-            module.__dict__.pop(_PREPARED).stage.release()
-            del module.__dict__[_patched(module)]
+        prepared: PreparedModule | None = module.__dict__.get(_PREPARED)
+        if prepared is None or not _is_ours(module):
+            continue
+        prepared.stages.discard(stage)
+        if not prepared.stages:
+            prepared.stage.release()
+            del module.__dict__[_PREPARED], module.__dict__[_patched(module)]
 
 
 def forward(self: nn.Module, input: Tensor) -> Tensor:
