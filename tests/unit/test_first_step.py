@@ -6,7 +6,6 @@ import copy
 import random
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -287,48 +286,3 @@ def test_bug_fake_quantizers_that_size_their_buffers_in_the_first_forward_could_
             sgd.zero_grad()
     found, want = model.state_dict(), plain.state_dict()
     assert not [name for name, value in want.items() if not torch.equal(value, found[name])]
-
-
-class Tabled(nn.Module):
-    """Adds a table that was made in inference mode, and counts in another one."""
-
-    def __init__(self, counts: bool) -> None:
-        super().__init__()
-        self.linear, self.counts = nn.Linear(4, 4), counts
-        with torch.inference_mode():
-            self.register_buffer("table", torch.ones(4))
-            self.register_buffer("count", torch.zeros(4), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.inference_mode():
-            self.count += self.counts
-        return self.linear(x) + self.table + self.count.clone()
-
-
-@pytest.mark.parametrize(("repeats", "counts"), [(False, False), (True, False), (True, True)])
-def test_bug_buffers_made_in_inference_mode_ended_in_an_error_about_a_version_counter(
-    repeats: bool, counts: bool, tmp_path: Path
-) -> None:
-    """In the first step, and in a load, which changes them in place."""
-    torch.manual_seed(0)
-    given = nn.Sequential(Tabled(counts), Tabled(counts))
-    schedule, loss_fn, x = ps.build("1f1b", 2, 4), nn.MSELoss(), torch.randn(8, 4)
-    plain = copy.deepcopy(given)
-    with ps.Pipeline(given, with_recompute(schedule) if repeats else schedule, loss_fn=loss_fn) as pipe:
-        pipe.step(x, x, update=False)
-        pipe.save(tmp_path)
-        with torch.inference_mode():
-            given[0].table.zero_()
-            given[1].count.zero_()
-        pipe.load(tmp_path)
-    for part in x.chunk(4):
-        (loss_fn(plain(part), part) / 4).backward()
-    assert not differences(gradients(list(plain)), gradients(list(given)))
-    assert not [name for name, b in given.named_buffers() if not torch.equal(b, plain.get_buffer(name))]
-
-
-def test_bug_a_forward_that_changes_a_buffer_made_in_inference_mode_was_not_refused_by_name() -> None:
-    model, x = nn.Sequential(Tabled(True), Tabled(True)), torch.ones(8, 4)
-    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss())
-    with pytest.raises(RuntimeFailure, match=r"changed buffer 'count' of Tabled through \.data"):
-        pipe.step(x, x)

@@ -30,7 +30,6 @@ from penstock.runtime.parameters.ties import (
 )
 from penstock.runtime.stage.autograd import sees_gradients
 from penstock.runtime.stage.stage import Stage, StageSource, gathers_unseen
-from penstock.runtime.tensors.aliases import version_of
 from penstock.schedule import Placement
 
 
@@ -354,4 +353,4 @@ class SharedModules:
 
 def _state(module: nn.Module, name: str) -> tuple[Tensor | None, int | None]:
     buffer = module._buffers.get(name)
-    return buffer, None if buffer is None else version_of(buffer)
+    return buffer, None if buffer is None else buffer._version

@@ -43,9 +43,7 @@ from penstock.runtime.stage.module_state import (
     tensors_in,
 )
 from penstock.runtime.stage.stage import gathers_unseen
-from penstock.runtime.tensors.aliases import version_of
 from penstock.runtime.tensors.digest import hash_of
-from penstock.runtime.tensors.dtensor import overwrite
 
 
 def copy_of(tensor: Tensor) -> Tensor:
@@ -136,7 +134,7 @@ class BufferHistory:
     def noted(self, m: int) -> Iterator[None]:
         """Around the first run of microbatch `m`. If it fails with GradientAskedFor, buffers are as they were."""
         before = {
-            (module, name): (buffer, None if buffer is None else version_of(buffer))
+            (module, name): (buffer, None if buffer is None else buffer._version)
             for module in self._stage.modules()
             for name, buffer in module._buffers.items()
         }
@@ -151,7 +149,7 @@ class BufferHistory:
             for (module, name), copied in copies.items():
                 module._buffers[name] = buffer = before[module, name][0]
                 if buffer is not None and copied is not None:
-                    overwrite(buffer.data, copied)
+                    buffer.data.copy_(copied)
             raise
         if self._changing is None:
             self._known |= {place for place, copied in copies.items() if _changed(place, before[place], copied)}
@@ -163,7 +161,7 @@ class BufferHistory:
                 continue
             if now is not buffer:
                 found[place] = buffer
-            elif buffer is not None and version_of(buffer) != version:
+            elif buffer is not None and buffer._version != version:
                 raise RuntimeFailure(
                     f"buffer {place[1]!r} of {type(place[0]).__name__} changed in microbatch {m} and in none before, "
                     "so this forward cannot be run again as it was; use a schedule without R for this model"
@@ -185,14 +183,12 @@ class BufferHistory:
 
 
 def _changed(place: Place, before: tuple[Tensor | None, int | None], copied: Tensor | None) -> bool:
-    """Whether a buffer is another tensor now, or holds other values (some kernels change it unnoticed). One made in
-    inference mode may change at any time, as torch counts none of its changes.
-    """
+    """Whether a buffer is another tensor now, or holds other values (some kernels change it unnoticed)."""
     module, name = place
     now, (buffer, version) = module._buffers.get(name), before
     if now is None or buffer is None or copied is None:
         return now is not buffer
-    return now is not buffer or now.is_inference() or version_of(now) != version or not torch.equal(now, copied)
+    return now is not buffer or now._version != version or not torch.equal(now, copied)
 
 
 class WatchedTensor(NamedTuple):
@@ -209,7 +205,7 @@ class WatchedTensor(NamedTuple):
         """As it is now. One in an attribute may be let go of."""
         is_attribute = name not in module._parameters and name not in module._buffers
         held = weakref.ref(tensor) if is_attribute else lambda: tensor
-        return cls(module, name, held, version_of(tensor), hash_of(tensor))
+        return cls(module, name, held, tensor._version, hash_of(tensor))
 
     @property
     def tensor(self) -> Tensor | None:
@@ -273,7 +269,7 @@ class FirstStep:
             return
         for known in self._before:
             now = known.now
-            if now is None or now is not known.tensor or version_of(now) != known.version:
+            if now is None or now is not known.tensor or now._version != known.version:
                 continue
             if hash_of(now) != known.hash:
                 raise RuntimeFailure(
@@ -291,10 +287,10 @@ class FirstStep:
         """Around the backward of a microbatch. Raises RuntimeFailure where it changed a parameter, as a hook may that
         calls an optimizer: forwards of later microbatches have run with what was there before.
         """
-        before = [(known, now, version_of(now)) for known in self._before if (now := known.now) is not None]
+        before = [(known, now, now._version) for known in self._before if (now := known.now) is not None]
         yield
         for known, now, version in before:
-            if known.kind == "parameter" and known.now is now and version_of(now) != version:
+            if known.kind == "parameter" and known.now is now and now._version != version:
                 raise RuntimeFailure(
                     f"stage {self._index}: parameter {known.name!r} of {type(known.module).__name__} changed in the "
                     f"backward of microbatch {m}, as by a hook that calls an optimizer, and forwards of later "
@@ -365,7 +361,7 @@ class FirstStep:
         found = [
             (known, now) for known in self._before if known.kind == "parameter" and (now := known.now) is not None
         ]
-        return [known for known, now in found if now is not known.tensor or version_of(now) != known.version]
+        return [known for known, now in found if now is not known.tensor or now._version != known.version]
 
     def _watched(self) -> Iterator[WatchedTensor]:
         modules = list(self._stage.modules())

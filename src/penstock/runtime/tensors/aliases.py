@@ -224,21 +224,16 @@ class ReadOnlyInputs:
     """
 
     def __init__(self, leaves: Sequence[Tensor], kept: Sequence[tuple[int, str]]) -> None:
-        self._seen = [(leaves[place], version_of(leaves[place]), why) for place, why in kept]
+        self._seen = [(leaves[place], leaves[place]._version, why) for place, why in kept]
 
     def require_same(self, stage: int) -> None:
         """Raises RuntimeFailure where the stage changed one."""
         for tensor, version, why in self._seen:
-            if version_of(tensor) != version:
+            if tensor._version != version:
                 raise RuntimeFailure(
                     f"stage {stage} changed one of its inputs in place, of shape {tuple(tensor.shape)}: {why}. Let "
                     "it change a copy (clone())"
                 )
-
-
-def version_of(tensor: Tensor) -> int:
-    """Torch's count of changes in place. 0 of a tensor made under torch.inference_mode, of which it counts none."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -6,10 +6,8 @@ Nothing here imports torch.distributed.tensor: where nothing else has, there are
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -41,8 +39,7 @@ def overwrite(target: Tensor, value: Tensor) -> None:
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1:
             target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    with torch.inference_mode() if target.is_inference() else nullcontext():
-        target.copy_(value)
+    target.copy_(value)
 
 
 def whole(tensor: Any) -> Tensor:

@@ -38,7 +38,6 @@ import numpy as np
 from torch import Tensor, fx, nn
 
 from penstock.runtime.stage.module_state import OF_EVERY_MODULE
-from penstock.runtime.tensors.aliases import version_of
 
 _MISSING = object()
 _OF_LAYERS = frozenset({"_modules", "children", "named_children", "modules", "named_modules"})
@@ -154,7 +153,7 @@ class ForwardReads:
 
     def value_of(self, tensor: Tensor) -> None:
         """The forward asks a tensor that is there for its numbers."""
-        self._values.append((tensor, version_of(tensor)))
+        self._values.append((tensor, tensor._version))
 
     def facts_of(self, tensor: Tensor) -> None:
         """The forward goes by how a tensor is that is there."""
@@ -207,7 +206,7 @@ class ForwardReads:
             if (now := _content(cell)) is not value and not _is_same(now, value):
                 return False
         for tensor, version in self._values:
-            if version_of(tensor) != version:
+            if tensor._version != version:
                 return False
         for tensor, facts in self._facts:
             if _facts(tensor) != facts:
