@@ -201,9 +201,13 @@ class ConditionedTransport(TransportLayer):
             due = stamp.due + (self._ahead[stamp.source] if self._ahead else 0)
             moment = max(due, arrived.get((stamp.source, stamp.sent), 0))
             record = TransferRecord(stamp.source, self.rank, size, stamp.sent, stamp.sent, moment)
-            held = HeldArrival(due, self._num_carried, edge, record if stamp.due > stamp.sent else None)
+            held = HeldArrival(due, self._num_carried, edge, record if self._records(stamp) else None)
             heapq.heappush(self._waiting, held)
             self._num_carried += 1
+
+    def _records(self, stamp: MessageStamp) -> bool:
+        """Whether a message is recorded here. What carried it records when it came, where nothing delays it."""
+        return stamp.due > stamp.sent
 
     def _due_by_now(self) -> list[Edge]:
         waiting, came = self._waiting, []
