@@ -230,7 +230,7 @@ def test_ranks_in_turn_see_what_the_conditions_say() -> None:
 
 
 def test_bug_a_link_of_one_process_that_turns_late_had_no_records_of_when_it_was_not() -> None:
-    make, _ = local_transports(2, Conditions(Links.parse("0:1=latency:steps:0ms/100s,30ms")))
+    make, _ = local_transports(2, Conditions(Links.parse("0:1=latency:steps:0ms/0ms,100s/30ms")))
     one, other = make(0), make(1)
     one.send(edge(0), 1, Payload([torch.zeros(100, dtype=torch.uint8)]))
     assert other.arrivals() == [edge(0)]

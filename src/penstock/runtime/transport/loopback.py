@@ -135,8 +135,8 @@ class LoopbackTransport:
 class ConditionedLoopback(ConditionedTransport):
     """The end of a rank of one process, whose messages arrive when the conditions say.
 
-    What is handed over leaves no record. So messages of links that may turn late are recorded here also while they are
-    on time: a link would else be known as it is only when it is late, and its delay never be a change.
+    What is handed over leaves no record, so messages of links that may turn late are recorded here even while they
+    are on time. Without these records the first delay would be taken for the link's usual one, and not for a change.
     """
 
     def _records(self, stamp: MessageStamp) -> bool:
