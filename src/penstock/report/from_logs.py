@@ -109,7 +109,8 @@ def read_story(
     least = _least(contents.job, rows)
     undisturbed, source = _undisturbed(contents, simulator, found, least)
     found = with_baselines(contents, found, undisturbed, least)
-    decided = tuple(_decided(contents, contents.chosen[number], found, least) for number in sorted(contents.chosen))
+    late = _late(found, least)
+    decided = tuple(_decided(contents, contents.chosen[number], found, late) for number in sorted(contents.chosen))
     return RunStory(
         name=name,
         facts=(*_facts(contents.job), *facts),
@@ -271,9 +272,8 @@ def _verdict(
 
 
 def _decided(
-    contents: LogContents, chosen: LoggedDecision, iterations: Sequence[Iteration], least: float
+    contents: LogContents, chosen: LoggedDecision, iterations: Sequence[Iteration], late: Container[int]
 ) -> DecisionOutcome:
-    late = _late(iterations, least)
     value, first, start = chosen.value, chosen.first, contents.job.start
     mine = [each for each in iterations if each.decision == chosen.number]
     before, after = _before(chosen, iterations, late), [each.ms for each in mine[1:] or mine][:LATER]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.host_process import text_of
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.collective import AllGather, AllReduce, Collective, WeakGroup, explained, wait_for
 from penstock.runtime.mesh.retried_group import RetriedGroup
@@ -386,8 +387,9 @@ def raise_together(peers: Peers, error: Exception | None, failed: Callable[[int,
 
 def _in_a_line(error: Exception) -> str:
     """What an error says, and where it was."""
-    text = str(error) if isinstance(error, RuntimeFailure) else f"{type(error).__name__}: {error}"
-    return "; ".join([text, *getattr(error, "__notes__", ())])
+    text = text_of(error)
+    named = text if isinstance(error, RuntimeFailure) else f"{type(error).__name__}: {text}"
+    return "; ".join([named, *map(str, getattr(error, "__notes__", ()))])
 
 
 def require_same(given: Sequence[Mapping[str, object]], rule: str, shown: bool = True) -> None:
