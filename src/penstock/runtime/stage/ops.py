@@ -20,7 +20,8 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.autograd import GraphInputs, exits, run_backward
 from penstock.runtime.stage.host_memory import HostMemory, OffloadStatistics, SavedTensors, copied_to
-from penstock.runtime.stage.microbatches import NO_LOSS, LossFn, Microbatches, Signature
+from penstock.runtime.stage.loss_weights import LossFn
+from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches, Signature
 from penstock.runtime.stage.module_state import attributes_of, tensors_in
 from penstock.runtime.stage.recompute import (
     BufferHistory,
